@@ -1,0 +1,62 @@
+# `make demo` and `make test` need only make and Python 3.10 or newer: they set up .venv.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The exact torch first: the bare requirement would bring the newest build for GPUs.
+TORCH  := torch==2.13.0
+
+# One thread for BLAS: the tests run in parallel by themselves, and timings compare.
+export OMP_NUM_THREADS = 1
+export OPENBLAS_NUM_THREADS = 1
+export MKL_NUM_THREADS = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint bench clean
+
+help:
+	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
+	@echo "make test   install, then the tests (a few minutes)"
+	@echo "make slow   the tests that take long"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  the benchmarks"
+	@echo "make clean  remove .venv and caches of tools"
+
+# ---- set-up: one stamp per set of packages, made again when pyproject.toml changes --------------
+
+$(VENV)/base.stamp: pyproject.toml
+	@echo "setting up $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(PIP) install "$(TORCH)"
+	@echo "installing flashgen and what it needs"
+	@$(PIP) install -e ".[cuda]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/base.stamp
+	@echo "installing the tools and the example model for the tests"
+	@$(PIP) install -e ".[dev,examples]"
+	@touch $@
+
+# ---- what they are for ------------------------------------------------------------------------
+
+demo: $(VENV)/base.stamp
+	$(BIN)/flashgen run specs/causal.py
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2
+
+slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

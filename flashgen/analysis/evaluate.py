@@ -1,0 +1,140 @@
+"""The value of any expression, with Python's exact integers or over numpy arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ..expr import Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
+from ..expr.functions import Choice
+
+Env = Mapping[sympy.Symbol, Any]
+
+
+def evaluate(expr: sympy.Basic, env: Env) -> Any:
+    """The value of ``expr`` where its symbols have the values of ``env``.
+
+    Python numbers give Python numbers (integers exact, floats in double precision); numpy arrays
+    give arrays, elementwise with broadcasting. Outside its domain a float function gives NaN or
+    infinity, as on the device.
+
+    Raises:
+        KeyError: for a symbol without a value.
+        TypeError: for a function that flashgen does not know.
+        ZeroDivisionError: for a floor division or remainder by 0.
+    """
+    if isinstance(expr, sympy.Symbol):
+        return env[expr]
+    if expr in (sympy.true, sympy.false):
+        return bool(expr)
+    if expr.is_Integer:
+        return int(expr)
+    if not expr.args:
+        return float(expr)
+    if isinstance(expr, sympy.Piecewise | Choice):
+        return _choose(expr, env)
+    function = _FUNCTIONS.get(expr.func)
+    if function is None:
+        raise TypeError(f"cannot evaluate {expr.func.__name__}")
+    return function(*(evaluate(arg, env) for arg in expr.args))
+
+
+def _choose(expr: sympy.Basic, env: Env) -> Any:
+    if isinstance(expr, Choice):
+        branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
+    else:
+        *branches, (last, _) = expr.args
+    result = evaluate(last, env)
+    for value, condition in reversed(branches):
+        test = evaluate(condition, env)
+        if isinstance(test, np.ndarray):
+            result = np.where(test, evaluate(value, env), result)
+        elif test:
+            result = evaluate(value, env)
+    return result
+
+
+def _folded(python: Callable[[Any, Any], Any], numpy: Callable[[Any, Any], Any]) -> Any:
+    def fold(*args: Any) -> Any:
+        arrays = any(isinstance(arg, np.ndarray) for arg in args)
+        return reduce(numpy if arrays else python, args)
+
+    return fold
+
+
+def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
+    def call(*args: Any) -> Any:
+        arrays = any(isinstance(arg, np.ndarray) for arg in args)
+        return (numpy if arrays else python)(*args)
+
+    return call
+
+
+def _sigmoid(x: Any) -> Any:
+    return (
+        0.5 * (1 + np.tanh(0.5 * x)) if isinstance(x, np.ndarray) else 0.5 * (1 + math.tanh(x / 2))
+    )
+
+
+def _power(x: Any, n: Any) -> Any:
+    if isinstance(x, np.ndarray) or isinstance(n, np.ndarray):
+        whole = isinstance(n, int) and n >= 0
+        return x**n if whole else np.asarray(x, dtype=float) ** n
+    if isinstance(n, int) and n >= 0:
+        return x**n
+    return _real(lambda: math.pow(x, n), math.inf if x == 0 else math.nan)
+
+
+def _real(compute: Callable[[], float], undefined: float = math.nan) -> float:
+    """The value, with infinity where it is too large and ``undefined`` where there is none."""
+    try:
+        return compute()
+    except OverflowError:
+        return math.inf
+    except ValueError:
+        return undefined
+
+
+def _scalar(function: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda x: _real(lambda: function(x), -math.inf if x == 0 else math.nan)
+
+
+def _floor(x: float) -> float:
+    return math.floor(x) if math.isfinite(x) else x
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    sympy.Add: lambda *args: sum(args[1:], args[0]),
+    sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
+    sympy.Pow: _power,
+    FloorDiv: lambda a, b: a // b,
+    FloorMod: lambda a, b: a % b,
+    Minimum: _folded(min, np.minimum),
+    Maximum: _folded(max, np.maximum),
+    sympy.Min: _folded(min, np.minimum),
+    sympy.Max: _folded(max, np.maximum),
+    sympy.Abs: abs,
+    sympy.sign: _either(lambda x: (x > 0) - (x < 0), np.sign),
+    sympy.exp: _either(_scalar(math.exp), np.exp),
+    sympy.log: _either(_scalar(math.log), np.log),
+    Log2: _either(_scalar(math.log2), np.log2),
+    sympy.tanh: _either(math.tanh, np.tanh),
+    sympy.sin: _either(_scalar(math.sin), np.sin),
+    sympy.cos: _either(_scalar(math.cos), np.cos),
+    Sigmoid: _sigmoid,
+    Floor: _either(_floor, np.floor),
+    sympy.StrictLessThan: lambda a, b: a < b,
+    sympy.LessThan: lambda a, b: a <= b,
+    sympy.StrictGreaterThan: lambda a, b: a > b,
+    sympy.GreaterThan: lambda a, b: a >= b,
+    sympy.Equality: lambda a, b: a == b,
+    sympy.Unequality: lambda a, b: a != b,
+    sympy.And: _folded(lambda a, b: a and b, np.logical_and),
+    sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
+    sympy.Not: _either(lambda a: not a, np.logical_not),
+}

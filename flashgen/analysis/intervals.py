@@ -1,0 +1,394 @@
+"""Closed-form bounds along one axis: which keys a tile of queries reaches, which it keeps whole.
+
+Works for and/or combinations of inequalities that are affine in the walked position, floor division
+by positive numbers included, with anything in the other position. The same functions serve the
+transposed walk (queries that a tile of keys reaches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+
+from ..expr import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
+from ..expr.functions import Choice
+from ..expr.limits import fits, limits
+from .lower import All, AtLeast0, Congruent, Fact, Node, Some, lower
+from .ranges import End, Range, Tile, linear, range_of
+from .tiles import exactly_at_least, may, must
+
+FAR = sympy.Integer(2**30)
+"""Beyond every position: stands for infinity where a bound depends on a condition."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The positions x with ``lo <= x < hi``; None where there is no bound."""
+
+    lo: End
+    hi: End
+
+    def substitute(self, changes: dict[sympy.Symbol, sympy.Expr]) -> Interval:
+        return Interval(
+            *(None if end is None else end.xreplace(changes) for end in (self.lo, self.hi))
+        )
+
+
+EVERYTHING = Interval(None, None)
+NOTHING = Interval(FAR, -FAR)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """An axis that is walked, past a tile on the other one."""
+
+    symbol: sympy.Symbol = K
+
+    @property
+    def fixed(self) -> sympy.Symbol:
+        return Q if self.symbol == K else K
+
+    @property
+    def tile(self) -> Tile:
+        return Tile({self.fixed: CORNERS[self.fixed]})
+
+    def lowered(self, mask: sympy.Basic) -> Node:
+        """The tree of ``mask`` with everything resolved that hides the walked position."""
+        both = Tile(CORNERS)
+        return lower(mask, both, lambda atom: self.symbol in atom.free_symbols)
+
+
+def row_interval(mask: sympy.Basic, walk: Walk | None = None) -> Interval | None:
+    """The interval that is exactly the true part of one row, as expressions of the row; or None."""
+    walk = walk or Walk()
+    return _row(walk.lowered(mask), walk)
+
+
+def reach(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval, bool]:
+    """An interval that contains every walked position with a true element in the tile.
+
+    The flag says that it contains no others: each position in it has a true element with some row
+    of the tile (given q_lo <= q_hi).
+    """
+    walk = walk or Walk()
+    tree = walk.lowered(mask)
+    row = _row(tree, walk)
+    if row is None:
+        return _reach(tree, walk, walk.tile), False
+    lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
+    return Interval(lo.lo, hi.hi), _union_is_hull(row, walk)
+
+
+def full(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval | None, bool]:
+    """An interval of walked positions that are true for every row of the tile, or None.
+
+    The flag says that it contains them all: a position outside is false for some row.
+    """
+    walk = walk or Walk()
+    tree = walk.lowered(mask)
+    row = _row(tree, walk)
+    if row is None:
+        return _full(tree, walk), False
+    lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
+    if (row.lo is not None and lo.hi is None) or (row.hi is not None and hi.lo is None):
+        return None, False
+    monotone = all(_direction(end, walk) is not None for end in _ends(row))
+    return Interval(lo.hi, hi.lo), monotone
+
+
+# One row.
+
+
+def _row(node: Node, walk: Walk) -> Interval | None:
+    condition = _row_condition(node, walk)
+    if condition is not None:
+        return _when(condition, EVERYTHING, NOTHING)
+    if isinstance(node, AtLeast0):
+        return _solve(node.expr, walk)
+    if not isinstance(node, All | Some):
+        return None
+    conditions = [_row_condition(part, walk) for part in node.parts]
+    rows = [_row(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
+    facts = [c for c in conditions if c is not None]
+    solved = [row for row in rows if row is not None]
+    if len(solved) < len(rows):
+        return None
+    if isinstance(node, All):
+        return _when(sympy.And(*facts), _intersection(solved), NOTHING)
+    union = _same_direction(solved)
+    return None if union is None else _when(sympy.Or(*facts), EVERYTHING, union)
+
+
+def _row_condition(node: Node, walk: Walk) -> sympy.Basic | None:
+    """The condition that a node is, when it does not depend on the walked position."""
+    if isinstance(node, All | Some):
+        parts = [_row_condition(part, walk) for part in node.parts]
+        if any(part is None for part in parts):
+            return None
+        return sympy.And(*parts) if isinstance(node, All) else sympy.Or(*parts)
+    condition = _condition(node)
+    return None if walk.symbol in condition.free_symbols else condition
+
+
+def _condition(node: AtLeast0 | Congruent | Fact) -> sympy.Basic:
+    if isinstance(node, AtLeast0):
+        return exactly_at_least(node.expr, sympy.S.Zero)
+    if isinstance(node, Congruent):
+        relation = sympy.Eq if node.holds else sympy.Ne
+        return relation(FloorMod(node.x, node.modulus), node.remainder)
+    return node.expr
+
+
+def _solve(expr: sympy.Expr, walk: Walk) -> Interval | None:
+    """``expr >= 0`` solved for the walked position, when it occurs once and can be peeled free."""
+    atoms, rest = linear(expr, Tile({walk.symbol: (None, None)}))
+    if len(atoms) != 1:
+        return None
+    ((atom, weight),) = atoms.items()
+    solved = None
+    if weight.is_positive:
+        solved = _above(atom, -FloorDiv(rest, weight), walk)
+    elif weight.is_negative:
+        solved = _below(atom, FloorDiv(rest, -weight), walk)
+    if solved is None or not all(end is None or fits(end) for end in (solved.lo, solved.hi)):
+        return None
+    return solved
+
+
+def _above(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
+    """``atom >= bound``."""
+    if atom == walk.symbol:
+        return Interval(bound, None)
+    if not _is_division(atom, walk):
+        return None
+    x, divisor = atom.args
+    return _solve(sympy.expand_mul(x - divisor * bound), walk)
+
+
+def _below(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
+    """``atom <= bound``."""
+    if atom == walk.symbol:
+        return Interval(None, sympy.expand_mul(bound + 1))
+    if not _is_division(atom, walk):
+        return None
+    x, divisor = atom.args
+    return _solve(sympy.expand_mul(divisor * bound + divisor - 1 - x), walk)
+
+
+def _is_division(atom: sympy.Expr, walk: Walk) -> bool:
+    if not isinstance(atom, FloorDiv):
+        return False
+    divisor = atom.args[1]
+    return bool(divisor.is_nonnegative) and walk.symbol not in divisor.free_symbols
+
+
+def _intersection(rows: list[Interval]) -> Interval:
+    return Interval(
+        _pick(Maximum, [row.lo for row in rows]), _pick(Minimum, [row.hi for row in rows])
+    )
+
+
+def _same_direction(rows: list[Interval]) -> Interval | None:
+    """The union, when it is surely an interval: all unbounded on the same side, or one alone."""
+    if not rows:
+        return NOTHING
+    if len(rows) == 1:
+        return rows[0]
+    if all(row.lo is None for row in rows):
+        highs = [row.hi for row in rows]
+        return EVERYTHING if None in highs else Interval(None, Maximum(*highs))
+    if all(row.hi is None for row in rows):
+        lows = [row.lo for row in rows]
+        return EVERYTHING if None in lows else Interval(Minimum(*lows), None)
+    return None
+
+
+def _pick(pick: Callable[..., sympy.Expr], ends: list[End]) -> End:
+    known = [end for end in ends if end is not None]
+    return pick(*known) if known else None
+
+
+def _when(condition: sympy.Basic, yes: Interval, no: Interval) -> Interval:
+    """``yes`` or ``no``, chosen when the kernel runs."""
+    if condition == sympy.true:
+        return yes
+    if condition == sympy.false:
+        return no
+    lo = _either(condition, yes.lo, no.lo, -FAR)
+    hi = _either(condition, yes.hi, no.hi, FAR)
+    if no == NOTHING and hi is not None:
+        lo = yes.lo  # one impossible end is enough to say that nothing is there
+    return Interval(lo, hi)
+
+
+def _either(condition: sympy.Basic, a: End, b: End, infinite: sympy.Expr) -> End:
+    if a is None and b is None:
+        return None
+    return Choice(condition, infinite if a is None else a, infinite if b is None else b)
+
+
+# Many rows.
+
+
+def _range(end: End, tile: Tile) -> Range:
+    return Range(None, None) if end is None else _defined(range_of(end, tile))
+
+
+def _defined(x: Range) -> Range:
+    return x if x.defined == sympy.true else Range(None, None)
+
+
+def _reach(node: Node, walk: Walk, tile: Tile) -> Interval:
+    row = _row(node, walk)
+    if row is not None:
+        return Interval(_range(row.lo, tile).lo, _range(row.hi, tile).hi)
+    if isinstance(node, All):
+        facts, others = _split_conditions(node, walk)
+        inner = _narrowed(facts, walk, tile)
+        found = _intersection([_reach(part, walk, inner) for part in others])
+        possible = sympy.And(*(may(fact, walk.tile) for fact in facts))
+        return _when(possible, found, NOTHING)
+    if isinstance(node, Some):
+        parts = [_reach(part, walk, tile) for part in node.parts]
+        return _hull(parts)
+    return EVERYTHING
+
+
+def _hull(parts: list[Interval]) -> Interval:
+    parts = [part for part in parts if part != NOTHING]
+    lows, highs = [part.lo for part in parts], [part.hi for part in parts]
+    if not parts:
+        return NOTHING
+    return Interval(
+        None if None in lows else Minimum(*lows), None if None in highs else Maximum(*highs)
+    )
+
+
+def _split_conditions(node: All, walk: Walk) -> tuple[list[sympy.Basic], list[Node]]:
+    facts, others = [], []
+    for part in node.parts:
+        condition = _row_condition(part, walk)
+        if condition is None:
+            others.append(part)
+        else:
+            facts.append(condition)
+    return facts, others
+
+
+def _narrowed(facts: list[sympy.Basic], walk: Walk, tile: Tile) -> Tile:
+    """The tile without the rows that conditions on the row alone rule out at its ends."""
+    lo, hi = tile.ends[walk.fixed]
+    across = Walk(walk.fixed)
+    for fact in facts:
+        rows = row_interval(fact, across)
+        if rows is None or walk.symbol in fact.free_symbols:
+            continue
+        if rows.lo is not None and lo is not None:
+            lo = Maximum(lo, rows.lo)
+        if rows.hi is not None and hi is not None:
+            hi = Minimum(hi, rows.hi - 1)
+    return Tile({walk.fixed: (lo, hi)})
+
+
+def _full(node: Node, walk: Walk) -> Interval | None:
+    row = _row(node, walk)
+    if row is not None:
+        lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
+        unknown = (row.lo is not None and lo.hi is None) or (row.hi is not None and hi.lo is None)
+        return None if unknown else Interval(lo.hi, hi.lo)
+    if isinstance(node, All):
+        parts = [_full(part, walk) for part in node.parts]
+        known = [part for part in parts if part is not None]
+        return _intersection(known) if len(known) == len(parts) else None
+    if isinstance(node, Some):
+        conditions = [_row_condition(part, walk) for part in node.parts]
+        always = sympy.Or(*(must(c, walk.tile) for c in conditions if c is not None))
+        rest = [_full(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
+        # A part without a closed form only adds to the union.
+        known = [part for part in rest if part is not None and part != NOTHING]
+        union = _same_direction(known) if known else None
+        if union is None:
+            return None
+        return _when(always, EVERYTHING, union)
+    return None
+
+
+# Proofs.
+
+
+def _ends(row: Interval) -> list[sympy.Expr]:
+    return [*_parts(row.lo, Maximum), *_parts(row.hi, Minimum)]
+
+
+def _parts(end: End, kind: type[sympy.Expr]) -> list[sympy.Expr]:
+    if end is None:
+        return []
+    return list(end.args) if isinstance(end, kind) else [end]
+
+
+def _direction(expr: sympy.Expr, walk: Walk) -> int | None:
+    """+1, -1 or 0: how a bound moves with the row, never the other way; None when unknown."""
+    if walk.fixed not in expr.free_symbols:
+        return 0
+    if expr == walk.fixed:
+        return 1
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        atoms, _ = linear(expr, walk.tile)
+        moves = []
+        for atom, weight in atoms.items():
+            sign = 1 if weight.is_nonnegative else -1 if weight.is_nonpositive else None
+            move = None if isinstance(atom, sympy.Mul) else _direction(atom, walk)
+            moves.append(None if sign is None or move is None else sign * move)
+        return _agreed(moves)
+    if isinstance(expr, Minimum | Maximum):
+        return _agreed([_direction(arg, walk) for arg in expr.args])
+    if isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative:
+        return None if walk.fixed in expr.args[1].free_symbols else _direction(expr.args[0], walk)
+    return None
+
+
+def _agreed(moves: list[int | None]) -> int | None:
+    if any(move is None for move in moves):
+        return None
+    found = {move for move in moves if move}
+    return None if len(found) > 1 else (found.pop() if found else 0)
+
+
+def _union_is_hull(row: Interval, walk: Walk) -> bool:
+    """True when the rows' intervals, over any range of rows, leave no gap in their hull.
+
+    All bounds must move the same way, and where there are bounds on both sides each row's interval
+    must be non-empty and touch its neighbour's.
+    """
+    move = _agreed([_direction(end, walk) for end in _ends(row)])
+    if move is None:
+        return False
+    if move == 0 or row.lo is None or row.hi is None:
+        return True
+    following = {walk.fixed: walk.fixed + 1}
+    for lo in _parts(row.lo, Maximum):
+        for hi in _parts(row.hi, Minimum):
+            gap = hi - lo.xreplace(following) if move > 0 else hi.xreplace(following) - lo
+            if not (_never_negative(hi - lo - 1, walk) and _never_negative(gap, walk)):
+                return False
+    return True
+
+
+def _never_negative(expr: sympy.Expr, walk: Walk) -> bool:
+    everywhere = Tile({walk.fixed: (None, None)})
+    low = range_of(sympy.expand(expr), everywhere).lo
+    return low is not None and limits(low)[0] >= 0
+
+
+__all__ = [
+    "EVERYTHING",
+    "FAR",
+    "NOTHING",
+    "Interval",
+    "Walk",
+    "full",
+    "reach",
+    "row_interval",
+]

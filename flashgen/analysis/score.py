@@ -1,0 +1,116 @@
+"""The score function as straight-line code: value, derivative, common subexpressions named once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import sympy
+
+from ..expr import SCORE, is_condition, is_int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Straight-line code: each let may use the ones before it, the results may use all.
+
+    Let symbols are named t0, t1, ... and carry the kind of their expression: integer, real, or no
+    assumption for a condition.
+    """
+
+    lets: tuple[tuple[sympy.Symbol, sympy.Basic], ...]
+    results: tuple[sympy.Basic, ...]
+
+
+@dataclass(frozen=True)
+class ScoreAnalysis:
+    """What the kernels need of a score function.
+
+    Attributes:
+        identity: the score comes out as it went in.
+        ignores_score: the result does not depend on the score, and the derivative is 0.
+        value: computes s'.
+        value_and_derivative: computes (s', ds'/dscore) with everything common to both shared.
+    """
+
+    identity: bool
+    ignores_score: bool
+    value: Block
+    value_and_derivative: Block
+
+
+def analyse_score(score: sympy.Expr) -> ScoreAnalysis:
+    """Differentiate and share."""
+    slope = derivative(score)
+    return ScoreAnalysis(
+        identity=score == SCORE,
+        ignores_score=SCORE not in score.free_symbols,
+        value=share(score),
+        value_and_derivative=share(score, slope),
+    )
+
+
+def derivative(score: sympy.Expr) -> sympy.Expr:
+    """ds'/dscore. Where the score function jumps or bends it is that of torch's autograd."""
+    return sympy.diff(score, SCORE)
+
+
+def share(*results: sympy.Basic) -> Block:
+    """Name every computed subexpression that occurs more than once.
+
+    Equal subtrees only: regrouping sums and products would change rounding. The order is that of
+    first use, so the same expressions always give the same names.
+    """
+    counts: Counter[sympy.Basic] = Counter()
+    for result in results:
+        _count(result, counts)
+    names: dict[sympy.Basic, sympy.Symbol] = {}
+    lets: list[tuple[sympy.Symbol, sympy.Basic]] = []
+
+    def rebuilt(expr: sympy.Basic) -> sympy.Basic:
+        if expr in names:
+            return names[expr]
+        if not expr.args:
+            return expr
+        new = _with_args(expr, [rebuilt(arg) for arg in expr.args])
+        if counts[expr] > 1 and _worth_a_name(expr):
+            symbol = _let_symbol(len(lets), expr)
+            names[expr] = symbol
+            lets.append((symbol, new))
+            return symbol
+        return new
+
+    return Block(results=tuple(rebuilt(result) for result in results), lets=tuple(lets))
+
+
+def _count(expr: sympy.Basic, counts: Counter[sympy.Basic]) -> None:
+    counts[expr] += 1
+    if counts[expr] == 1:
+        for arg in expr.args:
+            _count(arg, counts)
+
+
+def _worth_a_name(expr: sympy.Basic) -> bool:
+    """True for what costs an instruction: not a constant, a negation or a branch of a choice."""
+    if expr.is_number if isinstance(expr, sympy.Expr) else not expr.free_symbols:
+        return False
+    if isinstance(expr, sympy.functions.elementary.piecewise.ExprCondPair):
+        return False
+    if isinstance(expr, sympy.Mul) and len(expr.args) == 2 and expr.args[0] == -1:
+        return False
+    return isinstance(expr, sympy.Expr) or is_condition(expr)
+
+
+def _with_args(expr: sympy.Basic, args: list[sympy.Basic]) -> sympy.Basic:
+    if tuple(args) == expr.args:
+        return expr
+    if isinstance(expr, sympy.Piecewise):
+        return expr.func(*args, evaluate=False)
+    return expr.func(*args)
+
+
+def _let_symbol(number: int, expr: sympy.Basic) -> sympy.Symbol:
+    name = f"t{number}"
+    if is_condition(expr):
+        return sympy.Symbol(name)
+    return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)

@@ -1,0 +1,202 @@
+"""What is known of each GPU architecture, and where each number comes from.
+
+Limits belong to the compute capability. Rates and capacities belong to a product: each row names
+the one they are taken from, and the planner uses them only to compare tiles with each other.
+
+Sources of the limits: CUDA C++ Programming Guide 13, "Compute Capabilities", table "Technical
+Specifications per Compute Capability" (threads, warps, blocks, registers and shared memory per
+SM), and table "Throughput of Native Arithmetic Instructions" (operations per clock and SM).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from flashgen.errors import PlanError
+
+__all__ = ["Arch", "facts", "known"]
+
+KIB = 1024
+MIB = 1024 * KIB
+
+# The same in every architecture that flashgen serves (CUDA C++ Programming Guide, same tables).
+WARP = 32  # threads
+MAX_REGISTERS = 255  # 32-bit registers per thread
+REGISTER_STEP = 8  # registers per thread are granted in multiples of this (256 a warp)
+MAX_BLOCK_THREADS = 1024
+SMEM_RESERVED = 1 * KIB  # the system's share of shared memory in every resident block
+SCHEDULERS = 4  # per SM, each issues one warp instruction per clock
+SMEM_BYTES_PER_CLOCK = 128  # 32 banks of 4 bytes
+SPECIAL_PER_CLOCK = 16  # exp2, log2, reciprocal, ... results per clock and SM
+L2_PORT = 64  # bytes per clock that one SM can take from L2 (A100 whitepaper: 64 B/clk/SM)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """Facts about one architecture. Sizes in bytes, rates per clock and per SM unless named."""
+
+    name: str  # as NVRTC takes it
+    path: str  # the code path that serves it: the name of its templates
+    smem_per_sm: int
+    smem_per_block: int  # with opt-in
+    threads_per_sm: int
+    blocks_per_sm: int
+    registers_per_sm: int
+    fp32_per_clock: int  # add, multiply, multiply-add
+    product: str
+    sms: int
+    clock_hz: float
+    l2_bytes: int
+    hbm_bytes_per_s: float
+    tensor_16bit: int  # multiply-adds, dense, fp16 or bf16 operands, fp32 sums, fastest path
+    mma_16bit: int  # the same with mma.sync, the instruction of the sm_80 path
+    mma_tf32: int  # multiply-adds with mma.sync, tf32 operands
+    l2_bytes_per_clock: float
+
+    @property
+    def warps_per_sm(self) -> int:
+        return self.threads_per_sm // WARP
+
+    def tensor_flops(self) -> float:
+        """Dense 16-bit tensor FLOP/s of the product: a multiply-add counts as two."""
+        return 2.0 * self.tensor_16bit * self.sms * self.clock_hz
+
+
+_SM_80 = Arch(
+    name="sm_80",
+    path="sm_80",
+    smem_per_sm=164 * KIB,
+    smem_per_block=163 * KIB,
+    threads_per_sm=2048,
+    blocks_per_sm=32,
+    registers_per_sm=64 * KIB,
+    fp32_per_clock=64,
+    # NVIDIA A100 whitepaper and A100 80GB datasheet: 312 TFLOPS fp16, 156 TFLOPS tf32, 40 MB of
+    # L2 with 5,120 B per clock for the whole chip, 2,039 GB/s.
+    product="A100 SXM 80GB",
+    sms=108,
+    clock_hz=1410e6,
+    l2_bytes=40 * MIB,
+    hbm_bytes_per_s=2039e9,
+    tensor_16bit=1024,
+    mma_16bit=1024,
+    mma_tf32=512,
+    l2_bytes_per_clock=5120 / 108,
+)
+_SM_86 = Arch(
+    name="sm_86",
+    path="sm_80",
+    smem_per_sm=100 * KIB,
+    smem_per_block=99 * KIB,
+    threads_per_sm=1536,
+    blocks_per_sm=16,
+    registers_per_sm=64 * KIB,
+    fp32_per_clock=128,
+    # NVIDIA Ampere GA102 whitepaper, RTX A6000: 154.8 TFLOPS fp16, 77.4 TFLOPS tf32, 6 MB of L2,
+    # 768 GB/s. (GeForce cards of this architecture do fp16 with fp32 sums at half that rate.)
+    product="RTX A6000",
+    sms=84,
+    clock_hz=1800e6,
+    l2_bytes=6 * MIB,
+    hbm_bytes_per_s=768e9,
+    tensor_16bit=512,
+    mma_16bit=512,
+    mma_tf32=256,
+    l2_bytes_per_clock=L2_PORT,
+)
+_SM_89 = replace(
+    _SM_86,
+    name="sm_89",
+    blocks_per_sm=24,
+    # NVIDIA Ada whitepaper, RTX 6000 Ada Generation: 364.2 TFLOPS fp16, 182.1 TFLOPS tf32, 96 MB
+    # of L2, 960 GB/s.
+    product="RTX 6000 Ada",
+    sms=142,
+    clock_hz=2505e6,
+    l2_bytes=96 * MIB,
+    hbm_bytes_per_s=960e9,
+)
+_SM_90 = replace(
+    _SM_80,
+    name="sm_90",
+    smem_per_sm=228 * KIB,
+    smem_per_block=227 * KIB,
+    fp32_per_clock=128,
+    # NVIDIA H100 whitepaper, H100 SXM5: 989.4 TFLOPS fp16, 494.7 TFLOPS tf32, 50 MB of L2,
+    # 3.35 TB/s. mma.sync reaches 62.9 % of that: Luo et al., arXiv 2402.13499, measured.
+    product="H100 SXM",
+    sms=132,
+    clock_hz=1830e6,
+    l2_bytes=50 * MIB,
+    hbm_bytes_per_s=3350e9,
+    tensor_16bit=2048,
+    mma_16bit=1288,
+    mma_tf32=644,
+    l2_bytes_per_clock=L2_PORT,
+)
+_SM_100 = replace(
+    _SM_90,
+    name="sm_100",
+    # NVIDIA DGX B200 datasheet, an eighth of it: 2.25 PFLOPS fp16, 8 TB/s; 148 SMs at 1.86 GHz and
+    # 126 MB of L2 as the device reports. No rate of mma.sync is published: sm_80's is assumed.
+    product="B200",
+    sms=148,
+    clock_hz=1860e6,
+    l2_bytes=126 * MIB,
+    hbm_bytes_per_s=8000e9,
+    tensor_16bit=4096,
+    mma_16bit=1024,
+    mma_tf32=512,
+)
+_SM_120 = replace(
+    _SM_89,
+    name="sm_120",
+    # NVIDIA RTX PRO Blackwell whitepaper, RTX PRO 6000: 503.8 TFLOPS fp16, 251.9 TFLOPS tf32,
+    # 128 MB of L2, 1,792 GB/s.
+    product="RTX PRO 6000 Blackwell",
+    sms=188,
+    clock_hz=2617e6,
+    l2_bytes=128 * MIB,
+    hbm_bytes_per_s=1792e9,
+)
+
+_FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
+# From 9.0 on a name may end in "a" or "f": the same chip with its own, not portable instructions.
+_NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
+
+
+def known() -> tuple[str, ...]:
+    """Names of the architectures that have facts, oldest first."""
+    return tuple(_FACTS)
+
+
+def facts(name: str) -> Arch:
+    """The facts of an architecture by its name: "sm_80", "sm_90", "sm_90a", ...
+
+    Raises:
+        PlanError: there are none for this name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is not None:
+        base = _FACTS.get(name.removesuffix(match["suffix"]))
+        if base is not None and (not match["suffix"] or int(match["major"]) >= 9):
+            return replace(base, name=name)
+    raise PlanError(
+        "flashgen has no facts about this architecture",
+        where=f"arch={name!r}",
+        numbers=f"known: {', '.join(_FACTS)}, and from sm_90 on those with an a at the end",
+        way_out=_way_out(match),
+    )
+
+
+def _way_out(match: re.Match[str] | None) -> str:
+    """A known architecture whose kernels run on the one asked for, where there is one."""
+    if match is None:
+        return 'a name such as "sm_80"'
+    asked = f"sm_{match['major']}{match['minor']}"
+    # A cubin runs on the same major version with the same or a higher minor version.
+    for base in reversed(_FACTS):
+        if base[:-1] == asked[:-1] and int(base[-1]) <= int(match["minor"]):
+            return f'arch="{base}"; its kernels run on {asked} too'
+    return 'arch="sm_80", the code path that every newer architecture is served by'

@@ -1,0 +1,145 @@
+"""What commands print: plain and complete when piped, coloured on a terminal."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flashgen import config
+from flashgen.errors import FlashgenError
+
+MISMATCH = 1
+REFUSED = 2
+"""Exit codes: the result is wrong or a file differs; the command could not be carried out."""
+
+_PIPED_WIDTH = 4000  # no line is broken or cut when nobody watches
+_SLOW_SECONDS = 1.0
+
+P = ParamSpec("P")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on today's stdout or stderr: tests and redirections replace them."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPED_WIDTH
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str | Text = "", *, style: str | None = None) -> None:
+    """One line or paragraph on stdout."""
+    console().print(text, style=style, soft_wrap=True)
+
+
+def write(text: str) -> None:
+    """Text as it is, for output that another program may read."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def facts(rows: Sequence[tuple[str, str | Text]]) -> None:
+    """A table of names and values, one row a line; long values are folded, never cut."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    _print_table(table)
+
+
+def listing(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with titled columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in titles:
+        table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
+    for row in rows:
+        table.add_row(*row)
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    out = console()
+    with out.capture() as captured:
+        out.print(table)
+    # Tables pad every row to its full width, which pipes and copies should not carry.
+    text = "\n".join(line.rstrip() for line in captured.get().splitlines())
+    out.file.write(text + "\n")
+
+
+@contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Says what is going on, on stderr, when it takes longer than a second."""
+    err = console(stderr=True)
+    status = err.status(doing) if err.is_terminal else None
+
+    def show() -> None:
+        if status is not None:
+            status.start()
+        else:
+            err.print(f"{doing} ...")
+
+    timer = threading.Timer(_SLOW_SECONDS, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if status is not None:
+            status.stop()
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Tells a deliberate error as its four lines and ends with `REFUSED`; others are bugs."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except FlashgenError as error:
+            refuse(error)
+
+    return wrapped
+
+
+def refuse(error: FlashgenError) -> NoReturn:
+    """Prints the error and exits. FLASHGEN_DEBUG of 1 or more adds the traceback."""
+    err = console(stderr=True)
+    if _debugging():
+        err.print("".join(traceback.format_exception(error)), style="dim", soft_wrap=True)
+    kind = Text(f"{type(error).__name__}: ", style="bold red")
+    first, *rest = str(error).splitlines()
+    err.print(kind + Text(first, style="bold"), soft_wrap=True)
+    for line in rest:
+        label = line[:11]
+        text = Text(label, style="green" if label.strip() == "try" else "cyan") + Text(line[11:])
+        err.print(text, soft_wrap=True)
+    raise typer.Exit(REFUSED)
+
+
+def _debugging() -> bool:
+    try:
+        return config.debug_level() > 0
+    except FlashgenError:
+        return False
+
+
+def seconds(value: float) -> str:
+    """A time with three figures and a unit that suits it."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def plural(count: int, word: str, many: str | None = None) -> str:
+    return f"{count:,} {word if count == 1 else many or word + 's'}"

@@ -1,0 +1,170 @@
+"""What the commands' arguments mean: a spec with changes, a shape, values for scalars."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.errors import InputError, SpecError
+from flashgen.expr import Scalar
+from flashgen.spec import AttentionSpec, load
+
+Number = int | float | bool
+
+
+def load_spec(
+    path: str, *, dtype: str | None, head_dim: int | None, head_dim_v: int | None = None
+) -> AttentionSpec:
+    """The spec of a file, with what the command line changes.
+
+    Raises:
+        SpecError: there is no such spec, or an option does not suit it.
+    """
+    spec = load(path)
+    changes = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    given = {name: value for name, value in changes.items() if value is not None}
+    try:
+        return spec.replace(**given) if given else spec
+    except SpecError as error:
+        options = ", ".join(f"--{name.replace('_', '-')} {given[name]}" for name in given)
+        where = f"{path} with {options}"
+        raise SpecError(
+            error.what, where=where, numbers=error.numbers, way_out=error.way_out
+        ) from None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a run: the operands' batch, heads and lengths."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads_q}"
+        if self.heads_kv != self.heads_q:
+            heads += f" over {self.heads_kv}"
+        return f"batch {self.batch}, heads {heads}, seq {self.seq_q} x {self.seq_k}"
+
+
+def parse_shape(text: str) -> Shape:
+    """``B,H,N`` or ``B,Hq,Hkv,Nq,Nk``.
+
+    Raises:
+        InputError: another form.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if all(part.isascii() and part.isdecimal() for part in parts) and len(parts) in (3, 5):
+        sizes = [int(part) for part in parts]
+        if len(sizes) == 3:
+            batch, heads, seq = sizes
+            return Shape(batch, heads, heads, seq, seq)
+        return Shape(*sizes)
+    raise InputError(
+        "this is not a shape",
+        where="option --shape",
+        numbers=f"given {text!r}",
+        way_out="--shape B,H,N as in 1,4,256, or --shape B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
+    )
+
+
+def scalar_values(
+    spec: AttentionSpec, path: str, options: Sequence[str]
+) -> tuple[dict[str, Number], list[str]]:
+    """A value for each scalar: from ``--scalar name=value``, else the spec file's own example.
+
+    A spec file may say ``example_scalars = {"window": 64}`` at its top level.
+
+    Returns:
+        The values, and the names of those that are the file's example.
+
+    Raises:
+        InputError: an option is malformed or names no scalar, or a scalar has no value.
+    """
+    # Loaded here, because it needs torch.
+    from flashgen.ops import scalar_value
+
+    given = dict(_parse_option(spec, option) for option in options)
+    examples = example_scalars(path)
+    values: dict[str, Number] = {}
+    for scalar in spec.scalars:
+        if scalar.name in given:
+            values[scalar.name] = scalar_value(scalar, given[scalar.name])
+        elif scalar.name in examples:
+            values[scalar.name] = scalar_value(scalar, examples[scalar.name])
+        else:
+            raise InputError(
+                f"the scalar {scalar.name!r} of the spec has no value",
+                where=f"{path}, option --scalar",
+                numbers=f"{scalar!r}; the file has no example_scalars for it",
+                way_out=f"--scalar {scalar.name}=...",
+            )
+    return values, [name for name in values if name not in given]
+
+
+def _parse_option(spec: AttentionSpec, option: str) -> tuple[str, object]:
+    name, equals, text = option.partition("=")
+    scalar = next((scalar for scalar in spec.scalars if scalar.name == name.strip()), None)
+    if not equals or scalar is None:
+        wanted = ", ".join(scalar.name for scalar in spec.scalars) or "none"
+        raise InputError(
+            "the option --scalar takes the name of a scalar of the spec and a value",
+            where=f"option --scalar {option}",
+            numbers=f"scalars of {spec.name}: {wanted}",
+            way_out="--scalar name=value" if spec.scalars else "leave --scalar out",
+        )
+    value = _parse_value(scalar, text.strip())
+    if value is None:
+        raise InputError(
+            f"the scalar {scalar.name!r} cannot take this value",
+            where=f"option --scalar {option}",
+            numbers=f"given {text!r}; dtype {scalar.dtype}",
+            way_out=f"--scalar {name}=" + {"bool": "true", "int32": "64"}.get(scalar.dtype, "0.5"),
+        )
+    return scalar.name, value
+
+
+def _parse_value(scalar: Scalar, text: str) -> Number | None:
+    if scalar.dtype == "bool":
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    try:
+        return int(text) if scalar.dtype == "int32" else float(text)
+    except ValueError:
+        return None
+
+
+def example_scalars(path: str) -> Mapping[str, Any]:
+    """The file's ``example_scalars``, read without running the file again; empty when it has none.
+
+    Raises:
+        InputError: it is not a dictionary of literals.
+    """
+    file = Path(path if Path(path).is_file() else path.rpartition(":")[0])
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [node.target.id]
+        if "example_scalars" not in names:
+            continue
+        assert isinstance(node, ast.Assign | ast.AnnAssign)
+        assert node.value is not None
+        try:
+            found = ast.literal_eval(node.value)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return found
+        raise InputError(
+            "example_scalars is not a dictionary of names and plain numbers",
+            where=f"{file.as_posix()}:{node.lineno}",
+            numbers=ast.unparse(node.value)[:80],
+            way_out='example_scalars = {"window": 64}',
+        )
+    return {}

@@ -1,0 +1,76 @@
+"""``flashgen inspect``: what a spec was compiled to, without running it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from flashgen.cli.console import facts, seconds, write
+from flashgen.errors import CompileError
+from flashgen.pipeline import Build
+
+
+def resources(kernel: Build) -> None:
+    """Registers, memory and code size, as a table."""
+    binary, plan = kernel.binary, kernel.plan
+    used = binary.resources
+    facts(
+        [
+            ("kernel", binary.kernel),
+            ("file", binary.filename),
+            ("arch", binary.arch),
+            ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
+            ("registers", f"{used.registers} a thread"),
+            ("stack", f"{used.stack_bytes:,} B"),
+            ("spills", f"{used.spill_store_bytes:,} B stored, {used.spill_load_bytes:,} B loaded"),
+            ("shared", f"{plan.smem_bytes:,} B dynamic, {used.static_smem_bytes:,} B static"),
+            ("threads", f"{plan.threads} a block, {used.max_threads} at most"),
+            ("code", f"{used.code_bytes:,} B"),
+            ("parameters", f"{used.param_bytes:,} B"),
+            ("warnings", "\n".join(binary.warnings) or "none"),
+            ("build", seconds(binary.seconds) + (", from the cache" if binary.from_cache else "")),
+            ("cached in", f"{binary.folder}" if binary.folder else "nowhere: caching is off"),
+        ]
+    )
+
+
+def sass(kernel: Build) -> None:
+    """The machine code, disassembled.
+
+    Raises:
+        CompileError: there is no disassembler, or it fails.
+    """
+    tool = find_nvdisasm()
+    if tool is None:
+        raise CompileError(
+            "there is no disassembler",
+            where="flashgen inspect --sass",
+            numbers="nvdisasm is neither in this Python's packages nor on the PATH",
+            way_out='pip install "flashgen[sass]"; --ptx needs no disassembler',
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{kernel.binary.kernel}.cubin"
+        file.write_bytes(kernel.cubin)
+        done = subprocess.run([tool, "-c", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(
+            "the disassembler does not read this cubin",
+            where=f"nvdisasm on {kernel.binary.kernel} for {kernel.binary.arch}",
+            numbers=f"status {done.returncode}: {done.stderr.strip()[:400] or 'no message'}",
+            way_out="an nvidia-cuda-nvdisasm that is as new as nvidia-cuda-nvrtc",
+        )
+    write(done.stdout)
+
+
+def find_nvdisasm() -> str | None:
+    """The disassembler of the package nvidia-cuda-nvdisasm, else the one on the PATH."""
+    suffix = sysconfig.get_config_var("EXE") or ""
+    for key in ("purelib", "platlib"):
+        root = Path(sysconfig.get_path(key)) / "nvidia"
+        found = sorted(root.glob(f"*/bin/nvdisasm{suffix}"))
+        if found:
+            return str(found[-1])
+    return shutil.which("nvdisasm")

@@ -1,0 +1,240 @@
+"""``flashgen run``: the whole pipeline on random operands, judged by the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from flashgen import config, launch
+from flashgen.cli.console import MISMATCH, busy, facts, seconds
+from flashgen.cli.inputs import Number, Shape, load_spec, parse_shape, scalar_values
+from flashgen.errors import InputError, LaunchError
+from flashgen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashgen.ops import ForwardRun
+    from flashgen.reference import Verdict
+
+_TIMED_LAUNCHES = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of one ``flashgen run``; their meanings are in the command's help."""
+
+    path: str
+    shape: str
+    dtype: str | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    arch: str | None = None
+    scalars: tuple[str, ...] = ()
+    q_offset: int = 0
+    k_offset: int = 0
+    backend: str | None = None
+    seed: int = 0
+    check: bool = True
+    checkers: bool = True
+
+
+def run(request: Request) -> None:
+    """Runs one spec and prints what happened.
+
+    Raises:
+        typer.Exit: with status 1 when the result does not meet the error rule.
+        FlashgenError: a stage refused.
+    """
+    spec = load_spec(
+        request.path,
+        dtype=request.dtype,
+        head_dim=request.head_dim,
+        head_dim_v=request.head_dim_v,
+    )
+    sizes = parse_shape(request.shape)
+    with busy("loading torch"):
+        from flashgen.ops import run_forward
+    values, examples = scalar_values(spec, request.path, request.scalars)
+    backend, why = choose_backend(request.backend)
+    operands = _operands(spec, sizes, request.seed, backend)
+    numbers: dict[str, Any] = {
+        "scalars": values,
+        "q_offset": request.q_offset,
+        "k_offset": request.k_offset,
+    }
+
+    def forward() -> ForwardRun:
+        return run_forward(
+            spec,
+            *operands,
+            **numbers,
+            backend=backend,
+            arch=request.arch,
+            check_memory=request.checkers,
+        )
+
+    where = "on the GPU" if backend == "gpu" else "in the emulator"
+    with busy(f"{spec.name}: compiling, then running {sizes} {where}"):
+        result = forward()
+        elapsed = _time_on_gpu(forward) if backend == "gpu" else result.report.run_seconds
+    verdicts: dict[str, Verdict] = {}
+    if request.check:
+        with busy(f"{spec.name}: computing the oracle in float64"):
+            verdicts = _judge(spec, result, operands, numbers)
+
+    facts(
+        [
+            ("spec", f"{spec.name}, {request.path}"),
+            ("score_mod", f"{spec.score}" if spec.score_line else "none"),
+            ("mask_mod", f"{spec.mask}" if spec.mask_line else "none"),
+            *_scalar_rows(values, examples),
+            ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
+            ("backend", f"{result.backend}, {why}"),
+            ("arch", result.arch),
+            *_kernel_rows(result, elapsed, request.checkers),
+            *((name, str(verdict)) for name, verdict in verdicts.items()),
+            *_result_rows(verdicts),
+        ]
+    )
+    if not all(verdicts.values()):
+        raise typer.Exit(MISMATCH)
+
+
+def choose_backend(asked: str | None) -> tuple[str, str]:
+    """Where to run, and why there: the option, else FLASHGEN_BACKEND, else a GPU if there is one.
+
+    Raises:
+        InputError: there is no such backend.
+        LaunchError: a GPU is asked for and there is none.
+    """
+    import torch
+
+    no_gpu = launch.available()
+    if no_gpu is None and not torch.cuda.is_available():
+        no_gpu = "this torch is built without CUDA"
+    name = asked or config.backend()
+    if name is None:
+        return ("gpu", torch.cuda.get_device_name()) if no_gpu is None else ("emulator", no_gpu)
+    if name not in config.BACKENDS:
+        raise InputError(
+            "there is no such backend",
+            where="option --backend",
+            numbers=f"given {name!r}; available: {', '.join(config.BACKENDS)}",
+            way_out="--backend emulator, or leave it out",
+        )
+    if name == "gpu" and no_gpu is not None:
+        raise LaunchError(
+            "there is no GPU to run on",
+            where="option --backend" if asked else "environment, FLASHGEN_BACKEND",
+            numbers=no_gpu,
+            way_out="--backend emulator, which executes the same kernel",
+        )
+    return name, "as asked" if asked else "as FLASHGEN_BACKEND says"
+
+
+def _operands(
+    spec: AttentionSpec, sizes: Shape, seed: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Standard normal numbers, the same on every machine for the same seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    device = "cuda" if backend == "gpu" else "cpu"
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    def normal(heads: int, seq: int, dim: int) -> Tensor:
+        values = torch.randn(sizes.batch, heads, seq, dim, generator=generator)
+        return values.to(dtype).to(device)
+
+    return (
+        normal(sizes.heads_q, sizes.seq_q, spec.head_dim),
+        normal(sizes.heads_kv, sizes.seq_k, spec.head_dim),
+        normal(sizes.heads_kv, sizes.seq_k, spec.head_dim_v or spec.head_dim),
+    )
+
+
+def _time_on_gpu(forward: Callable[[], ForwardRun]) -> float:
+    """Seconds of one launch: the mean of many, between two events of the stream."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(_TIMED_LAUNCHES):
+        forward()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _TIMED_LAUNCHES
+
+
+def _judge(
+    spec: AttentionSpec,
+    result: ForwardRun,
+    operands: tuple[Tensor, Tensor, Tensor],
+    numbers: dict[str, Any],
+) -> dict[str, Verdict]:
+    from flashgen import reference
+
+    exact_out, exact_lse = reference.attention(spec, *operands, **numbers)
+    same_out, same_lse = reference.same_dtype(spec, *operands, **numbers)
+    return {
+        "out": reference.compare(result.out, exact_out, same_out),
+        "lse": reference.compare(result.lse, exact_lse, same_lse),
+    }
+
+
+def _dims(spec: AttentionSpec) -> str:
+    if spec.head_dim_v == spec.head_dim:
+        return f"head_dim {spec.head_dim}"
+    return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
+
+
+def _scalar_rows(values: dict[str, Number], examples: list[str]) -> list[tuple[str, str]]:
+    if not values:
+        return []
+    text = ", ".join(f"{name} = {value}" for name, value in values.items())
+    if examples:
+        text += f"  ({', '.join(examples)}: the file's example)"
+    return [("scalars", text)]
+
+
+def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tuple[str, str]]:
+    plan, binary, counters = result.plan, result.binary, result.counters
+    if plan is None or binary is None or result.source is None:
+        return [("kernel", result.report.access_reason)]
+    used = binary.resources
+    spills = used.spill_store_bytes + used.spill_load_bytes
+    moved = "not counted on a GPU"
+    if counters is not None:
+        moved = f"{counters.global_read_bytes:,} B read, {counters.global_write_bytes:,} B written"
+    built = "from the cache" if binary.from_cache else "compiled"
+    with_checkers = ""
+    if result.backend == "emulator":
+        with_checkers = f", memory and race checkers {'on' if checkers else 'off'}"
+    return [
+        ("kernel", f"{result.source.name}, {result.source.filename}"),
+        ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
+        ("access", f"{result.report.access_bytes} B at once: {result.report.access_reason}"),
+        ("shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"),
+        (
+            "registers",
+            f"{used.registers} a thread, "
+            + ("no spills, no stack" if used.clean else f"SPILLS {spills:,} B"),
+        ),
+        ("bytes", moved),
+        ("build", f"{seconds(result.report.build_seconds)}, {built}"),
+        ("run", f"{seconds(elapsed)}{with_checkers}"),
+    ]
+
+
+def _result_rows(verdicts: dict[str, Verdict]) -> list[tuple[str, Text]]:
+    if not verdicts:
+        return [("result", Text("not compared with the oracle", style="yellow"))]
+    if all(verdicts.values()):
+        return [("result", Text("pass", style="bold green"))]
+    return [("result", Text("FAIL", style="bold red"))]

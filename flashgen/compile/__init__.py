@@ -1,0 +1,263 @@
+"""Source -> Binary: NVRTC on any machine, without a GPU or a driver, and a cache of the results.
+
+`compile` is the only entry most callers need::
+
+    binary = compile(text, filename="causal.cu", kernel="causal", arch="sm_80")
+    binary.ptx, binary.cubin, binary.resources.registers, binary.warnings
+
+It looks in this process' memory, then in the disk cache (`flashgen.compile.cache`), then compiles.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from flashgen import config
+from flashgen.compile import cache, nvrtc, report
+from flashgen.compile.report import Resources
+from flashgen.errors import CompileError
+
+__all__ = ["Binary", "Resources", "compile", "forget"]
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel.
+
+    The PTX is for reading and for the emulator; a GPU loads the cubin.
+    """
+
+    kernel: str
+    arch: str
+    filename: str  # of the emitted source, as messages name it
+    source: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+    ptx: str = field(repr=False)
+    resources: Resources
+    warnings: tuple[str, ...]  # the compiler's: spills, serialised wgmma, unused variables, ...
+    log: str = field(repr=False)  # NVRTC's messages, without the times it took
+    seconds: float  # what this call took
+    from_cache: bool
+    key: str  # content key: equal keys, equal binaries
+    folder: Path | None  # the cache entry, which holds the source under its own name
+
+
+_memory: dict[str, Binary] = {}
+_in_process: dict[str, threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def compile(
+    source_text: str,
+    *,
+    filename: str,
+    kernel: str,
+    arch: str,
+    options: tuple[str, ...] = (),
+) -> Binary:
+    """Compiles one emitted file, or finds it in the cache.
+
+    Args:
+        source_text: self-contained CUDA C++.
+        filename: the emitted file's name, without folders; messages and line information use it.
+        kernel: name of the ``extern "C" __global__`` function.
+        arch: "sm_80", "sm_90a", ...
+        options: NVRTC options besides flashgen's own.
+
+    Returns:
+        The binary. `Binary.warnings` has what the compiler found worth saying.
+
+    Raises:
+        CompileError: NVRTC is missing, rejects the source, or does not know the architecture.
+    """
+    start = time.perf_counter()
+    _check_names(filename, kernel, arch)
+    source_text, note = _overridden(source_text, filename)
+    options = tuple(options)
+    key = cache.key(
+        {
+            "source": source_text,
+            "filename": filename,
+            "kernel": kernel,
+            "arch": arch,
+            "options": [*nvrtc.BASE_OPTIONS, *options],
+            "nvrtc": nvrtc.version(),
+            "resources": [entry.name for entry in fields(Resources)],
+        }
+    )
+    with _guard:
+        known = _memory.get(key)
+        ours = _in_process.setdefault(key, threading.Lock())
+    if known is None:
+        # Threads that want the same kernel wait for the first of them.
+        with ours:
+            known = _memory.get(key)
+            if known is None:
+                fresh = _load_or_make(source_text, filename, kernel, arch, options, key)
+                with _guard:
+                    _memory[key] = fresh
+                return _told(fresh, fresh.from_cache, start, note)
+    return _told(known, True, start, note)
+
+
+def forget() -> None:
+    """Empties the memory of this process; the disk cache stays."""
+    with _guard:
+        _memory.clear()
+        _in_process.clear()
+
+
+def _told(binary: Binary, from_cache: bool, start: float, note: tuple[str, ...]) -> Binary:
+    seconds = time.perf_counter() - start
+    how = "from the cache" if from_cache else "compiled"
+    config.tell(2, f"flashgen: {binary.filename} for {binary.arch} {how} in {seconds:.4f} s")
+    if not from_cache:
+        config.tell(5, binary.ptx)
+    return replace(binary, seconds=seconds, from_cache=from_cache, warnings=note + binary.warnings)
+
+
+def _check_names(filename: str, kernel: str, arch: str) -> None:
+    # They become names of files and folders.
+    for what, value, pattern in (
+        ("file name", filename, r"[\w.-]+\.cuh?"),
+        ("kernel name", kernel, r"[A-Za-z_]\w*"),
+        ("architecture", arch, r"sm_\d{2,3}[af]?"),
+    ):
+        if not re.fullmatch(pattern, value, re.ASCII):
+            raise CompileError(
+                f"this cannot be a {what}",
+                where=f"flashgen.compile, {what}",
+                numbers=f"given {value!r}; expected the form {pattern}",
+                way_out="letters, digits and underscores, such as causal.cu, causal and sm_80",
+            )
+
+
+def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
+    """The text to compile, FLASHGEN_OVERRIDE's if that file has our name, and a note saying so."""
+    path = config.override()
+    if path is None:
+        return source_text, ()
+    if path.name != filename:
+        config.tell(1, f"flashgen: FLASHGEN_OVERRIDE is {path.name}, so {filename} stays as it is")
+        return source_text, ()
+    return path.read_text(encoding="utf-8"), (f"compiled from FLASHGEN_OVERRIDE={path}",)
+
+
+def _load_or_make(
+    source: str, filename: str, kernel: str, arch: str, options: tuple[str, ...], key: str
+) -> Binary:
+    root = config.cache_dir()
+    if root is None:
+        return _make(source, filename, kernel, arch, options, key, program=filename)
+    folder = cache.folder(root, filename=filename, arch=arch, key=key)
+    found = _load(folder, kernel, arch, filename, source, key)
+    if found is not None:
+        return found
+    with cache.locked(root, key) as held:
+        # Another process may have made it while this one waited.
+        found = _load(folder, kernel, arch, filename, source, key, quiet=True) if held else None
+        if found is not None:
+            return found
+        # NVRTC 13.0 writes the time stamp of a file of the program's name into the line table.
+        if held:
+            cache.discard(folder)
+        # Line information names the copy of the source in the cache, which profilers can open.
+        program = str(folder / filename) if held else filename
+        binary = _make(source, filename, kernel, arch, options, key, program=program)
+        return _keep(binary, folder, options) if held else binary
+
+
+def _load(
+    folder: Path,
+    kernel: str,
+    arch: str,
+    filename: str,
+    source: str,
+    key: str,
+    *,
+    quiet: bool = False,
+) -> Binary | None:
+    found = cache.read(folder, key, quiet=quiet)
+    if found is None:
+        return None
+    meta, files = found
+    stem = Path(filename).stem
+    return Binary(
+        kernel=kernel,
+        arch=arch,
+        filename=filename,
+        source=source,
+        cubin=files[f"{stem}.cubin"],
+        ptx=files[f"{stem}.ptx"].decode(),
+        resources=Resources(**meta["resources"]),
+        warnings=tuple(meta["warnings"]),
+        log=meta["log"],
+        seconds=0.0,
+        from_cache=True,
+        key=key,
+        folder=folder,
+    )
+
+
+def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
+    stem = Path(binary.filename).stem
+    meta = {
+        "filename": binary.filename,
+        "kernel": binary.kernel,
+        "arch": binary.arch,
+        "options": list(options),
+        "nvrtc": nvrtc.version(),
+        "resources": asdict(binary.resources),
+        "warnings": list(binary.warnings),
+        "log": binary.log,
+    }
+    files = {
+        binary.filename: binary.source.encode(),
+        f"{stem}.cubin": binary.cubin,
+        f"{stem}.ptx": binary.ptx.encode(),
+    }
+    kept = cache.write(folder, binary.key, meta, files)
+    return replace(binary, folder=folder if kept else None)
+
+
+def _make(
+    source: str,
+    filename: str,
+    kernel: str,
+    arch: str,
+    options: tuple[str, ...],
+    key: str,
+    *,
+    program: str,
+) -> Binary:
+    try:
+        output = nvrtc.run(source, program=program, arch=arch, options=options)
+    except nvrtc.Rejected as rejected:
+        raise report.explain(
+            rejected,
+            source,
+            filename=filename,
+            arch=arch,
+            nvrtc=nvrtc.version(),
+            archs=nvrtc.supported_archs(),
+        ) from None
+    log = report.steady(output.log.replace(program, filename))
+    return Binary(
+        kernel=kernel,
+        arch=arch,
+        filename=filename,
+        source=source,
+        cubin=output.cubin,
+        ptx=nvrtc.name_the_file(output.ptx, program, filename),
+        resources=report.resources(output.cubin, kernel, log),
+        warnings=report.warnings(log),
+        log=log,
+        seconds=0.0,
+        from_cache=False,
+        key=key,
+        folder=None,
+    )

@@ -1,0 +1,154 @@
+"""One call into NVRTC: CUDA C++ text to a cubin and the PTX it was made from, with the log.
+
+Uses the low-level bindings, which need neither a GPU nor a driver, and imports them only when
+something is compiled. ``sm_XX`` as architecture yields cubin and PTX from the same compilation.
+NVRTC works without the GIL, so that threads compile in parallel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.errors import CompileError
+
+# -lineinfo: messages, profilers and the emulator name lines of the emitted file.
+# -v and --warn-on-spills: registers, stack and spills are in the log of a success too.
+BASE_OPTIONS = (
+    "--std=c++17",
+    "-lineinfo",
+    "--ptxas-options=-v",
+    "--ptxas-options=--warn-on-spills",
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What NVRTC made: the binary, the assembly text it was made from, and its messages."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+
+
+class Rejected(Exception):
+    """NVRTC did not accept the program. Carries its status name, its log and PTX if it got there.
+
+    Internal: `flashgen.compile` turns it into a `CompileError` with lines of the source.
+    """
+
+    def __init__(self, status: str, log: str, ptx: str) -> None:
+        self.status, self.log, self.ptx = status, log, ptx
+        super().__init__(f"{status}\n{log}")
+
+
+@functools.lru_cache(maxsize=1)
+def _bindings() -> Any:
+    """The module cuda.bindings.nvrtc, with its library loaded.
+
+    Raises:
+        CompileError: a package is missing.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise missing("cuda-bindings", error) from error
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        # Covers cuda.pathfinder's DynamicLibNotFoundError, a RuntimeError.
+        raise missing("nvidia-cuda-nvrtc", error) from error
+    return nvrtc
+
+
+def missing(package: str, error: Exception) -> CompileError:
+    return CompileError(
+        f"NVRTC, the CUDA compiler library, cannot be loaded: {package} is missing",
+        where="cuda.bindings.nvrtc",
+        numbers=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}",
+        way_out='pip install "flashgen[cuda]" (or cuda-bindings and nvidia-cuda-nvrtc, 13.x)',
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def version() -> str:
+    """Version of NVRTC as it enters cache keys, such as "13.5 build 141163664".
+
+    NVRTC tells its major and minor version only; the size of the library tells patch releases
+    apart.
+    """
+    _, major, minor = _bindings().nvrtcVersion()
+    text = f"{major}.{minor}"
+    try:
+        from cuda import pathfinder
+
+        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+        return f"{text} build {Path(library).stat().st_size}" if library else text
+    except (ImportError, OSError, RuntimeError):
+        return text
+
+
+def supported_archs() -> tuple[str, ...]:
+    """Base architectures this NVRTC compiles for, such as ("sm_75", "sm_80", ...)."""
+    _, numbers = _bindings().nvrtcGetSupportedArchs()
+    return tuple(f"sm_{number}" for number in numbers)
+
+
+def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) -> Output:
+    """Compiles one translation unit.
+
+    Args:
+        program: the path that messages and line information give to the source.
+        arch: "sm_80", "sm_90a", ...
+        options: NVRTC options besides `BASE_OPTIONS`.
+
+    Raises:
+        Rejected: the program or an option was not accepted.
+        CompileError: NVRTC is missing.
+    """
+    nvrtc = _bindings()
+    status, handle = nvrtc.nvrtcCreateProgram(source.encode(), program.encode(), 0, [], [])
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise Rejected(status.name, "", "")
+    try:
+        flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *BASE_OPTIONS, *options)]
+        (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), flags)
+        log = _fetch(nvrtc, handle, "ProgramLog").decode(errors="replace").strip("\0\n ")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            # When only the assembler refused, the PTX exists and shows what it refused.
+            ptx = _fetch(nvrtc, handle, "PTX").decode(errors="replace").rstrip("\0")
+            raise Rejected(status.name, log, ptx)
+        cubin = _fetch(nvrtc, handle, "CUBIN")
+        ptx = _fetch(nvrtc, handle, "PTX").decode().rstrip("\0")
+    finally:
+        nvrtc.nvrtcDestroyProgram(handle)
+    return Output(cubin, ptx, log)
+
+
+def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
+    """Reads the log, the PTX or the cubin; empty when there is none."""
+    size_status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(handle)
+    if size_status != nvrtc.nvrtcResult.NVRTC_SUCCESS or size == 0:
+        return b""
+    # The bindings write into the bytes object that they are given.
+    buffer = b" " * size
+    (status,) = getattr(nvrtc, f"nvrtcGet{what}")(handle, buffer)
+    return buffer if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else b""
+
+
+def name_the_file(ptx: str, program: str, filename: str) -> str:
+    """Replaces the compiler's path of the source by the emitted file's name in ``.file`` lines.
+
+    NVRTC writes absolute paths there, and some releases the time stamp and size of a file that
+    exists under that name; PTX is read by people and by the emulator, on any machine.
+    """
+
+    def shorten(match: re.Match[str]) -> str:
+        path = match[2]
+        ours = path == program or Path(path).name == filename
+        return f'{match[1]}"{filename}"' if ours else match[0]
+
+    return re.sub(r'^(\s*\.file\s+\d+\s+)"([^"]*)".*$', shorten, ptx, flags=re.MULTILINE)

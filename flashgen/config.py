@@ -1,0 +1,171 @@
+"""The environment variables that flashgen reads, and the only place that reads the environment.
+
+====================  ==========================================================================
+variable              meaning
+====================  ==========================================================================
+FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
+                      sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120
+FLASHGEN_BACKEND      where kernels run when a call does not say: "gpu" or "emulator"
+                      (unset: the GPU when there is one, otherwise the emulator)
+FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
+FLASHGEN_DEBUG        how much is told on stderr, each step adding to the one before:
+                      0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
+FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
+                      that has the same name
+====================  ==========================================================================
+
+An empty variable counts as unset. A variable is read when its value is needed, not at import, so
+that a change made by the running program takes effect. The default cache folder also honours
+``XDG_CACHE_HOME`` on Linux and ``LOCALAPPDATA`` on Windows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from flashgen.errors import FlashgenError
+
+BACKENDS = ("gpu", "emulator")
+DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
+
+_debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
+
+
+def _read(name: str) -> str | None:
+    """Value of an environment variable without surrounding blanks; None when unset or empty."""
+    return os.environ.get(name, "").strip() or None
+
+
+def _refuse(name: str, value: str, expected: str) -> FlashgenError:
+    return FlashgenError(
+        f"the environment variable {name} has a value that flashgen does not understand",
+        where=f"environment, {name}",
+        numbers=f"given {value!r}; expected {expected}",
+        way_out=f"set {name} to one of these, or unset it",
+    )
+
+
+def arch() -> str | None:
+    """FLASHGEN_ARCH, such as "sm_90a", or None.
+
+    Only the form is checked here; whether flashgen has a plan for it is for the planner to say.
+
+    Raises:
+        FlashgenError: the value is not of the form sm_NN or sm_NNa.
+    """
+    value = _read("FLASHGEN_ARCH")
+    if value is not None and not re.fullmatch(r"sm_\d{2,3}[af]?", value):
+        raise _refuse("FLASHGEN_ARCH", value, "a name such as sm_80, sm_90a or sm_120")
+    return value
+
+
+def backend() -> str | None:
+    """FLASHGEN_BACKEND, one of `BACKENDS`, or None.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_BACKEND")
+    if value is not None and value not in BACKENDS:
+        raise _refuse("FLASHGEN_BACKEND", value, " or ".join(repr(name) for name in BACKENDS))
+    return value
+
+
+def override() -> Path | None:
+    """FLASHGEN_OVERRIDE, an edited .cu file that exists, or None.
+
+    Raises:
+        FlashgenError: there is no such file.
+    """
+    value = _read("FLASHGEN_OVERRIDE")
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise _refuse("FLASHGEN_OVERRIDE", value, "the path of an existing .cu file")
+    return path
+
+
+def cache_dir() -> Path | None:
+    """Folder of the kernel cache, which need not exist yet; None when caching on disk is off.
+
+    Raises:
+        FlashgenError: FLASHGEN_CACHE_DIR is unset and the user has no home folder.
+    """
+    value = _read("FLASHGEN_CACHE_DIR")
+    if value is None:
+        return _default_cache_dir()
+    if value.lower() == "off":
+        return None
+    return Path(value).expanduser().absolute()
+
+
+def _default_cache_dir() -> Path:
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise FlashgenError(
+            "there is no folder for the kernel cache",
+            where="environment, FLASHGEN_CACHE_DIR",
+            numbers="it is unset, and this user has no home folder to hold a default",
+            way_out="set FLASHGEN_CACHE_DIR to a folder that can be written, or to off",
+        ) from None
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "flashgen"
+    variable, fallback = "XDG_CACHE_HOME", home / ".cache"
+    if sys.platform == "win32":
+        variable, fallback = "LOCALAPPDATA", home / "AppData" / "Local"
+    base = Path(_read(variable) or fallback)
+    # The XDG rule: a relative path is invalid and counts as unset.
+    return (base if base.is_absolute() else fallback) / "flashgen"
+
+
+def debug_level() -> int:
+    """How much to tell on stderr: an index into `DEBUG_STEPS`.
+
+    Raises:
+        FlashgenError: FLASHGEN_DEBUG is not a whole number in that range.
+    """
+    forced = _debug_override.get()
+    if forced is not None:
+        return forced
+    value = _read("FLASHGEN_DEBUG")
+    if value is None:
+        return 0
+    if not value.isdecimal() or int(value) >= len(DEBUG_STEPS):
+        steps = ", ".join(f"{step} {name}" for step, name in enumerate(DEBUG_STEPS))
+        raise _refuse("FLASHGEN_DEBUG", value, steps)
+    return int(value)
+
+
+@contextmanager
+def debug(level: int) -> Iterator[None]:
+    """Tells as much as FLASHGEN_DEBUG=level would, within a ``with`` block.
+
+    Raises:
+        FlashgenError: the level is not an index into `DEBUG_STEPS`.
+    """
+    if level not in range(len(DEBUG_STEPS)):
+        raise FlashgenError(
+            "there is no such debug level",
+            where="flashgen.debug",
+            numbers=f"given {level!r}; levels are 0 to {len(DEBUG_STEPS) - 1}",
+            way_out="choose " + ", ".join(f"{i} {name}" for i, name in enumerate(DEBUG_STEPS)),
+        )
+    token = _debug_override.set(level)
+    try:
+        yield
+    finally:
+        _debug_override.reset(token)
+
+
+def tell(level: int, text: str) -> None:
+    """Writes text to stderr when the debug level is at least `level`."""
+    if debug_level() >= level:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,450 @@
+"""sympy expressions as CUDA C++ that a person can read.
+
+Integers stay integers: int32 where the admitted ranges allow it, long long where they do not. Where
+a float is wanted, sums of integers are formed exactly and converted, products are formed in float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+import sympy
+from sympy.core.relational import Relational
+
+from .analysis import Block, evaluate
+from .errors import RenderError
+from .expr import (
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Log2,
+    Maximum,
+    Minimum,
+    Sigmoid,
+    is_condition,
+    is_int,
+)
+from .expr.functions import Choice
+from .expr.limits import Limits, fits, limits
+from .expr.literal import LARGEST_LITERAL, float32_literal
+from .expr.shown import written_order
+
+INT32_MAX = 2**31 - 1
+
+# C++ precedence, higher binds tighter.
+_ATOM, _UNARY, _TIMES, _PLUS, _SHIFT, _LESS, _EQUAL, _MASK, _AND, _OR, _CHOICE = range(16, 5, -1)
+
+Text = tuple[str, int]
+
+
+class CPrinter:
+    """Prints expressions for one kernel.
+
+    Args:
+        names: the C++ text of each symbol, a primary expression; a symbol's own name by default.
+        dtype: of the operands; "float16" and "bfloat16" allow fast approximations.
+
+    Attributes:
+        helpers: names of the device functions that the printed text calls.
+    """
+
+    def __init__(
+        self, names: Mapping[sympy.Symbol, str] | None = None, dtype: str = "float32"
+    ) -> None:
+        self.names = dict(names or {})
+        self.fast = dtype != "float32"
+        self.helpers: set[str] = set()
+        self._known: dict[sympy.Symbol, Limits] = {}
+        self._wide: set[sympy.Symbol] = set()
+
+    def expr(self, expr: sympy.Basic) -> str:
+        """C++ text of the kind that the expression has: bool, an integer type or float."""
+        return self._any(expr)[0]
+
+    def float(self, expr: sympy.Expr) -> str:
+        """C++ text of type float, of any number."""
+        return self._float(expr)[0]
+
+    def ctype(self, expr: sympy.Basic) -> str:
+        """ "bool", "int", "long long" or "float": the type of the printed text."""
+        if is_condition(expr):
+            return "bool"
+        if is_int(expr):
+            return "long long" if self._is_wide(expr) else "int"
+        return "float"
+
+    def lets(self, block: Block) -> list[str]:
+        """One declaration per shared subexpression, without indentation."""
+        lines = []
+        for symbol, value in block.lets:
+            kind = self.ctype(value)
+            lines.append(f"const {kind} {symbol.name} = {self.expr(value)};")
+            if kind in ("int", "long long"):
+                self._known[symbol] = limits(value, self._known)
+            if kind == "long long":
+                self._wide.add(symbol)
+        return lines
+
+    def _any(self, expr: sympy.Basic) -> Text:
+        if is_condition(expr):
+            return self._condition(expr)
+        return self._int(expr) if is_int(expr) else self._float(expr)
+
+    def _name(self, symbol: sympy.Symbol) -> Text:
+        return self.names.get(symbol, symbol.name), _ATOM
+
+    def _call(self, name: str, *args: str, helper: bool = True) -> Text:
+        if helper:
+            self.helpers.add(name)
+        return f"{name}({', '.join(args)})", _ATOM
+
+    # Conditions.
+
+    def _condition(self, expr: sympy.Basic) -> Text:
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if expr in (sympy.true, sympy.false):
+            return str(bool(expr)).lower(), _ATOM
+        if isinstance(expr, sympy.Not):
+            return "!" + _inside(self._condition(expr.args[0]), _UNARY), _UNARY
+        if isinstance(expr, sympy.And):
+            return " && ".join(_inside(self._condition(arg), _EQUAL) for arg in expr.args), _AND
+        if isinstance(expr, sympy.Or):
+            # Brackets around && inside || are not needed, and every reader wants them.
+            parts = [self._condition(arg) for arg in expr.args]
+            return " || ".join(_inside(part, _EQUAL) for part in parts), _OR
+        if isinstance(expr, Relational):
+            return self._relation(expr)
+        raise _unknown(expr)
+
+    def _relation(self, expr: Relational) -> Text:
+        if expr.lhs.is_number and not expr.rhs.is_number:
+            expr = expr.reversed
+        left, right, sign = expr.lhs, expr.rhs, _SIGNS[type(expr)]
+        if is_int(left) and is_int(right):
+            a, b = self._int(left), self._int(right)
+        else:
+            a, b = self._float(left), self._float(right)
+        level = _EQUAL if sign in ("==", "!=") else _LESS
+        return f"{_inside(a, _PLUS)} {sign} {_inside(b, _PLUS)}", level
+
+    # Integers.
+
+    def _is_wide(self, expr: sympy.Expr) -> bool:
+        """True when the printed text has type long long."""
+        if isinstance(expr, sympy.Symbol):
+            return expr in self._wide
+        if self._overflows(expr):
+            return True
+        if isinstance(expr, sympy.Piecewise):
+            return any(self._is_wide(value) for value, _ in expr.args)
+        if isinstance(expr, Choice):
+            return any(self._is_wide(value) for value in expr.args[1:])
+        return any(self._is_wide(arg) for arg in expr.args)
+
+    def _overflows(self, expr: sympy.Expr) -> bool:
+        """True when the expression or a partial sum or product of it may leave int32."""
+        if isinstance(expr, sympy.Add):
+            return sum(self._size(arg) for arg in expr.args) > INT32_MAX
+        if isinstance(expr, sympy.Mul):
+            size = 1
+            for arg in expr.args:
+                size *= max(1, self._size(arg))
+            return size > INT32_MAX
+        return self._size(expr) > INT32_MAX
+
+    def _size(self, expr: sympy.Expr) -> int:
+        lo, hi = limits(expr, self._known)
+        return max(abs(lo), abs(hi))
+
+    def _int(self, expr: sympy.Expr, wide: bool = False) -> Text:
+        """Integer text; of type long long when ``wide``."""
+        text = self._narrow(expr)
+        if not wide or self._is_wide(expr):
+            return text
+        if expr.is_Integer:
+            return f"{text[0]}LL", text[1]
+        return f"(long long){_inside(text, _UNARY)}", _UNARY
+
+    def _narrow(self, expr: sympy.Expr) -> Text:
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if expr.is_Integer:
+            suffix = "LL" if abs(int(expr)) > INT32_MAX else ""
+            return f"{int(expr)}{suffix}", _ATOM if expr >= 0 else _UNARY
+        wide = self._is_wide(expr)
+        if isinstance(expr, sympy.Add):
+            return self._sum(expr, lambda e, first: self._int(e, wide and first))
+        if isinstance(expr, sympy.Mul):
+            return self._int_product(expr, wide)
+        if isinstance(expr, sympy.Pow):
+            return self._int_power(expr, wide)
+        if isinstance(expr, sympy.Piecewise | Choice):
+            return self._choice(expr, lambda e: self._int(e, wide))
+        if isinstance(expr, FloorDiv | FloorMod):
+            return self._division(expr, wide)
+        args = [self._int(arg, wide)[0] for arg in expr.args]
+        if isinstance(expr, sympy.Abs):
+            return self._call("llabs" if wide else "abs", *args, helper=False)
+        if isinstance(expr, sympy.sign):
+            return self._call("sign", *args)
+        if isinstance(expr, Minimum | sympy.Min | Maximum | sympy.Max):
+            name = "min" if isinstance(expr, Minimum | sympy.Min) else "max"
+            return self._nested(name, args)
+        raise _unknown(expr)
+
+    def _nested(self, name: str, args: list[str]) -> Text:
+        text = args[0]
+        for arg in args[1:]:
+            text = self._call(name, text, arg, helper=False)[0]
+        return text, _ATOM
+
+    def _sum(self, expr: sympy.Expr, print_term: Callable[[sympy.Expr, bool], Text]) -> Text:
+        terms = [(arg.could_extract_minus_sign(), arg) for arg in written_order(expr)]
+        text = _inside(print_term(terms[0][1], True), _PLUS)
+        for negative, term in terms[1:]:
+            part = print_term(-term if negative else term, False)
+            text += (" - " if negative else " + ") + _inside(part, _PLUS + 1)
+        return text, _PLUS
+
+    def _int_product(self, expr: sympy.Expr, wide: bool) -> Text:
+        coefficient, rest = expr.as_coeff_Mul()
+        if coefficient == -1:
+            return "-" + _inside(self._int(rest, wide), _UNARY), _UNARY
+        factors = [*([coefficient] if coefficient != 1 else []), *rest.as_ordered_factors()]
+        parts = [self._int(factor, wide and i == 0) for i, factor in enumerate(factors)]
+        text = _inside(parts[0], _TIMES)
+        return " * ".join([text, *(_inside(part, _TIMES + 1) for part in parts[1:])]), _TIMES
+
+    def _int_power(self, expr: sympy.Expr, wide: bool) -> Text:
+        base, exponent = expr.args
+        text = self._int(base, wide)
+        return self._repeated(text, int(exponent))
+
+    def _repeated(self, base: Text, exponent: int) -> Text:
+        if exponent == 0:
+            return "1", _ATOM
+        if base[1] == _ATOM and base[0].isidentifier() and exponent <= 3:
+            return " * ".join([base[0]] * exponent), _TIMES
+        if exponent == 2:
+            return self._call("square", base[0])
+        self.helpers.add("power")
+        return f"power<{exponent}>({base[0]})", _ATOM
+
+    def _division(self, expr: sympy.Expr, wide: bool) -> Text:
+        a, b = expr.args
+        quotient = isinstance(expr, FloorDiv)
+        power_of_two = b.is_Integer and b > 0 and int(b) & (int(b) - 1) == 0
+        text = self._int(a, wide)
+        if power_of_two and quotient:
+            # An arithmetic shift rounds down, for negative numbers too.
+            return f"{_inside(text, _UNARY)} >> {int(b).bit_length() - 1}", _SHIFT
+        if power_of_two:
+            return f"{_inside(text, _UNARY)} & {int(b) - 1}", _MASK
+        if limits(a, self._known)[0] >= 0 and limits(b, self._known)[0] > 0:
+            sign = "/" if quotient else "%"
+            return (
+                f"{_inside(text, _TIMES)} {sign} {_inside(self._int(b, wide), _TIMES + 1)}",
+                _TIMES,
+            )
+        return self._call("floor_div" if quotient else "floor_mod", text[0], self._int(b, wide)[0])
+
+    def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
+        if isinstance(expr, Choice):
+            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
+        else:
+            *branches, (last, _) = expr.args
+        text = _inside(print_value(last), _CHOICE)
+        for value, condition in reversed(branches):
+            test = _inside(self._condition(condition), _OR)
+            text = f"{test} ? {_inside(print_value(value), _CHOICE + 1)} : {text}"
+        return text, _CHOICE
+
+    # Floats.
+
+    def _float(self, expr: sympy.Expr) -> Text:
+        if expr.is_number:
+            return _literal(expr)
+        if is_int(expr) and not _has_product(expr) and fits(expr):
+            return self._call("float", self._int(expr)[0], helper=False)
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if isinstance(expr, sympy.Add):
+            return self._float_sum(expr)
+        if isinstance(expr, sympy.Mul):
+            return self._float_product(expr)
+        if isinstance(expr, sympy.Pow):
+            return self._float_power(expr.base, expr.exp)
+        if isinstance(expr, sympy.Piecewise | Choice):
+            return self._choice(expr, self._float)
+        if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
+            return self._call("float", self._int(expr)[0], helper=False)
+        return self._float_function(expr)
+
+    def _float_sum(self, expr: sympy.Expr) -> Text:
+        """Integer terms are added up exactly first, where they are plain."""
+        plain = [a for a in expr.args if not a.is_number and is_int(a) and not _has_product(a)]
+        exact = sympy.Add(*plain)
+        if len(plain) < 2 or len(plain) == len(expr.args):
+            return self._sum(expr, lambda e, first: self._float(e))
+        whole = sympy.Dummy("whole", real=True)
+        others = [arg for arg in expr.args if arg not in plain]
+        sign = -1 if exact.could_extract_minus_sign() else 1
+        self.names[whole] = self._float(sympy.expand_mul(sign * exact))[0]
+        text = self._sum(sympy.Add(*others, sign * whole), lambda e, first: self._float(e))
+        del self.names[whole]
+        return text
+
+    def _float_product(self, expr: sympy.Expr) -> Text:
+        numerator, denominator = [], []
+        constant = Fraction(1)
+        for factor in expr.as_ordered_factors():
+            if factor.is_Rational:
+                constant *= Fraction(int(factor.p), int(factor.q))
+            elif (
+                factor.is_Pow and factor.exp.is_Rational and factor.exp < 0 and factor.exp != -_HALF
+            ):
+                denominator.append(factor.base**-factor.exp)
+            else:
+                numerator.append(factor)
+        if constant == -1 and numerator:
+            inner = self._ratio(numerator, denominator)
+            return "-" + _inside(inner, _UNARY), _UNARY
+        if constant != 1 or not numerator:
+            numerator.insert(0, sympy.Rational(constant.numerator, constant.denominator))
+        return self._ratio(numerator, denominator)
+
+    def _ratio(self, numerator: list[sympy.Expr], denominator: list[sympy.Expr]) -> Text:
+        parts = [self._float(factor) for factor in numerator]
+        if not denominator:
+            if len(parts) == 1:
+                return parts[0]
+            text = _inside(parts[0], _TIMES)
+            return " * ".join([text, *(_inside(p, _TIMES + 1) for p in parts[1:])]), _TIMES
+        below = self._float(sympy.Mul(*denominator))
+        if self.fast:
+            reciprocal = self._call("rcp", below[0])
+            if len(numerator) == 1 and numerator[0] == 1:
+                return reciprocal
+            factors = [*parts, reciprocal]
+            text = _inside(factors[0], _TIMES)
+            return " * ".join([text, *(_inside(p, _TIMES + 1) for p in factors[1:])]), _TIMES
+        above = " * ".join(_inside(part, _TIMES + (i > 0)) for i, part in enumerate(parts))
+        return f"{above} / {_inside(below, _TIMES + 1)}", _TIMES
+
+    def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
+        if exponent == _HALF:
+            return self._root(base)
+        if exponent == -_HALF:
+            return self._call("rsqrtf", self._float(base)[0], helper=False)
+        if exponent.is_Rational and exponent < 0:
+            return self._ratio([sympy.S.One], [base**-exponent])
+        if exponent.is_Integer:
+            return self._repeated(self._float(base), int(exponent))
+        if exponent.is_Rational and exponent.q == 2:
+            whole = self._repeated(self._float(base), int(exponent - _HALF))
+            return f"{_inside(whole, _TIMES)} * {_inside(self._root(base), _TIMES + 1)}", _TIMES
+        if base == 2:
+            return self._call("exp2f", self._float(exponent)[0], helper=False)
+        if base.is_number and base.is_positive:
+            scaled = self._float(exponent * sympy.Rational(str(sympy.log(base, 2).evalf(17))))
+            return self._call("exp2f", scaled[0], helper=False)
+        return self._call("powf", self._float(base)[0], self._float(exponent)[0], helper=False)
+
+    def _root(self, base: sympy.Expr) -> Text:
+        if self.fast:
+            return self._call("fast_sqrt", self._float(base)[0])
+        return self._call("sqrtf", self._float(base)[0], helper=False)
+
+    def _float_function(self, expr: sympy.Expr) -> Text:
+        args = [self._float(arg)[0] for arg in expr.args]
+        if isinstance(expr, Minimum | sympy.Min):
+            return self._nested("fminf", args)
+        if isinstance(expr, Maximum | sympy.Max):
+            return self._nested("fmaxf", args)
+        if isinstance(expr, FloorDiv):
+            # A true division: the product with a reciprocal can fall short of a whole number.
+            above, below = (self._float(arg) for arg in expr.args)
+            ratio = f"{_inside(above, _TIMES)} / {_inside(below, _TIMES + 1)}"
+            return self._call("floorf", ratio, helper=False)
+        if isinstance(expr, FloorMod):
+            return self._call("float_mod", *args)
+        for kind, exact, fast in _FUNCTIONS:
+            if isinstance(expr, kind):
+                name = fast if self.fast else exact
+                return self._call(name, *args, helper=name in HELPERS)
+        raise _unknown(expr)
+
+
+_HALF = sympy.Rational(1, 2)
+
+_SIGNS = {
+    sympy.StrictLessThan: "<",
+    sympy.LessThan: "<=",
+    sympy.StrictGreaterThan: ">",
+    sympy.GreaterThan: ">=",
+    sympy.Equality: "==",
+    sympy.Unequality: "!=",
+}
+
+HELPERS = frozenset(
+    (
+        *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
+        *("fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine"),
+    )
+)
+"""The device functions of templates/math.cuh.j2."""
+
+# Class, name at float32, name at float16 and bfloat16.
+_FUNCTIONS = (
+    (sympy.exp, "expf", "expf"),
+    (sympy.log, "logf", "logf"),
+    (Log2, "log2f", "log2f"),
+    (sympy.tanh, "tanhf", "fast_tanh"),
+    (Sigmoid, "sigmoid", "fast_sigmoid"),
+    (sympy.Abs, "fabsf", "fabsf"),
+    (Floor, "floorf", "floorf"),
+    (sympy.sin, "sine", "sine"),
+    (sympy.cos, "cosine", "cosine"),
+    (sympy.sign, "sign", "sign"),
+)
+
+
+def _inside(text: Text, level: int) -> str:
+    """The text, in brackets if it binds less tightly than ``level``."""
+    return text[0] if text[1] >= level else f"({text[0]})"
+
+
+def _has_product(expr: sympy.Expr) -> bool:
+    """True when integers are multiplied by each other: such a product is formed in float."""
+    for part in sympy.preorder_traversal(expr):
+        if isinstance(part, sympy.Pow):
+            return True
+        if isinstance(part, sympy.Mul) and sum(not arg.is_number for arg in part.args) > 1:
+            return True
+        if isinstance(part, FloorDiv | FloorMod):
+            return False
+    return False
+
+
+def _literal(expr: sympy.Expr) -> Text:
+    value = float(evaluate(expr, {}))
+    if abs(value) > LARGEST_LITERAL:
+        raise RenderError(
+            "a constant that float32 cannot hold",
+            where=str(expr),
+            numbers=f"{value:.8g}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
+            way_out="smaller constants in the spec",
+        )
+    text = float32_literal(value)
+    return text, _UNARY if text.startswith("-") else _ATOM
+
+
+def _unknown(expr: sympy.Basic) -> RenderError:
+    return RenderError(
+        f"no CUDA for {expr.func.__name__}",
+        where=str(expr)[:200],
+        numbers=f"functions known: {', '.join(sorted(kind.__name__ for kind, _, _ in _FUNCTIONS))}",
+        way_out="an expression of the functions of flashgen",
+    )

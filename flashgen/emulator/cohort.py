@@ -1,0 +1,147 @@
+"""Cohorts: sets of warps that stand at the same instruction and own their registers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Cohort:
+    """Warps that execute together.
+
+    Attributes:
+        rows: sorted numbers of the warps in the wave, (n,).
+        pc: number of the next instruction.
+        R: a value of shape (), (n, 1), (1, 32) or (n, 32) per register; None when dead.
+        mask: active lanes (n, 32), or None when every lane is active. Values of inactive lanes are
+            arbitrary; only side effects look at the mask.
+        waits: why the cohort cannot run, or None.
+    """
+
+    __slots__ = ("R", "age", "mask", "n", "pc", "rows", "shared_base", "waits")
+
+    def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
+        self.rows = rows
+        self.n = len(rows)
+        self.pc = pc
+        self.R = registers
+        self.mask = mask
+        self.waits: Any = None
+        self.shared_base: Array | None = None
+        self.age = 0
+
+    def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
+        """The rows where ``keep`` (n,) holds, with the live registers only."""
+        n = self.n
+        registers: list[Any] = [None] * len(self.R)
+        for index in live:
+            value = self.R[index]
+            if value is not None and value.ndim and value.shape[0] == n and n > 1:
+                value = value[keep]
+            registers[index] = value
+        mask = self.mask
+        if mask is not None:
+            mask = mask[keep]
+            if mask.all():
+                mask = None
+        return Cohort(self.rows[keep], pc, registers, mask)
+
+    def with_mask(self, mask: Array, pc: int) -> Cohort:
+        """The same rows with other lanes active; the register values are shared."""
+        return Cohort(self.rows, pc, list(self.R), None if mask.all() else mask)
+
+
+def splice(C: Cohort, part: Cohort, keep: Array, outputs: list[int]) -> None:
+    """Takes the registers that ``part``, the rows ``keep`` of ``C``, has changed."""
+    for index in outputs:
+        new, old = part.R[index], C.R[index]
+        if old is None:
+            old = np.zeros((), new.dtype)[()]
+        if old.ndim == 0 and new.ndim == 0 and old.tobytes() == new.tobytes():
+            continue
+        width = max(v.shape[1] if v.ndim else 1 for v in (old, new))
+        both = np.empty((C.n, width), new.dtype)
+        both[...] = old
+        both[keep] = new
+        C.R[index] = both
+
+
+def merge(cohorts: list[Cohort], live: list[int]) -> Cohort:
+    """One cohort out of several that stand at the same instruction."""
+    rows = np.concatenate([c.rows for c in cohorts])
+    if len(np.unique(rows)) == len(rows):
+        return _concatenate(cohorts, live)
+    result = cohorts[0]
+    for other in cohorts[1:]:
+        result = _merge_pair(result, other, live)
+    return result
+
+
+def _merge_pair(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
+    if a.rows is b.rows or np.array_equal(a.rows, b.rows):
+        return _merge_lanes(a, b, live)
+    common = np.isin(a.rows, b.rows)
+    if not common.any():
+        return _concatenate([a, b], live)
+    shared = np.isin(b.rows, a.rows)
+    parts = [_merge_lanes(a.part(common, live, a.pc), b.part(shared, live, b.pc), live)]
+    if not common.all():
+        parts.append(a.part(~common, live, a.pc))
+    if not shared.all():
+        parts.append(b.part(~shared, live, b.pc))
+    return _concatenate(parts, live) if len(parts) > 1 else parts[0]
+
+
+def _full_mask(c: Cohort) -> Array:
+    return np.ones((c.n, 32), bool) if c.mask is None else c.mask
+
+
+def _merge_lanes(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
+    mask = _full_mask(a)
+    registers: list[Any] = [None] * len(a.R)
+    for index in live:
+        x, y = a.R[index], b.R[index]
+        registers[index] = x if x is y else np.where(mask, x, y)
+    both = mask | _full_mask(b)
+    return Cohort(a.rows, a.pc, registers, None if both.all() else both)
+
+
+def _concatenate(parts: list[Cohort], live: list[int]) -> Cohort:
+    rows = np.concatenate([p.rows for p in parts])
+    order = np.argsort(rows, kind="stable")
+    total = len(rows)
+    place = np.empty(total, np.intp)
+    place[order] = np.arange(total)
+    bounds = np.cumsum([0] + [p.n for p in parts])
+    places = [place[lo:hi] for lo, hi in itertools.pairwise(bounds)]
+    registers: list[Any] = [None] * len(parts[0].R)
+    for index in live:
+        values = [p.R[index] for p in parts]
+        registers[index] = _join(values, places, total)
+    mask = None
+    if any(p.mask is not None for p in parts):
+        mask = np.empty((total, 32), bool)
+        for p, where in zip(parts, places, strict=True):
+            mask[where] = True if p.mask is None else p.mask
+    return Cohort(rows[order], parts[0].pc, registers, mask)
+
+
+def _join(values: list[Any], places: list[Array], total: int) -> Any:
+    first = values[0]
+    uniform = all(v.ndim == 0 for v in values)
+    if uniform:
+        bits = first.tobytes()
+        if all(v.tobytes() == bits for v in values[1:]):
+            return first
+    elif first.ndim and first.shape[0] == 1 and all(v is first for v in values):
+        return first
+    width = max(v.shape[1] if v.ndim else 1 for v in values)
+    out = np.empty((total, width), first.dtype)
+    for value, place in zip(values, places, strict=True):
+        out[place] = value
+    return out

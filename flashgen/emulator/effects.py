@@ -1,0 +1,74 @@
+"""What can be said of an instruction without executing it."""
+
+from __future__ import annotations
+
+from flashgen.emulator.ptx import Group, Imm, Instruction, Mem, Not, Operand, Pair, Reg, Vec
+
+# Instructions whose first operand is not a destination.
+_NO_RESULT = frozenset(
+    [
+        "st",
+        "red",
+        "bar",
+        "barrier",
+        "cp",
+        "bra",
+        "brx",
+        "ret",
+        "exit",
+        "membar",
+        "fence",
+        "prefetch",
+        "prefetchu",
+        "trap",
+        "brkpt",
+        "nanosleep",
+        "discard",
+        "applypriority",
+        "call",
+        "griddepcontrol",
+        "pmevent",
+        "stmatrix",
+    ]
+)
+ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
+# Every lane of the warp must take part in these.
+WARP_WIDE = frozenset(("shfl", "vote", "match", "redux", "ldmatrix", "mma", "movmatrix", "elect"))
+
+
+def has_result(ins: Instruction) -> bool:
+    if ins.op in ("bar", "barrier"):
+        return "red" in ins.mods
+    return ins.op not in _NO_RESULT
+
+
+def is_barrier(ins: Instruction) -> bool:
+    return ins.op in ("bar", "barrier") and "warp" not in ins.mods and "cluster" not in ins.mods
+
+
+def is_warp_wide(ins: Instruction) -> bool:
+    if ins.op in WARP_WIDE:
+        return True
+    return ins.op in ("bar", "barrier") and "warp" in ins.mods
+
+
+def registers_in(operand: Operand) -> list[int]:
+    """Numbers of all registers of an operand."""
+    if isinstance(operand, Reg):
+        return [operand.index]
+    if isinstance(operand, Not):
+        return [operand.reg.index]
+    if isinstance(operand, Mem):
+        return registers_in(operand.base)
+    if isinstance(operand, Pair):
+        return registers_in(operand.first) + registers_in(operand.second)
+    if isinstance(operand, (Vec, Group)):
+        return [r for item in operand.items for r in registers_in(item)]
+    return []
+
+
+def as_immediate(operand: Operand) -> int | None:
+    """The value of an integer immediate, else None."""
+    if isinstance(operand, Imm) and not operand.float_bits:
+        return operand.value
+    return None

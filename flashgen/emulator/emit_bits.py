@@ -1,0 +1,299 @@
+"""Emitters of logic, shifts, bit fields, comparisons and selections."""
+
+from __future__ import annotations
+
+from flashgen.emulator import integers  # noqa: F401  (registers the run-time functions)
+from flashgen.emulator.codegen import Generator
+from flashgen.emulator.dtypes import DTYPE
+from flashgen.emulator.effects import as_immediate
+from flashgen.emulator.emit_float import compare_halves, is_float
+from flashgen.emulator.ptx import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink
+from flashgen.emulator.registry import emits, split_pair
+
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+_ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+
+
+@emits("and", "or", "xor")
+def logic(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    dtype = "b1" if kind == "pred" else g.integer(ins.operands[0], TYPE_BYTES[kind])
+    a, b = (g.read(o, dtype) for o in ins.operands[1:])
+    g.write(ins.operands[0], f"{a} {_LOGIC[ins.op]} {b}", dtype)
+
+
+@emits("not", "cnot")
+def invert(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    dtype = "b1" if kind == "pred" else g.integer(ins.operands[0], TYPE_BYTES[kind])
+    value = g.read(ins.operands[1], dtype)
+    if ins.op == "cnot":
+        g.write(ins.operands[0], f"({value} == 0).astype({dtype})", dtype)
+    else:
+        g.write(ins.operands[0], f"~{value}", dtype)
+
+
+@emits("shl", "shr")
+def shift(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    size = TYPE_BYTES[kind]
+    count = as_immediate(ins.operands[2])
+    left = ins.op == "shl"
+    dtype = g.integer(ins.operands[0], size) if left else DTYPE[kind]
+    value = g.read(ins.operands[1], dtype)
+    if count is not None and 0 <= count < 8 * size:
+        sign = "<<" if left else ">>"
+        g.write(ins.operands[0], f"{value} {sign} {g.literal(count, dtype)}", dtype)
+        return
+    amount = g.read(ins.operands[2], "u4")
+    if left:
+        unsigned = f"u{size}"
+        value = g.read(ins.operands[1], unsigned)
+        g.write(ins.operands[0], f"shift_left({value}, {amount})", unsigned)
+    else:
+        g.write(ins.operands[0], f"shift_right({value}, {amount})", dtype)
+
+
+@emits("shf")
+def funnel_shift(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+    left = g.mods.take("l", "r") == "l"
+    wrap = g.mods.take("wrap", "clamp") == "wrap"
+    a, b, c = (g.read(o, "u4") for o in ins.operands[1:])
+    g.write(ins.operands[0], f"funnel({a}, {b}, {c}, {left}, {wrap})", "u4")
+
+
+@emits("lop3")
+def logic3(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+    table = as_immediate(ins.operands[4])
+    if table is None or len(ins.operands) != 5:
+        raise g.unknown("a form with a predicate")
+    a, b, c = (g.read(o, "u4") for o in ins.operands[1:4])
+    g.write(ins.operands[0], f"logic3({a}, {b}, {c}, {table})", "u4")
+
+
+@emits("prmt")
+def permute(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+    mode = g.mods.take("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+    a, b = (g.read(o, "u4") for o in ins.operands[1:3])
+    selector = as_immediate(ins.operands[3])
+    known = {
+        0x5410: f"({a} & KL) | ({b} << KS)",
+        0x7632: f"({a} >> KS) | ({b} & ~KL)",
+    }
+    if mode == "" and selector in known:
+        text = known[selector].replace("KL", g.literal(0xFFFF, "u4"))
+        g.write(ins.operands[0], text.replace("KS", g.literal(16, "u4")), "u4")
+        return
+    c = g.read(ins.operands[3], "u4")
+    g.write(ins.operands[0], f"permute_bytes({a}, {b}, {c}, {mode!r})", "u4")
+
+
+@emits("bfe")
+def extract(g: Generator, ins: Instruction) -> None:
+    dtype = DTYPE[g.mods.type()]
+    a = g.read(ins.operands[1], dtype)
+    start, length = (as_immediate(o) for o in ins.operands[2:])
+    bits = 8 * int(dtype[1:])
+    if dtype[0] == "u" and start is not None and length is not None and 0 <= start < bits:
+        mask = g.literal((1 << min(length, bits)) - 1, dtype)
+        g.write(ins.operands[0], f"({a} >> {g.literal(start, dtype)}) & {mask}", dtype)
+        return
+    b, c = (g.read(o, "u4") for o in ins.operands[2:])
+    g.write(ins.operands[0], f"extract_bits({a}, {b}, {c})", dtype)
+
+
+@emits("bfi")
+def insert(g: Generator, ins: Instruction) -> None:
+    dtype = f"u{TYPE_BYTES[g.mods.type()]}"
+    a, b = (g.read(o, dtype) for o in ins.operands[1:3])
+    c, d = (g.read(o, "u4") for o in ins.operands[3:])
+    g.write(ins.operands[0], f"insert_bits({a}, {b}, {c}, {d})", dtype)
+
+
+@emits("bmsk", "szext")
+def mask_bits(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    wrap = g.mods.take("wrap", "clamp") == "wrap"
+    b = g.read(ins.operands[2], "u4")
+    if ins.op == "bmsk":
+        g.write(ins.operands[0], f"make_mask({g.read(ins.operands[1], 'u4')}, {b}, {wrap})", "u4")
+    else:
+        a = g.read(ins.operands[1], DTYPE[kind])
+        g.write(ins.operands[0], f"extend_sign({a}, {b}, {wrap})", DTYPE[kind])
+
+
+@emits("popc", "clz", "brev", "bfind")
+def count_bits(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    size = TYPE_BYTES[kind]
+    if ins.op == "bfind":
+        as_shift = bool(g.mods.take("shiftamt"))
+        value = g.read(ins.operands[1], DTYPE[kind])
+        g.write(ins.operands[0], f"find_bit({value}, {as_shift})", "u4")
+        return
+    value = g.read(ins.operands[1], f"u{size}")
+    function = {"popc": "population_count", "clz": "leading_zeros", "brev": "reverse_bits"}[ins.op]
+    g.write(ins.operands[0], f"{function}({value})", f"u{size}" if ins.op == "brev" else "u4")
+
+
+def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
+    """An expression for ``a word b``."""
+    if kind == "pred":
+        raise g.unknown("a comparison of predicates")
+    ftz = bool(g.mods.take("ftz"))
+    if kind in ("f16", "bf16"):
+        return compare_halves(g, word, kind, a, b)
+    dtype = DTYPE[kind]
+    x, y = g.read(a, dtype), g.read(b, dtype)
+    if ftz and dtype == "f4":
+        x = x if isinstance(a, Imm) else f"flush({x})"
+        y = y if isinstance(b, Imm) else f"flush({y})"
+    return compared(g, word, dtype, x, y)
+
+
+def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
+    if dtype[0] == "f":
+        if word in ("num", "nan"):
+            both = f"(np.isnan({x}) | np.isnan({y}))"
+            return both if word == "nan" else f"~{both}"
+        if word == "ne":
+            # Ordered: false when one is a NaN.
+            return f"(({x} < {y}) | ({x} > {y}))"
+        if word == "neu":
+            return f"({x} != {y})"
+        if word == "equ":
+            return f"~(({x} < {y}) | ({x} > {y}))"
+        if word in ("ltu", "leu", "gtu", "geu"):
+            opposite = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}[word]
+            return f"~({x} {opposite} {y})"
+    sign = _ORDERED.get(word) or _UNSIGNED.get(word)
+    if sign is None:
+        raise g.unknown(f"the comparison {word}")
+    return f"({x} {sign} {y})"
+
+
+_COMPARISONS = [
+    "equ",
+    "neu",
+    "ltu",
+    "leu",
+    "gtu",
+    "geu",
+    "num",
+    "nan",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "lo",
+    "ls",
+    "hi",
+    "hs",
+]
+
+
+@emits("setp")
+def set_predicate(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
+    word = g.mods.take(*_COMPARISONS)
+    if not word:
+        raise g.unknown("no comparison")
+    if kind in ("f16x2", "bf16x2"):
+        set_predicate_pair(g, ins, word, kind)
+        return
+    if word in _UNSIGNED and kind[0] != "f":
+        kind = "u" + kind[1:]
+    combine = g.mods.take("and", "or", "xor")
+    first, second = split_pair(ins.operands[0])
+    value = comparison(g, word, kind, ins.operands[1], ins.operands[2])
+    if not combine and isinstance(second, Sink):
+        g.write(first, value, "b1")
+        return
+    value = g.let(value)
+    other = f"~{value}"
+    if combine:
+        extra = g.let(g.read(ins.operands[3], "b1"))
+        other = f"({other}) {_LOGIC[combine]} {extra}"
+        value = f"{value} {_LOGIC[combine]} {extra}"
+    if not isinstance(second, Sink):
+        other = g.let(other)
+    g.write(first, value, "b1")
+    g.write(second, other, "b1")
+
+
+def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> None:
+    """Compares the halves of two pairs: the low ones for the first predicate."""
+    combine = g.mods.take("and", "or", "xor")
+    g.mods.take("ftz")
+    if "ftz" in ins.mods:
+        raise g.unknown("flushing")
+    a, b = (g.let(g.read(o, "u4")) for o in ins.operands[1:3])
+    extra = g.let(g.read(ins.operands[3], "b1")) if combine else ""
+    body = compared(g, word, "f4", "x", "y")
+    values = []
+    for shift in (0, 16):
+        low = [f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (a, b)]
+        text = f"half_compare({low[0]}, {low[1]}, {kind!r}, lambda x, y: {body})"
+        values.append(g.let(f"{text} {_LOGIC[combine]} {extra}" if combine else text))
+    for operand, value in zip(split_pair(ins.operands[0]), values, strict=True):
+        g.write(operand, value, "b1")
+
+
+@emits("set")
+def set_value(g: Generator, ins: Instruction) -> None:
+    source = g.mods.type()
+    to = g.mods.type()
+    word = g.mods.take(*_COMPARISONS)
+    combine = g.mods.take("and", "or", "xor")
+    if source in ("f16x2", "bf16x2") or to in ("f16", "bf16", "f16x2", "bf16x2"):
+        raise g.unknown("half-precision set")
+    if word in _UNSIGNED and source[0] != "f":
+        source = "u" + source[1:]
+    value = comparison(g, word, source, ins.operands[1], ins.operands[2])
+    if combine:
+        value = f"({value} {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')})"
+    dtype = DTYPE[to]
+    if is_float(to):
+        g.write(ins.operands[0], f"{value}.astype({dtype})", dtype)
+    else:
+        g.write(ins.operands[0], f"-{value}.astype(i4)", "i4")
+
+
+@emits("selp")
+def select(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    to, a, b, p = ins.operands
+    dtype = DTYPE[kind]
+    if kind[0] in "bus":
+        dtype = g.integer(to, TYPE_BYTES[kind])
+        held = getattr(to, "index", None)
+        if held is not None and g.program.dtype[held][1:] == str(TYPE_BYTES[kind]):
+            dtype = g.program.dtype[held]
+    x = bits_or(g, a, dtype)
+    y = bits_or(g, b, dtype)
+    if isinstance(p, Not):
+        x, y, p = y, x, p.reg
+    g.write(to, f"where({g.read(p, 'b1')}, {x}, {y})", dtype)
+
+
+def bits_or(g: Generator, operand: Operand, dtype: str) -> str:
+    """An operand of a .bN instruction: an integer immediate is bits, whatever the register is."""
+    if isinstance(operand, Imm) and not operand.float_bits:
+        return g.literal(operand.value, dtype)
+    return g.read(operand, dtype)
+
+
+@emits("slct")
+def select_by_sign(g: Generator, ins: Instruction) -> None:
+    g.mods.take("ftz")
+    test, kind = g.mods.type(), g.mods.type()
+    dtype = DTYPE[kind]
+    a, b = (g.read(o, dtype) for o in ins.operands[1:3])
+    c = g.read(ins.operands[3], DTYPE[test])
+    g.write(ins.operands[0], f"where({c} >= 0, {a}, {b})", dtype)

@@ -1,0 +1,290 @@
+"""Shared memory: races between warps of a block, and reads of bytes never written.
+
+The shadow of shared memory keeps, per granule, the stamp of the last write and, per warp, the clock
+of its last read. A granule is as small as the narrowest access of the kernel to shared memory, so
+neighbours never disturb each other. A cp.async in flight makes its bytes untouchable for everybody.
+The agent is the warp: lanes of one warp are taken to see each other's accesses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.clocks import ATOMIC, CLOCK_SHIFT, Clocks
+from flashgen.emulator.cohort import Cohort
+from flashgen.emulator.errors import RaceError, UninitialisedRead
+from flashgen.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from flashgen.emulator.machine import Machine
+
+Array = npt.NDArray[Any]
+NEVER = np.uint32(0xFFFFFFFF)
+FLIGHT = np.uint32(0xFFFFFFFE)
+_WARP = np.uint32(31)
+_LOG_LIMIT = 2048
+_BARRIER = "separate the two accesses by a barrier that both warps pass"
+
+
+class _Reads(NamedTuple):
+    """Reads that are not in the shadow yet."""
+
+    rows: Array
+    where: Array
+    size: int
+    clock: Array
+    pc: int
+
+
+class SharedRaces:
+    """Shadow of the shared memory of a wave."""
+
+    def __init__(self, machine: Machine, blocks: int) -> None:
+        self.machine = machine
+        self.granule = machine.program.shared_granule
+        self.shift = self.granule.bit_length() - 1
+        self.warps = machine.warps
+        self.count = blocks * machine.shared_pitch >> self.shift
+        self.written = np.full(self.count, NEVER, np.uint32)
+        self.writer_pc = np.zeros(self.count, np.int32)
+        self.read_clock: Array | None = None
+        self.clocks = Clocks(blocks, self.warps)
+        self.log: list[_Reads] = []
+        self.last_read = np.zeros((blocks, self.warps), np.int64)
+
+    # ---- order
+
+    def barrier(self, blocks: Array, released: Array | None, barrier: int | None) -> None:
+        """A barrier completed: for whole blocks, or for the ``released`` warps of one block."""
+        if released is None:
+            self.clocks.barrier_of_all(blocks)
+            # Reads before such a barrier can race with nothing any more.
+            passed = np.zeros(len(self.last_read), bool)
+            passed[blocks] = True
+            self.last_read[blocks] = 0
+            m = self.machine
+            self.log = [e for e in self.log if not passed[m.row_block[e.rows]].all()]
+        elif barrier is not None:
+            self.clocks.release(int(blocks[0]), barrier, released)
+
+    def arrive(self, rows: Array, barriers: Array) -> None:
+        m = self.machine
+        self.clocks.arrive(m.row_block[rows], m.row_warp[rows], barriers)
+
+    # ---- accesses; ``where`` holds offsets into the arena (n, k)
+
+    def read(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        """Checks reads against earlier writes and notes them."""
+        self._read(_Access(C, where, size, pc, lanes), self._strong(pc))
+
+    def _synchronise(self, a: _Access) -> None:
+        program = self.machine.program
+        if not program.synchronises or not len(a.rows):
+            return
+        if a.pc in program.releases:
+            self.clocks.fence(np.unique(a.rows))
+        width = a.where.shape[1]
+        self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1))
+
+    def _read(self, a: _Access, strong: bool) -> None:
+        if not len(a.rows):
+            return
+        if strong:
+            self._synchronise(a)
+        stamps = self._stamps(a)
+        fine = stamps < self._per_row(a, self.clocks.floor_stamp, stamps)
+        if not fine.all():
+            bad = ~(fine | self._ordered(a, stamps, strong))
+            if bad.any():
+                self._report(a, bad, stamps, "read")
+        m = self.machine
+        clock = self.clocks.clock[a.rows]
+        self.last_read[m.row_block[a.rows], m.row_warp[a.rows]] = clock
+        self.log.append(_Reads(a.rows, a.where, a.size, clock, a.pc))
+        if len(self.log) > _LOG_LIMIT:
+            self._flush()
+
+    def write(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        """Checks writes against earlier reads and writes and notes them."""
+        self._write(_Access(C, where, size, pc, lanes), None, self._strong(pc))
+
+    def atomic(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        access = _Access(C, where, size, pc, lanes)
+        self._read(access, True)
+        self._write(access, None, True)
+
+    def depart(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        """A cp.async starts to write."""
+        self._write(_Access(C, where, size, pc, lanes), FLIGHT, False)
+
+    def land(self, rows: Array, where: Array, size: int, lanes: Array | None) -> None:
+        """A cp.async has been waited for: from now on it is a write of its warp."""
+        granules = self._granules(where, size)
+        stamp = self._own_stamps(rows, False)
+        stamps = np.broadcast_to(
+            stamp.reshape((len(rows),) + (1,) * (granules.ndim - 1)), granules.shape
+        )
+        if lanes is not None:
+            granules, stamps = granules[lanes], stamps[lanes]
+        self.written[granules] = stamps
+
+    def _write(self, a: _Access, mark: Any, strong: bool) -> None:
+        if not len(a.rows):
+            return
+        if strong:
+            self._synchronise(a)
+        stamps = self._stamps(a)
+        fine = (stamps < self._per_row(a, self.clocks.floor_stamp, stamps)) | (stamps == NEVER)
+        if not fine.all():
+            bad = ~(fine | self._ordered(a, stamps, strong))
+            if bad.any():
+                self._report(a, bad, stamps, "write")
+        self._against_reads(a, strong)
+        granules = self._granules(a.where, a.size)
+        self.writer_pc[granules] = a.pc
+        if mark is not None:
+            self.written[granules] = mark
+            return
+        own = self._own_stamps(a.rows, strong).reshape((-1,) + (1,) * (granules.ndim - 1))
+        self.written[granules] = np.broadcast_to(own, granules.shape)
+        left = self.written.take(granules)
+        if not strong and (left != own).any():
+            self._report(a, left != own, left, "write")
+
+    def _granules(self, where: Array, size: int) -> Array:
+        """Numbers of the granules of each access, with a last axis when there are several."""
+        first = where >> self.shift
+        many = size >> self.shift
+        return first if many <= 1 else first[..., None] + np.arange(many)
+
+    def _stamps(self, a: _Access) -> Array:
+        many = a.size >> self.shift
+        first = a.where >> self.shift
+        if many <= 1:
+            return self.written.take(first)
+        # Accesses are aligned to their size: a row of a 2-D view is one access.
+        return self.written.reshape(-1, many).take(first // many, axis=0)
+
+    def _per_row(self, a: _Access, values: Array, like: Array) -> Array:
+        return values[a.rows].reshape((-1,) + (1,) * (like.ndim - 1))
+
+    def _own_stamps(self, rows: Array, strong: bool) -> Array:
+        warp = self.machine.row_warp[rows]
+        stamp = self.clocks.clock[rows] << CLOCK_SHIFT | warp | (ATOMIC if strong else 0)
+        return stamp.astype(np.uint32)
+
+    def _ordered(self, a: _Access, stamps: Array, strong: bool) -> Array:
+        """Whether the accesses with these stamps happened before what the rows do now."""
+        blocks = self._per_row(a, self.machine.row_block, stamps)
+        warps = self._per_row(a, self.machine.row_warp, stamps)
+        agent = np.minimum((stamps & _WARP).astype(np.int64), self.warps - 1)
+        clock = (stamps >> np.uint32(CLOCK_SHIFT)).astype(np.int64)
+        fine = self.clocks.ordered(blocks, warps, clock, agent)
+        if strong:
+            fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
+        return fine & (stamps < FLIGHT)
+
+    def _strong(self, pc: int) -> bool:
+        return pc in self.machine.program.strong
+
+    def _against_reads(self, a: _Access, strong: bool) -> None:
+        """A write must not overtake reads of other warps."""
+        m = self.machine
+        blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
+        unseen = self.last_read[blocks] > self.clocks.seen[blocks, warps]
+        unseen[np.arange(len(warps)), warps] = False
+        if strong or not unseen.any():
+            return
+        self._flush()
+        assert self.read_clock is not None
+        granules = self._granules(a.where, a.size)
+        extra = (1,) * (granules.ndim - 1)
+        for other in np.flatnonzero(unseen.any(axis=0)):
+            clock = self.read_clock[other].take(granules)
+            known = self.clocks.seen[blocks, warps, other]
+            late = clock > known.reshape((-1, *extra))
+            late &= (warps != other).reshape((-1, *extra))
+            if late.any():
+                place = tuple(int(i) for i in np.argwhere(late)[0])
+                row, lane = a.origin(place)
+                at = int(granules[place]) << self.shift
+                pc = int(self.reader_pc[granules[place]])
+                reader = f"{m.program.source_line(pc)}: {m.program.text(pc)}"
+                m.fail(
+                    RaceError,
+                    "race in shared memory: a write may overtake a read of another warp",
+                    a.cohort,
+                    a.pc,
+                    row=row,
+                    lane=lane,
+                    numbers=f"shared offset {at % m.shared_pitch}; "
+                    f"warp {other} reads there: {reader}",
+                    way_out=_BARRIER,
+                )
+
+    def _flush(self) -> None:
+        """Moves the logged reads into the shadow."""
+        if self.read_clock is None:
+            self.read_clock = np.zeros((self.warps, self.count), np.uint32)
+            self.reader_pc = np.zeros(self.count, np.int32)
+        m = self.machine
+        flat = self.read_clock.reshape(-1)
+        for entry in self.log:
+            granules = self._granules(entry.where, entry.size)
+            extra = (1,) * (granules.ndim - 1)
+            base = (m.row_warp[entry.rows] * self.count).reshape((-1, *extra))
+            flat[granules + base] = entry.clock.reshape((-1, *extra))
+            self.reader_pc[granules] = entry.pc
+        self.log = []
+
+    # ---- messages
+
+    def _report(self, a: _Access, bad: Array, stamps: Array, verb: str) -> None:
+        """Raises for the first access that ``bad`` marks."""
+        m, program = self.machine, self.machine.program
+        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        row, lane = a.origin(place)
+        at = int(a.where[place[:2]]) + (place[2] * self.granule if len(place) > 2 else 0)
+        stamp = int(stamps[place])
+        what = f"{a.size}-byte {verb} at shared offset {at % m.shared_pitch}"
+        other = int(self.writer_pc[at >> self.shift])
+        source = f"{program.source_line(other)}: {program.text(other)}"
+        kind: type[EmulatorError] = RaceError
+        if stamp == NEVER:
+            kind = UninitialisedRead
+            problem = "shared memory is read that was never written"
+            way_out = "write it first, and check the address and the bytes that were copied"
+        elif stamp == FLIGHT:
+            what += f"; a cp.async that nobody has waited for writes there: {source}"
+            way_out = "wait for it (cp.async.wait_group) and then pass a barrier"
+            problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
+        else:
+            what += f"; warp {stamp & 31} writes there: {source}"
+            way_out = _BARRIER
+            problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
+        m.fail(kind, problem, a.cohort, a.pc, row=row, lane=lane, numbers=what, way_out=way_out)
+
+
+class _Access:
+    """An access by whole rows (n, k), or by single lanes (m, 1) when some are inactive."""
+
+    def __init__(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        self.cohort, self.size, self.pc = C, size, pc
+        if where.ndim == 0 or where.shape[0] != C.n:
+            where = np.broadcast_to(where, (C.n, where.shape[1] if where.ndim else 1))
+        if lanes is None:
+            self.rows, self.where, self.places = C.rows, where, None
+        else:
+            row, lane = np.nonzero(np.broadcast_to(lanes, (C.n, 32)))
+            self.rows = C.rows[row]
+            self.where = np.broadcast_to(where, (C.n, 32))[row, lane][:, None]
+            self.places = (row, lane)
+
+    def origin(self, place: tuple[int, ...]) -> tuple[int, int]:
+        """Row of the cohort and lane of an element."""
+        if self.places is None:
+            return place[0], place[1]
+        return int(self.places[0][place[0]]), int(self.places[1][place[0]])

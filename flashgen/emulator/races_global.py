@@ -1,0 +1,302 @@
+"""Global memory: races between warps of a block, and between blocks of the launch.
+
+Within a block, barriers order accesses (see :mod:`clocks`). Between blocks nothing does, whatever
+order the emulator ran them in, except fences with atomics: data written before a fence that is
+followed by an atomic is visible to a block that later performs an atomic on the same address. That
+order is tracked per block. Atomics never race with each other.
+
+Reads of a buffer that nobody has written yet are only kept in a list: most buffers are inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.clocks import ATOMIC, CLOCK_SHIFT
+from flashgen.emulator.cohort import Cohort
+from flashgen.emulator.errors import RaceError
+
+if TYPE_CHECKING:
+    from flashgen.emulator.machine import Machine
+
+Array = npt.NDArray[Any]
+# A stamp: block + 1 in bits 32 to 59, clock, atomic flag and warp as in clocks.
+_BLOCK = 32
+_MANY_WARPS = 1 << 60
+_MANY_BLOCKS = 1 << 61
+_LOW = (1 << 32) - 1
+_LOG_BYTES = 128 << 20
+
+
+class GlobalRaces:
+    """Shadow of all device memory of a launch."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.shift = machine.program.global_granule.bit_length() - 1
+        self.written: set[int] = set()  # allocations
+        self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
+        self.log_bytes = 0
+        self.ready = False
+        self.time = 0
+        self.tracks_fences = machine.program.synchronises
+        self.fenced: dict[int, int] = {}  # block -> time of its last fence
+        self.released: dict[int, dict[int, int]] = {}  # address -> what an acquirer learns
+        self.acquired: dict[int, dict[int, int]] = {}  # block -> what it has learnt
+
+    def _prepare(self) -> None:
+        count = (len(self.machine.memory.flat.bytes) >> self.shift) + 1
+        self.write_stamp = np.zeros(count, np.int64)
+        self.read_stamp = np.zeros(count, np.int64)
+        self.write_pc = np.zeros(count, np.int32)
+        self.write_time = np.zeros(count if self.tracks_fences else 0, np.int64)
+        self.ready = True
+
+    # ---- entry points; offsets are (n, k), or one per active lane
+
+    def read(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
+        self.time += 1
+        rows, flat = self._flatten(C, offset, lanes)
+        strong = pc in self.machine.program.strong
+        if strong:
+            self._synchronise(rows, flat, pc)
+        stamps = self._stamps(rows, strong)
+        touched = self.machine.memory.touched
+        if not self.written.intersection(touched):
+            for place in touched:
+                self.log.setdefault(place, []).append((flat, stamps, size, pc))
+            self.log_bytes += flat.nbytes + stamps.nbytes
+            if self.log_bytes > _LOG_BYTES:
+                self._spill()
+            return
+        granules, stamps, rows = self._granules(flat, stamps, rows, size)
+        before = self.write_stamp.take(granules)
+        if before.any():
+            bad = self._conflicts(before, stamps, rows, granules, strong)
+            if bad.any():
+                self._report(C, lanes, granules, bad, before, pc, "read", size)
+        self._note_reads(granules, stamps)
+
+    def write(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
+        self._write(C, offset, size, pc, lanes, pc in self.machine.program.strong)
+
+    def atomic(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
+        self._write(C, offset, size, pc, lanes, True)
+
+    def fence(self, C: Cohort) -> None:
+        """Writes of these blocks up to now become visible with their next atomic."""
+        for block in self._block_ids(C.rows):
+            self.fenced[block] = self.time
+
+    # ---- parts
+
+    def _block_ids(self, rows: Array) -> list[int]:
+        m = self.machine
+        return np.unique(m.blocks[m.row_block[rows]]).tolist()  # type: ignore[no-any-return]
+
+    def _flatten(self, C: Cohort, offset: Any, lanes: Any) -> tuple[Array, Array]:
+        if lanes is None:
+            offset = np.asarray(offset)
+            width = offset.shape[1] if offset.ndim else 1
+            full = np.broadcast_to(offset, (C.n, width))
+            return np.repeat(C.rows, width), full.reshape(-1)
+        row, _ = np.nonzero(np.broadcast_to(lanes, (C.n, 32)))
+        return C.rows[row], offset
+
+    def _stamps(self, rows: Array, strong: bool) -> Array:
+        m = self.machine
+        assert m.shared_races is not None
+        block = m.blocks[m.row_block[rows]] + 1
+        low = m.shared_races.clocks.clock[rows] << CLOCK_SHIFT | m.row_warp[rows]
+        return block << _BLOCK | low | (ATOMIC if strong else 0)
+
+    def _granules(
+        self, flat: Array, stamps: Array, rows: Array, size: int
+    ) -> tuple[Array, Array, Array]:
+        many = max(1, size >> self.shift)
+        first = flat >> self.shift
+        if many == 1:
+            return first, stamps, rows
+        granules = (first[:, None] + np.arange(many)).reshape(-1)
+        return granules, np.repeat(stamps, many), np.repeat(rows, many)
+
+    def _conflicts(
+        self, before: Array, stamps: Array, rows: Array, granules: Array, strong: bool
+    ) -> Array:
+        """Which earlier writes are not ordered before these accesses."""
+        m = self.machine
+        assert m.shared_races is not None
+        other_block = (before >> _BLOCK) != (stamps >> _BLOCK)
+        agent = before & 31
+        clock = (before & _LOW) >> CLOCK_SHIFT
+        seen = m.shared_races.clocks
+        inside = np.minimum(agent, m.warps - 1)
+        known = seen.ordered(m.row_block[rows], m.row_warp[rows], clock, inside)
+        bad = (before != 0) & (other_block | ~known)
+        if strong:
+            bad &= (before & ATOMIC) == 0
+        if self.tracks_fences and bad.any():
+            for place in np.flatnonzero(bad & other_block):
+                reader = int(stamps[place] >> _BLOCK) - 1
+                writer = int(before[place] >> _BLOCK) - 1
+                learnt = self.acquired.get(reader, {}).get(writer, -1)
+                bad[place] = learnt < self.write_time[granules[place]]
+        return bad  # type: ignore[no-any-return]
+
+    def _write(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any, strong: bool) -> None:
+        self.time += 1
+        rows, flat = self._flatten(C, offset, lanes)
+        if not len(flat):
+            return
+        if not self.ready:
+            self._prepare()
+        for place in self.machine.memory.touched:
+            if place not in self.written:
+                self.written.add(place)
+                self._unlog(place)
+        if strong:
+            self._synchronise(rows, flat, pc)
+        stamps = self._stamps(rows, strong)
+        granules, stamps, rows = self._granules(flat, stamps, rows, size)
+        before = self.write_stamp.take(granules)
+        if before.any():
+            bad = self._conflicts(before, stamps, rows, granules, strong)
+            if bad.any():
+                self._report(C, lanes, granules, bad, before, pc, "write", size)
+        reads = self.read_stamp.take(granules)
+        if reads.any():
+            bad = self._overtakes(reads, stamps, rows, strong)
+            if bad.any():
+                self._report(C, lanes, granules, bad, reads, pc, "write", size, after_read=True)
+        self.write_stamp[granules] = stamps
+        self.write_pc[granules] = pc
+        if self.tracks_fences:
+            self.write_time[granules] = self.time
+        left = self.write_stamp.take(granules)
+        if not strong and (left != stamps).any():
+            self._report(C, lanes, granules, left != stamps, left, pc, "write", size)
+
+    def _overtakes(self, reads: Array, stamps: Array, rows: Array, strong: bool) -> Array:
+        """Which earlier reads are not ordered before these writes."""
+        m = self.machine
+        assert m.shared_races is not None
+        other_block = ((reads ^ stamps) >> _BLOCK & 0xFFFFFFF) != 0
+        clocks = m.shared_races.clocks
+        clock = (reads & _LOW) >> CLOCK_SHIFT
+        agent = np.minimum(reads & 31, m.warps - 1)
+        known = clocks.ordered(m.row_block[rows], m.row_warp[rows], clock, agent)
+        floor = clocks.floor_stamp[rows].astype(np.int64) >> CLOCK_SHIFT
+        many = (reads & _MANY_WARPS) != 0
+        known = np.where(many, clock < floor, known)
+        apart = other_block | ((reads & _MANY_BLOCKS) != 0)
+        if self.tracks_fences:
+            # A block that has learnt anything is taken to have waited for the readers too.
+            writers = (stamps >> _BLOCK & 0xFFFFFFF) - 1
+            apart &= ~np.isin(writers, list(self.acquired))
+        bad = (reads != 0) & (apart | (~other_block & ~known))
+        if strong:
+            bad &= (reads & ATOMIC) == 0
+        return bad  # type: ignore[no-any-return]
+
+    def _note_reads(self, granules: Array, stamps: Array) -> None:
+        old = self.read_stamp.take(granules)
+        self.read_stamp[granules] = stamps
+        now = self.read_stamp.take(granules)
+        block = stamps >> _BLOCK
+        other = ((old != 0) & ((old >> _BLOCK & 0xFFFFFFF) != block)) | (now >> _BLOCK != block)
+        flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
+        same_time = (old & _LOW) >> CLOCK_SHIFT == (stamps & _LOW) >> CLOCK_SHIFT
+        warps = (old != 0) & ~other & same_time & ((old ^ stamps) & 31 != 0)
+        warps |= (now ^ stamps) & 31 != 0
+        flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
+        marked = flags != 0
+        if marked.any():
+            where = granules[marked]
+            np.bitwise_or.at(self.read_stamp, where, flags[marked])
+
+    def _unlog(self, place: int) -> None:
+        """An input turns out to be written: its reads go into the shadow."""
+        no_rows = np.zeros(0, np.int64)
+        for flat, stamps, size, _ in self.log.pop(place, []):
+            many = max(1, size >> self.shift)
+            rows = no_rows if many == 1 else np.zeros(len(flat), np.int64)
+            granules, wide, _ = self._granules(flat, stamps, rows, size)
+            self._note_reads(granules, wide)
+
+    def _spill(self) -> None:
+        if not self.ready:
+            self._prepare()
+        for place in list(self.log):
+            self._unlog(place)
+        self.log_bytes = 0
+
+    def _synchronise(self, rows: Array, flat: Array, pc: int) -> None:
+        """Atomics and other strong accesses carry what their block published before."""
+        if not self.tracks_fences:
+            return
+        m = self.machine
+        assert m.shared_races is not None
+        clocks = m.shared_races.clocks
+        if pc in m.program.releases:
+            clocks.fence(np.unique(rows))
+            for block in self._block_ids(rows):
+                self.fenced[block] = self.time - 1
+        clocks.synchronise(rows, -1 - flat)
+        blocks = m.blocks[m.row_block[rows]]
+        for block, address in zip(blocks.tolist(), flat.tolist(), strict=True):
+            learnt = self.acquired.setdefault(block, {})
+            slot = self.released.setdefault(address, {})
+            for other, time in slot.items():
+                learnt[other] = max(learnt.get(other, -1), time)
+            slot.update(learnt)
+            if block in self.fenced:
+                slot[block] = self.fenced[block]
+
+    def _report(
+        self,
+        C: Cohort,
+        lanes: Any,
+        granules: Array,
+        bad: Array,
+        before: Array,
+        pc: int,
+        verb: str,
+        size: int,
+        after_read: bool = False,
+    ) -> None:
+        m, program = self.machine, self.machine.program
+        first = int(np.argmax(bad))
+        entry = first // max(1, size >> self.shift)
+        if lanes is None:
+            width = len(granules) // max(1, size >> self.shift) // C.n
+            row, lane = divmod(entry, width)
+        else:
+            places = np.nonzero(np.broadcast_to(lanes, (C.n, 32)))
+            row, lane = int(places[0][entry]), int(places[1][entry])
+        stamp = int(before[first])
+        block = (stamp >> _BLOCK & 0xFFFFFFF) - 1
+        address = (int(granules[first]) << self.shift) + m.memory.base
+        mine = int(m.blocks[m.row_block[C.rows[row]]])
+        several = "several blocks" if stamp & _MANY_BLOCKS else f"block {block}"
+        who = several if block != mine or stamp & _MANY_BLOCKS else "another warp of the block"
+        if after_read:
+            what = f"a write may overtake a read of {who}"
+            other = ""
+        else:
+            what = f"a {verb} and a write of {who} are not ordered"
+            source = int(self.write_pc[granules[first]])
+            other = f"; written at {program.source_line(source)}: {program.text(source)}"
+        m.fail(
+            RaceError,
+            f"race in global memory: {what}",
+            C,
+            pc,
+            row=row,
+            lane=lane,
+            numbers=f"{m.memory.describe(address)}{other}",
+            way_out="let one block own these bytes, use atomics, or order the accesses "
+            "(a barrier within a block; another launch, or a fence and an atomic, between blocks)",
+        )

@@ -1,0 +1,145 @@
+"""Where something went wrong, in words: every error of a running kernel is raised from here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.cohort import Cohort
+from flashgen.emulator.errors import (
+    BarrierDivergence,
+    DeadlockError,
+    StepLimit,
+    UninitialisedRead,
+)
+from flashgen.emulator.program import Program
+from flashgen.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from flashgen.emulator.barriers import Barriers
+
+Array = npt.NDArray[Any]
+
+
+class WaitsForWarp:
+    """The cohort stands at a warp-wide instruction that other lanes have not reached."""
+
+    def __init__(self, pc: int, needed: Array) -> None:
+        self.pc = pc
+        self.needed = needed
+
+
+class Reports:
+    """The part of the machine that names places and raises errors."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    blocks: Array
+    row_block: Array
+    row_warp: Array
+    alive: Array
+    steps: int
+    step_limit: int
+    cohorts: list[Cohort]
+    barriers: Barriers
+
+    def block_name(self, row: int) -> str:
+        linear = int(self.blocks[self.row_block[row]])
+        gx, gy, _ = self.grid
+        return f"({linear % gx}, {linear // gx % gy}, {linear // (gx * gy)})"
+
+    def place(self, row: int, lane: int | None, pc: int) -> str:
+        program = self.program
+        at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
+        if lane is not None:
+            at += f", lane {lane}"
+        return f"{at}, {program.source_line(pc)}: {program.text(pc)}"
+
+    def fail(
+        self,
+        kind: type[EmulatorError],
+        what: str,
+        C: Cohort,
+        pc: int,
+        *,
+        row: int = 0,
+        lane: int | None = None,
+        numbers: str,
+        way_out: str,
+    ) -> NoReturn:
+        """Raises an error at a row of a cohort."""
+        where = self.place(int(C.rows[row]), lane, pc)
+        raise kind(what, where=where, numbers=numbers, way_out=way_out)
+
+    def demand_defined(self, C: Cohort, defined: Any, lanes: Any, pc: int) -> None:
+        """Raises when an active lane uses a register that it never wrote."""
+        if defined.all():
+            return
+        missing = np.broadcast_to(~defined, (C.n, 32))
+        if lanes is not None:
+            missing = missing & lanes
+        if not missing.any():
+            return
+        row, lane = np.argwhere(missing)[0]
+        self.fail(
+            UninitialisedRead,
+            "a register is used that was never written",
+            C,
+            pc,
+            row=int(row),
+            lane=int(lane),
+            numbers=f"{int(missing.sum())} lanes use a value that no instruction has set",
+            way_out="initialise the variable on every path that leads here",
+        )
+
+    def _too_many_steps(self, c: Cohort) -> None:
+        self.fail(
+            StepLimit,
+            "the launch does not come to an end",
+            c,
+            c.pc,
+            numbers=f"{self.steps:,} segments executed, limit {self.step_limit:,}",
+            way_out="look for an endless loop, or raise step_limit of emulator.launch",
+        )
+
+    def _stuck(self) -> NoReturn:
+        """Nobody can run: says who waits for what."""
+        lines = []
+        partial = None
+        for c in self.cohorts:
+            row = int(c.rows[0])
+            others = f" and {c.n - 1} more warps" if c.n > 1 else ""
+            text = f"block {self.block_name(row)} warp {self.row_warp[row]}{others}"
+            if isinstance(c.waits, WaitsForWarp):
+                pc = c.waits.pc
+                partial = partial or c
+                mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
+                text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
+                text += f"{self.program.source_line(pc)}: {self.program.text(pc)}"
+            else:
+                text += ", " + self.barriers.describe(c)
+            lines.append(text)
+        if partial is not None:
+            pc = partial.waits.pc
+            raise BarrierDivergence(
+                "only a part of a warp reached an instruction that the whole warp must execute",
+                where=self.place(int(partial.rows[0]), None, pc),
+                numbers="\n".join(lines),
+                way_out="move it out of the divergent branch, or let all lanes take the branch",
+            )
+        first = self.cohorts[0]
+        raise DeadlockError(
+            "deadlock: every warp waits and nobody can release them",
+            where=self.place(int(first.rows[0]), None, first.waits.pc),
+            numbers="\n".join(lines),
+            way_out="check that every warp that the barrier counts arrives at it",
+        )
+
+
+def lane_text(mask: Array) -> str:
+    """Lanes as ranges, such as ``0-3 8``."""
+    lanes = np.flatnonzero(mask)
+    runs = np.split(lanes, np.flatnonzero(np.diff(lanes) > 1) + 1) if len(lanes) else []
+    return " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) or "none"

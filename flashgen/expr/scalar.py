@@ -1,0 +1,158 @@
+"""Run-time numbers that a mod captures."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+import sympy
+
+from .symbols import BATCH, HEADS, SCALAR_LIMIT, SEQ_K, SEQ_Q
+from .traced import Traced, refuse
+
+DTYPES = ("int32", "float32", "bool")
+
+# Names with a meaning of their own in mods, in the operator's arguments or in the emitted file.
+BUILT_IN_NAMES = frozenset(
+    """
+    b h q k v o score batch heads seq_q seq_k q_lo q_hi k_lo k_hi out lse scale q_offset k_offset
+    heads_q heads_kv head_dim head_dim_v dropout_p return_lse backend
+    """.split()  # noqa: SIM905
+)
+
+_RESERVED_WORDS = frozenset(
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
+    char32_t class compl concept const consteval constexpr constinit const_cast continue co_await
+    co_return co_yield decltype default delete do double dynamic_cast else enum explicit export
+    extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
+    nullptr operator or or_eq private protected public register reinterpret_cast requires return
+    short signed sizeof static static_assert static_cast struct switch template this thread_local
+    throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while
+    xor xor_eq threadIdx blockIdx blockDim gridDim warpSize half half2 float2 float4 int2 int4
+    min max
+    """.split()  # noqa: SIM905
+)
+
+
+class Scalar(Traced):
+    """A number that is given when the operator is called; inside a mod it is a traced value.
+
+    Args:
+        name: the argument's name: a C identifier that means nothing else in C++, CUDA or flashgen.
+        dtype: "int32", "float32" or "bool".
+        minimum: a promise that lets the analysis prove more; checked at every call. Numbers only.
+
+    Raises:
+        SpecError: for a name, dtype or minimum that cannot be used.
+    """
+
+    __slots__ = ("dtype", "minimum", "name")
+
+    def __init__(self, name: str, dtype: str = "int32", *, minimum: float | None = None) -> None:
+        _check(name, dtype, minimum)
+        self.name = name
+        self.dtype = dtype
+        self.minimum = minimum
+        super().__init__(_symbol(name, dtype, minimum), (self,))
+
+    def __repr__(self) -> str:
+        bound = "" if self.minimum is None else f", minimum={self.minimum}"
+        return f"Scalar({self.name!r}, {self.dtype!r}{bound})"
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash((self.name, self.dtype, self.minimum))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.name, self.dtype, self.minimum)
+
+    @property
+    def key(self) -> tuple[str, str, float | None]:
+        """What makes two scalars the same one; ``==`` cannot say, it is elementwise."""
+        return self.name, self.dtype, self.minimum
+
+    @property
+    def is_size(self) -> bool:
+        """True for the sizes of the call: fg.batch, fg.heads, fg.seq_q, fg.seq_k."""
+        return False
+
+
+class Size(Scalar):
+    """A size of the call, given by the tensors and not by the user."""
+
+    __slots__ = ()
+
+    def __init__(self, symbol: sympy.Symbol, minimum: int) -> None:
+        self.name = symbol.name
+        self.dtype = "int32"
+        self.minimum = minimum
+        Traced.__init__(self, symbol, (self,))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _size, (self.name,)
+
+    @property
+    def is_size(self) -> bool:
+        return True
+
+
+def _rebuild(name: str, dtype: str, minimum: float | None) -> Scalar:
+    return Scalar(name, dtype, minimum=minimum)
+
+
+def _size(name: str) -> Size:
+    return next(size for size in (batch, heads, seq_q, seq_k) if size.name == name)
+
+
+def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:
+    if dtype == "bool":
+        return sympy.Symbol(name)
+    sign: dict[str, bool] = {}
+    if minimum is not None and minimum > 0:
+        sign = {"positive": True}
+    elif minimum is not None and minimum == 0:
+        sign = {"nonnegative": True}
+    return sympy.Symbol(name, **({"integer": True} if dtype == "int32" else {"real": True}), **sign)
+
+
+def _check(name: str, dtype: str, minimum: float | None) -> None:
+    plain = isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name)
+    if not plain or "__" in name:
+        refuse(
+            "the name of a Scalar is a C identifier",
+            numbers=f"name {name!r}",
+            way_out="letters, digits and single underscores, a letter first, as in 'window'",
+        )
+    if name in _RESERVED_WORDS or keyword.iskeyword(name):
+        refuse(
+            "the name of a Scalar is a reserved word of C++, CUDA or Python",
+            numbers=f"name {name!r}",
+            way_out=f"another name, as in {name + '_value'!r}",
+        )
+    if name in BUILT_IN_NAMES or re.fullmatch(r"t[0-9]+", name):
+        refuse(
+            "the name of a Scalar already has a meaning in flashgen",
+            numbers=f"name {name!r}; taken: {', '.join(sorted(BUILT_IN_NAMES))}, t0, t1, ...",
+            way_out="fg.batch, fg.heads, fg.seq_q and fg.seq_k for sizes, or another name",
+        )
+    if dtype not in DTYPES:
+        refuse(
+            "a Scalar of a dtype that kernels do not take",
+            numbers=f"dtype {dtype!r}; available: {', '.join(DTYPES)}",
+            way_out='dtype="int32" for positions, "float32" for factors, "bool" for switches',
+        )
+    if minimum is None:
+        return
+    number = isinstance(minimum, int | float) and not isinstance(minimum, bool)
+    if dtype == "bool" or not number or not -SCALAR_LIMIT <= minimum <= SCALAR_LIMIT:
+        refuse(
+            "the minimum of a Scalar is a number within reach, and a bool has none",
+            numbers=f"minimum {minimum!r}, dtype {dtype!r}, limit +-{SCALAR_LIMIT:,}",
+            way_out="minimum=1 for a width that cannot be empty, or no minimum",
+        )
+
+
+batch = Size(BATCH, 1)
+heads = Size(HEADS, 1)
+seq_q = Size(SEQ_Q, 0)
+seq_k = Size(SEQ_K, 0)

@@ -1,0 +1,148 @@
+"""Running a mod once on symbols: a Python function becomes an expression."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+
+from ..errors import FlashgenError, SpecError
+from . import advice
+from .scalar import Scalar
+from .shown import shown
+from .source import SourceLines, is_library, lines_of, shown_path
+from .symbols import SCORE, B, H, K, Q, is_condition
+from .traced import Traced, Value, as_expr
+
+Mod = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A mod that was read.
+
+    Attributes:
+        expr: over B, H, Q, K (and SCORE), sizes and scalars; a Boolean for a mask, else real.
+        scalars: every run-time number the mod used, sizes too, in order of first use.
+        lines: where the user wrote it.
+    """
+
+    expr: sympy.Basic
+    scalars: tuple[Scalar, ...]
+    lines: SourceLines
+
+
+def trace_mask(mask_mod: Mod) -> Trace:
+    """Read ``mask_mod(b, h, q, k)``: a condition that is true where the score is kept.
+
+    Arguments that a mod does not use are fine: the signature is FlexAttention's and fixed. So is a
+    mask that is always true or always false: it says so, and the analysis finds it.
+
+    Raises:
+        SpecError: naming the user's file and line, when the function cannot be read.
+    """
+    trace = _run(mask_mod, "mask_mod", ("b", "h", "q", "k"), (B, H, Q, K))
+    if not is_condition(trace.expr):
+        raise SpecError(
+            "mask_mod returns a number, not a condition",
+            where=str(trace.lines),
+            numbers=f"returned {shown(trace.expr)}",
+            way_out="a comparison, as in q >= k; score_mod changes scores",
+        )
+    if SCORE in trace.expr.free_symbols:
+        raise SpecError(
+            "mask_mod uses the score",
+            where=str(trace.lines),
+            numbers=f"returned {shown(trace.expr)}",
+            way_out="a mask of b, h, q, k alone: empty tiles must be known before any score is",
+        )
+    return trace
+
+
+def trace_score(score_mod: Mod) -> Trace:
+    """Read ``score_mod(score, b, h, q, k)``: the score that goes into the softmax.
+
+    A score that ignores its input is accepted: with a captured bias in place of q.k it is how a
+    layer without queries is written, and its derivative, 0, is right.
+
+    Raises:
+        SpecError: naming the user's file and line, when the function cannot be read.
+    """
+    names = ("score", "b", "h", "q", "k")
+    trace = _run(score_mod, "score_mod", names, (SCORE, B, H, Q, K))
+    if is_condition(trace.expr):
+        raise SpecError(
+            "score_mod returns a condition, not a number",
+            where=str(trace.lines),
+            numbers=f"returned {shown(trace.expr)}",
+            way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
+        )
+    return trace
+
+
+def _run(mod: Mod, role: str, names: tuple[str, ...], symbols: tuple[sympy.Symbol, ...]) -> Trace:
+    if not callable(mod):
+        raise SpecError(
+            f"{role} is not a function",
+            where=role,
+            numbers=f"given a {type(mod).__name__}",
+            way_out=f"def {role}({', '.join(names)}): ...",
+        )
+    lines = lines_of(mod, "")
+    _check_arity(mod, role, names, lines)
+    try:
+        returned = mod(*(Value(symbol) for symbol in symbols))
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise _wrapped(error, role, lines) from error
+    if returned is None or not isinstance(returned, Traced | int | float):
+        raise SpecError(
+            f"{role} returns nothing that can be computed",
+            where=str(lines),
+            numbers=f"returned a {type(returned).__name__}",
+            way_out="a return statement with "
+            + ("a condition, as in return q >= k" if role == "mask_mod" else "a number"),
+        )
+    expr = as_expr(returned)
+    captures = returned.captures if isinstance(returned, Traced) else ()
+    if not lines.text:
+        lines = SourceLines(lines.file, lines.line, shown(expr))
+    return Trace(expr, captures, lines)
+
+
+def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines) -> None:
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        raise SpecError(
+            f"{role} does not take {len(names)} arguments by position",
+            where=str(lines),
+            numbers=f"it takes {signature}; it is called with ({', '.join(names)})",
+            way_out=f"def {role}({', '.join(names)}): ...",
+        ) from None
+
+
+def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
+    steps = traceback.walk_tb(error.__traceback__)
+    users = [(frame, line) for frame, line in steps if not is_library(frame)]
+    where, way_out = str(lines), advice.LANGUAGE
+    if users:
+        frame, line = users[-1]
+        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
+        way_out = advice.for_call(frame.f_code.co_filename, line)
+    if isinstance(error, NameError):
+        way_out = "define the name, or fg.Scalar(name) for a number that is given at run time"
+    return SpecError(
+        f"{role} raised {type(error).__name__}: {error}",
+        where=where,
+        numbers=f"while it was read with symbols in place of numbers, {role} at {lines}",
+        way_out=way_out,
+    )

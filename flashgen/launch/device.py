@@ -1,0 +1,197 @@
+"""The CUDA driver and its devices: is there one, its primary context, its limits, its errors.
+
+The driver is spoken to through ``cuda.bindings.driver``. Nothing touches it before `available` has
+found its library: without a driver some of the CUDA packages for Python fail in ways that make
+later calls hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.errors import LaunchError
+
+_EMULATE = 'run the same call with backend="emulator", which names the instruction and the line'
+_RESTART = "; the process cannot use this GPU any more and has to be restarted"
+
+# CUresult by number: what it means here, and the way out.
+_MEANINGS: dict[int, tuple[str, str]] = {
+    1: ("the driver calls an argument invalid", "report this as a bug of flashgen"),
+    2: ("the device is out of memory", "free tensors, or use a smaller batch"),
+    3: ("the driver has not been started", "call flashgen.launch.available() first"),
+    4: ("the driver is shutting down", "do not launch while the process ends"),
+    34: ("the driver's library is a stub", "install the NVIDIA driver"),
+    100: ("the NVIDIA driver sees no device", 'use backend="emulator"'),
+    101: ("there is no device of this number", "choose a device that exists"),
+    200: ("the cubin is damaged", "run `flashgen cache clear` and build again"),
+    201: ("there is no valid context", "do not reset the device while flashgen uses it"),
+    209: ("the cubin is not for this device", "build for the architecture of device_arch()"),
+    218: ("the driver does not accept the code", "install a driver for CUDA 13 (580 or newer)"),
+    222: ("the code is newer than the driver", "install a driver for CUDA 13 (580 or newer)"),
+    400: ("the stream belongs to another device or is gone", "use a stream of the kernel's device"),
+    500: ("the binary has no kernel of this name", "build it again"),
+    700: ("a kernel used memory outside its buffers" + _RESTART, _EMULATE),
+    701: ("the launch needs more registers or threads than there are", "plan for this device"),
+    702: ("a kernel ran longer than the display's time limit", "use a smaller problem"),
+    715: ("a kernel met an instruction the device lacks" + _RESTART, _EMULATE),
+    716: ("a kernel used a misaligned address" + _RESTART, _EMULATE),
+    717: ("a kernel used an address of the wrong kind of memory" + _RESTART, _EMULATE),
+    718: ("a kernel's program counter went astray" + _RESTART, _EMULATE),
+    719: ("a kernel failed while running" + _RESTART, _EMULATE),
+    803: ("the driver's library and kernel module differ in version", "restart the machine"),
+    804: ("this driver and this CUDA do not go together", "install a driver of 580 or newer"),
+}
+
+
+def plain(driver: Any, status: Any) -> tuple[str, str]:
+    """A CUresult in words, and the driver's own name and number for it."""
+    name = f"{getattr(status, 'name', 'CUresult')}, code {int(status)}"
+    meaning = _MEANINGS.get(int(status))
+    if meaning is not None:
+        return meaning[0], name
+    described, text = driver.cuGetErrorString(status)
+    return text.decode() if int(described) == 0 and text else "an error of the driver", name
+
+
+def check(driver: Any, result: tuple[Any, ...], where: str) -> Any:
+    """The value of a driver call, which returns a status and at most one value.
+
+    Raises:
+        LaunchError: the status is not success.
+    """
+    status, *values = result
+    if int(status) != 0:
+        what, name = plain(driver, status)
+        _, way_out = _MEANINGS.get(int(status), ("", _EMULATE))
+        raise LaunchError(what, where=where, numbers=name, way_out=way_out)
+    return values[0] if values else None
+
+
+@functools.lru_cache(maxsize=1)
+def available() -> str | None:
+    """Why kernels cannot run on a GPU here, in a few words; None when they can.
+
+    Looks for the driver's library before anything calls into it, so that a machine without one
+    gets an answer at once. The answer holds for the life of the process.
+    """
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return f"no NVIDIA driver is installed ({library} cannot be loaded)"
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        return f"the package cuda-bindings is missing ({error})"
+    return first_device(driver)
+
+
+def first_device(driver: Any) -> str | None:
+    """Starts the driver and counts devices; the reason why there is none, or None."""
+    (status,), count = driver.cuInit(0), 0
+    if int(status) == 0:
+        status, count = driver.cuDeviceGetCount()
+    if int(status) != 0:
+        words, name = plain(driver, status)
+        return f"{words} ({name})"
+    return None if count else "the NVIDIA driver sees no device"
+
+
+def real_driver() -> Any:
+    reason = available()
+    if reason is not None:
+        raise LaunchError(
+            "no kernel can be launched on this machine",
+            where="CUDA driver",
+            numbers=reason,
+            way_out='use backend="emulator" (or FLASHGEN_BACKEND=emulator), which needs no GPU',
+        )
+    from cuda.bindings import driver
+
+    return driver
+
+
+def device_arch(device: int = 0, *, driver: Any = None) -> str:
+    """Architecture of a device, such as "sm_90" (without the "a" of Hopper's own instructions).
+
+    Raises:
+        LaunchError: there is no driver or no such device.
+    """
+    driver = driver or real_driver()
+    where = f"CUDA device {device}"
+    major, minor = _capability(driver, check(driver, driver.cuDeviceGet(device), where), where)
+    return f"sm_{major}{minor}"
+
+
+def _attribute(driver: Any, handle: Any, name: str, where: str) -> int:
+    kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(check(driver, driver.cuDeviceGetAttribute(kind, handle), where))
+
+
+def _capability(driver: Any, handle: Any, where: str) -> tuple[int, int]:
+    return (
+        _attribute(driver, handle, "COMPUTE_CAPABILITY_MAJOR", where),
+        _attribute(driver, handle, "COMPUTE_CAPABILITY_MINOR", where),
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's primary context and the limits that launches are checked against."""
+
+    index: int
+    context: Any
+    capability: tuple[int, int]
+    max_threads: int  # per block
+    max_smem_bytes: int  # per block, static and dynamic together
+    registers: int  # per block
+
+
+_devices: dict[tuple[Any, int], Device] = {}
+guard = threading.RLock()
+
+
+def device_facts(index: int, driver: Any) -> Device:
+    """A device's limits and its primary context, which is made if nobody has made it yet.
+
+    Raises:
+        LaunchError: there is no such device, or the driver refuses a context.
+    """
+    with guard:
+        known = _devices.get((driver, index))
+        if known is not None:
+            return known
+        where = f"CUDA device {index}"
+        handle = check(driver, driver.cuDeviceGet(index), where)
+        found = Device(
+            index=index,
+            # Retained for the life of the process: kernels loaded in it stay valid.
+            context=check(driver, driver.cuDevicePrimaryCtxRetain(handle), where),
+            capability=_capability(driver, handle, where),
+            max_threads=_attribute(driver, handle, "MAX_THREADS_PER_BLOCK", where),
+            max_smem_bytes=_attribute(driver, handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", where),
+            registers=_attribute(driver, handle, "MAX_REGISTERS_PER_BLOCK", where),
+        )
+        _devices[driver, index] = found
+        return found
+
+
+@contextmanager
+def current(device: Device, driver: Any) -> Iterator[None]:
+    """Makes the device's primary context current for this thread, and puts back what was."""
+    before = check(driver, driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
+    if int(before) == int(device.context):
+        yield
+        return
+    check(driver, driver.cuCtxPushCurrent(device.context), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        check(driver, driver.cuCtxPopCurrent(), "cuCtxPopCurrent")

@@ -1,0 +1,139 @@
+"""Packs a kernel's parameters: one structure passed by value, laid out as C lays it out."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsFloat, SupportsIndex
+
+from flashgen.errors import LaunchError
+
+# struct codes by C type; little-endian like every machine that CUDA runs on.
+_CODES = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
+_RANGES = {
+    "pointer": (0, 2**64 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+}
+
+
+class Param(Protocol):
+    """One field of the kernel's parameter structure, as `render` lists them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ctype(self) -> str: ...
+
+
+Value = SupportsIndex | SupportsFloat | None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Natural C alignment of a parameter structure: a struct format and the size with padding."""
+
+    format: struct.Struct
+    size: int
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(ctypes_in_order: tuple[str, ...]) -> _Layout:
+    text, at, alignment = "<", 0, 1
+    for name in ctypes_in_order:
+        if name not in _CODES:
+            raise LaunchError(
+                f"a kernel parameter has the unknown type {name!r}",
+                where="flashgen.launch.pack",
+                numbers=f"known types: {', '.join(_CODES)}",
+                way_out="use one of these in Source.params",
+            )
+        width = struct.calcsize("<" + _CODES[name])
+        pad = -at % width
+        text += f"{pad}x" * bool(pad) + _CODES[name]
+        at += pad + width
+        alignment = max(alignment, width)
+    pad = -at % alignment
+    return _Layout(struct.Struct(text + f"{pad}x" * bool(pad)), at + pad)
+
+
+def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value]) -> bytes:
+    """Lays values out as the kernel's ``struct Params``, with the alignment of C.
+
+    Args:
+        params: the fields in order; ctype is "pointer", "int64", "int32" or "float32".
+        values: by name, or in the order of params. None is a null pointer.
+
+    Returns:
+        The structure's bytes, trailing padding included.
+
+    Raises:
+        LaunchError: a value is missing, superfluous, out of range or not a number.
+    """
+    layout = _layout(tuple(param.ctype for param in params))
+    ordered = _in_order(params, values)
+    try:
+        return layout.format.pack(*ordered)
+    except (struct.error, OverflowError):
+        # A null pointer, or something wrong: find which, and say so.
+        fields = [_field(param, value) for param, value in zip(params, ordered, strict=True)]
+        return layout.format.pack(*fields)
+
+
+def _in_order(
+    params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value]
+) -> Sequence[Value]:
+    names = [param.name for param in params]
+    if not isinstance(values, Mapping):
+        if len(values) != len(names):
+            raise LaunchError(
+                "the number of values is not the number of the kernel's parameters",
+                where="flashgen.launch.pack",
+                numbers=f"{len(values)} values for {len(names)} parameters: {', '.join(names)}",
+                way_out="give one value for each parameter, in this order",
+            )
+        return values
+    missing = [name for name in names if name not in values]
+    extra = [name for name in values if name not in names]
+    if missing or extra:
+        raise LaunchError(
+            "the values given are not those that the kernel takes",
+            where="flashgen.launch.pack",
+            numbers=f"missing: {', '.join(missing) or 'none'}; not known to the kernel: "
+            f"{', '.join(extra) or 'none'}",
+            way_out=f"the kernel takes {', '.join(names)}",
+        )
+    return [values[name] for name in names]
+
+
+def _field(param: Param, value: Value) -> int | float:
+    if param.ctype == "float32":
+        try:
+            number = float(value)  # type: ignore[arg-type]
+            struct.pack("<f", number)
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        # float() also reads text, which is no number here.
+        if number is None or isinstance(value, str | bytes):
+            raise _bad_value(param, value, "a number within float32's range")
+        return number
+    low, high = _RANGES[param.ctype]
+    try:
+        whole = 0 if value is None and param.ctype == "pointer" else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise _bad_value(param, value, "a whole number") from None
+    if not low <= whole <= high:
+        raise _bad_value(param, value, f"a whole number from {low} to {high}")
+    return whole
+
+
+def _bad_value(param: Param, value: object, expected: str) -> LaunchError:
+    return LaunchError(
+        f"the kernel parameter {param.name} cannot take this value",
+        where=f"flashgen.launch.pack, {param.name} ({param.ctype})",
+        numbers=f"given {value!r}; expected {expected}",
+        way_out="check the argument that it comes from",
+    )

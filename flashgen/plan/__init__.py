@@ -1,0 +1,111 @@
+"""Block sizes derived from the SRAM size M, registers and traffic; with the derivation.
+
+``plan(spec, arch)`` enumerates the tiles that fit the architecture, takes the one of least
+predicted cost, and says why: ``print(plan(spec, "sm_80"))``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from flashgen.arch import facts
+from flashgen.errors import PlanError
+from flashgen.plan import paper
+from flashgen.plan.derive import made
+from flashgen.plan.problem import ITEMSIZE, problem_of
+from flashgen.plan.refuse import nothing_fits
+from flashgen.plan.search import Tile, cheapest
+from flashgen.plan.traffic import Traffic
+from flashgen.plan.value import Line, Plan, Refusal
+from flashgen.spec import AttentionSpec
+
+__all__ = ["Line", "Plan", "Refusal", "Traffic", "plan"]
+
+POLICIES = ("derived", "paper")
+
+
+def plan(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    policy: str = "derived",
+    access_bytes: int | None = None,
+) -> Plan:
+    """The tiles, warps and shared-memory layout of the forward kernel of ``spec``.
+
+    Args:
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120".
+        sram: M, bytes of shared memory per block, instead of the architecture's; the SM then has
+            that and the system's 1 KiB.
+        policy: "derived": the feasible tile of least predicted cost. "paper": Algorithm 1's
+            Bc = ceil(M/4d), Br = min(Bc, d), with M in elements, rounded to what the kernel runs.
+        access_bytes: 16 (default) for tensors whose addresses and strides are multiples of 16
+            bytes, the operand size for any other.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is wrong, or no tile fits.
+    """
+    width = 16 if access_bytes is None else access_bytes
+    _check_options(spec, sram, policy, width)
+    return _plan(spec, arch, sram, policy, width)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(spec: AttentionSpec, arch: str, sram: int | None, policy: str, access_bytes: int) -> Plan:
+    problem = problem_of(spec, facts(arch), sram, access_bytes)
+    tile: Tile | None
+    notes: tuple[str, ...] = ()
+    if policy == "paper":
+        tile, notes = paper.tile(problem)
+    else:
+        tile = cheapest(problem)
+    if tile is None:
+        raise nothing_fits(problem, _where(spec), given_sram=sram is not None)
+    return made(problem, tile, policy, notes)
+
+
+def _where(spec: AttentionSpec) -> str:
+    """The spec as an error names it: ``specs/softcap.py:9  softcap(head_dim=256, ...)``."""
+    place = spec.mask_line or spec.score_line
+    dims = f"head_dim={spec.head_dim}"
+    if spec.head_dim_v not in (None, spec.head_dim):
+        dims += f", head_dim_v={spec.head_dim_v}"
+    return (f"{place}  " if place else "") + f"{spec.name}({dims}, dtype={spec.dtype})"
+
+
+def _check_options(spec: AttentionSpec, sram: int | None, policy: str, access_bytes: int) -> None:
+    if policy not in POLICIES:
+        raise PlanError(
+            "there is no such planning policy",
+            where="plan(policy=...)",
+            numbers=f"given {policy!r}",
+            way_out=" or ".join(f'policy="{name}"' for name in POLICIES),
+        )
+    if access_bytes not in (16, ITEMSIZE[spec.dtype]):
+        raise PlanError(
+            "global memory is accessed in whole granules or element by element",
+            where="plan(access_bytes=...)",
+            numbers=f"given {access_bytes!r}; {spec.dtype} has {ITEMSIZE[spec.dtype]} bytes",
+            way_out=f"access_bytes=16 or access_bytes={ITEMSIZE[spec.dtype]}",
+        )
+    if sram is not None and (not isinstance(sram, int) or isinstance(sram, bool) or sram <= 0):
+        raise PlanError(
+            "the SRAM size is a positive number of bytes",
+            where="plan(sram=...)",
+            numbers=f"given {sram!r}",
+            way_out="sram=101376, which is 99 KiB, for example",
+        )
+
+
+class _CallablePackage(ModuleType):
+    """Importing this package binds ``flashgen.plan`` to it, where users expect the function."""
+
+    def __call__(self, *args: Any, **options: Any) -> Plan:
+        return plan(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

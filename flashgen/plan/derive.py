@@ -1,0 +1,124 @@
+"""From a chosen tile to a plan: every constraint with its numbers, and why nothing larger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flashgen.plan import model
+from flashgen.plan.formulas import Formula, Number
+from flashgen.plan.search import (
+    Excess,
+    Problem,
+    Tile,
+    best_occupancy,
+    cost,
+    costs,
+    excesses,
+    larger,
+    quantities,
+)
+from flashgen.plan.value import Line, Plan, Refusal
+
+# The derivation line that a broken constraint belongs to.
+_LINE_OF = {
+    "shared memory": "smem",
+    "shared memory per SM": "smem_sm",
+    "registers per thread": "registers",
+    "cost": "cost",
+}
+# Steps that the short form of a derivation leaves out.
+_DETAILS = ("products", "rest", "special", "busiest", "overlap", "occupied")
+
+
+def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> Plan:
+    """The plan of a feasible tile."""
+    at = quantities(problem, tile)
+    refused = refusals(problem, tile) if policy == "derived" else ()
+    binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
+    lines = [*_constraint_lines(problem, at), *_cost_lines(problem, tile)]
+    k_offset = int(model.K_OFFSET(at))
+    return Plan(
+        arch=problem.arch.name,
+        path=problem.arch.path,
+        policy=policy,
+        dtype=problem.dtype,
+        itemsize=problem.itemsize,
+        head_dim=problem.d_qk,
+        head_dim_v=problem.d_v,
+        block_q=tile.block_q,
+        block_k=tile.block_k,
+        warps=tile.warps,
+        stages=1,
+        access_bytes=problem.access_bytes,
+        smem_q=0,
+        smem_k=k_offset,
+        smem_v=k_offset + tile.block_k * problem.d_qk * problem.itemsize,
+        smem_bytes=int(at["smem"]),
+        registers=int(at["register_limit"]),
+        registers_needed=math.ceil(at["registers"]),
+        blocks_per_sm=tile.blocks,
+        cost=cost(problem, tile),
+        derivation=tuple(replace(line, binding=line.name in binding) for line in lines),
+        refused=refused,
+        notes=(_given(problem), *notes),
+    )
+
+
+def _given(problem: Problem) -> str:
+    """The numbers behind the names that the derivation does not derive."""
+    return (
+        f"{problem.arch.name}: M {problem.smem_limit:,} B, M_sm {problem.smem_of_sm:,} B, "
+        f"R {problem.arch.registers_per_sm:,}; rates of {problem.arch.product}; "
+        f"clk: clocks of an SM per score element"
+    )
+
+
+def _constraint_lines(problem: Problem, at: Mapping[str, Number]) -> list[Line]:
+    formulas = problem.formulas
+    return [
+        _line(model.SMEM, at, "M"),
+        _line(model.SMEM_OF_SM, at, "M_sm"),
+        _line(model.REGISTER_LIMIT, at),
+        _line(formulas.registers, at, "register_limit"),
+        _line(model.BLOCK_K_BY_SMEM, at, at_most=True),
+        _line(formulas.block_k, at, at_most=True),
+    ]
+
+
+def _cost_lines(problem: Problem, tile: Tile) -> list[Line]:
+    at = costs(problem, tile)
+    formulas = (problem.formulas.products, problem.formulas.rest, *model.COST_STEPS)
+    return [_line(formula, at) for formula in formulas]
+
+
+def _line(
+    formula: Formula, at: Mapping[str, Number], limit_name: str = "", *, at_most: bool = False
+) -> Line:
+    return Line(
+        name=formula.name,
+        formula=formula.text,
+        substituted=formula.substituted(at),
+        value=formula(at),
+        unit=formula.unit,
+        relation="<=" if at_most else "=",
+        limit=at[limit_name] if limit_name else None,
+        limit_name=limit_name,
+        detail=formula.name in _DETAILS,
+    )
+
+
+def refusals(problem: Problem, tile: Tile) -> tuple[Refusal, ...]:
+    """Why each next larger tile is not the chosen one."""
+    ours = cost(problem, tile)
+    found = []
+    for change, bigger in larger(tile):
+        broken = next(excesses(problem, bigger), None)
+        if broken is None:
+            best = best_occupancy(problem, bigger)
+            assert best is not None, "it fits with one block per SM"
+            change += f", blocks per SM {best.blocks}"
+            broken = Excess("cost", cost(problem, best), ours, "clk")
+        found.append(Refusal(change, broken.quantity, broken.needs, broken.limit, broken.unit))
+    return tuple(found)

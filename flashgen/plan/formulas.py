@@ -1,0 +1,151 @@
+"""Formulas that are text, sympy expression and function at once.
+
+A formula is written the way a person reads it, which is also valid Python. From that one text come
+the sympy expression that can be reasoned about, the function that the search evaluates, and the
+line with numbers in place of names that a derivation prints: what is printed is what was computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import sympy
+
+Number = int | float
+
+# Every quantity that a formula may mention: name -> meaning.
+QUANTITIES = {
+    "block_q": "query rows per block (the paper's Br)",
+    "block_k": "keys per step of the main loop (the paper's Bc)",
+    "d_qk": "head dim of Q and K",
+    "d_v": "head dim of V and O",
+    "d": "the larger head dim (the paper's d)",
+    "e": "bytes per operand element",
+    "stages": "buffers for K, and for V",
+    "warps": "warps per block",
+    "row_groups": "groups of 16 query rows per warp",
+    "blocks": "resident blocks per SM",
+    "M": "shared memory that one block can have, in bytes",
+    "M_sm": "shared memory of an SM, in bytes",
+    "reserved": "shared memory that the system takes from each block, in bytes",
+    "R": "32-bit registers of an SM",
+    "smem": "shared memory of a block, in bytes",
+    "smem_sm": "shared memory of all resident blocks, in bytes",
+    "registers": "registers that a thread needs",
+    "register_limit": "registers that a thread can have with that many blocks resident",
+    "extra": "registers for the temporaries of score_mod and mask_mod",
+    "access": "bytes per access to global memory",
+    "copy_ops": "instructions per access of a copy to shared memory",
+    "factors": "tensor-core products per multiplication: 3 for float32, else 1",
+    "tensor_rate": "tensor-core multiply-adds per clock and SM",
+    "l2_rate": "bytes per clock that an SM gets from L2",
+    "score_ops": "instructions of score_mod per element",
+    "products": "instructions per score element for Q K^T and P V",
+    "rest": "instructions per score element for everything else",
+    "tensor": "clocks of the tensor cores per score element",
+    "shared": "clocks of shared memory per score element",
+    "l2": "clocks of the path from L2 per score element",
+    "special": "clocks of the special-function units per score element",
+    "issue": "clocks of the instruction schedulers per score element",
+    "busiest": "clocks of the busiest resource per score element",
+    "alone": "clocks per score element of warps that nothing overlaps with",
+    "overlap": "how many warps per scheduler are out of step with each other",
+    "occupied": "share of the schedulers that have a warp",
+    "barriers": "clocks lost at barriers per score element",
+}
+
+SYMBOLS = {name: sympy.Symbol(name, positive=True) for name in QUANTITIES}
+_SYMPY_NAMES: dict[str, Any] = {
+    **SYMBOLS,
+    "max": sympy.Max,
+    "min": sympy.Min,
+    "ceil": sympy.ceiling,
+    "floor": sympy.floor,
+}
+_PYTHON_NAMES = {"max": max, "min": min, "ceil": math.ceil, "floor": math.floor}
+_GLOBALS = {"__builtins__": {}, **_PYTHON_NAMES}
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A named formula: ``name = text``, in ``unit``."""
+
+    name: str
+    text: str
+    unit: str = ""
+
+    @functools.cached_property
+    def expr(self) -> sympy.Expr:
+        """As a sympy expression over `SYMBOLS`."""
+        return sympy.sympify(self.text, locals=_SYMPY_NAMES)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The quantities it mentions, in the order of first mention."""
+        return tuple(dict.fromkeys(w for w in _WORD.findall(self.text) if w in QUANTITIES))
+
+    @functools.cached_property
+    def _code(self) -> CodeType:
+        return compile(self.text, f"<formula {self.name}>", "eval")
+
+    def __call__(self, values: Mapping[str, Number]) -> Number:
+        """The value; an int when it is whole."""
+        result: Number = eval(self._code, _GLOBALS, values)
+        return tidy(result)
+
+    def substituted(self, values: Mapping[str, Number]) -> str:
+        """The text with numbers for names."""
+        return _WORD.sub(
+            lambda word: plain(values[word[0]]) if word[0] in QUANTITIES else word[0], self.text
+        )
+
+
+class Steps:
+    """Formulas that build on each other, in order; evaluated together because search is hot."""
+
+    def __init__(self, *formulas: Formula) -> None:
+        self.formulas = formulas
+        self._code: CodeType | None = None
+
+    def __call__(self, values: dict[str, Number]) -> dict[str, Number]:
+        """``values``, to which the value of each formula is added under its name."""
+        if self._code is None:
+            lines = "\n".join(f"{formula.name} = {formula.text}" for formula in self.formulas)
+            self._code = compile(lines, "<formulas>", "exec")
+        exec(self._code, _GLOBALS, values)
+        return values
+
+
+def tidy(value: Number) -> Number:
+    """An int where the value is whole, so that bytes and registers print as such."""
+    return int(value) if value == int(value) else float(value)
+
+
+def plain(value: Number) -> str:
+    """A number inside a formula: no separators; four digits where it is not whole."""
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def counted(value: Number) -> str:
+    """A number in a sentence: 166,912 or 0.2561."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+
+
+def evaluate(text: str) -> Number:
+    """The value of a formula's substituted text: the arithmetic that a derivation prints.
+
+    Raises:
+        NameError: the text has names other than min, max, ceil, floor.
+    """
+    code = compile(text, "<derivation>", "eval")
+    unknown = set(code.co_names) - set(_PYTHON_NAMES)
+    if unknown:
+        raise NameError(f"not a number: {', '.join(sorted(unknown))}")
+    return tidy(eval(code, _GLOBALS))

@@ -1,0 +1,150 @@
+"""What a tile needs and what it costs on the sm_80 path, as formulas.
+
+The kernel that these describe: a block of ``warps`` warps owns ``block_q`` query rows, each warp
+``row_groups`` groups of 16 of them. It walks the keys in steps of ``block_k``, with one K buffer
+and one V buffer in shared memory (stages 1): V arrives during Q K^T, the next K during softmax and
+P V. S, P and O live in registers. O is staged over Q, K and V at the end.
+
+Source of the constraints: FlashAttention (Dao et al., 2022), section 3.1 and Algorithm 1, where
+Bc and Br follow from the SRAM size M; here with what the kernel really keeps where.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from flashgen.arch import (
+    MAX_REGISTERS,
+    REGISTER_STEP,
+    SCHEDULERS,
+    SMEM_BYTES_PER_CLOCK,
+    SPECIAL_PER_CLOCK,
+    WARP,
+)
+from flashgen.plan.formulas import Formula, Steps
+
+# What the template can run: the granularity of mma.m16n8k16, and what it unrolls.
+MMA_ROWS = 16
+KEY_STEP = 16
+MAX_BLOCK_K = 128  # the main loop is unrolled over a step's keys
+WARP_COUNTS = (1, 2, 4, 8)
+ROW_GROUPS = (1, 2)
+GRANULE = 16  # bytes: the unit of cp.async and ldmatrix
+
+# ---- what a tile needs ---------------------------------------------------------------------------
+
+SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
+SMEM_OF_SM = Formula("smem_sm", "blocks*(smem + reserved)", "B")
+# Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
+K_OFFSET = Formula("smem_k", "e*max(block_q*d_qk, block_q*d_v - stages*block_k*(d_qk + d_v))", "B")
+
+# The launch bounds hold a thread to this, so that `blocks` blocks are resident. Each scheduler has
+# a quarter of the registers, for its share of the warps.
+REGISTER_LIMIT = Formula(
+    "register_limit",
+    f"min({MAX_REGISTERS}, {REGISTER_STEP}*floor(R/{REGISTER_STEP * WARP * SCHEDULERS}"
+    f"/ceil(blocks*warps/{SCHEDULERS})))",
+)
+
+# The same two constraints, solved for block_k.
+BLOCK_K_BY_SMEM = Formula(
+    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
+)
+
+# A row is copied in one pass, a granule by each thread.
+COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{GRANULE}/{WARP})", "warps")
+
+
+@dataclass(frozen=True)
+class PathModel:
+    """The formulas that depend on the operand type.
+
+    Attributes:
+        registers: per thread. The accumulators S and O (a row group of 16 x n is n/2 registers),
+            and what fragments, row statistics, addresses and the compiler's interleaving add.
+        block_k: the largest that the register limit allows: ``registers`` solved for it.
+        products: instructions per score element and thread for Q K^T and P V, with their
+            operands' way out of shared memory.
+        rest: the other instructions: softmax, copies, score_mod, and what each step costs.
+
+    Their constants are measured on compiled kernels of all dtypes, head dims and kinds of spec.
+    Those of ``registers`` are such that no chosen tile spills: tests/test_plan_compiled.py.
+    """
+
+    registers: Formula
+    block_k: Formula
+    products: Formula
+    rest: Formula
+
+    @functools.cached_property
+    def needs(self) -> Steps:
+        """What a tile needs: smem, smem_sm, register_limit, registers."""
+        return Steps(SMEM, SMEM_OF_SM, REGISTER_LIMIT, self.registers)
+
+    @functools.cached_property
+    def costs(self) -> Steps:
+        """What it costs, to the last step, "cost"."""
+        return Steps(self.products, self.rest, *COST_STEPS)
+
+
+_REST = "100/(row_groups*block_k) + copy_ops*e*(d_qk + d_v)/(access*block_q) + score_ops"
+MODEL_16BIT = PathModel(
+    registers=Formula(
+        "registers", "row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/8 + extra"
+    ),
+    block_k=Formula(
+        "block_k", "(register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/8))"
+    ),
+    products=Formula(
+        "products",
+        "(d_qk + d_v)/64 + e*(d_qk + d_v)/(256*row_groups) + e*d_qk/(16*block_k)",
+    ),
+    rest=Formula("rest", f"4.5 + {_REST}"),
+)
+MODEL_32BIT = PathModel(
+    registers=Formula(
+        "registers", "row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/4 + extra"
+    ),
+    block_k=Formula(
+        "block_k", "(register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/4))"
+    ),
+    products=Formula(
+        "products", "3*(d_qk + d_v)/32 + 7.35*(d_qk + d_v)/(16*row_groups) + 8*d_qk/block_k"
+    ),
+    rest=Formula("rest", f"12 + {_REST}"),
+)
+
+# ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
+
+TENSOR = Formula("tensor", "factors*(d_qk + d_v)/tensor_rate", "clk")
+SHARED = Formula(
+    "shared",
+    "e*((d_qk + d_v)/(16*row_groups) + d_qk/block_k + (d_qk + d_v)/block_q)"
+    f"/{SMEM_BYTES_PER_CLOCK}",
+    "clk",
+)
+L2 = Formula("l2", "e*(d_qk + d_v)/block_q/l2_rate", "clk")
+SPECIAL = Formula("special", f"1/{SPECIAL_PER_CLOCK}", "clk")
+ISSUE = Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk")
+# No resource can be passed: the busiest sets the pace.
+BUSIEST = Formula("busiest", "max(tensor, shared, l2, special, issue)", "clk")
+# A warp alone waits for its keys, then takes the products' time, then the softmax's.
+ALONE = Formula("alone", f"l2 + max(tensor, shared) + special + rest/{SCHEDULERS * WARP}", "clk")
+# What it leaves idle is filled by warps that are out of step with it: those of other blocks are;
+# those of the same block, which meet at two barriers a step, half the time.
+OVERLAP = Formula("overlap", "blocks*min(warps/4, (warps + 4)/8)")
+# With fewer than four warps on an SM, some of its schedulers have none.
+OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
+# At each of two barriers a step a block stands still for about 300 clocks, from the last product
+# before it, through the wait for copies, to the first product after it; other blocks fill the time.
+BARRIERS = Formula("barriers", "2*300/(block_q*block_k*blocks)", "clk")
+COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied + barriers", "clk")
+
+# In the order in which each needs those before it.
+COST_STEPS = (TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, ALONE, OVERLAP, OCCUPIED, BARRIERS, COST)
+
+
+def path_model(itemsize: int) -> PathModel:
+    """The formulas for operands of 2 or 4 bytes."""
+    return MODEL_16BIT if itemsize == 2 else MODEL_32BIT

@@ -1,0 +1,52 @@
+"""The error when no tile fits: what the smallest one needs, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashgen.arch import facts, known
+from flashgen.errors import PlanError
+from flashgen.plan.search import Problem, quantities, smallest
+
+
+def nothing_fits(problem: Problem, where: str, *, given_sram: bool) -> PlanError:
+    """The error for a problem without a feasible tile.
+
+    Args:
+        where: the spec.
+        given_sram: M is the caller's, not the architecture's.
+    """
+    tile, needed = smallest(problem), _least_smem(problem)
+    whose = "as sram says" if given_sram else f"on {problem.arch.name}"
+    return PlanError(
+        "no tile fits in shared memory",
+        where=where,
+        numbers=f"needs {needed:,} B at the smallest tile (block_q {tile.block_q}, "
+        f"block_k {tile.block_k}); limit {problem.smem_limit:,} B per block {whose}",
+        way_out="\n".join(_ways_out(problem, needed, given_sram)),
+    )
+
+
+def _least_smem(problem: Problem) -> int:
+    return int(quantities(problem, smallest(problem))["smem"])
+
+
+def _ways_out(problem: Problem, needed: int, given_sram: bool) -> Iterator[str]:
+    """Changes with which the smallest tile fits, each found by asking the model."""
+    if problem.itemsize > 2:
+        half = _least_smem(replace(problem, dtype="float16", itemsize=2))
+        if half <= problem.smem_limit:
+            yield f'dtype="float16" ({half:,} B)'
+    for dim in range(max(problem.d_qk, problem.d_v) - 8, 0, -8):
+        lower = replace(problem, d_qk=min(problem.d_qk, dim), d_v=min(problem.d_v, dim))
+        if _least_smem(lower) <= problem.smem_limit:
+            yield f"head_dim={dim} ({_least_smem(lower):,} B)"
+            break
+    if given_sram:
+        own = problem.arch.smem_per_block
+        yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")
+    else:
+        able = [name for name in known() if facts(name).smem_per_block >= needed]
+        if able:
+            yield f"arch={' or '.join(able)}"

@@ -1,0 +1,204 @@
+"""The plan: a frozen value that explains itself."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field
+
+from flashgen.plan.formulas import Number, counted
+from flashgen.plan.traffic import Traffic, Visited, traffic
+
+# The banner of an emitted file puts "// " before each line, and lines end at column 100.
+COLUMNS = 97
+INDENT = 10
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step of a derivation: ``name = formula = substituted = value``, at most ``limit``.
+
+    Attributes:
+        name: of the quantity; `flashgen.plan.formulas.QUANTITIES` says what the names mean.
+        formula: how it is made.
+        substituted: the formula with this plan's numbers.
+        value: what it comes to.
+        unit: "B", "clk", or nothing.
+        relation: "=", or "<=" when the formula is an upper bound of the quantity.
+        limit: what the value must not pass; None where there is nothing to pass.
+        limit_name: what the limit is called.
+        binding: this constraint is why the tile is not larger.
+        detail: an intermediate step, which only `Plan.explain` shows.
+    """
+
+    name: str
+    formula: str
+    substituted: str
+    value: Number
+    unit: str = ""
+    relation: str = "="
+    limit: Number | None = None
+    limit_name: str = ""
+    binding: bool = False
+    detail: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a larger tile was not taken.
+
+    Attributes:
+        change: what is larger about it.
+        quantity: of which it needs too much; "cost" when it fits but is dearer.
+        needs, limit, unit: how much of that, and how much there is, or the chosen tile's cost.
+    """
+
+    change: str
+    quantity: str
+    needs: Number
+    limit: Number
+    unit: str
+
+    def __str__(self) -> str:
+        needs, limit = counted(self.needs), counted(self.limit)
+        unit = f" {self.unit}" if self.unit else ""
+        if self.quantity == "cost":
+            return f"{self.change}: fits, but costs {needs}{unit} against {limit}"
+        of = f"{unit} of" if unit else ""
+        return f"{self.change}: needs {needs}{of} {self.quantity}, {limit}{unit} allowed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles, warps and shared-memory layout of one kernel, with their derivation.
+
+    Attributes:
+        arch: that the kernel is compiled for.
+        path: the code path, which names the templates.
+        policy: "derived", or "paper" for Algorithm 1's block sizes.
+        dtype, itemsize: of Q, K, V and O; bytes per element.
+        head_dim, head_dim_v: of Q and K; of V and O.
+        block_q, block_k: query rows per block, keys per step (the paper's Br and Bc).
+        warps: per block; each owns 16 * row_groups query rows.
+        stages: buffers each for K and V.
+        access_bytes: per access to global memory: 16, or itemsize for tensors not so aligned.
+        smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
+        smem_bytes: of dynamic shared memory per block.
+        registers: per thread that the compiler may use, set by the launch bounds.
+        registers_needed: per thread by the model, at most `registers`.
+        blocks_per_sm: resident blocks that the launch bounds ask for.
+        cost: predicted clocks of one SM per score element.
+        derivation: the constraints and the objective, with their numbers.
+        refused: why each next larger tile was not taken.
+        notes: further lines: roundings, and what the numbers are of.
+    """
+
+    arch: str
+    path: str
+    policy: str
+    dtype: str
+    itemsize: int
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    access_bytes: int
+    smem_q: int
+    smem_k: int
+    smem_v: int
+    smem_bytes: int
+    registers: int
+    registers_needed: int
+    blocks_per_sm: int
+    cost: float
+    derivation: tuple[Line, ...] = field(repr=False)
+    refused: tuple[Refusal, ...] = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 query rows that one warp owns."""
+        return self.block_q // (16 * self.warps)
+
+    @property
+    def threads(self) -> int:
+        """Per block."""
+        return 32 * self.warps
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Names of the constraints that keep the tile from being larger."""
+        return tuple(line.name for line in self.derivation if line.binding)
+
+    def grid(self, batch: int, heads_q: int, seq_q: int) -> tuple[int, int, int]:
+        """Blocks of the launch: (query tiles, query heads, batch entries)."""
+        return -(-seq_q // self.block_q), heads_q, batch
+
+    def traffic(
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        seq_k: int,
+        visited: Visited | None = None,
+    ) -> Traffic:
+        """Bytes that the kernel moves to and from global memory.
+
+        Args:
+            visited: the key tiles that the kernel loads for each query tile, the same for every
+                batch entry and head; None for all of them. For a mask that depends on b or h, ask
+                head by head (batch 1, heads 1) and add.
+        """
+        return traffic(self, batch, heads_q, heads_kv, seq_q, seq_k, visited)
+
+    def __str__(self) -> str:
+        """The derivation as the banner of the emitted file has it: lines of at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The derivation in words and numbers, with every intermediate step unless told not to."""
+        head = (
+            f"block_q {self.block_q}  block_k {self.block_k}  warps {self.warps}"
+            f"  stages {self.stages}  blocks per SM {self.blocks_per_sm}"
+        )
+        lines = [f"plan{' ' * (INDENT - 4)}{head}"]
+        for note in self.notes:
+            lines += _broken([note])
+        for step in self.derivation:
+            if details or not step.detail:
+                lines += _broken(_parts(step))
+        for refusal in self.refused:
+            lines += _broken([f"refused {refusal}"])
+        return "\n".join(lines)
+
+
+def _parts(line: Line) -> list[str]:
+    """A derivation line in the pieces between which it may be broken."""
+    value = counted(line.value) + (f" {line.unit}" if line.unit else "")
+    if line.limit is not None:
+        value += f" of {counted(line.limit)}" + (f" {line.unit}" if line.unit else "")
+    if line.binding:
+        value += "  (binds)"
+    parts = [f"{line.name} {line.relation} {line.formula}"]
+    if line.substituted not in (line.formula, str(line.value)):
+        parts.append(f"= {line.substituted}")
+    return [*parts, f"= {value}"]
+
+
+def _broken(parts: list[str]) -> list[str]:
+    """``parts`` on as few lines as they need, indented; broken between parts rather than inside."""
+    lines = [""]
+    for part in parts:
+        lead = "  " if len(lines) > 1 else ""
+        room = COLUMNS - INDENT - len(lead)
+        joined = f"{lines[-1]} {part}".strip()
+        if len(joined) <= room:
+            lines[-1] = joined
+            continue
+        pieces = textwrap.wrap(part, room - 2, subsequent_indent="  ", break_long_words=False)
+        lines += pieces if lines[-1] else []
+        if not lines[-1]:
+            lines = pieces
+    return [" " * INDENT + ("  " if place else "") + line for place, line in enumerate(lines)]

@@ -1,0 +1,230 @@
+"""sympy expressions evaluated on torch tensors, node by node.
+
+This is a second reading of what a spec means, independent of the one that writes CUDA: no analysis,
+no simplification, no generated code. Whatever can be computed in integers is computed in int64;
+everything else in ``real`` (float64 for the oracle).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import reduce
+
+import sympy
+import torch
+
+from flashgen.errors import SpecError
+from flashgen.expr import (
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Log2,
+    Maximum,
+    Minimum,
+    Sigmoid,
+    is_condition,
+)
+
+Tensor = torch.Tensor
+
+# An integer product that could leave int64 is formed in `real` instead, as kernels do.
+_LARGEST_INTEGER = 2.0**62
+
+
+def evaluate(
+    expr: sympy.Basic, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype = torch.float64
+) -> Tensor:
+    """The value of ``expr`` where its symbols are ``values``, with torch's broadcasting.
+
+    Args:
+        expr: a number or a condition, as a traced mod gives it.
+        values: int64, ``real`` or bool tensors for every free symbol.
+        real: dtype of everything that is not an integer computation.
+
+    Returns:
+        int64 or ``real`` for numbers, bool for conditions; of the shape that the symbols
+        in ``expr`` broadcast to, which can be smaller than that of all ``values``.
+
+    Raises:
+        SpecError: for a symbol without a value or a function that no mod can make.
+    """
+    return _Evaluator(values, real).value(expr)
+
+
+class _Evaluator:
+    def __init__(self, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype) -> None:
+        self.real = real
+        self.device = next(iter(values.values())).device if values else torch.device("cpu")
+        self.known: dict[sympy.Basic, Tensor] = dict(values)
+
+    def value(self, expr: sympy.Basic) -> Tensor:
+        """Shared sub-expressions are computed once."""
+        if expr not in self.known:
+            self.known[expr] = self._compute(expr)
+        return self.known[expr]
+
+    def number(self, expr: sympy.Basic) -> Tensor:
+        """``expr`` in ``real``."""
+        return self.value(expr).to(self.real)
+
+    def alike(self, *exprs: sympy.Basic) -> list[Tensor]:
+        """All in int64 when all are integers, otherwise all in ``real``."""
+        return self._alike([self.value(expr) for expr in exprs])
+
+    def _alike(self, tensors: list[Tensor]) -> list[Tensor]:
+        if all(tensor.dtype == torch.int64 for tensor in tensors):
+            return tensors
+        return [tensor.to(self.real) for tensor in tensors]
+
+    def _compute(self, expr: sympy.Basic) -> Tensor:
+        if expr is sympy.true or expr is sympy.false:
+            return torch.tensor(bool(expr), device=self.device)
+        if expr.is_Integer and abs(int(expr)) < _LARGEST_INTEGER:
+            return torch.tensor(int(expr), device=self.device)
+        if expr.is_number and not expr.has(sympy.Function) and not is_condition(expr):
+            return torch.tensor(float(expr), dtype=self.real, device=self.device)
+        rule = _RULES.get(expr.func)
+        if rule is None:
+            raise SpecError(
+                "the reference has no value for a part of this spec",
+                where="flashgen.reference",
+                numbers=f"{expr.func.__name__} in {expr}; given: "
+                + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
+                way_out="the functions of flashgen, and a value for every scalar",
+            )
+        return rule(self, expr)
+
+
+def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    return reduce(torch.add, run.alike(*expr.args))
+
+
+def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    coefficient, rest = expr.as_coeff_Mul()
+    if coefficient.is_Rational and not coefficient.is_Integer:
+        # One division by the denominator rounds once, where two factors would round twice.
+        numerator = _multiply(run, [run.value(sympy.Integer(coefficient.p)), run.value(rest)])
+        return numerator.to(run.real) / int(coefficient.q)
+    return _multiply(run, [run.value(arg) for arg in expr.args])
+
+
+def _multiply(run: _Evaluator, factors: list[Tensor]) -> Tensor:
+    factors = run._alike(factors)
+    if factors[0].dtype == torch.int64:
+        bound = math.prod(_magnitude(factor) for factor in factors)
+        if bound > _LARGEST_INTEGER:
+            factors = [factor.to(run.real) for factor in factors]
+    return reduce(torch.mul, factors)
+
+
+def _magnitude(integers: Tensor) -> float:
+    return float(integers.abs().max()) if integers.numel() else 0.0
+
+
+def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    base, exponent = expr.args
+    if exponent.is_Integer and 0 < exponent <= 64:
+        return _multiply(run, [run.value(base)] * int(exponent))
+    x = run.number(base)
+    if exponent == sympy.Rational(1, 2):
+        return x.sqrt()
+    if exponent == -1:
+        return x.reciprocal()
+    return torch.pow(x, run.number(exponent))
+
+
+def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    a, b = run.alike(*expr.args)
+    quotient: Tensor = torch.div(a, _divisor(b), rounding_mode="floor")
+    return quotient
+
+
+def _floor_mod(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    a, b = run.alike(*expr.args)
+    return torch.remainder(a, _divisor(b))
+
+
+def _divisor(b: Tensor) -> Tensor:
+    """Division of integers by 0 has no value, but must not stop where another branch is chosen."""
+    return torch.where(b == 0, torch.ones_like(b), b) if b.dtype == torch.int64 else b
+
+
+def _choice(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    values = run.alike(*(value for value, _ in expr.args))
+    chosen = values[-1]
+    if expr.args[-1][1] is not sympy.true:
+        # No branch left: undefined, which must be seen and not be taken for a number.
+        chosen = torch.full_like(chosen, math.nan, dtype=run.real)
+        values = [value.to(run.real) for value in values]
+    for value, (_, condition) in reversed(list(zip(values, expr.args, strict=True))):
+        chosen = torch.where(run.value(condition), value, chosen)
+    return chosen
+
+
+def _relation(compare: Callable[[Tensor, Tensor], Tensor]) -> Rule:
+    return lambda run, expr: compare(*run.alike(*expr.args))
+
+
+def _logic(combine: Callable[[Tensor, Tensor], Tensor]) -> Rule:
+    return lambda run, expr: reduce(combine, (run.value(arg) for arg in expr.args))
+
+
+def _extremum(combine: Callable[[Tensor, Tensor], Tensor]) -> Rule:
+    return lambda run, expr: reduce(combine, run.alike(*expr.args))
+
+
+def _real(function: Callable[[Tensor], Tensor]) -> Rule:
+    return lambda run, expr: function(run.number(expr.args[0]))
+
+
+def _same_kind(function: Callable[[Tensor], Tensor]) -> Rule:
+    return lambda run, expr: function(run.value(expr.args[0]))
+
+
+def _not(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    return torch.logical_not(run.value(expr.args[0]))
+
+
+def _if_then_else(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    condition, yes, no = (run.value(arg) for arg in expr.args)
+    return torch.where(condition, yes, no)
+
+
+Rule = Callable[[_Evaluator, sympy.Basic], Tensor]
+
+_RULES: dict[type[sympy.Basic], Rule] = {
+    sympy.Add: _sum,
+    sympy.Mul: _product,
+    sympy.Pow: _power,
+    FloorDiv: _floor_div,
+    FloorMod: _floor_mod,
+    sympy.Piecewise: _choice,
+    sympy.ITE: _if_then_else,
+    Minimum: _extremum(torch.minimum),
+    Maximum: _extremum(torch.maximum),
+    sympy.Min: _extremum(torch.minimum),
+    sympy.Max: _extremum(torch.maximum),
+    sympy.Abs: _same_kind(torch.abs),
+    sympy.sign: _same_kind(torch.sign),
+    Floor: _real(torch.floor),
+    sympy.floor: _real(torch.floor),
+    sympy.ceiling: _real(torch.ceil),
+    Log2: _real(torch.log2),
+    Sigmoid: _real(torch.sigmoid),
+    sympy.exp: _real(torch.exp),
+    sympy.log: _real(torch.log),
+    sympy.tanh: _real(torch.tanh),
+    sympy.sin: _real(torch.sin),
+    sympy.cos: _real(torch.cos),
+    sympy.Eq: _relation(torch.eq),
+    sympy.Ne: _relation(torch.ne),
+    sympy.Lt: _relation(torch.lt),
+    sympy.Le: _relation(torch.le),
+    sympy.Gt: _relation(torch.gt),
+    sympy.Ge: _relation(torch.ge),
+    sympy.And: _logic(torch.logical_and),
+    sympy.Or: _logic(torch.logical_or),
+    sympy.Xor: _logic(torch.logical_xor),
+    sympy.Not: _not,
+}

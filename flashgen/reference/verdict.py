@@ -1,0 +1,115 @@
+"""The error rule: how far a result may be from the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.errors import InputError
+
+Tensor = torch.Tensor
+
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+ABSOLUTE = 1e-5
+RMS_FACTOR = 1.2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One result measured against the oracle.
+
+    The rule: max|out - ref64| <= factor * max|same - ref64| + 1e-5, where same is the ordinary
+    computation in the operands' dtype; RMS error at most 1.2 times that of same; no NaN; -inf (the
+    lse of an empty row) exactly where the oracle has it.
+
+    Attributes:
+        max_error, max_allowed: over all elements that are finite in the oracle.
+        rms_error, rms_allowed: root mean square over the same elements.
+        nans: NaN in the result.
+        infinities: elements that are infinite in one and not in the other, or of opposite sign.
+        elements: how many were compared.
+    """
+
+    max_error: float
+    max_allowed: float
+    rms_error: float
+    rms_allowed: float
+    nans: int
+    infinities: int
+    elements: int
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.nans == 0
+            and self.infinities == 0
+            and self.max_error <= self.max_allowed
+            and self.rms_error <= self.rms_allowed
+        )
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        words = [
+            "pass" if self.ok else "FAIL",
+            f"max {self.max_error:.3g} of {self.max_allowed:.3g} allowed",
+            f"rms {self.rms_error:.3g} of {self.rms_allowed:.3g}",
+        ]
+        if self.nans:
+            words.append(f"{self.nans} NaN")
+        if self.infinities:
+            words.append(f"{self.infinities} infinities that do not match")
+        return ", ".join([*words, f"{self.elements} elements"])
+
+
+def compare(out: Tensor, ref64: Tensor, same: Tensor, *, factor: float = OUTPUT_FACTOR) -> Verdict:
+    """Measures ``out`` by the error rule.
+
+    Args:
+        out: the result, of the dtype it was computed in.
+        ref64: the oracle's, float64, of the same shape.
+        same: `same_dtype`'s, of the same shape.
+        factor: `OUTPUT_FACTOR`, or `GRADIENT_FACTOR` for gradients.
+
+    The RMS of the ordinary computation can be 0 or tiny by luck: with one key, softmax is exactly 1
+    and O is V itself. So the last digit is free: the RMS allowed is never below 1.2 times the
+    spacing of numbers of ``out.dtype`` just above 1, times the RMS of the exact result. That is
+    far below the 1e-5 of the other rule in float32, and matters only for rows of a few keys.
+
+    Raises:
+        InputError: the shapes differ, which no broadcasting may hide.
+    """
+    if not out.shape == ref64.shape == same.shape:
+        raise InputError(
+            "only results of one shape can be compared",
+            where="reference.compare",
+            numbers=f"out {tuple(out.shape)}, ref64 {tuple(ref64.shape)}, same {tuple(same.shape)}",
+            way_out="the oracle and the yardstick computed from the same operands",
+        )
+    got, exact, ordinary = (tensor.detach().double().cpu() for tensor in (out, ref64, same))
+    mismatched = (got.isinf() | exact.isinf()) & (got != exact) & ~got.isnan()
+    finite = exact.isfinite() & got.isfinite()
+    error = (got - exact)[finite].abs()
+    yardstick = (ordinary - exact)[exact.isfinite() & ordinary.isfinite()].abs()
+    last_digit = torch.finfo(out.dtype).eps * _rms(exact[exact.isfinite()])
+    return Verdict(
+        max_error=_max(error),
+        max_allowed=factor * _max(yardstick) + ABSOLUTE,
+        rms_error=_rms(error),
+        rms_allowed=RMS_FACTOR * max(_rms(yardstick), last_digit),
+        nans=int(got.isnan().sum()),
+        infinities=int(mismatched.sum()),
+        elements=got.numel(),
+    )
+
+
+def _max(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.square().mean())) if values.numel() else 0.0

@@ -1,0 +1,325 @@
+"""An attention variant as a frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from .errors import FlashgenError, SpecError
+from .expr import SCORE, Scalar, SourceLines, trace_mask, trace_score
+from .expr.source import shown_path, user_location
+
+DTYPES = ("float16", "bfloat16", "float32")
+HEAD_DIM_STEP = 8
+HEAD_DIM_MAX = 256
+
+Mod = Callable[..., object]
+
+_GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What to compute: ``softmax(score_mod(scale * q.k) where mask_mod else -inf) . v``.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q, k)``, true where the score is kept. None keeps all.
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score. None changes nothing.
+        head_dim: length of q and k vectors, a multiple of 8 up to 256.
+        dtype: "float16", "bfloat16" or "float32", of q, k, v and the output.
+        head_dim_v: length of v vectors; head_dim when None.
+        scale: factor on q.k, positive; 1 / sqrt(head_dim) when None.
+        dropout: not available in this version.
+        name: identifier that kernels are named by; from the file or the function when None.
+
+    Attributes:
+        mask: sympy Boolean over B, H, Q, K, sizes and scalars.
+        score: sympy expression over SCORE and the same.
+        scalars: the user's run-time numbers, sizes excluded, in order of first use.
+        mask_line, score_line: the user's Python, None where no function was given.
+        file: the spec file that it was loaded from, None when it was made otherwise.
+
+    Raises:
+        SpecError: for options outside these ranges and functions that cannot be read; several
+            mistakes are told in one error.
+    """
+
+    mask_mod: Mod | None = None
+    score_mod: Mod | None = None
+    head_dim: int = 64
+    dtype: str = "float16"
+    head_dim_v: int | None = None
+    scale: float | None = None
+    dropout: bool = False
+    name: str | None = None
+
+    mask: sympy.Basic = field(init=False, repr=False)
+    score: sympy.Expr = field(init=False, repr=False)
+    scalars: tuple[Scalar, ...] = field(init=False, repr=False)
+    mask_line: SourceLines | None = field(init=False, repr=False)
+    score_line: SourceLines | None = field(init=False, repr=False)
+    named: bool = field(init=False, repr=False)
+    file: str | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        where = user_location()
+        mistakes = _option_mistakes(self, where)
+        mask, score = None, None
+        try:
+            mask = trace_mask(self.mask_mod) if self.mask_mod is not None else None
+        except SpecError as error:
+            mistakes.append(error)
+        try:
+            score = trace_score(self.score_mod) if self.score_mod is not None else None
+        except SpecError as error:
+            mistakes.append(error)
+        used = [s for trace in (mask, score) if trace is not None for s in trace.scalars]
+        scalars, clashes = _distinct([s for s in used if not s.is_size], where)
+        _raise_all(mistakes + clashes)
+
+        derived: dict[str, Any] = {
+            "mask": sympy.true if mask is None else mask.expr,
+            "score": SCORE if score is None else score.expr,
+            "scalars": scalars,
+            "mask_line": None if mask is None else mask.lines,
+            "score_line": None if score is None else score.lines,
+            "named": self.name is not None,
+            "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            "scale": None if self.scale is None else float(self.scale),
+            "name": self.name or _name_of(self.mask_mod, self.score_mod),
+        }
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that the kernels depend on, and nothing else."""
+        return (
+            self.name,
+            self.mask,
+            self.score,
+            tuple(scalar.key for scalar in self.scalars),
+            self.head_dim,
+            self.head_dim_v,
+            self.dtype,
+            self.scale,
+            self.dropout,
+            self.mask_line,
+            self.score_line,
+            self.file,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionSpec) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """A copy with some arguments changed; the functions are read again."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        if not self.named:
+            given["name"] = None
+        if self.head_dim_v == self.head_dim and "head_dim" in changes:
+            given["head_dim_v"] = None
+        copy = AttentionSpec(**{**given, **changes})
+        if not self.named and "name" not in changes:
+            object.__setattr__(copy, "name", self.name)
+        object.__setattr__(copy, "file", self.file)
+        return copy
+
+
+def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
+    mistakes: list[SpecError] = []
+
+    def mistake(what: str, numbers: str, way_out: str) -> None:
+        mistakes.append(SpecError(what, where=where, numbers=numbers, way_out=way_out))
+
+    for option, value in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if value is None and option == "head_dim_v":
+            continue
+        nearest = _nearest_head_dim(value)
+        if value is not nearest:
+            mistake(
+                f"{option} is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}",
+                f"{option} {value!r}",
+                f"{option}={nearest}",
+            )
+    if spec.dtype not in DTYPES:
+        mistake(
+            "dtype is none of those that kernels are made for",
+            f"dtype {str(spec.dtype)!r}; available: {', '.join(DTYPES)}",
+            f'dtype="{_nearest_dtype(str(spec.dtype))}"',
+        )
+    scale = spec.scale
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and 0 < scale < 2.0**127):
+        mistake(
+            "scale is a positive, finite number",
+            f"scale {scale!r}",
+            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
+        )
+    if not isinstance(spec.dropout, bool) or spec.dropout:
+        mistake(
+            "dropout is not available in this version",
+            f"dropout {spec.dropout!r}",
+            "dropout=False",
+        )
+    if spec.name is not None and not _is_name(spec.name):
+        mistake(
+            "name is an identifier, because kernels and files are named by it",
+            f"name {spec.name!r}",
+            f"name={_as_name(str(spec.name))!r}",
+        )
+    return mistakes
+
+
+def _nearest_head_dim(value: object) -> int:
+    """``value`` itself when it is a head dim, else one that is."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 64
+    rounded = -(-value // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    nearest = max(HEAD_DIM_STEP, min(HEAD_DIM_MAX, rounded))
+    return value if nearest == value else nearest
+
+
+def _nearest_dtype(text: str) -> str:
+    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    for name in ("bfloat16", "float16", "float32"):
+        if name in text:
+            return name
+    return short.get(text, "float32" if "64" in text else "float16")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is not None
+
+
+def _as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
+    return name if _is_name(name) else f"spec_{name}".rstrip("_")
+
+
+def _name_of(*mods: Mod | None) -> str:
+    for mod in mods:
+        name = getattr(mod, "__name__", "")
+        if name and name not in _GENERIC_NAMES and _is_name(name):
+            return str(name)
+    return "attention"
+
+
+def _distinct(scalars: list[Scalar], where: str) -> tuple[tuple[Scalar, ...], list[SpecError]]:
+    """Each scalar once, and a mistake for every name that stands for two different ones."""
+    first: dict[str, Scalar] = {}
+    mistakes = []
+    for scalar in scalars:
+        known = first.setdefault(scalar.name, scalar)
+        if known.key != scalar.key:
+            mistakes.append(
+                SpecError(
+                    f"two different Scalars are named {scalar.name!r}",
+                    where=where,
+                    numbers=f"{known!r} and {scalar!r}",
+                    way_out="one fg.Scalar, made once and used in both functions, or two names",
+                )
+            )
+    return tuple(first.values()), mistakes
+
+
+def _raise_all(mistakes: list[SpecError]) -> None:
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise SpecError(
+            f"{len(mistakes)} mistakes in one spec: " + "; ".join(m.what for m in mistakes),
+            where="\n".join(m.where for m in mistakes),
+            numbers="\n".join(m.numbers for m in mistakes),
+            way_out="\n".join(m.way_out for m in mistakes),
+        )
+
+
+def load(path: str | Path) -> AttentionSpec:
+    """The spec that a file defines: ``specs/causal.py``, or ``path.py:name`` for another variable.
+
+    A spec without a name of its own is named by its variable, or by the file when that is ``spec``.
+
+    Raises:
+        SpecError: when there is no such file or variable, or running the file fails.
+    """
+    text, variable = str(path), "spec"
+    file, colon, after = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        text, variable = file, after
+    source = Path(text)
+    if not source.is_file():
+        raise SpecError(
+            "there is no such spec file",
+            where=text,
+            numbers=_files_near(source),
+            way_out="the path of a Python file that defines spec, or path.py:name",
+        )
+    module = _run_file(source)
+    spec = module.get(variable)
+    if not isinstance(spec, AttentionSpec):
+        specs = [name for name, value in module.items() if isinstance(value, AttentionSpec)]
+        raise SpecError(
+            f"the file defines no AttentionSpec named {variable!r}",
+            where=shown_path(text),
+            numbers=f"specs in it: {', '.join(specs) or 'none'}",
+            way_out=f"{text}:{specs[0]}" if specs else f"{variable} = fg.AttentionSpec(...)",
+        )
+    loaded = spec.replace()
+    object.__setattr__(loaded, "file", shown_path(str(path)))
+    if not spec.named:
+        name = _as_name(source.stem if variable == "spec" else variable)
+        object.__setattr__(loaded, "name", name)
+    return loaded
+
+
+def _files_near(source: Path) -> str:
+    if not source.parent.is_dir():
+        return f"no folder {source.parent.as_posix()}"
+    near = sorted(file.name for file in source.parent.glob("*.py"))
+    return f"Python files there: {', '.join(near[:20]) or 'none'}"
+
+
+def _run_file(source: Path) -> dict[str, Any]:
+    found = importlib.util.spec_from_file_location(f"flashgen_spec_{source.stem}", source)
+    assert found is not None, "a .py file always has a module spec"
+    assert found.loader is not None, "and a loader"
+    module = importlib.util.module_from_spec(found)
+    keep = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # a spec folder is the user's: leave nothing in it
+    try:
+        found.loader.exec_module(module)
+    except FlashgenError:
+        raise
+    except Exception as error:
+        line = _line_in(error, source)
+        raise SpecError(
+            f"running the spec file raised {type(error).__name__}: {error}",
+            where=f"{shown_path(str(source))}:{line}",
+            numbers=f"file {source.name}, variable wanted: an AttentionSpec",
+            way_out="a file that runs by itself: python " + source.name,
+        ) from error
+    finally:
+        sys.dont_write_bytecode = keep
+    return vars(module)
+
+
+def _line_in(error: Exception, source: Path) -> int:
+    if isinstance(error, SyntaxError):
+        return error.lineno or 0
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).name == source.name:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line

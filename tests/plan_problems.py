@@ -1,0 +1,41 @@
+"""What the planner's tests plan for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import flashgen as fg
+from flashgen.arch import facts, known
+from flashgen.plan import Plan, plan
+from flashgen.plan.problem import problem_of
+from flashgen.plan.search import Problem, Tile
+
+DTYPES = ("float16", "bfloat16", "float32")
+UNEQUAL = ((192, 128), (8, 256), (256, 8), (40, 64), (128, 64), (64, 128))
+
+
+@functools.cache
+def spec_of(head_dim: int, head_dim_v: int, dtype: str) -> fg.AttentionSpec:
+    return fg.AttentionSpec(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+
+
+def plan_of(head_dim: int, dtype: str = "float16", arch: str = "sm_80", **options: object) -> Plan:
+    head_dim_v = options.pop("head_dim_v", head_dim)
+    return plan(spec_of(head_dim, head_dim_v, dtype), arch, **options)
+
+
+def every_plan(step: int = 8) -> Iterator[Plan]:
+    """Plans of every architecture and dtype, for head dims that are multiples of ``step``."""
+    dims = [(d, d) for d in range(8, 257, step)] + list(UNEQUAL)
+    for arch in known():
+        for dtype in DTYPES:
+            for head_dim, head_dim_v in dims:
+                yield plan_of(head_dim, dtype, arch, head_dim_v=head_dim_v)
+
+
+def problem_behind(plan: Plan) -> tuple[Problem, Tile]:
+    """The search's view of a plan that was made with the architecture's own M."""
+    spec = spec_of(plan.head_dim, plan.head_dim_v, plan.dtype)
+    problem = problem_of(spec, facts(plan.arch), None, plan.access_bytes)
+    return problem, Tile(plan.block_k, plan.warps, plan.row_groups, plan.blocks_per_sm)

@@ -1,0 +1,133 @@
+"""The emitted forward kernels meet the error rule, executed by the emulator with all its checkers.
+
+`make test` runs a covering subset: every spec meets every length, and every dtype, head dim, batch,
+head count and memory layout. The whole product of specs, dtypes, head dims and lengths is `slow`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.cli.inputs import example_scalars
+from flashgen.ops import run_forward
+from flashgen.spec import AttentionSpec
+
+SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
+SPEC_IDS = [path.stem for path in SPECS]
+
+
+def loaded(path: Path, case: Case) -> AttentionSpec:
+    return fg.load(path).replace(
+        dtype=case.dtype, head_dim=case.head_dim, head_dim_v=case.head_dim_v or case.head_dim
+    )
+
+
+def check_case(path: Path, case: Case, **offsets: int) -> None:
+    """Run one problem and hold the output and the LSE against the oracle."""
+    spec = loaded(path, case)
+    scalars = dict(example_scalars(str(path)))
+    q, k, v = case.tensors(seed=case.scores % 1000)
+    run = run_forward(spec, q, k, v, scalars=scalars, backend="emulator", **offsets)
+    exact = reference.attention(spec, q, k, v, scalars=scalars, **offsets)
+    same = reference.same_dtype(spec, q, k, v, scalars=scalars, **offsets)
+    for name, got, ref, ordinary in zip(
+        ("out", "lse"), (run.out, run.lse), exact, same, strict=True
+    ):
+        verdict = reference.compare(got, ref, ordinary)
+        assert verdict.ok, f"{path.stem} {case.id} {name}: {verdict}"
+    assert run.out.dtype == q.dtype
+    assert run.lse.dtype == torch.float32
+
+
+COVERING = [
+    pytest.param(path, case, id=f"{path.stem}-{case.id}")
+    for number, path in enumerate(SPECS)
+    for case in covering(seed=number, most_scores=300_000)
+]
+
+
+@pytest.mark.parametrize(("path", "case"), COVERING)
+def test_forward_meets_the_error_rule(path: Path, case: Case) -> None:
+    check_case(path, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 8), (24, 72)])
+def test_values_may_be_longer_or_shorter_than_keys(
+    dtype: str, head_dim: int, head_dim_v: int
+) -> None:
+    path = SPECS[SPEC_IDS.index("causal")]
+    check_case(path, Case(113, 203, 1, 2, 1, dtype, head_dim, head_dim_v))
+
+
+@pytest.mark.parametrize(("q_offset", "k_offset"), [(90, 0), (0, 57), (1000, 900), (-40, -60)])
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_offsets_shift_the_positions_that_mods_see(
+    path: Path, q_offset: int, k_offset: int
+) -> None:
+    check_case(path, Case(113, 203), q_offset=q_offset, k_offset=k_offset)
+
+
+def test_a_prefill_in_pieces_equals_the_whole() -> None:
+    path = SPECS[SPEC_IDS.index("sliding_window")]
+    case = Case(257, 257, 1, 2, 2, "float16", 64)
+    spec = loaded(path, case)
+    scalars = example_scalars(str(path))
+    q, k, v = case.tensors()
+    whole = run_forward(spec, q, k, v, scalars=scalars, backend="emulator")
+    pieces = [
+        run_forward(spec, q[:, :, a:b], k, v, scalars=scalars, q_offset=a, backend="emulator").out
+        for a, b in ((0, 100), (100, 101), (101, 257))
+    ]
+    torch.testing.assert_close(torch.cat(pieces, dim=2), whole.out, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", ["odd stride", "odd base"])
+def test_tensors_not_aligned_to_16_bytes_are_read_by_element(dtype: str, layout: str) -> None:
+    case = Case(65, 70, 1, 2, 1, dtype, 40)
+    path = SPECS[SPEC_IDS.index("causal")]
+    spec = loaded(path, case)
+    moved = []
+    for tensor in case.tensors():
+        wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 1), float("nan")).to(tensor.dtype)
+        if layout == "odd base":
+            wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 8), float("nan")).to(
+                tensor.dtype
+            )
+        start = 1 if layout == "odd base" else 0
+        view = wide[..., start : start + tensor.shape[-1]]
+        view.copy_(tensor)
+        moved.append(view)
+    run = run_forward(spec, *moved, backend="emulator")
+    assert run.report.access_bytes == case.tensors()[0].element_size(), run.report.access_reason
+    exact, _ = reference.attention(spec, *moved)
+    same, _ = reference.same_dtype(spec, *moved)
+    verdict = reference.compare(run.out, exact, same)
+    assert verdict.ok, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_forward_meets_the_error_rule_on_the_whole_product(
+    path: Path, dtype: str, head_dim: int
+) -> None:
+    """Every length; batch, heads and layout take turns, so that each meets each length."""
+    turn = SPECS.index(path) + DTYPES.index(dtype) + HEAD_DIMS.index(head_dim)
+    for number, (seq_q, seq_k) in enumerate(LENGTHS):
+        heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
+        batch = 3 if (turn + number) % 4 == 0 else 1
+        layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
+        if batch * heads_q * seq_q * seq_k > 1_200_000:
+            batch, heads_q, heads_kv = 1, 1, 1
+        check_case(
+            path, Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
+        )
