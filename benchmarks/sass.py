@@ -1,7 +1,7 @@
 """Static instruction counts of a cubin's main loop, from nvdisasm's listing.
 
 The main loop is the natural loop with the most tensor-core instructions. Its basic blocks are those
-that every iteration runs (they dominate the back edge) and conditional ones, told apart by what they do.
+that every iteration runs (they dominate the back edge), and conditional ones.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ An attention variant written as a few lines of Python becomes a readable, verifi
     print(fg.plan(spec, arch="sm_80"))
     out = fg.attention(spec)(q, k, v)
 
-Importing the package does nothing: each name is loaded when it is first used, so that neither torch nor
-CUDA is needed before something needs them.
+Importing the package does nothing: each name is loaded when it is first used, so that neither torch
+nor CUDA is loaded before something needs them.
 """
 
 from __future__ import annotations
@@ -23,45 +23,97 @@ from typing import TYPE_CHECKING, Any
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
-    from flashgen.expr import Scalar, batch, cos, exp, floor, heads, log, log2, maximum, minimum
+    from flashgen.config import debug
+    from flashgen.errors import (
+        CompileError,
+        EmulatorError,
+        FlashgenError,
+        InputError,
+        LaunchError,
+        PlanError,
+        RenderError,
+        SpecError,
+    )
+    from flashgen.expr import (
+        Scalar,
+        batch,
+        cos,
+        exp,
+        floor,
+        heads,
+        log,
+        log2,
+        maximum,
+        minimum,
+        seq_k,
+        seq_q,
+        sigmoid,
+        sin,
+        sqrt,
+        tanh,
+        where,
+    )
     from flashgen.expr import absolute as abs
-    from flashgen.expr import seq_k, seq_q, sigmoid, sin, sqrt, tanh, where
     from flashgen.ops import attention
     from flashgen.pipeline import build, emit
     from flashgen.plan import plan
     from flashgen.spec import AttentionSpec, load
 
+__all__ = [
+    "AttentionSpec",
+    "CompileError",
+    "EmulatorError",
+    "FlashgenError",
+    "InputError",
+    "LaunchError",
+    "PlanError",
+    "RenderError",
+    "Scalar",
+    "SpecError",
+    "__version__",
+    "abs",
+    "attention",
+    "batch",
+    "build",
+    "cos",
+    "debug",
+    "emit",
+    "exp",
+    "floor",
+    "heads",
+    "load",
+    "log",
+    "log2",
+    "maximum",
+    "minimum",
+    "plan",
+    "seq_k",
+    "seq_q",
+    "sigmoid",
+    "sin",
+    "sqrt",
+    "tanh",
+    "where",
+]
+
+# Where a name is defined, as module or module:name; all others are in expr.
 _HOME = {
     "AttentionSpec": "spec",
-    "load": "spec",
-    "Scalar": "expr",
     "abs": "expr:absolute",
-    **dict.fromkeys(
-        "batch heads seq_q seq_k where minimum maximum exp log log2 sqrt tanh sigmoid sin cos "
-        "floor".split(),
-        "expr",
-    ),
-    "plan": "plan",
-    "emit": "pipeline",
-    "build": "pipeline",
     "attention": "ops",
-    "FlashgenError": "errors",
-    "SpecError": "errors",
-    "PlanError": "errors",
-    "RenderError": "errors",
-    "CompileError": "errors",
-    "LaunchError": "errors",
-    "InputError": "errors",
-    "EmulatorError": "errors",
+    "build": "pipeline",
+    "debug": "config",
+    "emit": "pipeline",
+    "load": "spec",
+    "plan": "plan",
 }
-
-__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
+    home = _HOME.get(name, "errors" if name.endswith("Error") else "expr")
+    module, _, attribute = home.partition(":")
     value = getattr(importlib.import_module(f"flashgen.{module}"), attribute or name)
     globals()[name] = value
     return value

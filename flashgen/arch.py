@@ -55,6 +55,13 @@ class Arch:
     l2_bytes_per_clock: float
 
     @property
+    def major(self) -> int:
+        """Of the compute capability: 9 for sm_90a."""
+        match = _NAME.fullmatch(self.name)
+        assert match is not None, "rows are named as NVRTC names them"
+        return int(match["major"])
+
+    @property
     def warps_per_sm(self) -> int:
         return self.threads_per_sm // WARP
 

@@ -26,6 +26,7 @@ from .expr import (
     is_int,
 )
 from .expr.functions import Choice
+from .expr.gather import gather
 from .expr.limits import Limits, fits, limits
 from .expr.literal import LARGEST_LITERAL, float32_literal
 from .expr.shown import written_order
@@ -283,16 +284,12 @@ class CPrinter:
         return self._float_function(expr)
 
     def _float_sum(self, expr: sympy.Expr) -> Text:
-        """Integer terms are added up exactly first, where they are plain."""
-        plain = [a for a in expr.args if not a.is_number and is_int(a) and not _has_product(a)]
-        exact = sympy.Add(*plain)
-        if len(plain) < 2 or len(plain) == len(expr.args):
+        gathered = gather(expr, lambda e: not _has_product(e), INT32_MAX)
+        if gathered is None:
             return self._sum(expr, lambda e, first: self._float(e))
         whole = sympy.Dummy("whole", real=True)
-        others = [arg for arg in expr.args if arg not in plain]
-        sign = -1 if exact.could_extract_minus_sign() else 1
-        self.names[whole] = self._float(sympy.expand_mul(sign * exact))[0]
-        text = self._sum(sympy.Add(*others, sign * whole), lambda e, first: self._float(e))
+        self.names[whole] = self._call("float", self._int(gathered.total)[0], helper=False)[0]
+        text = self._float(sympy.Add(*gathered.others, gathered.common * whole))
         del self.names[whole]
         return text
 

@@ -4,7 +4,7 @@
 
     PlanError: no tile fits in shared memory
       where    specs/softcap.py:9  softcap(head_dim=256, dtype=float32)
-      numbers  needs 131,072 B at the smallest tile (block_q 64, block_k 32); limit 101,376 B on sm_86
+      numbers  needs 131,072 B at the smallest tile (block_q 64, block_k 32), limit 101,376 B
       try      dtype="float16" (65,536 B)
 """
 
@@ -17,7 +17,7 @@ class FlashgenError(Exception):
     Args:
         what: one sentence, no full stop, that says what is wrong.
         where: the user's file and line, the kernel and instruction, or the argument.
-        numbers: the figures that decide: shapes, bytes, limits, what was given and what was expected.
+        numbers: the figures that decide: shapes, bytes, limits; what was given, what expected.
         way_out: what to do instead, concretely.
     """
 

@@ -91,7 +91,8 @@ flash(const u16* q, const u16* k, const u16* v, u16* o, float* lse, int n, float
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         u32 b[4];
-        ldsm4(b, sk + stage + place(j * 16 + (lane & 7) + ((lane >> 4) << 3), i * 2 + ((lane >> 3) & 1)));
+        int key = j * 16 + (lane & 7) + ((lane >> 4) << 3);
+        ldsm4(b, sk + stage + place(key, i * 2 + ((lane >> 3) & 1)));
         mma(s[2 * j], fq[i], b[0], b[1]);
         mma(s[2 * j + 1], fq[i], b[2], b[3]);
       }

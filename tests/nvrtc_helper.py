@@ -11,7 +11,7 @@ def compile_ptx(source: str, arch: str = "sm_80", options: Sequence[str] = ()) -
     return _compile(source, arch, tuple(options))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compile(source: str, arch: str, options: tuple[str, ...]) -> str:
     from cuda.bindings import nvrtc
 

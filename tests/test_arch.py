@@ -44,6 +44,7 @@ def test_every_architecture_is_served_by_a_template_that_exists(name):
 
 def test_a_suffix_names_the_same_chip():
     assert facts("sm_90a").name == "sm_90a"
+    assert (facts("sm_90a").major, facts("sm_120").major, facts("sm_80").major) == (9, 12, 8)
     assert facts("sm_90a").smem_per_block == facts("sm_90").smem_per_block == 227 * KIB
     assert facts("sm_100f").product == facts("sm_100").product
 

@@ -191,8 +191,8 @@ def test_block_reading_what_another_block_writes_is_a_race_in_both_orders() -> N
     )
     for writer in (0, 1):
         for seed in (None, 1, 2):
+            args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 0]
             with pytest.raises(RaceError, match="global memory"):
-                args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 0]
                 small(body % writer, args, grid=2, order_seed=seed)
 
 
@@ -252,8 +252,8 @@ def test_read_one_past_the_end_says_how_far() -> None:
 
 
 def test_bounds_are_enforced_with_the_checkers_off() -> None:
+    args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 0]
     with pytest.raises(OutOfBounds):
-        args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 0]
         small("b[threadIdx.x] = a[threadIdx.x - 1];", args, check=False)
 
 
@@ -290,8 +290,8 @@ def test_endless_loop_hits_the_step_limit() -> None:
 
 
 def test_trap_and_assert_stop_the_launch() -> None:
+    args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 1]
     with pytest.raises(Trapped, match="trap"):
-        args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 1]
         small('if (n == 1) asm volatile("trap;");', args)
     small('if (n == 1) asm volatile("trap;");', [*args[:2], 0])
 

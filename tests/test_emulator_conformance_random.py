@@ -56,7 +56,7 @@ class Writer:
             (f"({c1} < {c2} ? {c2} : {c1} + 1u)", f"({p2} if {p1} < {p2} else {p1} + 1 & M)"),
             (f"__umulhi({c1}, {c2})", f"({p1} * {p2} >> 32)"),
             (f"(unsigned)__popc({c1})", f"({p1}).bit_count()"),
-            (f"helper({c1}, {c2})", f"helper({p1}, {p2})"),
+            (f"shrink({c1}, {c2})", f"shrink({p1}, {p2})"),
         ])  # fmt: skip
 
     def condition(self) -> tuple[str, str]:
@@ -115,7 +115,7 @@ def build(seed: int) -> tuple[str, list[Callable[..., tuple[int, ...]]]]:
         texts += [*writer.c, "    " + exchange]
         body = "\n".join(writer.py)
         source = f"def stage(t, n, a, b, c, d, own):\n{body}\n    return a, b, c, d\n"
-        space: dict[str, Any] = {"M": MASK, "helper": helper, "signed": signed}
+        space: dict[str, Any] = {"M": MASK, "shrink": shrink, "signed": signed}
         exec(source, space)
         stages.append(space["stage"])
     names = ", ".join(NAMES)
@@ -132,20 +132,20 @@ def signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def helper(x: int, y: int) -> int:
+def shrink(x: int, y: int) -> int:
     while x > y and x & 3:
         x = x // 3 if x & 4 else x >> 1
     return x ^ y
 
 
-HELPER = """
-__device__ __noinline__ unsigned helper(unsigned x, unsigned y) {
+SHRINK = """
+__device__ __noinline__ unsigned shrink(unsigned x, unsigned y) {
     while (x > y && (x & 3u)) x = x & 4u ? x / 3u : x >> 1;
     return x ^ y;
 }
 """
 BUILT = {seed: build(seed) for seed in range(PROGRAMS)}
-SOURCE = HELPER + "".join(text for text, _ in BUILT.values())
+SOURCE = SHRINK + "".join(text for text, _ in BUILT.values())
 
 
 def expected(seed: int, given: list[int], n: int) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,15 @@ def test_an_emitted_file_is_clean_text(path: Path) -> None:
     assert text.endswith("}\n")
     assert all(line == line.rstrip() and "\t" not in line for line in lines)
     assert all(len(line) <= 100 for line in lines)
-    assert not any(a == b == "" for a, b in zip(lines, lines[1:], strict=False))
+    assert not any(a == b == "" for a, b in itertools.pairwise(lines))
     assert str(ROOT) not in text
     assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
+
+
+def test_no_line_of_a_template_is_too_long_to_read() -> None:
+    for template in (ROOT / "templates").iterdir():
+        long = [line for line in template.read_text().splitlines() if len(line) > 100]
+        assert not long, f"{template.name}: {long}"
 
 
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 
 import pytest
 from plan_problems import DTYPES, every_plan, plan_of, problem_behind, spec_of
@@ -11,7 +12,9 @@ from plan_problems import DTYPES, every_plan, plan_of, problem_behind, spec_of
 import flashgen as fg
 from flashgen.arch import facts, known
 from flashgen.plan import Plan, plan
-from flashgen.plan.search import cost, fits, tiles
+from flashgen.plan.problem import problem_of
+from flashgen.plan.refuse import nothing_fits
+from flashgen.plan.search import cheapest, cost, fits, tiles
 
 KIB = 1024
 
@@ -28,7 +31,7 @@ def test_every_head_dim_dtype_and_architecture_has_a_plan_within_its_limits():
         assert each.block_k % 16 == 0
         assert each.row_groups in (1, 2)
         assert each.block_q == 16 * each.row_groups * each.warps
-    assert time.perf_counter() - start < 60
+    assert time.perf_counter() - start < 60, "a plan takes milliseconds"
 
 
 def test_the_layout_is_the_tiles_one_after_the_other():
@@ -185,6 +188,17 @@ def test_every_way_out_of_a_plan_error_works():
                 dim = int(value)
                 lower = spec.replace(head_dim=min(head_dim, dim), head_dim_v=min(head_dim_v, dim))
                 plan(lower, sram=sram)
+
+
+def test_the_error_for_an_architecture_s_own_limit_names_larger_architectures():
+    small = replace(facts("sm_86"), smem_per_sm=61 * KIB, smem_per_block=60 * KIB)
+    problem = problem_of(spec_of(256, 256, "float32"), small, None, 16)
+    assert cheapest(problem) is None
+    error = nothing_fits(problem, "wide", given_sram=False)
+    assert error.numbers.endswith("limit 61,440 B per block on sm_86")
+    assert error.way_out.splitlines()[-1] == (
+        "arch=sm_80 or sm_86 or sm_89 or sm_90 or sm_100 or sm_120"
+    )
 
 
 def test_the_error_names_the_line_of_the_user_s_function():

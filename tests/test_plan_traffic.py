@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from plan_problems import plan_of
+
+import flashgen as fg
+from flashgen.ops.forward import run_forward
 
 SHAPES = [(1, 1, 1, 1, 1), (2, 4, 2, 113, 203), (1, 6, 1, 257, 257), (3, 4, 4, 17, 5)]
 
@@ -55,6 +59,22 @@ def test_causal_attention_reads_the_keys_up_to_the_diagonal(shape):
     visited = [visits(tile) for tile in range(-(-seq_q // plan.block_q))]
     got = plan.traffic(*shape, visited)
     assert (got.q, got.k, got.v, got.o, got.compulsory) == by_rows(plan, *shape, visits)
+
+
+@pytest.mark.parametrize("head_dim_v", [32, 16])
+def test_the_emulator_counts_exactly_the_predicted_bytes(head_dim_v):
+    def causal(b, h, q, k):
+        return k <= q
+
+    spec = fg.AttentionSpec(mask_mod=causal, head_dim=32, head_dim_v=head_dim_v)
+    shape = (2, 2, 1, 150, 260)
+    q, k = torch.randn(2, 2, 150, 32).half(), torch.randn(2, 1, 260, 32).half()
+    run = run_forward(spec, q, k, torch.randn(2, 1, 260, head_dim_v).half(), check_memory=False)
+    plan = run.plan
+    ends = [min((tile + 1) * plan.block_q, 150) for tile in range(-(-150 // plan.block_q))]
+    got = plan.traffic(*shape, [range(-(-end // plan.block_k)) for end in ends])
+    assert run.counters.global_read_bytes == got.q + got.k + got.v
+    assert run.counters.global_write_bytes == got.o + got.lse
 
 
 def test_a_query_tile_that_reaches_no_key_loads_nothing():

@@ -86,6 +86,15 @@ def test_integers_are_exact_far_beyond_what_float64_holds(q, k, divisor):
     assert int(found) == (q * k + q) // divisor + (q * k) % divisor
 
 
+def test_far_positions_do_not_cancel():
+    expr = trace_score(lambda s, b, h, q, k: s + 0.1 * (k - q) - q / 3 + k / 3).expr
+    far = 2**28
+    values = {Q: torch.tensor(far), K: torch.tensor(far - 3), SCORE: torch.tensor(0.0)}
+    found = evaluate(expr, values, torch.float32)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(-1.3, rel=1e-6)
+
+
 def test_products_that_leave_int64_become_floats():
     far = torch.tensor(2**28)
     found = evaluate(of_score(lambda s, b, h, q, k: s + q**3), {Q: far, SCORE: far.double()})

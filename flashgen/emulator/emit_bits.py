@@ -275,11 +275,18 @@ def select(g: Generator, ins: Instruction) -> None:
         held = getattr(to, "index", None)
         if held is not None and g.program.dtype[held][1:] == str(TYPE_BYTES[kind]):
             dtype = g.program.dtype[held]
-    x = bits_or(g, a, dtype)
-    y = bits_or(g, b, dtype)
     if isinstance(p, Not):
-        x, y, p = y, x, p.reg
-    g.write(to, f"where({g.read(p, 'b1')}, {x}, {y})", dtype)
+        a, b, p = b, a, p.reg
+    x = bits_or(g, a, dtype)
+    of_x, g.defined = g.defined, []
+    y = bits_or(g, b, dtype)
+    of_y, g.defined = g.defined, []
+    test = g.read(p, "b1")
+    if of_x or of_y:
+        # Only the chosen value counts as read.
+        chosen = [" & ".join(names) or g.literal(1, "b1") for names in (of_x, of_y)]
+        g.defined.append(g.let(f"where({test}, {chosen[0]}, {chosen[1]})"))
+    g.write(to, f"where({test}, {x}, {y})", dtype)
 
 
 def bits_or(g: Generator, operand: Operand, dtype: str) -> str:

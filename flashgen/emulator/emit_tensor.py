@@ -7,6 +7,7 @@ accumulate into the same registers, and tiles that share operands, have become o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from flashgen.emulator import tensor  # noqa: F401  (registers the run-time functions)
@@ -149,6 +150,9 @@ def flush_products(g: Generator, live: int) -> None:
     if not pending:
         return
     needed = {name for index, name in g.names.items() if live >> index & 1}
+    # A sum that somebody else starts from as well cannot vanish inside a chain.
+    uses = Counter(name for product in pending for name in product.c)
+    needed |= {name for name, count in uses.items() if count > 1}
     chains: list[list[Product]] = []
     tail: dict[tuple[str, ...], int] = {}  # accumulator names -> chain that ends in them
     level_of_name: dict[str, int] = {}

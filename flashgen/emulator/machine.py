@@ -301,16 +301,16 @@ class Machine(Reports):
         """Whether a warp-wide instruction must wait for lanes that are elsewhere."""
         assert C.mask is not None
         alive = self.alive[C.rows]
-        needed: Array = alive
+        needed: Any = alive
         if members is not None:
             bits = (np.asarray(members)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
             if bits.ndim == 1:
-                wanted = np.broadcast_to(bits.astype(bool), (C.n, 32))
+                wanted: Any = np.broadcast_to(bits.astype(bool), (C.n, 32))
             else:
                 full = np.broadcast_to(bits.astype(bool), (C.n, 32, 32))
                 wanted = (full & C.mask[:, :, None]).any(axis=1)
             needed = alive & wanted
-        complete: Array = np.asarray((C.mask | ~needed).all(axis=1))
+        complete: Any = np.asarray((C.mask | ~needed).all(axis=1))
         if complete.all():
             return False
         if complete.any():
@@ -329,6 +329,7 @@ class Machine(Reports):
         """A fence of block or of device scope."""
         if self.global_races and self.program.synchronises:
             assert self.shared_races is not None
-            self.shared_races.clocks.fence(C.rows)
             if device:
                 self.global_races.fence(C)
+            # Last: it ticks the clocks, so that what follows is not taken for published.
+            self.shared_races.clocks.fence(C.rows)

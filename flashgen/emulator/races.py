@@ -37,6 +37,7 @@ class _Reads(NamedTuple):
     size: int
     clock: Array
     pc: int
+    strong: bool
 
 
 class SharedRaces:
@@ -50,10 +51,11 @@ class SharedRaces:
         self.count = blocks * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)
         self.writer_pc = np.zeros(self.count, np.int32)
-        self.read_clock: Array | None = None
+        # Clocks of the last plain and the last strong (atomic, volatile) read, per warp.
+        self.read_clock: dict[bool, Array] = {}
         self.clocks = Clocks(blocks, self.warps)
         self.log: list[_Reads] = []
-        self.last_read = np.zeros((blocks, self.warps), np.int64)
+        self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
 
     # ---- order
 
@@ -62,9 +64,10 @@ class SharedRaces:
         if released is None:
             self.clocks.barrier_of_all(blocks)
             # Reads before such a barrier can race with nothing any more.
-            passed = np.zeros(len(self.last_read), bool)
+            passed = np.zeros(len(self.last_read[False]), bool)
             passed[blocks] = True
-            self.last_read[blocks] = 0
+            for last in self.last_read.values():
+                last[blocks] = 0
             m = self.machine
             self.log = [e for e in self.log if not passed[m.row_block[e.rows]].all()]
         elif barrier is not None:
@@ -102,8 +105,8 @@ class SharedRaces:
                 self._report(a, bad, stamps, "read")
         m = self.machine
         clock = self.clocks.clock[a.rows]
-        self.last_read[m.row_block[a.rows], m.row_warp[a.rows]] = clock
-        self.log.append(_Reads(a.rows, a.where, a.size, clock, a.pc))
+        self.last_read[strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
+        self.log.append(_Reads(a.rows, a.where, a.size, clock, a.pc, strong))
         if len(self.log) > _LOG_LIMIT:
             self._flush()
 
@@ -191,19 +194,22 @@ class SharedRaces:
         return pc in self.machine.program.strong
 
     def _against_reads(self, a: _Access, strong: bool) -> None:
-        """A write must not overtake reads of other warps."""
+        """A write must not overtake reads of other warps, unless both are strong."""
+        for kind in (False,) if strong else (False, True):
+            self._against(a, kind)
+
+    def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
-        unseen = self.last_read[blocks] > self.clocks.seen[blocks, warps]
+        unseen = self.last_read[kind][blocks] > self.clocks.seen[blocks, warps]
         unseen[np.arange(len(warps)), warps] = False
-        if strong or not unseen.any():
+        if not unseen.any():
             return
         self._flush()
-        assert self.read_clock is not None
         granules = self._granules(a.where, a.size)
         extra = (1,) * (granules.ndim - 1)
         for other in np.flatnonzero(unseen.any(axis=0)):
-            clock = self.read_clock[other].take(granules)
+            clock = self.read_clock[kind][other].take(granules)
             known = self.clocks.seen[blocks, warps, other]
             late = clock > known.reshape((-1, *extra))
             late &= (warps != other).reshape((-1, *extra))
@@ -227,12 +233,13 @@ class SharedRaces:
 
     def _flush(self) -> None:
         """Moves the logged reads into the shadow."""
-        if self.read_clock is None:
-            self.read_clock = np.zeros((self.warps, self.count), np.uint32)
+        if not self.read_clock:
+            for kind in (False, True):
+                self.read_clock[kind] = np.zeros((self.warps, self.count), np.uint32)
             self.reader_pc = np.zeros(self.count, np.int32)
         m = self.machine
-        flat = self.read_clock.reshape(-1)
         for entry in self.log:
+            flat = self.read_clock[entry.strong].reshape(-1)
             granules = self._granules(entry.where, entry.size)
             extra = (1,) * (granules.ndim - 1)
             base = (m.row_warp[entry.rows] * self.count).reshape((-1, *extra))

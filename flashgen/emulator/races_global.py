@@ -2,15 +2,15 @@
 
 Within a block, barriers order accesses (see :mod:`clocks`). Between blocks nothing does, whatever
 order the emulator ran them in, except fences with atomics: data written before a fence that is
-followed by an atomic is visible to a block that later performs an atomic on the same address. That
-order is tracked per block. Atomics never race with each other.
+followed by an atomic is visible to a warp that later performs an atomic on the same address, and to
+those that meet it at a barrier. Atomics never race with each other.
 
 Reads of a buffer that nobody has written yet are only kept in a list: most buffers are inputs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,17 @@ _LOW = (1 << 32) - 1
 _LOG_BYTES = 128 << 20
 
 
+Knowledge = dict[int, Array]
+
+
+class _Learnt(NamedTuple):
+    """A warp performed an atomic at its clock and learnt of accesses of other blocks."""
+
+    warp: int
+    clock: int
+    known: Knowledge
+
+
 class GlobalRaces:
     """Shadow of all device memory of a launch."""
 
@@ -41,24 +52,22 @@ class GlobalRaces:
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
         self.ready = False
-        self.time = 0
         self.tracks_fences = machine.program.synchronises
-        self.fenced: dict[int, int] = {}  # block -> time of its last fence
-        self.released: dict[int, dict[int, int]] = {}  # address -> what an acquirer learns
-        self.acquired: dict[int, dict[int, int]] = {}  # block -> what it has learnt
+        # Knowledge is, per block, the clocks of its warps up to which accesses are known.
+        self.fenced: dict[tuple[int, int], Knowledge] = {}  # by block and warp: at the last fence
+        self.released: dict[int, Knowledge] = {}  # by address: what an acquirer learns
+        self.learnt: dict[int, list[_Learnt]] = {}  # by block
 
     def _prepare(self) -> None:
         count = (len(self.machine.memory.flat.bytes) >> self.shift) + 1
         self.write_stamp = np.zeros(count, np.int64)
         self.read_stamp = np.zeros(count, np.int64)
         self.write_pc = np.zeros(count, np.int32)
-        self.write_time = np.zeros(count if self.tracks_fences else 0, np.int64)
         self.ready = True
 
     # ---- entry points; offsets are (n, k), or one per active lane
 
     def read(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
-        self.time += 1
         rows, flat = self._flatten(C, offset, lanes)
         strong = pc in self.machine.program.strong
         if strong:
@@ -87,15 +96,23 @@ class GlobalRaces:
         self._write(C, offset, size, pc, lanes, True)
 
     def fence(self, C: Cohort) -> None:
-        """Writes of these blocks up to now become visible with their next atomic."""
-        for block in self._block_ids(C.rows):
-            self.fenced[block] = self.time
+        """What these warps know now becomes visible with their next atomic."""
+        self._fence(C.rows)
+
+    def _fence(self, rows: Array) -> None:
+        m = self.machine
+        assert m.shared_races is not None
+        for row in rows.tolist():
+            slot, warp = int(m.row_block[row]), int(m.row_warp[row])
+            block = int(m.blocks[slot])
+            seen = m.shared_races.clocks.seen[slot, warp]
+            known: Knowledge = {block: seen.copy()}
+            for entry in self.learnt.get(block, ()):
+                if seen[entry.warp] >= entry.clock:
+                    _learn(known, entry.known)
+            self.fenced[block, warp] = known
 
     # ---- parts
-
-    def _block_ids(self, rows: Array) -> list[int]:
-        m = self.machine
-        return np.unique(m.blocks[m.row_block[rows]]).tolist()  # type: ignore[no-any-return]
 
     def _flatten(self, C: Cohort, offset: Any, lanes: Any) -> tuple[Array, Array]:
         if lanes is None:
@@ -140,14 +157,10 @@ class GlobalRaces:
             bad &= (before & ATOMIC) == 0
         if self.tracks_fences and bad.any():
             for place in np.flatnonzero(bad & other_block):
-                reader = int(stamps[place] >> _BLOCK) - 1
-                writer = int(before[place] >> _BLOCK) - 1
-                learnt = self.acquired.get(reader, {}).get(writer, -1)
-                bad[place] = learnt < self.write_time[granules[place]]
+                bad[place] = not self._knows(int(rows[place]), int(before[place]))
         return bad  # type: ignore[no-any-return]
 
     def _write(self, C: Cohort, offset: Any, size: int, pc: int, lanes: Any, strong: bool) -> None:
-        self.time += 1
         rows, flat = self._flatten(C, offset, lanes)
         if not len(flat):
             return
@@ -173,8 +186,6 @@ class GlobalRaces:
                 self._report(C, lanes, granules, bad, reads, pc, "write", size, after_read=True)
         self.write_stamp[granules] = stamps
         self.write_pc[granules] = pc
-        if self.tracks_fences:
-            self.write_time[granules] = self.time
         left = self.write_stamp.take(granules)
         if not strong and (left != stamps).any():
             self._report(C, lanes, granules, left != stamps, left, pc, "write", size)
@@ -193,9 +204,8 @@ class GlobalRaces:
         known = np.where(many, clock < floor, known)
         apart = other_block | ((reads & _MANY_BLOCKS) != 0)
         if self.tracks_fences:
-            # A block that has learnt anything is taken to have waited for the readers too.
-            writers = (stamps >> _BLOCK & 0xFFFFFFF) - 1
-            apart &= ~np.isin(writers, list(self.acquired))
+            for place in np.flatnonzero(apart & (reads != 0)):
+                apart[place] = not self._knows(int(rows[place]), int(reads[place]))
         bad = (reads != 0) & (apart | (~other_block & ~known))
         if strong:
             bad &= (reads & ATOMIC) == 0
@@ -233,27 +243,47 @@ class GlobalRaces:
             self._unlog(place)
         self.log_bytes = 0
 
+    def _knows(self, row: int, stamp: int) -> bool:
+        """Whether a warp has learnt, through fences and atomics, of an access of another block."""
+        m = self.machine
+        assert m.shared_races is not None
+        slot, warp = int(m.row_block[row]), int(m.row_warp[row])
+        other = (stamp >> _BLOCK & 0xFFFFFFF) - 1
+        agent, clock = stamp & 31, (stamp & _LOW) >> CLOCK_SHIFT
+        seen = m.shared_races.clocks.seen[slot, warp]
+        for entry in self.learnt.get(int(m.blocks[slot]), ()):
+            known = entry.known.get(other)
+            if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
+                return True
+        return False
+
     def _synchronise(self, rows: Array, flat: Array, pc: int) -> None:
-        """Atomics and other strong accesses carry what their block published before."""
+        """Strong accesses learn what was released at their address, and release."""
         if not self.tracks_fences:
             return
         m = self.machine
         assert m.shared_races is not None
         clocks = m.shared_races.clocks
         if pc in m.program.releases:
+            self._fence(np.unique(rows))
             clocks.fence(np.unique(rows))
-            for block in self._block_ids(rows):
-                self.fenced[block] = self.time - 1
         clocks.synchronise(rows, -1 - flat)
-        blocks = m.blocks[m.row_block[rows]]
-        for block, address in zip(blocks.tolist(), flat.tolist(), strict=True):
-            learnt = self.acquired.setdefault(block, {})
-            slot = self.released.setdefault(address, {})
-            for other, time in slot.items():
-                learnt[other] = max(learnt.get(other, -1), time)
-            slot.update(learnt)
-            if block in self.fenced:
-                slot[block] = self.fenced[block]
+        for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
+            slot, warp = int(m.row_block[row]), int(m.row_warp[row])
+            block = int(m.blocks[slot])
+            offered = self.released.setdefault(address, {})
+            if offered.keys() - {block}:
+                self._acquire(block, warp, int(clocks.clock[row]), offered)
+            if (block, warp) in self.fenced:
+                _learn(offered, self.fenced[block, warp])
+
+    def _acquire(self, block: int, warp: int, clock: int, offered: Knowledge) -> None:
+        entries = self.learnt.setdefault(block, [])
+        for entry in reversed(entries):
+            same = entry.warp == warp and entry.known.keys() >= offered.keys()
+            if same and all((entry.known[b] >= v).all() for b, v in offered.items()):
+                return
+        entries.append(_Learnt(warp, clock, {b: v.copy() for b, v in offered.items()}))
 
     def _report(
         self,
@@ -300,3 +330,9 @@ class GlobalRaces:
             way_out="let one block own these bytes, use atomics, or order the accesses "
             "(a barrier within a block; another launch, or a fence and an atomic, between blocks)",
         )
+
+
+def _learn(known: Knowledge, more: Knowledge) -> None:
+    for block, clocks in more.items():
+        before = known.get(block)
+        known[block] = clocks.copy() if before is None else np.maximum(before, clocks)

@@ -9,6 +9,8 @@ columns of the product as (tile, parity, t) makes them 16-byte chunks as well.
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from flashgen.emulator.registry import runtime
 
 Array = npt.NDArray[Any]
 CHUNK = np.dtype("c16")
+CACHE_BYTES = 1 << 18
 
 
 def chunks(register: Any, n: int) -> Array:
@@ -27,6 +30,26 @@ def chunks(register: Any, n: int) -> Array:
     if register.ndim != 2 or register.shape != (n, 32) or register.strides[1] != 4:
         register = np.ascontiguousarray(np.broadcast_to(register, (n, 32)))
     return register.view(CHUNK)  # type: ignore[no-any-return]
+
+
+class _Scratch(threading.local):
+    """Buffers that live as long as the thread: fresh pages cost more than what is put there."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Array] = {}
+
+
+_SCRATCH = _Scratch()
+
+
+def scratch(role: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array that is valid until the next call with the same role."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = _SCRATCH.buffers.get(role)
+    if buffer is None or len(buffer) < size:
+        buffer = _SCRATCH.buffers[role] = np.empty(size, np.uint8)
+    found: Array = buffer[:size].view(dtype).reshape(shape)
+    return found
 
 
 def half_to_single(bits: Array) -> Array:
@@ -42,18 +65,21 @@ def half_to_single(bits: Array) -> Array:
     return value
 
 
-def to_single(words: Array, kind: str) -> Array:
-    """Operand words (..., k words) as float32 (..., k)."""
+ELEMENTS = {"f16": "u2", "bf16": "u2", "tf32": "u4", "s8": "i1", "u8": "u1"}
+
+
+def to_single(elements: Array, kind: str) -> Array:
+    """Operand elements (see ELEMENTS) as float32."""
     if kind == "f16":
-        return half_to_single(words.view(np.uint16))
+        return half_to_single(elements)
     if kind == "bf16":
-        wide = words.view(np.uint16).astype(np.uint32)
+        wide = elements.astype(np.uint32)
         wide <<= np.uint32(16)
         return wide.view(np.float32)
     if kind == "tf32":
         # The hardware reads the 19 upper bits.
-        return (words & np.uint32(0xFFFFE000)).view(np.float32)
-    return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)
+        return (elements & np.uint32(0xFFFFE000)).view(np.float32)
+    return elements.astype(np.float32)
 
 
 @runtime
@@ -69,23 +95,31 @@ def multiply_matrices(
     """
     n = C.n
     m_tiles, n_tiles, depth = tiles
-    left = np.empty((n, m_tiles, 2, 8, depth), CHUNK)
+    left = scratch("a", (n, m_tiles, 2, 8, depth), CHUNK)
     place = 0
     for m in range(m_tiles):
         for k in range(depth):
             for half in range(2):
                 left[:, m, half, :, k] = chunks(a[place], n)
                 place += 1
-    right = np.empty((n, n_tiles, 2, 4, depth), CHUNK)
+    right = scratch("b", (n, n_tiles, 8, depth), CHUNK)
     place = 0
     for tile in range(n_tiles):
         for k in range(depth):
-            source = chunks(b[place], n).reshape(n, 4, 2)
-            right[:, tile, :, :, k] = source.transpose(0, 2, 1)
+            right[:, tile, :, k] = chunks(b[place], n)
             place += 1
-    x = to_single(left.view(np.uint32).reshape(n, 16 * m_tiles, 4 * depth), kind_a)
-    y = to_single(right.view(np.uint32).reshape(n, 8 * n_tiles, 4 * depth), kind_b)
-    product = np.matmul(x, y.transpose(0, 2, 1))
+    rows = left.reshape(n, 16 * m_tiles, depth).view(ELEMENTS[kind_a])
+    columns = right.view(ELEMENTS[kind_b]).reshape(n, n_tiles, 4, 2, -1).transpose(0, 4, 1, 3, 2)
+    product = scratch("d", (n, 16 * m_tiles, 8 * n_tiles), np.dtype("f4"))
+    # A few warps at a time, so that the operands stay in the cache.
+    step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes))
+    for low in range(0, n, step):
+        now = slice(low, low + step)
+        x = to_single(rows[now], kind_a)
+        # BLAS is twice as fast when B need not be transposed: do it while elements are narrow.
+        narrow = np.ascontiguousarray(columns[now])
+        y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kind_b)
+        np.matmul(x, y, out=product[now])
     parts = product.view(CHUNK).reshape(n, m_tiles, 2, 8, n_tiles, 2)
     out = np.ascontiguousarray(parts.transpose(1, 4, 2, 5, 0, 3))
     return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)

@@ -34,6 +34,7 @@ def plan(
     sram: int | None = None,
     policy: str = "derived",
     access_bytes: int | None = None,
+    spare_registers: int = 0,
 ) -> Plan:
     """The tiles, warps and shared-memory layout of the forward kernel of ``spec``.
 
@@ -45,18 +46,27 @@ def plan(
             Bc = ceil(M/4d), Br = min(Bc, d), with M in elements, rounded to what the kernel runs.
         access_bytes: 16 (default) for tensors whose addresses and strides are multiples of 16
             bytes, the operand size for any other.
+        spare_registers: per thread, kept free beyond what the model asks for. `flashgen.build`
+            raises it when the compiler needs more for a score_mod than the model foresaw.
 
     Raises:
         PlanError: the architecture is unknown, an option is wrong, or no tile fits.
     """
     width = 16 if access_bytes is None else access_bytes
     _check_options(spec, sram, policy, width)
-    return _plan(spec, arch, sram, policy, width)
+    return _plan(spec, arch, sram, policy, width, spare_registers)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(spec: AttentionSpec, arch: str, sram: int | None, policy: str, access_bytes: int) -> Plan:
-    problem = problem_of(spec, facts(arch), sram, access_bytes)
+def _plan(
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    policy: str,
+    access_bytes: int,
+    spare_registers: int,
+) -> Plan:
+    problem = problem_of(spec, facts(arch), sram, access_bytes, spare_registers)
     tile: Tile | None
     notes: tuple[str, ...] = ()
     if policy == "paper":

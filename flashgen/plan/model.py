@@ -104,15 +104,15 @@ MODEL_16BIT = PathModel(
 )
 MODEL_32BIT = PathModel(
     registers=Formula(
-        "registers", "row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/4 + extra"
+        "registers", "row_groups*(block_k + d_v)/2 + 82 + row_groups*block_k*5/16 + extra"
     ),
     block_k=Formula(
-        "block_k", "(register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/4))"
+        "block_k", "(register_limit - 82 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 5/16))"
     ),
     products=Formula(
-        "products", "3*(d_qk + d_v)/32 + 7.35*(d_qk + d_v)/(16*row_groups) + 8*d_qk/block_k"
+        "products", "5*(d_qk + d_v)/32 + 10.7*(d_qk + d_v)/(16*row_groups) + 10.3*d_qk/block_k"
     ),
-    rest=Formula("rest", f"12 + {_REST}"),
+    rest=Formula("rest", f"15 + {_REST}"),
 )
 
 # ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------

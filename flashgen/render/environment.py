@@ -1,4 +1,4 @@
-"""The Jinja environment of the templates, with delimiters that leave a template valid C++ to an editor.
+"""The Jinja environment of the templates, whose delimiters leave them valid C++ to an editor.
 
 ``/*% %*/`` blocks, ``/*{ x }*/`` values, ``/*# #*/`` comments, ``//%`` line statements and ``//#``
 line comments. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
@@ -56,8 +56,7 @@ def render_template(template: str, /, **fields: object) -> str:
     """Fill a template.
 
     Raises:
-        RenderError: when the template uses a field that it was not given, or emits a line over
-            100 columns.
+        RenderError: when the template uses a field that it was not given.
     """
     try:
         text = environment().get_template(template).render(**fields)

@@ -15,7 +15,7 @@ import sympy
 from flashgen import expr as fx
 from flashgen.analysis import Analysis, Interval, MaskAnalysis, ScoreAnalysis
 from flashgen.cprint import CPrinter
-from flashgen.render.text import COLUMNS, comment, wrap_code
+from flashgen.render.text import COLUMNS, comment, comments, wrap_code
 from flashgen.spec import AttentionSpec
 
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
@@ -191,5 +191,6 @@ class SpecFunctions:
     def _source(self, lines: fx.SourceLines | None) -> list[str]:
         if lines is None:
             return []
-        text = textwrap.indent(lines.text.rstrip(), "  ").splitlines()
-        return [f"// {lines}", *(f"//{line}".rstrip() for line in text)]
+        return comments(
+            [str(lines), *textwrap.indent(lines.text.rstrip(), "  ").splitlines()], "    "
+        )

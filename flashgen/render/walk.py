@@ -22,7 +22,7 @@ IN_BOUNDS = "k_start + BLOCK_K <= p.seq_k"
 
 @dataclass(frozen=True)
 class Walk:
-    """Fields of the template. A text is C++ of the kernel; None means that the step is not taken."""
+    """Fields of the template: C++ of the kernel; None means that the step is not taken."""
 
     functions: tuple[SpecFunction, ...]
     reach: str | None
