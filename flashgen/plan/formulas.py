@@ -42,7 +42,7 @@ QUANTITIES = {
     "extra": "registers that the spec, the architecture and unequal head dims add",
     "access": "bytes per access to global memory",
     "copy_ops": "instructions per access of a copy to shared memory",
-    "factors": "tensor-core products per multiplication: 5 for float32, else 1",
+    "factors": "tensor-core products per multiplication: 6 for float32, else 1",
     "tensor_rate": "tensor-core multiply-adds per clock and SM",
     "l2_rate": "bytes per clock that an SM gets from L2",
     "score_ops": "instructions of score_mod per element",

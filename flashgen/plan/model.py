@@ -110,7 +110,7 @@ MODEL_32BIT = PathModel(
         "block_k", "(register_limit - 82 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 5/16))"
     ),
     products=Formula(
-        "products", "5*(d_qk + d_v)/32 + 10.7*(d_qk + d_v)/(16*row_groups) + 10.3*d_qk/block_k"
+        "products", "6*(d_qk + d_v)/32 + 10.7*(d_qk + d_v)/(16*row_groups) + 10.3*d_qk/block_k"
     ),
     rest=Formula("rest", f"15 + {_REST}"),
 )

@@ -48,7 +48,7 @@ class Problem:
             "extra": self.extra_registers,
             "access": self.access_bytes,
             "copy_ops": 1 if self.access_bytes == model.GRANULE else 3,
-            "factors": 5 if wide else 1,
+            "factors": 6 if wide else 1,
             "tensor_rate": self.arch.mma_tf32 if wide else self.arch.mma_16bit,
             "l2_rate": self.arch.l2_bytes_per_clock,
             "score_ops": self.score_ops,
