@@ -6,6 +6,7 @@ head count and memory layout. The whole product of specs, dtypes, head dims and 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from flashgen.cli.inputs import example_scalars
 from flashgen.ops import run_forward
 from flashgen.spec import AttentionSpec
 
+ROWS = 256
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
 
@@ -128,6 +130,8 @@ def test_forward_meets_the_error_rule_on_the_whole_product(
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
         if batch * heads_q * seq_q * seq_k > 400_000:
             batch, heads_q, heads_kv = 1, 1, 1
+        # The errors of a row go together: it takes many rows before an RMS says more than chance.
+        batch = max(batch, math.ceil(ROWS / (heads_q * seq_q)))
         check_case(
             path, Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
         )
