@@ -84,7 +84,8 @@ def emit(
         spare_registers=spare_registers,
     )
     config.tell(1, str(chosen))
-    config.tell(3, str(analysis))
+    if config.debug_level() >= 3:  # printing expressions takes longer than making them
+        config.tell(3, str(analysis))
     kernels = Kernels(analysis, render.forward(spec, analysis, chosen))
     config.tell(4, kernels.forward.text)
     return kernels

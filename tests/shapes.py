@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -80,17 +79,6 @@ class Case:
         view = padded[:, :heads, :seq, :dim]
         view.copy_(values)
         return view
-
-
-def every_length(dtype: str, head_dim: int, seed: int = 0) -> list[Case]:
-    """Every pair of lengths, with batches, heads and layouts taken in turn, whatever their cost."""
-    mixes = list(product(BATCHES, HEADS, LAYOUTS))
-    return [
-        Case(seq_q, seq_k, batch, *heads, dtype, head_dim, None, layout)
-        for turn, (seq_q, seq_k) in enumerate(LENGTHS, start=seed)
-        # 5 has no factor in common with the 18 mixes, so that all of them come round.
-        for batch, heads, layout in [mixes[5 * turn % len(mixes)]]
-    ]
 
 
 def covering(
