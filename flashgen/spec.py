@@ -36,7 +36,7 @@ class AttentionSpec:
         dtype: "float16", "bfloat16" or "float32", of q, k, v and the output.
         head_dim_v: length of v vectors; head_dim when None.
         scale: factor on q.k, positive; 1 / sqrt(head_dim) when None.
-        dropout: not available in this version.
+        dropout: whether kernels drop elements of P; the probability is given with each call.
         name: identifier that kernels are named by; from the file or the function when None.
 
     Attributes:
@@ -166,11 +166,11 @@ def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             f"scale {scale!r}",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
-    if not isinstance(spec.dropout, bool) or spec.dropout:
+    if not isinstance(spec.dropout, bool):
         mistake(
-            "dropout is not available in this version",
+            "dropout says whether there is any; the probability is an argument of the call",
             f"dropout {spec.dropout!r}",
-            "dropout=False",
+            "dropout=True, and op(..., dropout_p=0.1)",
         )
     if spec.name is not None and not _is_name(spec.name):
         mistake(

@@ -101,7 +101,7 @@ def test_one_name_for_two_scalars_is_refused() -> None:
         ({"scale": -0.125}, "scale is a positive", "-0.125", "score_mod"),
         ({"scale": float("inf")}, "scale is a positive", "inf", "scale=None"),
         ({"scale": "1"}, "scale is a positive", "'1'", "scale=None"),
-        ({"dropout": True}, "dropout is not available in this version", "True", "dropout=False"),
+        ({"dropout": 0.1}, "dropout says whether there is any", "0.1", "dropout_p=0.1"),
         ({"name": "my spec"}, "name is an identifier", "'my spec'", "'my_spec'"),
         ({"name": "7b"}, "name is an identifier", "'7b'", "'spec_7b'"),
     ],

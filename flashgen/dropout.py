@@ -1,0 +1,118 @@
+"""Which elements dropout keeps: a pure function of (seed, offset, b, h, q, k), in numpy.
+
+This is the definition. The oracle, the tiled path and the tests call it; the emitted kernels
+(templates/dropout.cuh.j2) compute the same bits with the same counters.
+
+Random bits come from Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011) with 7 rounds, the fewest with which the paper's generator passes BigCrush.
+The key is the seed. One call gives 128 bits, 16 for each of 8 elements: in every block of 16 x 16
+elements, call (a, c) serves rows a and a + 8 and columns 2c, 2c + 1, 2c + 8 and 2c + 9. Those are
+what one lane holds of an accumulator of mma.m16n8, so that a lane needs one call for 8 elements;
+and of a transposed accumulator it takes one call and an exchange with one other lane.
+
+q and k are counted from the first row of the call, without q_offset and k_offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashgen.errors import InputError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+LEVELS = 1 << 16
+"""The keep probability is a multiple of 1 / LEVELS."""
+
+ROUNDS = 7
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key's two halves grow by each round
+LOW = np.uint64(0xFFFFFFFF)
+BLOCK = 16  # rows and columns of the blocks that calls are counted in
+
+
+def kept_levels(p: float) -> int:
+    """How many of the `LEVELS` values of an element's 16 bits keep it: (1 - p) * LEVELS, rounded.
+
+    Raises:
+        InputError: p is not a number in [0, 1), or so near to 1 that nothing would be kept.
+    """
+    number = isinstance(p, int | float) and not isinstance(p, bool)
+    levels = round((1.0 - p) * LEVELS) if number and 0.0 <= p < 1.0 else 0
+    if levels < 1:
+        raise InputError(
+            "dropout_p is not a probability of dropping that leaves something",
+            where="argument dropout_p",
+            numbers=f"given {p!r}; from 0 to below 1, in steps of 1 / {LEVELS:,}",
+            way_out="dropout_p=0.1, for example; 0 while evaluating",
+        )
+    return levels
+
+
+def keep_scale(p: float) -> float:
+    """What a kept element is multiplied by: 1 / (keep probability as it is after rounding)."""
+    return LEVELS / kept_levels(p)
+
+
+def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> Array:
+    """Philox4x32-7 of counters given as four arrays of uint32 values that broadcast together.
+
+    Returns:
+        uint32, [..., 4].
+    """
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        first, second = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        c0, c2 = second >> np.uint64(32) ^ c1 ^ np.uint64(k0), first >> np.uint64(32) ^ c3
+        c2 ^= np.uint64(k1)
+        c1, c3 = second & LOW, first & LOW
+        k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
+    words = np.broadcast_arrays(c0, c1, c2, c3)
+    return np.stack([word.astype(np.uint32) for word in words], axis=-1)
+
+
+def keep_mask(
+    p: float,
+    seed: int,
+    offset: int,
+    pairs: Array,
+    rows: range,
+    keys: range,
+) -> Array:
+    """Which elements of P are kept.
+
+    Args:
+        p: probability of dropping, in [0, 1).
+        seed: 64 bits; negative numbers stand for their two's complement.
+        offset: its low 32 bits count.
+        pairs: [n] of b * heads_q + h.
+        rows, keys: of step 1, counted from the first query row and key of the call.
+
+    Returns:
+        bool, [n, len(rows), len(keys)].
+
+    Raises:
+        InputError: p is no such probability.
+    """
+    levels = kept_levels(p)
+    first_q, first_k = rows.start // BLOCK, keys.start // BLOCK
+    blocks_q = -(-rows.stop // BLOCK) - first_q
+    blocks_k = -(-keys.stop // BLOCK) - first_k
+    # Axes: pair, block of rows, a, block of columns, c
+    c0 = np.arange(8 * first_q, 8 * (first_q + blocks_q)).reshape(1, -1, 8, 1, 1)
+    c1 = np.arange(4 * first_k, 4 * (first_k + blocks_k)).reshape(1, 1, 1, -1, 4)
+    c2 = np.asarray(pairs, dtype=np.uint64).reshape(-1, 1, 1, 1, 1) & LOW
+    c3 = np.full((1, 1, 1, 1, 1), offset & 0xFFFFFFFF)
+    words = philox((c0, c1, c2, c3), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    # Word 2i + j serves row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
+    n = c2.shape[0]
+    halves = np.ascontiguousarray(words).astype("<u4", copy=False).view("<u2")
+    grid = halves.reshape(n, blocks_q, 8, blocks_k, 4, 2, 2, 2)
+    grid = grid.transpose(0, 1, 5, 2, 3, 6, 4, 7)  # pair, block, i, a, block, j, c, half
+    elements = grid.reshape(n, blocks_q * BLOCK, blocks_k * BLOCK)
+    skip_q, skip_k = rows.start - first_q * BLOCK, keys.start - first_k * BLOCK
+    part = elements[:, skip_q : skip_q + len(rows), skip_k : skip_k + len(keys)]
+    return np.asarray(part < levels)
