@@ -151,9 +151,9 @@ def test_the_same_question_has_the_same_answer_in_text_too():
 
 def test_the_grid_covers_every_query_of_every_head():
     one = plan_of(64)
-    assert one.grid(3, 8, 1) == (1, 8, 3)
-    assert one.grid(3, 8, one.block_q) == (1, 8, 3)
-    assert one.grid(3, 8, one.block_q + 1) == (2, 8, 3)
+    assert one.grid(3, 8, 2, 1, 5) == (1, 8, 3)
+    assert one.grid(3, 8, 2, one.block_q, 5) == (1, 8, 3)
+    assert one.grid(3, 8, 2, one.block_q + 1, 5) == (2, 8, 3)
 
 
 def test_no_tile_fits_names_the_need_the_limit_and_what_would_fit():

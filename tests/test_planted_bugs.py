@@ -39,7 +39,7 @@ def run(text: str, *, source: Source = SOURCE, order_seed: int | None = None) ->
     emulator.launch(
         binary.ptx,
         source.name,
-        source.plan.grid(1, 2, SEQ),
+        source.plan.grid(1, 2, 2, SEQ, SEQ),
         (source.plan.threads, 1, 1),
         [tuple(params)],
         shared_bytes=source.plan.smem_bytes,

@@ -134,7 +134,9 @@ def run_forward(
     built = time.perf_counter()
 
     values = _arguments(problem, q, k, v, out, lse)
-    grid = kernel.plan.grid(problem.batch, problem.heads_q, problem.seq_q)
+    grid = kernel.plan.grid(
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_k
+    )
     counters = None
     if where == "emulator":
         counters = backends.emulate(kernel, grid, values, checkers=check_memory)

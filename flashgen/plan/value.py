@@ -131,7 +131,9 @@ class Plan:
         """Names of the constraints that keep the tile from being larger."""
         return tuple(line.name for line in self.derivation if line.binding)
 
-    def grid(self, batch: int, heads_q: int, seq_q: int) -> tuple[int, int, int]:
+    def grid(
+        self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int
+    ) -> tuple[int, int, int]:
         """Blocks of the launch: (query tiles, query heads, batch entries)."""
         return -(-seq_q // self.block_q), heads_q, batch
 
