@@ -13,7 +13,7 @@ export OPENBLAS_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench clean
+.PHONY: help demo test slow lint bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
@@ -21,6 +21,7 @@ help:
 	@echo "make slow   the tests that take long"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  the benchmarks"
+	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
 	@echo "make clean  remove .venv and caches of tools"
 
 # ---- set-up: one stamp per set of packages, made again when pyproject.toml changes --------------
@@ -55,8 +56,22 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# gpu.py has a target of its own; the other two are not scripts that measure.
+ON_GPU := benchmarks/gpu.py benchmarks/report.py benchmarks/__init__.py
+
 bench: $(VENV)/dev.stamp
-	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out $(ON_GPU),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# In the Python at hand, with a torch for the GPU: nothing is installed. Where PYTHON is not given,
+# a .venv that is there is taken, which is enough for PART=dry.
+GPU_PYTHON := $(PYTHON)
+ifeq ($(origin PYTHON),file)
+GPU_PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+endif
+
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -5,8 +5,8 @@ variable              meaning
 ====================  ==========================================================================
 FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
                       sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120
-FLASHGEN_BACKEND      where kernels run when a call does not say: "gpu" or "emulator"
-                      (unset: the GPU when there is one, otherwise the emulator)
+FLASHGEN_BACKEND      what computes when a call does not say: "gpu", "emulator" or "tiled"
+                      (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
 FLASHGEN_DEBUG        how much is told on stderr, each step adding to the one before:
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from flashgen.errors import FlashgenError
 
-BACKENDS = ("gpu", "emulator")
+BACKENDS = ("gpu", "emulator", "tiled")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
@@ -39,6 +39,9 @@ _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=N
 
 def _read(name: str) -> str | None:
     """Value of an environment variable without surrounding blanks; None when unset or empty."""
+    # Operators ask at every call: an unset variable is found out without an exception inside.
+    if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
+        return None
     return os.environ.get(name, "").strip() or None
 
 

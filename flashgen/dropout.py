@@ -31,6 +31,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key's two halves grow by each round
 LOW = np.uint64(0xFFFFFFFF)
 BLOCK = 16  # rows and columns of the blocks that calls are counted in
+_CALLS_AT_ONCE = 1 << 14  # 128 KiB per array of words
 
 
 def kept_levels(p: float) -> int:
@@ -62,16 +63,34 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
     Returns:
         uint32, [..., 4].
     """
+    return np.stack([word.astype(np.uint32) for word in _words(counter, key)], axis=-1)
+
+
+def _words(
+    counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
+) -> tuple[Array, Array, Array, Array]:
+    """The four words as arrays of uint64, each of the shape that all counters broadcast to."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = key
     for _ in range(ROUNDS):
         first, second = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c2 = second >> np.uint64(32) ^ c1 ^ np.uint64(k0), first >> np.uint64(32) ^ c3
-        c2 ^= np.uint64(k1)
-        c1, c3 = second & LOW, first & LOW
+        c0, c2 = _next(second, c1, k0), _next(first, c3, k1)
+        second &= LOW
+        first &= LOW
+        c1, c3 = second, first
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
-    words = np.broadcast_arrays(c0, c1, c2, c3)
-    return np.stack([word.astype(np.uint32) for word in words], axis=-1)
+    c0, c1, c2, c3 = np.broadcast_arrays(c0, c1, c2, c3)
+    return c0, c1, c2, c3
+
+
+def _next(product: Array, word: Array, key: int) -> Array:
+    """The high half of ``product``, with ``word`` and the key xored in."""
+    high = product >> np.uint64(32)
+    # In place where the result is no larger: most of the time goes into memory for new arrays.
+    whole = high.ndim > 0 and np.broadcast_shapes(high.shape, word.shape) == high.shape
+    found = np.bitwise_xor(high, word, out=high) if whole else high ^ word
+    found ^= np.uint64(key)
+    return found
 
 
 def keep_mask(
@@ -106,13 +125,18 @@ def keep_mask(
     c1 = np.arange(4 * first_k, 4 * (first_k + blocks_k)).reshape(1, 1, 1, -1, 4)
     c2 = np.asarray(pairs, dtype=np.uint64).reshape(-1, 1, 1, 1, 1) & LOW
     c3 = np.full((1, 1, 1, 1, 1), offset & 0xFFFFFFFF)
-    words = philox((c0, c1, c2, c3), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    # Word 2i + j serves row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
+    key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     n = c2.shape[0]
-    halves = np.ascontiguousarray(words).astype("<u4", copy=False).view("<u2")
-    grid = halves.reshape(n, blocks_q, 8, blocks_k, 4, 2, 2, 2)
-    grid = grid.transpose(0, 1, 5, 2, 3, 6, 4, 7)  # pair, block, i, a, block, j, c, half
-    elements = grid.reshape(n, blocks_q * BLOCK, blocks_k * BLOCK)
+    kept = np.empty((n, blocks_q, 2, 8, blocks_k, 2, 8), dtype=bool)
+    # Few pairs at a time: the words then stay in the processor's cache.
+    together = max(1, _CALLS_AT_ONCE // max(1, blocks_q * blocks_k * 32))
+    for start in range(0, n, together):
+        part = slice(start, start + together)
+        words = _words((c0, c1, c2[part], c3), key)
+        # Word 2i + j serves row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
+        for number, word in enumerate(words):
+            halves = word.astype("<u4").view("<u2")  # the last axis: c and half
+            np.less(halves, levels, out=kept[part, :, number // 2, :, :, number % 2])
+    grid = kept.reshape(n, blocks_q * BLOCK, blocks_k * BLOCK)
     skip_q, skip_k = rows.start - first_q * BLOCK, keys.start - first_k * BLOCK
-    part = elements[:, skip_q : skip_q + len(rows), skip_k : skip_k + len(keys)]
-    return np.asarray(part < levels)
+    return grid[:, skip_q : skip_q + len(rows), skip_k : skip_k + len(keys)]

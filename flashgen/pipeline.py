@@ -1,22 +1,24 @@
 """The arrow from spec to binary: analyse, plan, render, compile. Each stage is one call.
 
-``emit`` stops at the source and needs no compiler; ``build`` goes on to cubin, without a GPU.
+``emit`` stops at the source and needs no compiler; ``build`` and ``build_backward`` go on to
+cubins, without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from flashgen import config, render
-from flashgen.analysis import Analysis, analyse
+from flashgen.analysis import Analysis, Walk, analyse
 from flashgen.compile import Binary, compile
 from flashgen.errors import PlanError
-from flashgen.plan import Plan, plan
+from flashgen.plan import Plan, plan, plan_backward
 from flashgen.render import Source
 from flashgen.spec import AttentionSpec
 
-__all__ = ["Build", "Kernels", "build", "emit"]
+__all__ = ["Build", "Kernels", "build", "build_backward", "emit"]
 
 # How many registers to keep free, in turn, until the compiler spills none.
 SPARE_REGISTERS = (0, 16, 32, 64, 96)
@@ -24,10 +26,20 @@ SPARE_REGISTERS = (0, 16, 32, 64, 96)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The emitted files of one spec."""
+    """The emitted files of one spec; the backward's are made when they are first asked for."""
 
     analysis: Analysis
     forward: Source
+    _backward: Callable[[], tuple[Source, ...]] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def backward(self) -> tuple[Source, ...]:
+        """In the order of their launches.
+
+        Raises:
+            PlanError: no tile fits.
+        """
+        return self._backward()
 
 
 @dataclass(frozen=True)
@@ -59,22 +71,24 @@ def emit(
     policy: str = "derived",
     access_bytes: int | None = None,
     spare_registers: int = 0,
+    deterministic: bool = False,
 ) -> Kernels:
-    """The CUDA source of ``spec``: deterministic, without compiler or GPU.
+    """The CUDA sources of ``spec``: the same each time, without compiler or GPU.
 
     Args:
         arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120".
         sram: shared memory per block in bytes to plan for, instead of the architecture's.
-        policy: "derived", or "paper" for Algorithm 1's block sizes.
+        policy: "derived", or "paper" for Algorithm 1's block sizes in the forward kernel.
         access_bytes: 16 for tensors whose addresses and strides are multiples of 16 bytes, the
-            operand size for any other tensors.
-        spare_registers: per thread, kept free beyond what the plan's model asks for.
+            operand size for any other tensors. Backward kernels take 16 only.
+        spare_registers: per thread, kept free beyond what the forward plan's model asks for.
+        deterministic: backward kernels that add in a fixed order.
 
     Raises:
         PlanError: no tile fits.
         RenderError: the template and the plan disagree.
     """
-    analysis = analyse(spec)
+    analysis = _analysed(spec, render.walk_of_kernel("forward"))
     chosen = plan(
         spec,
         arch,
@@ -86,9 +100,34 @@ def emit(
     config.tell(1, str(chosen))
     if config.debug_level() >= 3:  # printing expressions takes longer than making them
         config.tell(3, str(analysis))
-    kernels = Kernels(analysis, render.forward(spec, analysis, chosen))
-    config.tell(4, kernels.forward.text)
-    return kernels
+    source = render.forward(spec, analysis, chosen)
+    config.tell(4, source.text)
+    return Kernels(analysis, source, lambda: _emit_backward(spec, arch, sram, deterministic, {}))
+
+
+def _emit_backward(
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    deterministic: bool,
+    spare_registers: dict[str, int],
+) -> tuple[Source, ...]:
+    chosen = plan_backward(
+        spec, arch, sram=sram, deterministic=deterministic, spare_registers=spare_registers
+    )
+    config.tell(1, str(chosen))
+    sources = tuple(
+        render.backward(spec, _analysed(spec, render.walk_of_kernel(kernel.kernel)), kernel)
+        for kernel in chosen.kernels
+    )
+    for source in sources:
+        config.tell(4, source.text)
+    return sources
+
+
+@functools.lru_cache(maxsize=512)
+def _analysed(spec: AttentionSpec, walk: Walk) -> Analysis:
+    return analyse(spec, walk)
 
 
 def build(
@@ -105,7 +144,7 @@ def build(
     same, the plan is made again with registers to spare, which gives a smaller tile; the plan's
     own derivation shows them.
 
-    Args: those of ``emit``, but for spare_registers.
+    Args: those of ``emit``, but for spare_registers and deterministic.
 
     Raises:
         PlanError, RenderError: as ``emit``.
@@ -133,13 +172,76 @@ def _build(
             if best is None:
                 raise
             break  # no smaller tile is left: what was found spills, and its warnings say so
-        source = kernels.forward
-        binary = compile(source.text, filename=source.filename, kernel=source.name, arch=arch)
-        spilled = binary.resources.spill_store_bytes
-        if best is None or spilled < best.binary.resources.spill_store_bytes:
-            best = Build(kernels.analysis, source, binary)
-        if not spilled:
+        made = _compiled(kernels.forward, kernels.analysis)
+        if best is None or _spilled(made) < _spilled(best):
+            best = made
+        if not _spilled(made):
             break
-        config.tell(1, f"flashgen: {source.name} spills {spilled} B with {spare} spare registers")
+        _tell_spill(made, spare)
     assert best is not None, "the first round gives a build or raises"
     return best
+
+
+def build_backward(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+) -> tuple[Build, ...]:
+    """The backward kernels of ``spec``, compiled, in the order of their launches.
+
+    As in ``build``, the plan is made again with registers to spare where the compiler spills.
+
+    Args: those of ``emit``.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    return _build_backward(spec, arch, sram, deterministic)
+
+
+@functools.lru_cache(maxsize=512)
+def _build_backward(
+    spec: AttentionSpec, arch: str, sram: int | None, deterministic: bool
+) -> tuple[Build, ...]:
+    spare: dict[str, int] = {}
+    best: tuple[Build, ...] | None = None
+    while True:
+        try:
+            sources = _emit_backward(spec, arch, sram, deterministic, dict(spare))
+        except PlanError:
+            if best is None:
+                raise
+            return best  # no smaller tile is left: what was found spills, and its warnings say so
+        made = tuple(
+            _compiled(source, _analysed(spec, render.walk_of_kernel(source.role)))
+            for source in sources
+        )
+        if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
+            best = made
+        spilling = [build for build in made if _spilled(build)]
+        for build in spilling:
+            role = build.source.role
+            _tell_spill(build, spare.get(role, 0))
+            larger = [n for n in SPARE_REGISTERS if n > spare.get(role, 0)]
+            if not larger:
+                return best
+            spare[role] = larger[0]
+        if not spilling:
+            return made
+
+
+def _compiled(source: Source, analysis: Analysis) -> Build:
+    arch = source.plan.arch
+    binary = compile(source.text, filename=source.filename, kernel=source.name, arch=arch)
+    return Build(analysis, source, binary)
+
+
+def _spilled(build: Build) -> int:
+    return build.binary.resources.spill_store_bytes
+
+
+def _tell_spill(build: Build, spare: int) -> None:
+    name, spilled = build.source.name, _spilled(build)
+    config.tell(1, f"flashgen: {name} spills {spilled} B with {spare} spare registers")

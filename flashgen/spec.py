@@ -15,6 +15,8 @@ import sympy
 from .errors import FlashgenError, SpecError
 from .expr import SCORE, Scalar, SourceLines, trace_mask, trace_score
 from .expr.source import shown_path, user_location
+from .expr.stored import StoredMod
+from .expr.trace import Trace
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_STEP = 8
@@ -73,11 +75,11 @@ class AttentionSpec:
         mistakes = _option_mistakes(self, where)
         mask, score = None, None
         try:
-            mask = trace_mask(self.mask_mod) if self.mask_mod is not None else None
+            mask = _traced(self.mask_mod, trace_mask)
         except SpecError as error:
             mistakes.append(error)
         try:
-            score = trace_score(self.score_mod) if self.score_mod is not None else None
+            score = _traced(self.score_mod, trace_score)
         except SpecError as error:
             mistakes.append(error)
         used = [s for trace in (mask, score) if trace is not None for s in trace.scalars]
@@ -122,6 +124,17 @@ class AttentionSpec:
     def __hash__(self) -> int:
         return hash(self.identity)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled by what was read from the functions: lambdas and closures are fine."""
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        for mod, expr, lines in (
+            ("mask_mod", self.mask, self.mask_line),
+            ("score_mod", self.score, self.score_line),
+        ):
+            if lines is not None:
+                options[mod] = StoredMod(Trace(expr, self.scalars, lines))
+        return _restored, (options, self.named, self.file)
+
     def replace(self, **changes: Any) -> AttentionSpec:
         """A copy with some arguments changed; the functions are read again."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -134,6 +147,19 @@ class AttentionSpec:
             object.__setattr__(copy, "name", self.name)
         object.__setattr__(copy, "file", self.file)
         return copy
+
+
+def _traced(mod: Mod | None, trace: Callable[[Mod], Trace]) -> Trace | None:
+    if mod is None:
+        return None
+    return mod.trace if isinstance(mod, StoredMod) else trace(mod)
+
+
+def _restored(options: dict[str, Any], named: bool, file: str | None) -> AttentionSpec:
+    spec = AttentionSpec(**options)
+    object.__setattr__(spec, "named", named)
+    object.__setattr__(spec, "file", file)
+    return spec
 
 
 def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:

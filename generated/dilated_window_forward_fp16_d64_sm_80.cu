@@ -107,7 +107,7 @@ struct Params {
 // ---- the spec ----------------------------------------------------------------------------------
 
 struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first key of this call
+  int lo, hi;  // keys [lo, hi), counted from the first of this call
 };
 
 // a / b rounded down, as Python's // does. Undefined for b = 0.
@@ -355,7 +355,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// One instruction each, with an error below 2^-22 of the result.
+// One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import flashgen as fg
 from flashgen.arch import facts, known
-from flashgen.plan import Plan, plan
+from flashgen.plan import BackwardPlan, Plan, plan, plan_backward
 from flashgen.plan.problem import problem_of
 from flashgen.plan.search import Problem, Tile
 
@@ -34,8 +34,29 @@ def every_plan(step: int = 8) -> Iterator[Plan]:
                 yield plan_of(head_dim, dtype, arch, head_dim_v=head_dim_v)
 
 
+def backward_of(
+    head_dim: int, dtype: str = "float16", arch: str = "sm_80", **options: object
+) -> BackwardPlan:
+    head_dim_v = options.pop("head_dim_v", head_dim)
+    return plan_backward(spec_of(head_dim, head_dim_v, dtype), arch, **options)
+
+
+def every_backward(step: int = 8) -> Iterator[BackwardPlan]:
+    """Backward plans, deterministic or not, as `every_plan`."""
+    dims = [(d, d) for d in range(8, 257, step)] + list(UNEQUAL)
+    for arch in known():
+        for dtype in ("float16", "float32"):
+            for head_dim, head_dim_v in dims:
+                for deterministic in (False, True):
+                    yield backward_of(
+                        head_dim, dtype, arch, head_dim_v=head_dim_v, deterministic=deterministic
+                    )
+
+
 def problem_behind(plan: Plan) -> tuple[Problem, Tile]:
     """The search's view of a plan that was made with the architecture's own M."""
     spec = spec_of(plan.head_dim, plan.head_dim_v, plan.dtype)
-    problem = problem_of(spec, facts(plan.arch), None, plan.access_bytes)
-    return problem, Tile(plan.block_k, plan.warps, plan.row_groups, plan.blocks_per_sm)
+    problem = problem_of(spec, facts(plan.arch), None, plan.access_bytes, kernel=plan.kernel)
+    step = plan.block_q if plan.owns_keys else plan.block_k
+    sharing = (plan.column_warps, plan.score_warps)
+    return problem, Tile(step, plan.warps, plan.row_groups, plan.blocks_per_sm, *sharing)

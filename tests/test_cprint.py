@@ -263,3 +263,13 @@ def test_a_shared_condition_is_a_bool() -> None:
 
 def test_nothing_is_shared_that_occurs_once() -> None:
     assert share(SCORE * sympy.exp(-SCORE) + Log2(X)).lets == ()
+
+
+def test_an_undefined_derivative_is_nan_in_its_own_branch_only() -> None:
+    def score_mod(score, b, h, q, k):
+        return fg.log(fg.where(k <= q, 1, 0) * (score * score + 1))
+
+    spec = fg.AttentionSpec(score_mod=score_mod)
+    text = CPrinter().float(analyse_score(spec.score).derivative)
+    assert "__int_as_float(0x7fc00000)" in text
+    assert "score" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -9,12 +10,29 @@ import pytest
 from shapes import DTYPES, HEAD_DIMS
 
 import flashgen as fg
-from flashgen.pipeline import Build
+from flashgen.cli.emit import kernels_of
+from flashgen.pipeline import Build, build_backward
+from flashgen.render import Source
 
 ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "generated"
 SPECS = sorted((ROOT / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
+BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
+
+
+@functools.cache
+def sources(path: Path) -> tuple[Source, ...]:
+    return tuple(kernels_of(fg.load(path), "sm_80"))
+
+
+def both_ways(spec: fg.AttentionSpec, arch: str) -> list[Build]:
+    """The backward kernels, free and deterministic."""
+    return [
+        build
+        for deterministic in (False, True)
+        for build in build_backward(spec, arch, deterministic=deterministic)
+    ]
 
 
 def check_gates(built: Build) -> None:
@@ -29,27 +47,29 @@ def check_gates(built: Build) -> None:
 
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_a_generated_file_is_what_its_spec_emits(path: Path) -> None:
-    source = fg.emit(fg.load(path), arch="sm_80").forward
-    committed = GENERATED / source.filename
-    assert committed.is_file(), f"missing; flashgen emit specs/{path.name} --arch sm_80"
-    assert committed.read_bytes() == source.text.encode()
+    for source in sources(path):
+        committed = GENERATED / source.filename
+        assert committed.is_file(), f"missing; flashgen emit specs/{path.name} --arch sm_80"
+        assert committed.read_bytes() == source.text.encode(), source.filename
 
 
 def test_every_generated_file_belongs_to_a_spec() -> None:
-    emitted = {fg.emit(fg.load(path), arch="sm_80").forward.filename for path in SPECS}
+    emitted = {source.filename for path in SPECS for source in sources(path)}
     assert {path.name for path in GENERATED.glob("*.cu")} == emitted
 
 
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_an_emitted_file_is_clean_text(path: Path) -> None:
-    text = fg.emit(fg.load(path), arch="sm_80").forward.text
-    lines = text.splitlines()
-    assert text.endswith("}\n")
-    assert all(line == line.rstrip() and "\t" not in line for line in lines)
-    assert all(len(line) <= 100 for line in lines)
-    assert not any(a == b == "" for a, b in itertools.pairwise(lines))
-    assert str(ROOT) not in text
-    assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
+    spec = fg.load(path)
+    dropping = spec.replace(dropout=True, head_dim=40, head_dim_v=72)
+    for source in (*sources(path), *kernels_of(dropping, "sm_80")):
+        text, lines = source.text, source.text.splitlines()
+        assert text.endswith("}\n")
+        assert all(line == line.rstrip() and "\t" not in line for line in lines)
+        assert [line for line in lines if len(line) > 100] == [], source.filename
+        assert not any(a == b == "" for a, b in itertools.pairwise(lines))
+        assert str(ROOT) not in text
+        assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
 
 
 def test_no_line_of_a_template_is_too_long_to_read() -> None:
@@ -71,6 +91,30 @@ def test_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
 ) -> None:
     spec = fg.load(ROOT / f"specs/{name}.py").replace(dtype=dtype, head_dim=head_dim)
     check_gates(fg.build(spec, "sm_80"))
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
+    dtype: str, head_dim: int
+) -> None:
+    spec = fg.load(ROOT / "specs/causal.py").replace(dtype=dtype, head_dim=head_dim)
+    for built in both_ways(spec, "sm_80"):
+        check_gates(built)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_backward_kernels_of_every_spec_pass_the_static_gates(
+    path: Path, dtype: str, dropout: bool, arch: str
+) -> None:
+    for head_dim in BACKWARD_DIMS:
+        spec = fg.load(path).replace(dtype=dtype, head_dim=head_dim, dropout=dropout)
+        for built in (fg.build(spec, arch), *both_ways(spec, arch)):
+            check_gates(built)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 import flashgen as fg
 from flashgen.errors import InputError, SpecError
 from flashgen.expr import Scalar
-from flashgen.ops import check, run_forward
+from flashgen.ops import check, run_backward, run_forward
 from flashgen.ops.backends import access_bytes, choose
 from flashgen.spec import AttentionSpec
 
@@ -64,7 +64,6 @@ def test_a_right_call_gives_its_sizes():
         (lambda t: t[0], "has 3 dimensions, not 4", "unsqueeze(0)"),
         (lambda t: t.float(), "does not have the dtype of the spec", ".to(torch.float16)"),
         (lambda t: t.to(torch.complex64), "does not have the dtype of the spec", "float16"),
-        (lambda t: t.requires_grad_(), "requires a gradient", "torch.no_grad()"),
         (
             lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
             "is not contiguous",
@@ -85,10 +84,25 @@ def test_each_operand_by_itself(name, change, what, way_out):
     assert way_out in error.way_out
 
 
-def test_inputs_that_require_a_gradient_are_fine_without_grad_mode():
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*:UserWarning")
+def test_tensors_without_strides_are_refused_by_the_operator_too():
+    q, k, v = operands(heads_kv=4, seq_k=5)
+    nested = torch.nested.nested_tensor([q[0], q[1, :, :3]])
+    compressed = q.to_sparse_csr(dense_dim=0)
+    for wrong in (nested, compressed, q.to_sparse()):
+        for place in range(3):
+            given = [q, k, v]
+            given[place] = wrong
+            with pytest.raises(InputError, match="not an ordinary dense tensor"):
+                fg.attention(SPEC)(*given)
+    run = run_forward(SPEC, q, k, v)
+    with pytest.raises(InputError, match="does not belong"):
+        run_backward(SPEC, q, k, v, run.out, run.lse, nested)
+
+
+def test_inputs_that_require_a_gradient_are_fine():
     tensors = tuple(tensor.requires_grad_() for tensor in operands())
-    with torch.no_grad():
-        assert checked(tensors=tensors).seq_q == 5
+    assert checked(tensors=tensors).seq_q == 5
 
 
 @pytest.mark.parametrize(
@@ -247,16 +261,20 @@ def test_an_operator_needs_a_spec():
 def test_backends_are_chosen_by_call_then_environment_then_device(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
-    assert choose(None, cpu) == "emulator"
+    assert choose(None, cpu) == "tiled"
     assert choose(None, cuda) == "gpu"
     assert choose("emulator", cpu) == "emulator"
+    assert choose("tiled", cpu) == "tiled"
     with pytest.raises(InputError, match="no such backend") as caught:
         choose("triton", cpu)
-    assert "'triton'; available: gpu, emulator" in caught.value.numbers
+    assert "'triton'; available: gpu, emulator, tiled" in caught.value.numbers
     with pytest.raises(InputError, match="'gpu' takes cuda tensors") as caught:
         choose("gpu", cpu)
     assert "q.cuda()" in caught.value.way_out
+    with pytest.raises(InputError, match="'tiled' takes cpu tensors"):
+        choose("tiled", cuda)
     monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
+    assert choose(None, cpu) == "emulator"
     with pytest.raises(InputError, match="'emulator' takes cpu tensors") as caught:
         choose(None, cuda)
     assert "FLASHGEN_BACKEND" in caught.value.where
@@ -286,6 +304,7 @@ def test_wide_access_needs_every_address_to_be_a_multiple_of_16_bytes():
     assert access_bytes(single, single, single)[0] == 16
 
 
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
@@ -295,15 +314,21 @@ def test_wide_access_needs_every_address_to_be_a_multiple_of_16_bytes():
         ({"seq_k": 0}, (2, 4, 5, 24)),
     ],
 )
-def test_empty_problems_are_defined_without_a_launch(sizes, shape):
+def test_empty_problems_are_defined_without_a_launch(sizes, shape, backend):
+    spec = SPEC.replace(head_dim_v=24)
     q, k, v = operands(dim_v=24, **sizes)
-    run = run_forward(SPEC.replace(head_dim_v=24), q, k, v)
+    run = run_forward(spec, q, k, v, backend=backend)
     assert run.backend == "none"
     assert run.binary is None
     assert run.out.shape == shape
     assert run.lse.shape == shape[:3]
     assert (run.out == 0).all()
     assert (run.lse == float("-inf")).all()
+    back = run_backward(spec, q, k, v, run.out, run.lse, run.out, backend=backend)
+    assert back.backend == "none"
+    for gradient, operand in zip((back.dq, back.dk, back.dv), (q, k, v), strict=True):
+        assert gradient.shape == operand.shape
+        assert (gradient == 0).all()
 
 
 def test_an_empty_problem_is_checked_like_any_other():
@@ -312,3 +337,114 @@ def test_an_empty_problem_is_checked_like_any_other():
         run_forward(SPEC, q, k, v, scalars={"window": 1})
     with pytest.raises(InputError):
         run_forward(SPEC, q, k, v, backend="gpu")
+
+
+DROPS = SPEC.replace(dropout=True)
+STATE = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize("p", [0.1, 0, 0.0, np.float32(0.1), np.float64(0.1), torch.tensor(0.1)])
+def test_dropout_p_is_a_number_of_any_kind(p):
+    assert checked(spec=DROPS, dropout_p=p, rng=STATE).dropout_p == pytest.approx(float(p))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        *(-0.1, 1.0, 1, 1.5, float("nan"), 1 - 2**-18, True, "0.1", None, 0.1j, [0.1]),
+        torch.tensor([0.1]),
+        torch.tensor(1),
+        torch.tensor(1.5),
+        torch.empty((), device="meta"),
+    ],
+)
+def test_dropout_p_is_a_probability(p):
+    error = refusal(spec=DROPS, dropout_p=p, rng=STATE)
+    assert error.where == "argument dropout_p"
+
+
+@pytest.mark.parametrize(
+    "rng",
+    [
+        (1, 2),
+        7,
+        STATE.int(),
+        STATE.double(),
+        STATE[:1],
+        STATE.view(1, 2),
+        STATE.to("meta"),
+    ],
+)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_rng_is_two_int64_on_the_device_of_q(p, rng):
+    error = refusal(spec=DROPS, dropout_p=p, rng=rng)
+    assert error.where == "argument rng"
+    assert "torch.tensor([seed, offset]" in error.way_out
+
+
+def test_dropout_needs_a_state_and_a_spec_that_has_it():
+    assert "needs a random state" in refusal(spec=DROPS, dropout_p=0.5).what
+    assert checked(spec=DROPS).dropout_p == 0.0
+    error = refusal(dropout_p=0.5, rng=STATE)
+    assert error.what == "the spec was made without dropout"
+    assert "spec.replace(dropout=True)" in error.way_out
+    assert refusal(rng=STATE).where == "argument rng"
+    assert checked(dropout_p=0.0).dropout_p == 0.0
+
+
+@pytest.mark.parametrize("bad", [1, "yes", 0.0])
+def test_deterministic_is_true_false_or_none(bad):
+    q, k, v = operands()
+    run = run_forward(SPEC, q, k, v)
+    with pytest.raises(InputError, match="deterministic is neither"):
+        run_backward(SPEC, q, k, v, run.out, run.lse, run.out, deterministic=bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("out", lambda t: t[:, :, 1:]),
+        ("out", lambda t: t.float()),
+        ("lse", lambda t: t.half()),
+        ("lse", lambda t: t[0]),
+        ("dout", lambda t: t[..., :8]),
+        ("dout", lambda t: t.float()),
+        ("dout", lambda t: None),
+        ("dlse", lambda t: t[:, :1]),
+        ("dlse", lambda t: t.double()),
+        ("dlse", lambda t: t.to("meta")),
+        ("dlse", lambda t: t.to_sparse()),
+        ("dlse", lambda t: 0.0),
+    ],
+)
+def test_what_a_backward_call_needs_fits_its_operands(name, change):
+    q, k, v = operands()
+    run = run_forward(SPEC, q, k, v)
+    given = {"out": run.out, "lse": run.lse, "dout": run.out, "dlse": run.lse}
+    given[name] = change(given[name])
+    with pytest.raises(InputError) as caught:
+        run_backward(SPEC, q, k, v, **given)
+    assert caught.value.where == f"argument {name}"
+
+
+def test_a_call_after_a_good_one_is_checked_as_well():
+    """Checks are remembered by shapes and numbers: what is equal but no number must not slip by."""
+    op = fg.attention(SPEC)
+    q, k, v = operands()
+    op(q, k, v, q_offset=1, scale=1.0)
+    for wrong in ({"q_offset": True}, {"q_offset": 1.0}, {"scale": True}, {"backend": "none"}):
+        with pytest.raises(InputError):
+            op(q, k, v, **{"q_offset": 1, "scale": 1.0, **wrong})
+    for wrong in (q.float(), q.to("meta"), q.to_sparse(), q[0], [q], None, q[..., ::2]):
+        with pytest.raises(InputError):
+            op(wrong, k, v, q_offset=1, scale=1.0)
+    scalars = fg.attention(SCALARS)
+    scalars(q, k, v, window=1, slope=1.0, on=True)
+    for wrong in ({"window": True}, {"window": 1.0}, {"on": 1}, {"slope": True}):
+        with pytest.raises(InputError):
+            scalars(q, k, v, **{"window": 1, "slope": 1.0, "on": True, **wrong})
+    drops = fg.attention(DROPS)
+    drops(q, k, v, dropout_p=0.5, rng=STATE)
+    for wrong in (STATE.int(), STATE[:1], (1, 2)):
+        with pytest.raises(InputError):
+            drops(q, k, v, dropout_p=0.5, rng=wrong)

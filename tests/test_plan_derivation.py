@@ -6,16 +6,24 @@ import pytest
 import sympy
 from plan_problems import every_plan, plan_of, problem_behind
 
-from flashgen.plan import model
+from flashgen.plan import backward, model
 from flashgen.plan.formulas import QUANTITIES, SYMBOLS, Formula, evaluate
-from flashgen.plan.search import best_occupancy, cost, excesses, larger, quantities
+from flashgen.plan.model import KernelModel
+from flashgen.plan.search import MODELS, best_occupancy, cost, excesses, larger, quantities
 
-FORMULAS = [
-    value
-    for part in (model, model.MODEL_16BIT, model.MODEL_32BIT)
-    for value in vars(part).values()
-    if isinstance(value, Formula)
-]
+
+def formulas_of(kernel: KernelModel) -> list[Formula]:
+    bounds = (kernel.smem, kernel.smem_bound, kernel.registers, kernel.register_bound)
+    return [*kernel.sizes, *bounds, *kernel.cost_steps]
+
+
+FORMULAS = list(
+    dict.fromkeys(
+        [value for value in vars(model).values() if isinstance(value, Formula)]
+        + [value for value in vars(backward).values() if isinstance(value, Formula)]
+        + [formula for kernel in MODELS.values() for formula in formulas_of(kernel)]
+    )
+)
 
 
 def test_every_printed_line_is_its_own_arithmetic():
@@ -59,11 +67,21 @@ def test_the_expression_and_the_function_are_the_same_formula(formula):
     assert float(as_sympy) == pytest.approx(formula(values))
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_the_register_bound_of_block_k_is_the_register_formula_solved(itemsize):
-    formulas = model.path_model(itemsize)
-    bound = formulas.registers.expr.subs(SYMBOLS["block_k"], formulas.block_k.expr)
+@pytest.mark.parametrize("kernel", MODELS.values(), ids=lambda kernel: kernel.name)
+def test_the_register_bound_is_the_register_formula_solved(kernel):
+    bound = kernel.registers.expr.subs(SYMBOLS[kernel.walks], kernel.register_bound.expr)
     assert sympy.simplify(bound - SYMBOLS["register_limit"]) == 0
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [kernel for kernel in MODELS.values() if kernel.name != "forward"],
+    ids=lambda kernel: kernel.name,
+)
+def test_the_shared_memory_bound_of_a_backward_kernel_fills_m_and_m_sm(kernel):
+    m, m_sm, blocks, reserved = (SYMBOLS[n] for n in ("M", "M_sm", "blocks", "reserved"))
+    filled = kernel.smem.expr.subs(SYMBOLS[kernel.walks], kernel.smem_bound.expr)
+    assert sympy.simplify(filled - sympy.Min(m, m_sm / blocks - reserved)) == 0
 
 
 def test_the_shared_memory_bound_of_block_k_fills_m_and_m_sm():
@@ -80,20 +98,23 @@ def test_the_shared_memory_bound_of_block_k_fills_m_and_m_sm():
     assert model.SMEM.expr == e * sympy.Max(sympy.expand_mul(smem / e, deep=False), block_q * d_v)
 
 
-def test_what_a_tile_needs_never_falls_with_block_k():
-    """So that the search may stop at the first block_k that does not fit."""
-    block_k = SYMBOLS["block_k"]
-    for formula in (model.MODEL_16BIT.registers, model.MODEL_32BIT.registers):
-        assert formula.expr.diff(block_k).is_positive
-    (largest,) = model.SMEM.expr.atoms(sympy.Max)
-    assert all(branch.diff(block_k).is_nonnegative for branch in largest.args)
+def test_what_a_tile_needs_never_falls_with_the_number_of_blocks():
+    """So that the search may stop at the first number of resident blocks that does not fit."""
+    blocks = SYMBOLS["blocks"]
+    assert model.SMEM_OF_SM.expr.diff(blocks).is_positive
+    for kernel in MODELS.values():
+        for formula in (*kernel.sizes, kernel.smem, kernel.registers):
+            assert blocks not in formula.expr.free_symbols
+    at = quantities(*problem_behind(plan_of(64)))
+    limits = [model.REGISTER_LIMIT({**at, "blocks": count}) for count in range(1, 17)]
+    assert limits == sorted(limits, reverse=True)
 
 
 def test_every_refusal_of_a_larger_tile_is_true():
     for each in every_plan(step=40):
         problem, tile = problem_behind(each)
-        assert len(each.refused) == len(list(larger(tile)))
-        for refusal, (change, bigger) in zip(each.refused, larger(tile), strict=True):
+        assert len(each.refused) == len(list(larger(problem, tile)))
+        for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):
             assert refusal.change.startswith(change)
             if refusal.quantity == "cost":
                 best = best_occupancy(problem, bigger)

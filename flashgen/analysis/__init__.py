@@ -55,9 +55,9 @@ class Analysis:
     score: ScoreAnalysis
 
 
-def analyse(spec: AttentionSpec) -> Analysis:
-    """All that the later stages need to know of ``spec``."""
-    return Analysis(analyse_mask(spec.mask), analyse_score(spec.score))
+def analyse(spec: AttentionSpec, walk: Walk | None = None) -> Analysis:
+    """All that the later stages need to know of ``spec``; ``walk`` as in `analyse_mask`."""
+    return Analysis(analyse_mask(spec.mask, walk), analyse_score(spec.score))
 
 
 def analyse_mask(mask: sympy.Basic, walk: Walk | None = None) -> MaskAnalysis:

@@ -34,6 +34,8 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
         return bool(expr)
     if expr.is_Integer:
         return int(expr)
+    if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
+        return math.nan
     if not expr.args:
         return float(expr)
     if isinstance(expr, sympy.Piecewise | Choice):

@@ -29,12 +29,14 @@ class ScoreAnalysis:
     Attributes:
         identity: the score comes out as it went in.
         ignores_score: the result does not depend on the score, and the derivative is 0.
+        derivative: ds'/dscore as one expression.
         value: computes s'.
         value_and_derivative: computes (s', ds'/dscore) with everything common to both shared.
     """
 
     identity: bool
     ignores_score: bool
+    derivative: sympy.Expr
     value: Block
     value_and_derivative: Block
 
@@ -45,6 +47,7 @@ def analyse_score(score: sympy.Expr) -> ScoreAnalysis:
     return ScoreAnalysis(
         identity=score == SCORE,
         ignores_score=SCORE not in score.free_symbols,
+        derivative=slope,
         value=share(score),
         value_and_derivative=share(score, slope),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -13,14 +13,14 @@ from flashgen.cli.console import MISMATCH, busy, plural, say, write
 from flashgen.errors import RenderError, SpecError
 from flashgen.pipeline import emit as emit_kernels
 from flashgen.render import Source
-from flashgen.spec import load
+from flashgen.spec import AttentionSpec, load
 
 DEFAULT_ARCH = "sm_80"
 SPECS = Path("specs")
 
 
 def emit(paths: Sequence[str], folder: Path, archs: Sequence[str], *, check: bool) -> None:
-    """Writes one file per spec and architecture, or with ``check`` compares and writes nothing.
+    """Writes a file per kernel, spec and architecture, or with ``check`` compares them.
 
     Raises:
         typer.Exit: with status 1 when a comparison finds any difference.
@@ -64,8 +64,7 @@ def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
     for path in paths:
         with busy(f"emitting {path}"):
             spec = load(path)
-            for arch in archs:
-                source = emit_kernels(spec, arch).forward
+            for source in (kernel for arch in archs for kernel in kernels_of(spec, arch)):
                 if origin.setdefault(source.filename, path) != path:
                     raise RenderError(
                         "two specs would be emitted into the same file",
@@ -75,6 +74,17 @@ def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
                     )
                 found[source.filename] = source
     return found
+
+
+def kernels_of(spec: AttentionSpec, arch: str) -> Iterator[Source]:
+    """Forward, and the backward kernels of both modes, free and deterministic."""
+    free = emit_kernels(spec, arch)
+    yield free.forward
+    yield from free.backward
+    files = {source.filename for source in free.backward}
+    for source in emit_kernels(spec, arch, deterministic=True).backward:
+        if source.filename not in files:
+            yield source
 
 
 def _left_over(folder: Path, wanted: dict[str, Source]) -> list[Path]:

@@ -9,8 +9,31 @@ import tempfile
 from pathlib import Path
 
 from flashgen.cli.console import facts, seconds, write
-from flashgen.errors import CompileError
-from flashgen.pipeline import Build
+from flashgen.errors import CompileError, InputError
+from flashgen.pipeline import Build, build, build_backward
+from flashgen.spec import AttentionSpec
+
+
+def kernel_of(spec: AttentionSpec, arch: str, role: str) -> Build:
+    """The compiled kernel of that role: "forward", "delta", "fused", "dkdv" or "dq".
+
+    Raises:
+        InputError: there is no such kernel, or the plan does not take it for this spec.
+    """
+    if role == "forward":
+        return build(spec, arch)
+    found: dict[str, Build] = {}
+    for deterministic in (False, True):
+        for kernel in build_backward(spec, arch, deterministic=deterministic):
+            found.setdefault(kernel.source.role, kernel)
+    if role not in found:
+        raise InputError(
+            "there is no such kernel",
+            where="option --kernel",
+            numbers=f"given {role!r}; kernels of {spec.name}: forward, {', '.join(found)}",
+            way_out="--kernel forward, or leave it out",
+        )
+    return found[role]
 
 
 def resources(kernel: Build) -> None:

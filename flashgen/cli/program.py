@@ -67,7 +67,16 @@ def run(
     backend: Annotated[
         str | None, typer.Option(help="gpu or emulator; a GPU if there is one, by default.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random operands, and of dropout.")] = 0,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward kernels too, and their gradients.")
+    ] = False,
+    dropout: Annotated[
+        float, typer.Option(metavar="P", help="Probability of dropping an element of P.")
+    ] = 0.0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Gradients that are the same bits each time.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Compare with the oracle in float64.")] = True,
     checkers: Annotated[
         bool, typer.Option(help="The emulator's checkers of memory and races.")
@@ -90,6 +99,9 @@ def run(
             k_offset=k_offset,
             backend=backend,
             seed=seed,
+            backward=backward,
+            dropout=dropout,
+            deterministic=deterministic,
             check=check,
             checkers=checkers,
         )
@@ -110,15 +122,25 @@ def plan(
     policy: Annotated[
         str, typer.Option(help="derived, or paper for Algorithm 1's block sizes.")
     ] = "derived",
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward kernels instead of the forward.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --backward: sums in a fixed order.")
+    ] = False,
 ) -> None:
     """Print the tiles, warps and shared memory, and how they are derived."""
     from flashgen import config
     from flashgen.cli.inputs import load_spec
     from flashgen.plan import plan as plan_spec
+    from flashgen.plan import plan_backward
 
     loaded = load_spec(spec, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
     target = arch or config.arch() or "sm_80"
-    write(str(plan_spec(loaded, target, sram=sram, policy=policy)))
+    if backward:
+        write(str(plan_backward(loaded, target, sram=sram, deterministic=deterministic)))
+    else:
+        write(str(plan_spec(loaded, target, sram=sram, policy=policy)))
 
 
 @app.command()
@@ -149,6 +171,9 @@ def inspect(
     head_dim: HeadDim = None,
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
+    kernel: Annotated[
+        str, typer.Option(help="forward, or of the backward: delta, fused, dkdv or dq.")
+    ] = "forward",
     cuda: Annotated[bool, typer.Option("--cuda", help="The emitted CUDA.")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="The PTX.")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="The machine code.")] = False,
@@ -158,23 +183,23 @@ def inspect(
     log: Annotated[bool, typer.Option("--log", help="The compiler's messages.")] = False,
 ) -> None:
     """Compile a spec and look at the result."""
-    from flashgen import config, pipeline
+    from flashgen import config
     from flashgen.cli import inspect as show
     from flashgen.cli.inputs import load_spec
 
     loaded = load_spec(spec, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
     with busy(f"compiling {loaded.name}"):
-        kernel = pipeline.build(loaded, arch or config.arch() or "sm_80")
+        built = show.kernel_of(loaded, arch or config.arch() or "sm_80", kernel)
     if cuda:
-        write(kernel.source.text)
+        write(built.source.text)
     if ptx:
-        write(kernel.ptx)
+        write(built.ptx)
     if sass:
-        show.sass(kernel)
+        show.sass(built)
     if log:
-        write(kernel.binary.log or "NVRTC had nothing to say.")
+        write(built.binary.log or "NVRTC had nothing to say.")
     if resources or not (cuda or ptx or sass or log):
-        show.resources(kernel)
+        show.resources(built)
 
 
 @app.command()

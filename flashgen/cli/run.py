@@ -18,7 +18,7 @@ from flashgen.spec import AttentionSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashgen.ops import ForwardRun
+    from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.reference import Verdict
 
 _TIMED_LAUNCHES = 20
@@ -39,6 +39,9 @@ class Request:
     k_offset: int = 0
     backend: str | None = None
     seed: int = 0
+    backward: bool = False
+    dropout: float = 0.0
+    deterministic: bool = False
     check: bool = True
     checkers: bool = True
 
@@ -56,29 +59,36 @@ def run(request: Request) -> None:
         head_dim=request.head_dim,
         head_dim_v=request.head_dim_v,
     )
+    if request.dropout:
+        spec = spec.replace(dropout=True)
     sizes = parse_shape(request.shape)
     with busy("loading torch"):
-        from flashgen.ops import run_forward
+        from flashgen.ops import run_backward, run_forward
     values, examples = scalar_values(spec, request.path, request.scalars)
     backend, why = choose_backend(request.backend)
-    operands = _operands(spec, sizes, request.seed, backend)
+    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, backend)
     numbers: dict[str, Any] = {
         "scalars": values,
         "q_offset": request.q_offset,
         "k_offset": request.k_offset,
     }
+    if request.dropout:
+        numbers |= {"dropout_p": request.dropout, "rng": rng}
+    q, k, v = operands
+    how = {"backend": backend, "arch": request.arch, "check_memory": request.checkers}
 
     def forward() -> ForwardRun:
-        return run_forward(
+        return run_forward(spec, q, k, v, **numbers | how)
+
+    def backward() -> BackwardRun:
+        return run_backward(
             spec,
-            *operands,
-            **numbers,
-            backend=backend,
-            arch=request.arch,
-            check_memory=request.checkers,
+            *(q, k, v, result.out, result.lse, dout, dlse),
+            deterministic=request.deterministic,
+            **numbers | how,
         )
 
-    where = "on the GPU" if backend == "gpu" else "in the emulator"
+    where = {"gpu": "on the GPU", "emulator": "in the emulator"}.get(backend, "on the CPU")
     with busy(f"{spec.name}: compiling, then running {sizes} {where}"):
         result = forward()
         elapsed = _time_on_gpu(forward) if backend == "gpu" else result.report.run_seconds
@@ -86,6 +96,15 @@ def run(request: Request) -> None:
     if request.check:
         with busy(f"{spec.name}: computing the oracle in float64"):
             verdicts = _judge(spec, result, operands, numbers)
+    backward_rows: list[tuple[str, str]] = []
+    if request.backward:
+        with busy(f"{spec.name}: compiling, then running the backward kernels {where}"):
+            gradients = backward()
+            total = _time_on_gpu(backward) if backend == "gpu" else None
+        backward_rows = _backward_rows(gradients, total)
+        if request.check:
+            with busy(f"{spec.name}: computing the gradients in float64"):
+                verdicts |= _judge_gradients(spec, gradients, (*operands, dout, dlse), numbers)
 
     facts(
         [
@@ -93,10 +112,12 @@ def run(request: Request) -> None:
             ("score_mod", f"{spec.score}" if spec.score_line else "none"),
             ("mask_mod", f"{spec.mask}" if spec.mask_line else "none"),
             *_scalar_rows(values, examples),
+            *_dropout_rows(request, rng),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
             ("backend", f"{result.backend}, {why}"),
             ("arch", result.arch),
             *_kernel_rows(result, elapsed, request.checkers),
+            *backward_rows,
             *((name, str(verdict)) for name, verdict in verdicts.items()),
             *_result_rows(verdicts),
         ]
@@ -137,10 +158,13 @@ def choose_backend(asked: str | None) -> tuple[str, str]:
     return name, "as asked" if asked else "as FLASHGEN_BACKEND says"
 
 
-def _operands(
+def random_tensors(
     spec: AttentionSpec, sizes: Shape, seed: int, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Standard normal numbers, the same on every machine for the same seed."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v; the gradients of out and lse, and dropout's seed and offset.
+
+    Standard normal numbers, the same on every machine for the same seed.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -151,22 +175,26 @@ def _operands(
         values = torch.randn(sizes.batch, heads, seq, dim, generator=generator)
         return values.to(dtype).to(device)
 
-    return (
+    head_dim_v = spec.head_dim_v or spec.head_dim
+    operands = (
         normal(sizes.heads_q, sizes.seq_q, spec.head_dim),
         normal(sizes.heads_kv, sizes.seq_k, spec.head_dim),
-        normal(sizes.heads_kv, sizes.seq_k, spec.head_dim_v or spec.head_dim),
+        normal(sizes.heads_kv, sizes.seq_k, head_dim_v),
     )
+    dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
+    dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
+    return operands, (dout, dlse, torch.tensor([seed, 0], device=device))
 
 
-def _time_on_gpu(forward: Callable[[], ForwardRun]) -> float:
-    """Seconds of one launch: the mean of many, between two events of the stream."""
+def _time_on_gpu(call: Callable[[], object]) -> float:
+    """Seconds of one call: the mean of many, between two events of the stream."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin.record()
     for _ in range(_TIMED_LAUNCHES):
-        forward()
+        call()
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / _TIMED_LAUNCHES
@@ -188,6 +216,26 @@ def _judge(
     }
 
 
+def _judge_gradients(
+    spec: AttentionSpec,
+    run: BackwardRun,
+    tensors: tuple[Tensor, ...],
+    numbers: dict[str, Any],
+) -> dict[str, Verdict]:
+    from flashgen import reference
+
+    exact = reference.gradients(spec, *tensors, **numbers)
+    same = reference.same_dtype_gradients(spec, *tensors, **numbers)
+    kept = reference.kept_gradients(spec, *tensors, **numbers)
+    factor = reference.GRADIENT_FACTOR
+    return {
+        name: reference.compare(got, ref, ordinary, factor=factor, kept=best)
+        for name, got, ref, ordinary, best in zip(
+            ("dq", "dk", "dv"), (run.dq, run.dk, run.dv), exact, same, kept, strict=True
+        )
+    }
+
+
 def _dims(spec: AttentionSpec) -> str:
     if spec.head_dim_v == spec.head_dim:
         return f"head_dim {spec.head_dim}"
@@ -201,6 +249,36 @@ def _scalar_rows(values: dict[str, Number], examples: list[str]) -> list[tuple[s
     if examples:
         text += f"  ({', '.join(examples)}: the file's example)"
     return [("scalars", text)]
+
+
+def _dropout_rows(request: Request, rng: Tensor) -> list[tuple[str, str]]:
+    if not request.dropout:
+        return []
+    seed, offset = rng.tolist()
+    return [("dropout", f"p {request.dropout}, seed {seed}, offset {offset}")]
+
+
+def _backward_rows(run: BackwardRun, total: float | None) -> list[tuple[str, str]]:
+    """A line for each backward kernel: its tile, registers and time."""
+    rows = [("copied", text) for text in run.copies]
+    for report in run.reports:
+        if report.kernel is None:
+            rows.append(("backward", report.access_reason))
+            continue
+        plan, used = report.kernel.plan, report.kernel.binary.resources
+        tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
+        spills = "" if used.clean else f", SPILLS {used.spill_store_bytes:,} B"
+        time = "" if total is not None else f", {seconds(report.run_seconds)}"
+        rows.append(
+            (
+                "backward",
+                f"{report.kernel.source.name}: {tile}, {plan.warps} warps, "
+                f"{used.registers} registers{spills}{time}",
+            )
+        )
+    if total is not None:
+        rows.append(("backward", f"{seconds(total)} together"))
+    return rows
 
 
 def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tuple[str, str]]:

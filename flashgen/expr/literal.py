@@ -10,6 +10,8 @@ LARGEST_LITERAL = float(2**128 - 2**104)
 
 def float32_literal(value: float) -> str:
     """The shortest C++ literal that is exactly the float32 nearest to ``value``."""
+    if value != value:
+        return "__int_as_float(0x7fc00000)"  # NaN has no literal
     (exact,) = struct.unpack("f", struct.pack("f", value))
     text = next(t for d in range(1, 18) if _as_float32(t := f"{exact:.{d - 1}e}") == exact)
     mantissa, exponent = text.split("e")

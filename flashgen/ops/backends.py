@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from flashgen import arch as archs
 from flashgen import config
 from flashgen.errors import InputError
+from flashgen.ops.arguments import Arguments
 from flashgen.pipeline import Build
 
 Tensor = torch.Tensor
 Grid = tuple[int, int, int]
+Tensors = Mapping[str, Tensor | None]
+
+DEFAULT_ARCH = "sm_80"
+"""What runs without a GPU when nobody says otherwise: the code path that works everywhere."""
+
+TAKES = {"gpu": "cuda", "emulator": "cpu", "tiled": "cpu"}
+"""The kind of device whose tensors a backend takes."""
+
+DEFAULTS = {"cuda": "gpu", "cpu": "tiled"}
+"""The backend for tensors of a kind of device when nobody asks for another."""
 
 
 def choose(asked: str | None, device: torch.device) -> str:
@@ -26,15 +38,15 @@ def choose(asked: str | None, device: torch.device) -> str:
     if name is None:
         source, name = "environment, FLASHGEN_BACKEND", config.backend()
     if name is None:
-        return "gpu" if device.type == "cuda" else "emulator"
+        return DEFAULTS[device.type]
     if name not in config.BACKENDS:
         raise InputError(
             "there is no such backend",
             where=source,
             numbers=f"given {name!r}; available: {', '.join(config.BACKENDS)}",
-            way_out="backend=None: CUDA tensors run on their GPU, CPU tensors in the emulator",
+            way_out="backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
         )
-    takes = "cuda" if name == "gpu" else "cpu"
+    takes = TAKES[name]
     if device.type != takes:
         raise InputError(
             f"the backend {name!r} takes {takes} tensors",
@@ -45,22 +57,76 @@ def choose(asked: str | None, device: torch.device) -> str:
     return name
 
 
-def access_bytes(*tensors: Tensor) -> tuple[int, str]:
-    """How many bytes a kernel may move at once, and why: 16, or one element.
+def target_of(asked: str | None, backend: str, device: torch.device) -> str:
+    """The architecture of a call: as asked, else FLASHGEN_ARCH, else the GPU's or `DEFAULT_ARCH`.
 
-    16 bytes need base pointers and all strides but the last to be multiples of 16 bytes. An axis
-    of length 1 is never stepped along, so its stride does not count.
+    Raises:
+        InputError: what was asked for is no text.
+        PlanError: the GPU is of a generation that flashgen has no facts about.
     """
+    if asked is not None and not isinstance(asked, str):
+        raise InputError(
+            "arch is not the name of an architecture",
+            where="argument arch",
+            numbers=f"given {asked!r}",
+            way_out=f"one of {', '.join(archs.known())}, or None",
+        )
+    target = asked or config.arch()
+    if target is not None:
+        return target
+    if backend != "gpu":
+        return DEFAULT_ARCH
+    from flashgen import launch
+
+    return nearest_arch(launch.device_arch(index_of(device)))
+
+
+def nearest_arch(device: str) -> str:
+    """The newest architecture known to flashgen whose code runs on ``device``, itself if known.
+
+    A cubin runs on devices of its own major version from its minor version up.
+
+    Raises:
+        PlanError: there is none.
+    """
+    major, minor = device[:-1], int(device[-1])
+    fitting = [name for name in archs.known() if name[:-1] == major and int(name[-1]) <= minor]
+    return archs.facts(fitting[-1] if fitting else device).name
+
+
+def index_of(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def stride_obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why the strides of a tensor keep a kernel from moving 16 bytes at once; None if they do not.
+
+    An axis of length 1 is never stepped along, so its stride does not count.
+    """
+    size = tensor.element_size()
+    for axis, label in enumerate(("batch", "head", "row")):
+        step = tensor.stride(axis) * size
+        if tensor.shape[axis] > 1 and step % 16:
+            return f"the {label} stride of {name} is {step} B, no multiple of 16 B"
+    return None
+
+
+def base_obstacle(name: str, tensor: Tensor) -> str | None:
+    """The same for the address of the first element."""
+    offset = tensor.data_ptr() % 16
+    return f"{name} begins {offset} B past a multiple of 16 B" if offset else None
+
+
+ALIGNED = "all base pointers and strides are multiples of 16 B"
+
+
+def access_bytes(*tensors: Tensor) -> tuple[int, str]:
+    """How many bytes a kernel may move at once for q, k, v and o, and why: 16, or one element."""
     for name, tensor in zip("qkvo", tensors, strict=False):
-        size = tensor.element_size()
-        if tensor.data_ptr() % 16:
-            offset = tensor.data_ptr() % 16
-            return size, f"{name} begins {offset} B past a multiple of 16 B"
-        for axis, label in enumerate(("batch", "head", "row")):
-            step = tensor.stride(axis) * size
-            if tensor.shape[axis] > 1 and step % 16:
-                return size, f"the {label} stride of {name} is {step} B, no multiple of 16 B"
-    return 16, "all base pointers and strides are multiples of 16 B"
+        obstacle = base_obstacle(name, tensor) or stride_obstacle(name, tensor)
+        if obstacle is not None:
+            return tensor.element_size(), obstacle
+    return 16, ALIGNED
 
 
 def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
@@ -77,45 +143,87 @@ def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     return flat.numpy()
 
 
-def emulate(kernel: Build, grid: Grid, values: Sequence[Any], *, checkers: bool) -> Any:
-    """Runs the kernel's PTX; tensors among ``values`` are passed as the memory they span.
+class Bound:
+    """A kernel with its arguments for one problem: all but the addresses of tensors is decided."""
 
-    Returns:
-        The emulator's counters.
-    """
-    from flashgen import emulator
+    __slots__ = ("_launch", "_loaded", "arguments", "block", "build", "grid", "smem_bytes")
 
-    numbers = {"int64": np.int64, "int32": np.int32, "float32": np.float32}
-    structure = tuple(
-        span(value)
-        if isinstance(value, Tensor)
-        else value
-        if param.ctype == "pointer"
-        else numbers[param.ctype](value)
-        for param, value in zip(kernel.source.params, values, strict=True)
-    )
-    return emulator.launch(
-        kernel.binary.ptx,
-        kernel.source.name,
-        grid,
-        (kernel.plan.threads, 1, 1),
-        [structure],
-        shared_bytes=kernel.plan.smem_bytes,
-        check=checkers,
-    )
+    def __init__(self, build: Build, arguments: Arguments, grid: Grid) -> None:
+        self.build = build
+        self.arguments = arguments
+        self.grid = grid
+        self.block = (build.plan.threads, 1, 1)
+        self.smem_bytes = build.plan.smem_bytes
+        self._loaded: Any = None
+        self._launch: Any = None
+
+    def run(
+        self,
+        backend: str,
+        tensors: Tensors,
+        index: int,
+        *,
+        checkers: bool = True,
+        order_seed: int | None = None,
+    ) -> Any:
+        """Runs the kernel; the emulator's counters, None on a GPU.
+
+        Args:
+            tensors: by the names of the kernel's pointers; None is a null pointer.
+            index: of the GPU that they are on, the same at every call.
+            checkers, order_seed: of the emulator.
+        """
+        if backend != "gpu":
+            return self.emulate(tensors, checkers=checkers, order_seed=order_seed)
+        given = [tensors[name] for name in self.arguments.pointers]
+        self.launch([0 if tensor is None else tensor.data_ptr() for tensor in given], index)
+        return None
+
+    def launch(self, addresses: Sequence[int], index: int) -> None:
+        """Queues the kernel on torch's current stream of a GPU.
+
+        Args:
+            addresses: of the kernel's pointers, in their order.
+        """
+        if self._loaded is None:
+            from flashgen import launch as gpu
+
+            self._loaded = gpu.load(self.build.binary, index)
+            self._launch = gpu.launch
+        self._launch(
+            self._loaded,
+            self.grid,
+            self.block,
+            self.smem_bytes,
+            self.arguments.packed(addresses),
+            current_stream(index),
+        )
+
+    def emulate(self, tensors: Tensors, *, checkers: bool, order_seed: int | None) -> Any:
+        """Runs the kernel's PTX; tensors are passed as the memory they span."""
+        from flashgen import emulator
+
+        convert = {"int64": np.int64, "int32": np.int32, "float32": np.float32}
+        arguments = self.arguments
+        structure = tuple(
+            (None if value is None else span(value))
+            if param.ctype == "pointer"
+            else convert[param.ctype](value)
+            for param, value in zip(arguments.params, arguments.values(tensors), strict=True)
+        )
+        return emulator.launch(
+            self.build.binary.ptx,
+            self.build.source.name,
+            self.grid,
+            self.block,
+            [structure],
+            shared_bytes=self.smem_bytes,
+            check=checkers,
+            order_seed=order_seed,
+        )
 
 
-def launch(kernel: Build, grid: Grid, values: Sequence[Any], device: torch.device) -> None:
-    """Queues the kernel on torch's current stream of the device."""
-    from flashgen import launch as gpu
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-    gpu.launch(
-        gpu.load(kernel.binary, index),
-        grid,
-        (kernel.plan.threads, 1, 1),
-        kernel.plan.smem_bytes,
-        gpu.pack(kernel.source.params, addresses),
-        torch.cuda.current_stream(index).cuda_stream,
-    )
+def current_stream(index: int) -> int:
+    """The handle of torch's current stream of a CUDA device, without making a Stream object."""
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle

@@ -3,92 +3,207 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import Any
 
 import torch
 
-from flashgen import arch as archs
-from flashgen import config
 from flashgen.ops import backends
+from flashgen.ops.arguments import Arguments, numbers_of
+from flashgen.ops.backends import ALIGNED, Bound, nearest_arch
 from flashgen.ops.checks import Problem, check
-from flashgen.pipeline import Build, build
+from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
+from flashgen.ops.numbers import probability_of
+from flashgen.ops.report import ForwardRun, Report
+from flashgen.ops.tiles import quiet, tiles_of
+from flashgen.ops.variants import without_dropout
+from flashgen.pipeline import build
 from flashgen.spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from flashgen.compile import Binary
-    from flashgen.plan import Plan
-    from flashgen.render import Source
+__all__ = ["Forward", "ForwardRun", "Report", "draw_rng", "nearest_arch", "prepare", "run_forward"]
 
 Tensor = torch.Tensor
-Number = int | float | bool
 
-DEFAULT_ARCH = "sm_80"
-"""What the emulator runs when nobody says otherwise: the code path that works everywhere."""
+_EMPTY = "nothing to launch: a size is 0"
+_TILED = "tiled algorithms on torch tensors: no kernel"
+_NAMES = ("q", "k", "v", "o")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a call did, without its tensors.
+class Forward:
+    """A call that was checked, with everything decided that addresses and contents do not decide.
 
-    Attributes:
-        backend: "gpu", "emulator", or "none" when the result is defined without a kernel.
-        arch: that the kernel was made for.
-        access_bytes, access_reason: how many bytes the kernel moves at once, and why.
-        kernel: plan, source and binary; None when nothing was launched.
-        counters: the emulator's; None on a GPU.
-        build_seconds: until the binary was there, from any cache.
-        run_seconds: of the emulator; on a GPU, of queueing the launch.
+    Serves every call with tensors of the same shapes, strides, dtype and device and the same
+    numbers.
     """
 
-    backend: str
-    arch: str
-    access_bytes: int
-    access_reason: str
-    kernel: Build | None = None
-    counters: Any = None
-    build_seconds: float = 0.0
-    run_seconds: float = 0.0
+    __slots__ = (
+        "_bound",
+        "_built",
+        "_float32",
+        "_is_empty",
+        "_obstacle",
+        "_shape_lse",
+        "_shape_out",
+        "_swapped",
+        "arch",
+        "backend",
+        "device",
+        "drops",
+        "index",
+        "problem",
+        "spec",
+    )
+
+    def __init__(
+        self, spec: AttentionSpec, problem: Problem, backend: str, arch: str, q: Tensor, *kv: Tensor
+    ) -> None:
+        self.drops = problem.dropout_p > 0
+        self.spec = spec if self.drops else without_dropout(spec)
+        self.problem = problem
+        self.backend = backend
+        self.arch = arch
+        self.device = q.device
+        self.index = backends.index_of(q.device) if backend == "gpu" else 0
+        self._float32 = torch.empty(0, dtype=torch.float32, device=q.device)
+        self._swapped = rows_before_heads(q)
+        self._shape_lse = (problem.batch, problem.heads_q, problem.seq_q)
+        self._shape_out = (*self._shape_lse, problem.head_dim_v)
+        self._is_empty = problem.is_empty
+        found = map(backends.stride_obstacle, _NAMES, (q, *kv))
+        self._obstacle = next((text for text in found if text), None)
+        self._bound: dict[int, Bound] = {}
+        self._built = 0.0
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rng: Tensor | None = None,
+        *,
+        checkers: bool = True,
+        order_seed: int | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """out, lse, and what `report` makes a Report of."""
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        if self._is_empty:
+            return self._nothing(q)
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        if self.backend == "tiled":
+            return self._tiled(q, k, v, rng)
+        if self._swapped:
+            out = empty_rows(q, self.problem.head_dim_v)
+        else:
+            out = q.new_empty(self._shape_out)
+        lse = self._float32.new_empty(self._shape_lse)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
+            width, reason = 16, ALIGNED
+        else:
+            width, reason = q.element_size(), self._reason(q, k, v, out)
+        bound = self._bound.get(width)
+        if bound is None:
+            bound = self._bind(width, {"q": q, "k": k, "v": v, "o": out})
+        built, self._built = self._built, 0.0
+        start = perf_counter()
+        if self.backend == "gpu":
+            counters = None
+            bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
+        else:
+            tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng}
+            counters = bound.emulate(tensors, checkers=checkers, order_seed=order_seed)
+        seconds = perf_counter() - start
+        return out, lse, (self, width, reason, bound.build, counters, built, seconds)
+
+    def _bind(self, width: int, tensors: backends.Tensors) -> Bound:
+        start = perf_counter()
+        kernel = build(self.spec, self.arch, access_bytes=width)
+        self._built = perf_counter() - start
+        p = self.problem
+        grid = kernel.plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+        arguments = Arguments(kernel.source.params, numbers_of(p, tensors))
+        bound = self._bound[width] = Bound(kernel, arguments, grid)
+        return bound
+
+    def _reason(self, *tensors: Tensor) -> str:
+        bases = map(backends.base_obstacle, _NAMES, tensors)
+        return self._obstacle or next(text for text in bases if text)
+
+    def _nothing(self, q: Tensor) -> tuple[Tensor, Tensor, Any]:
+        out = empty_rows(q, self.problem.head_dim_v).zero_()
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0)
+
+    def _tiled(
+        self, q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        from flashgen import tiled
+
+        p = self.problem
+        start = perf_counter()
+        with quiet():
+            out, lse = tiled.forward(
+                self.spec,
+                q,
+                k,
+                v,
+                scale=p.scale,
+                q_offset=p.q_offset,
+                k_offset=p.k_offset,
+                scalars=dict(p.scalars),
+                dropout_p=p.dropout_p,
+                rng=rng,
+                **tiles_of(self.spec, self.arch),
+            )
+            out = in_layout_of(q, out)
+        seconds = perf_counter() - start
+        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds)
 
 
-@dataclass(frozen=True)
-class ForwardRun:
-    """The result of a call and how it came about.
+def report(done: Any) -> Report:
+    """The Report of what `Forward.run` did."""
+    forward, width, reason, kernel, counters, built, seconds = done
+    backend = "none" if reason is _EMPTY else forward.backend
+    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds)
 
-    Attributes:
-        out: [batch, heads_q, seq_q, head_dim_v], dtype of q.
-        lse: [batch, heads_q, seq_q], float32, natural log.
+
+def prepare(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    q_offset: int,
+    k_offset: int,
+    scalars: Mapping[str, object],
+    dropout_p: float | Tensor,
+    rng: Tensor | None,
+    backend: str | None,
+    arch: str | None,
+) -> Forward:
+    """Checks a call and decides where it runs. Arguments as in `run_forward`.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: there are no facts about the GPU.
     """
-
-    out: Tensor
-    lse: Tensor
-    report: Report
-
-    @property
-    def backend(self) -> str:
-        return self.report.backend
-
-    @property
-    def arch(self) -> str:
-        return self.report.arch
-
-    @property
-    def counters(self) -> Any:
-        return self.report.counters
-
-    @property
-    def plan(self) -> Plan | None:
-        return self.report.kernel.plan if self.report.kernel else None
-
-    @property
-    def source(self) -> Source | None:
-        return self.report.kernel.source if self.report.kernel else None
-
-    @property
-    def binary(self) -> Binary | None:
-        return self.report.kernel.binary if self.report.kernel else None
+    problem = check(
+        spec,
+        q,
+        k,
+        v,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scalars=scalars,
+        dropout_p=dropout_p,
+        rng=rng,
+    )
+    where = backends.choose(backend, q.device)
+    return Forward(spec, problem, where, backends.target_of(arch, where, q.device), q, k, v)
 
 
 def run_forward(
@@ -101,103 +216,55 @@ def run_forward(
     scale: float | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
     backend: str | None = None,
     arch: str | None = None,
     check_memory: bool = True,
+    order_seed: int | None = None,
 ) -> ForwardRun:
     """Runs the kernel of ``spec`` that fits these tensors. Arguments as in `flashgen.attention`.
 
     Args:
         check_memory: the emulator's checkers for memory and races.
+        order_seed: the emulator runs blocks and warps in an order drawn from it.
 
     Raises:
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    problem = check(
-        spec, q, k, v, scale=scale, q_offset=q_offset, k_offset=k_offset, scalars=scalars or {}
+    if rng is None and isinstance(q, Tensor) and spec.dropout:
+        rng = draw_rng(dropout_p, q.device)
+    forward = prepare(
+        spec,
+        q,
+        k,
+        v,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scalars=scalars or {},
+        dropout_p=dropout_p,
+        rng=rng,
+        backend=backend,
+        arch=arch,
     )
-    where = backends.choose(backend, q.device)
-    target = arch or config.arch() or _arch_of(where, q.device)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    out = _empty_like_q(q, problem)
-    lse = torch.empty(
-        problem.batch, problem.heads_q, problem.seq_q, dtype=torch.float32, device=q.device
-    )
-    if problem.is_empty:
-        report = Report("none", target, 0, "nothing to launch: a size is 0")
-        return ForwardRun(out.zero_(), lse.fill_(-math.inf), report)
-
-    start = time.perf_counter()
-    width, reason = backends.access_bytes(q, k, v, out)
-    kernel = build(spec, target, access_bytes=width)
-    built = time.perf_counter()
-
-    values = _arguments(problem, q, k, v, out, lse)
-    grid = kernel.plan.grid(
-        problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_k
-    )
-    counters = None
-    if where == "emulator":
-        counters = backends.emulate(kernel, grid, values, checkers=check_memory)
-    else:
-        backends.launch(kernel, grid, values, q.device)
-    done = time.perf_counter()
-    report = Report(where, target, width, reason, kernel, counters, built - start, done - built)
-    return ForwardRun(out, lse, report)
+    out, lse, done = forward.run(q, k, v, rng, checkers=check_memory, order_seed=order_seed)
+    return ForwardRun(out, lse, report(done), rng if forward.drops else None)
 
 
-def _arch_of(backend: str, device: torch.device) -> str:
-    if backend == "emulator":
-        return DEFAULT_ARCH
-    from flashgen import launch
+def draw_rng(dropout_p: float | Tensor, device: torch.device) -> Tensor | None:
+    """A seed and an offset from torch's generator of the device; None when nothing is dropped.
 
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return nearest_arch(launch.device_arch(index))
+    They stay on the device: nothing waits for them, and a CUDA graph draws new ones at every
+    replay.
 
-
-def nearest_arch(device: str) -> str:
-    """The newest architecture known to flashgen whose code runs on ``device``, itself if known.
-
-    A cubin runs on devices of its own major version from its minor version up.
+    Returns:
+        int64 [2], from 0 to below 2^63 - 1.
 
     Raises:
-        PlanError: there is none.
+        InputError: dropout_p is no number in [0, 1).
     """
-    major, minor = device[:-1], int(device[-1])
-    fitting = [name for name in archs.known() if name[:-1] == major and int(name[-1]) <= minor]
-    return archs.facts(fitting[-1] if fitting else device).name
-
-
-def _empty_like_q(q: Tensor, problem: Problem) -> Tensor:
-    """Uninitialised output, with the order of axes that q has in memory.
-
-    A q stored [batch, seq, heads, head_dim] gives an output stored like it, as torch's own
-    attention does, so that ``out.transpose(1, 2).flatten(2)`` copies nothing; otherwise contiguous.
-    """
-    batch, heads, seq, dim = problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v
-    if q.stride(1) < q.stride(2) and q.stride(1) != 0:
-        return torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty(batch, heads, seq, dim, dtype=q.dtype, device=q.device)
-
-
-def _arguments(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> list[object]:
-    """Values for the kernel's ``struct Params``, in its order; tensors stand for their pointers."""
-    return [
-        *(q, k, v, out, lse),
-        *(stride for tensor in (q, k, v, out) for stride in _steps(tensor)),
-        *(problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_k),
-        *(problem.q_offset, problem.k_offset),
-        problem.scale,
-        *problem.scalars.values(),
-    ]
-
-
-def _steps(tensor: Tensor) -> list[int]:
-    """Strides of batch, heads and rows; 0 for an axis of length 1, whose stride means nothing."""
-    return [
-        stride if size > 1 else 0
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    ]
+    if not isinstance(dropout_p, Tensor) and probability_of(dropout_p) == 0:
+        return None
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)

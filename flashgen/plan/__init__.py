@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from flashgen.arch import facts
 from flashgen.errors import PlanError
 from flashgen.plan import paper
+from flashgen.plan.backward import KERNELS, plan_kernels
 from flashgen.plan.derive import made
 from flashgen.plan.problem import ITEMSIZE, problem_of
 from flashgen.plan.refuse import nothing_fits
 from flashgen.plan.search import Tile, cheapest
 from flashgen.plan.traffic import Traffic
-from flashgen.plan.value import Line, Plan, Refusal
+from flashgen.plan.value import BackwardPlan, Line, Plan, Refusal
 from flashgen.spec import AttentionSpec
 
-__all__ = ["Line", "Plan", "Refusal", "Traffic", "plan"]
+__all__ = ["BackwardPlan", "Line", "Plan", "Refusal", "Traffic", "plan", "plan_backward"]
 
 POLICIES = ("derived", "paper")
+NONE_SPARE: Mapping[str, int] = MappingProxyType({})
 
 
 def plan(
@@ -76,6 +79,48 @@ def _plan(
     if tile is None:
         raise nothing_fits(problem, _where(spec), given_sram=sram is not None)
     return made(problem, tile, policy, notes)
+
+
+def plan_backward(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+    spare_registers: Mapping[str, int] = NONE_SPARE,
+) -> BackwardPlan:
+    """The kernels of the backward pass of ``spec``, their tiles, and why these.
+
+    Args:
+        arch, sram: as for `plan`.
+        deterministic: only kernels whose sums have one order.
+        spare_registers: per thread and kernel ("dkdv", "dq", "fused"), kept free beyond what the
+            model asks for.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is wrong, or no tile fits.
+    """
+    _check_options(spec, sram, "derived", 16)
+    unknown = sorted(set(spare_registers) - set(KERNELS))
+    if unknown:
+        raise PlanError(
+            "spare registers are for the kernels of a backward pass that have a tile to choose",
+            where="plan_backward(spare_registers=...)",
+            numbers=f"given {', '.join(map(repr, unknown))}",
+            way_out=" or ".join(f'"{name}"' for name in KERNELS),
+        )
+    return _plan_backward(spec, arch, sram, deterministic, tuple(sorted(spare_registers.items())))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_backward(
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    deterministic: bool,
+    spare_registers: tuple[tuple[str, int], ...],
+) -> BackwardPlan:
+    return plan_kernels(spec, facts(arch), _where(spec), sram, deterministic, dict(spare_registers))
 
 
 def _where(spec: AttentionSpec) -> str:

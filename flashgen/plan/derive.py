@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from flashgen.plan import model
 from flashgen.plan.formulas import Formula, Number
+from flashgen.plan.layout import layout
 from flashgen.plan.search import (
     Excess,
     Problem,
@@ -29,7 +30,10 @@ _LINE_OF = {
     "cost": "cost",
 }
 # Steps that the short form of a derivation leaves out.
-_DETAILS = ("products", "rest", "special", "busiest", "overlap", "occupied")
+_DETAILS = (
+    *("columns", "dq_columns", "macs", "reads", "products", "rest", "special", "busiest"),
+    *("overlap", "occupied"),
+)
 
 
 def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> Plan:
@@ -38,8 +42,8 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
     refused = refusals(problem, tile) if policy == "derived" else ()
     binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
     lines = [*_constraint_lines(problem, at), *_cost_lines(problem, tile)]
-    k_offset = int(model.K_OFFSET(at))
     return Plan(
+        kernel=problem.kernel,
         arch=problem.arch.name,
         path=problem.arch.path,
         policy=policy,
@@ -47,14 +51,14 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         itemsize=problem.itemsize,
         head_dim=problem.d_qk,
         head_dim_v=problem.d_v,
-        block_q=tile.block_q,
-        block_k=tile.block_k,
+        block_q=int(at["block_q"]),
+        block_k=int(at["block_k"]),
         warps=tile.warps,
+        column_warps=tile.column_warps,
+        score_warps=tile.score_warps,
         stages=1,
         access_bytes=problem.access_bytes,
-        smem_q=0,
-        smem_k=k_offset,
-        smem_v=k_offset + tile.block_k * problem.d_qk * problem.itemsize,
+        **layout(problem.kernel, at),
         smem_bytes=int(at["smem"]),
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),
@@ -76,24 +80,24 @@ def _given(problem: Problem) -> str:
 
 
 def _constraint_lines(problem: Problem, at: Mapping[str, Number]) -> list[Line]:
-    formulas = problem.formulas
+    of = problem.model
     return [
-        _line(model.SMEM, at, "M"),
-        _line(model.SMEM_OF_SM, at, "M_sm"),
-        _line(model.REGISTER_LIMIT, at),
-        _line(formulas.registers, at, "register_limit"),
-        _line(model.BLOCK_K_BY_SMEM, at, at_most=True),
-        _line(formulas.block_k, at, at_most=True),
+        *(printed(formula, at) for formula in of.sizes),
+        printed(of.smem, at, "M"),
+        printed(model.SMEM_OF_SM, at, "M_sm"),
+        printed(model.REGISTER_LIMIT, at),
+        printed(of.registers, at, "register_limit"),
+        printed(of.smem_bound, at, at_most=True),
+        printed(of.register_bound, at, at_most=True),
     ]
 
 
 def _cost_lines(problem: Problem, tile: Tile) -> list[Line]:
     at = costs(problem, tile)
-    formulas = (problem.formulas.products, problem.formulas.rest, *model.COST_STEPS)
-    return [_line(formula, at) for formula in formulas]
+    return [printed(formula, at) for formula in problem.model.cost_steps]
 
 
-def _line(
+def printed(
     formula: Formula, at: Mapping[str, Number], limit_name: str = "", *, at_most: bool = False
 ) -> Line:
     return Line(
@@ -113,7 +117,7 @@ def refusals(problem: Problem, tile: Tile) -> tuple[Refusal, ...]:
     """Why each next larger tile is not the chosen one."""
     ours = cost(problem, tile)
     found = []
-    for change, bigger in larger(tile):
+    for change, bigger in larger(problem, tile):
         broken = next(excesses(problem, bigger), None)
         if broken is None:
             best = best_occupancy(problem, bigger)

@@ -1,6 +1,10 @@
 """What a tile needs and what it costs on the sm_80 path, as formulas.
 
-The kernel that these describe: a block of ``warps`` warps owns ``block_q`` query rows, each warp
+A kernel's block owns rows of one side, queries or keys, and walks the other side in steps. Each
+kernel's formulas are one `KernelModel`; the search and the derivation know nothing else of it.
+Those of the forward kernel are here, those of the backward kernels in `model_backward`.
+
+The forward kernel: a block of ``warps`` warps owns ``block_q`` query rows, each warp
 ``row_groups`` groups of 16 of them. It walks the keys in steps of ``block_k``, with one K buffer
 and one V buffer in shared memory (stages 1): V arrives during Q K^T, the next K during softmax and
 P V. S, P and O live in registers. O is staged over Q, K and V at the end.
@@ -24,20 +28,17 @@ from flashgen.arch import (
 )
 from flashgen.plan.formulas import Formula, Steps
 
-# What the template can run: the granularity of mma.m16n8k16, and what it unrolls.
+# What the templates can run: the granularity of mma.m16n8k16, and what they unroll.
 MMA_ROWS = 16
-KEY_STEP = 16
-MAX_BLOCK_K = 128  # the main loop is unrolled over a step's keys
+STEP = 16  # rows of the walked side go in groups of this, for each warp that shares them
+MAX_STEP = 128  # the main loop is unrolled over a step's rows
 WARP_COUNTS = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2)
 GRANULE = 16  # bytes: the unit of cp.async and ldmatrix
 
-# ---- what a tile needs ---------------------------------------------------------------------------
+# ---- what a tile of any kernel needs -------------------------------------------------------------
 
-SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
 SMEM_OF_SM = Formula("smem_sm", "blocks*(smem + reserved)", "B")
-# Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
-K_OFFSET = Formula("smem_k", "e*max(block_q*d_qk, block_q*d_v - stages*block_k*(d_qk + d_v))", "B")
 
 # The launch bounds hold a thread to this, so that `blocks` blocks are resident. Each scheduler has
 # a quarter of the registers, for its share of the warps.
@@ -47,72 +48,65 @@ REGISTER_LIMIT = Formula(
     f"/ceil(blocks*warps/{SCHEDULERS})))",
 )
 
-# The same two constraints, solved for block_k.
-BLOCK_K_BY_SMEM = Formula(
-    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
-)
-
 # A row is copied in one pass, a granule by each thread.
 COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{GRANULE}/{WARP})", "warps")
 
 
 @dataclass(frozen=True)
-class PathModel:
-    """The formulas that depend on the operand type.
+class KernelModel:
+    """The formulas of one kernel for one operand size.
 
     Attributes:
-        registers: per thread. The accumulators S and O (a row group of 16 x n is n/2 registers),
-            and what fragments, row statistics, addresses and the compiler's interleaving add.
-        block_k: the largest that the register limit allows: ``registers`` solved for it.
-        products: instructions per score element and thread for Q K^T and P V, with their
-            operands' way out of shared memory.
-        rest: the other instructions: softmax, copies, score_mod, and what each step costs.
+        name: of the kernel, as `Plan.kernel` has it.
+        owns: the block size that warps and row groups make up: "block_q" or "block_k".
+        sizes: quantities that what follows is made of.
+        smem: shared memory of a block.
+        smem_bound: the walked block size that shared memory allows: ``smem`` solved for it.
+        registers: per thread. The accumulators (a row group of 16 x n is n/2 registers), and what
+            fragments, row statistics, addresses and the compiler's interleaving add.
+        register_bound: the walked block size that the register limit allows: ``registers`` solved.
+        cost_steps: formulas of the cost in the order in which each needs those before it;
+            "products" and "rest" are instructions per score element and thread, "cost" is last.
+        sharing: the pairs (column_warps, score_warps) that the template can run.
 
-    Their constants are measured on compiled kernels of all dtypes, head dims and kinds of spec.
-    Those of ``registers`` are such that no chosen tile spills: tests/test_plan_compiled.py.
+    The constants of ``registers``, "products" and "rest" are measured on compiled kernels of all
+    dtypes, head dims and kinds of spec. Those of ``registers`` are such that no chosen tile spills:
+    tests/test_plan_compiled.py and tests/test_plan_backward_compiled.py.
     """
 
+    name: str
+    owns: str
+    sizes: tuple[Formula, ...]
+    smem: Formula
+    smem_bound: Formula
     registers: Formula
-    block_k: Formula
-    products: Formula
-    rest: Formula
+    register_bound: Formula
+    cost_steps: tuple[Formula, ...]
+    sharing: tuple[tuple[int, int], ...] = ((1, 1),)
+
+    @property
+    def walks(self) -> str:
+        """The block size that the main loop takes in each step."""
+        return "block_k" if self.owns == "block_q" else "block_q"
 
     @functools.cached_property
     def needs(self) -> Steps:
-        """What a tile needs: smem, smem_sm, register_limit, registers."""
-        return Steps(SMEM, SMEM_OF_SM, REGISTER_LIMIT, self.registers)
+        """What a tile needs: ``sizes``, smem, smem_sm, register_limit, registers."""
+        return Steps(*self.sizes, self.smem, SMEM_OF_SM, REGISTER_LIMIT, self.registers)
 
     @functools.cached_property
     def costs(self) -> Steps:
         """What it costs, to the last step, "cost"."""
-        return Steps(self.products, self.rest, *COST_STEPS)
+        return Steps(*self.cost_steps)
 
 
-_REST = "100/(row_groups*block_k) + copy_ops*e*(d_qk + d_v)/(access*block_q) + score_ops"
-MODEL_16BIT = PathModel(
-    registers=Formula(
-        "registers", "row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/8 + extra"
-    ),
-    block_k=Formula(
-        "block_k", "(register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/8))"
-    ),
-    products=Formula(
-        "products",
-        "(d_qk + d_v)/64 + e*(d_qk + d_v)/(256*row_groups) + e*d_qk/(16*block_k)",
-    ),
-    rest=Formula("rest", f"4.5 + {_REST}"),
-)
-MODEL_32BIT = PathModel(
-    registers=Formula(
-        "registers", "row_groups*(block_k + d_v)/2 + 82 + row_groups*block_k*5/16 + extra"
-    ),
-    block_k=Formula(
-        "block_k", "(register_limit - 82 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 5/16))"
-    ),
-    products=Formula(
-        "products", "6*(d_qk + d_v)/32 + 10.7*(d_qk + d_v)/(16*row_groups) + 10.3*d_qk/block_k"
-    ),
-    rest=Formula("rest", f"15 + {_REST}"),
+# ---- what a tile of the forward kernel needs -----------------------------------------------------
+
+SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
+# Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
+K_OFFSET = Formula("smem_k", "e*max(block_q*d_qk, block_q*d_v - stages*block_k*(d_qk + d_v))", "B")
+BLOCK_K_BY_SMEM = Formula(
+    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
 )
 
 # ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
@@ -141,10 +135,37 @@ OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
 BARRIERS = Formula("barriers", "2*300/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied + barriers", "clk")
 
-# In the order in which each needs those before it.
 COST_STEPS = (TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, ALONE, OVERLAP, OCCUPIED, BARRIERS, COST)
 
 
-def path_model(itemsize: int) -> PathModel:
-    """The formulas for operands of 2 or 4 bytes."""
-    return MODEL_16BIT if itemsize == 2 else MODEL_32BIT
+_REST = (
+    "100/(row_groups*block_k) + copy_ops*e*(d_qk + d_v)/(access*block_q) + score_ops + dropout_ops"
+)
+
+
+def _forward(registers: str, register_bound: str, products: str, rest: str) -> KernelModel:
+    """The forward kernel for one operand size."""
+    return KernelModel(
+        name="forward",
+        owns="block_q",
+        sizes=(),
+        smem=SMEM,
+        smem_bound=BLOCK_K_BY_SMEM,
+        registers=Formula("registers", registers),
+        register_bound=Formula("block_k", register_bound),
+        cost_steps=(Formula("products", products), Formula("rest", rest), *COST_STEPS),
+    )
+
+
+FORWARD_16BIT = _forward(
+    registers="row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/8 + extra",
+    register_bound=("(register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/8))"),
+    products="(d_qk + d_v)/64 + e*(d_qk + d_v)/(256*row_groups) + e*d_qk/(16*block_k)",
+    rest=f"4.5 + {_REST}",
+)
+FORWARD_32BIT = _forward(
+    registers="row_groups*(block_k + d_v)/2 + 82 + row_groups*block_k*5/16 + extra",
+    register_bound=("(register_limit - 82 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 5/16))"),
+    products="6*(d_qk + d_v)/32 + 10.7*(d_qk + d_v)/(16*row_groups) + 10.3*d_qk/block_k",
+    rest=f"15 + {_REST}",
+)

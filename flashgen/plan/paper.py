@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.plan.formulas import Formula, Number
-from flashgen.plan.model import KEY_STEP, MAX_BLOCK_K, MMA_ROWS, ROW_GROUPS, WARP_COUNTS
+from flashgen.plan.model import MAX_STEP, MMA_ROWS, ROW_GROUPS, STEP, WARP_COUNTS
 from flashgen.plan.search import Problem, Tile, best_occupancy, cost, excesses
 
 # M counts elements in the paper, as do the four blocks of M/4 that must be on chip: Q, K, V and O.
@@ -37,14 +37,14 @@ def tile(problem: Problem) -> tuple[Tile | None, tuple[str, ...]]:
     block_q = max([rows for rows in shapes if rows <= br], default=shapes[0])
     if block_q != br:
         notes.append(f"paper  Br {br} -> block_q {block_q}: {_rows_reason(br)}")
-    block_k = max(KEY_STEP, min(bc // KEY_STEP * KEY_STEP, MAX_BLOCK_K))
+    block_k = max(STEP, min(bc // STEP * STEP, MAX_STEP))
     if block_k != bc:
         notes.append(f"paper  Bc {bc} -> block_k {block_k}: {_keys_reason(bc)}")
 
     for rows in [rows for rows in reversed(shapes) if rows <= block_q] + [
         rows for rows in shapes if rows > block_q
     ]:
-        for keys in range(block_k, 0, -KEY_STEP):
+        for keys in range(block_k, 0, -STEP):
             found = _best(problem, rows, keys)
             if found is None:
                 continue
@@ -85,6 +85,6 @@ def _rows_reason(br: int) -> str:
 
 
 def _keys_reason(bc: int) -> str:
-    if bc > MAX_BLOCK_K:
-        return f"the main loop is unrolled over at most {MAX_BLOCK_K} keys"
-    return f"keys go in groups of {KEY_STEP}"
+    if bc > MAX_STEP:
+        return f"the main loop is unrolled over at most {MAX_STEP} keys"
+    return f"keys go in groups of {STEP}"

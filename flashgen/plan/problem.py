@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from flashgen.analysis import row_interval
+from flashgen.analysis import Block, analyse_score, row_interval
 from flashgen.arch import Arch
 from flashgen.expr import SCORE
 from flashgen.plan.search import Problem
@@ -20,14 +20,40 @@ SCORE_REGISTERS = 16
 MASK_REGISTERS = 4
 NEWER_REGISTERS = 4
 LONGER_K_STEP = 16  # a register for each of these elements
+DROPOUT_REGISTERS = 10
+# The same for backward kernels, whose score_mod comes with its derivative; and where the rows of
+# their operands are not equally long, they are copied by two patterns.
+BACKWARD_SCORE_REGISTERS = 16
+BACKWARD_MASK_REGISTERS = 8
+BACKWARD_NEWER_REGISTERS = 8
+BACKWARD_DROPOUT_REGISTERS = 28
+UNEQUAL_REGISTERS = 8
+
+# Registers that a backward kernel takes per accumulator of S and dP besides it. A fragment of
+# float32 is three times as large as one of 16 bits; random bits are made for several elements.
+PENDING = {2: 1 / 8, 4: 1 / 2}
+PENDING_BY_DROPOUT = 1 / 8
+
+# Instructions of dropout per element, counted in compiled kernels: Philox4x32-7 for 8 elements, and
+# for each a comparison and a selection. Where scores are transposed, a call serves the elements of
+# two lanes, which hand halves of it over to each other.
+DROPOUT_OPS = 6
+TRANSPOSED_DROPOUT_OPS = 12
+TRANSPOSED = ("dkdv", "fused")
 
 
 def problem_of(
-    spec: AttentionSpec, arch: Arch, sram: int | None, access_bytes: int, spare_registers: int = 0
+    spec: AttentionSpec,
+    arch: Arch,
+    sram: int | None,
+    access_bytes: int,
+    spare_registers: int = 0,
+    kernel: str = "forward",
 ) -> Problem:
-    """The planner's view of a spec: sizes, capacities, and what score_mod adds."""
+    """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
     return Problem(
+        kernel=kernel,
         arch=arch,
         dtype=spec.dtype,
         itemsize=ITEMSIZE[spec.dtype],
@@ -37,9 +63,17 @@ def problem_of(
         smem_limit=limit,
         # Every architecture has 1 KiB more per SM than one block can have.
         smem_of_sm=limit + arch.smem_per_sm - arch.smem_per_block,
-        extra_registers=_extra_registers(spec, arch) + spare_registers,
-        score_ops=_score_ops(spec),
+        extra_registers=_extra_registers(spec, arch, kernel) + spare_registers,
+        pending=_pending(spec, kernel),
+        score_ops=_score_ops(spec) if kernel == "forward" else _slope_ops(spec),
+        dropout_ops=_dropout_ops(spec, kernel),
     )
+
+
+def _dropout_ops(spec: AttentionSpec, kernel: str) -> int:
+    if not spec.dropout:
+        return 0
+    return TRANSPOSED_DROPOUT_OPS if kernel in TRANSPOSED else DROPOUT_OPS
 
 
 def _score_ops(spec: AttentionSpec) -> int:
@@ -47,9 +81,35 @@ def _score_ops(spec: AttentionSpec) -> int:
     return 0 if spec.score == SCORE else int(sympy.count_ops(spec.score)) + 1
 
 
-def _extra_registers(spec: AttentionSpec, arch: Arch) -> int:
-    newer = NEWER_REGISTERS if arch.major >= 9 else 0
-    score = 0 if spec.score == SCORE else SCORE_REGISTERS
-    mask = 0 if row_interval(spec.mask) is not None else MASK_REGISTERS
-    longer = max(0, spec.head_dim - (spec.head_dim_v or spec.head_dim)) // LONGER_K_STEP
-    return newer + score + mask + longer
+def _slope_ops(spec: AttentionSpec) -> int:
+    """The same with the derivative, what both share counted once."""
+    if spec.score == SCORE:
+        return 0
+    code: Block = analyse_score(spec.score).value_and_derivative
+    return sum(int(sympy.count_ops(expr)) for _, expr in code.lets) + sum(
+        int(sympy.count_ops(expr)) + 1 for expr in code.results
+    )
+
+
+def _pending(spec: AttentionSpec, kernel: str) -> float:
+    if kernel == "forward":
+        return 0
+    return PENDING[ITEMSIZE[spec.dtype]] + (PENDING_BY_DROPOUT if spec.dropout else 0)
+
+
+def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
+    has_score, d_v = spec.score != SCORE, spec.head_dim_v or spec.head_dim
+    is_interval = row_interval(spec.mask) is not None
+    if kernel == "forward":
+        newer = NEWER_REGISTERS if arch.major >= 9 else 0
+        mask = 0 if is_interval else MASK_REGISTERS
+        score = SCORE_REGISTERS if has_score else 0
+        dropout = DROPOUT_REGISTERS if spec.dropout else 0
+        longer = max(0, spec.head_dim - d_v) // LONGER_K_STEP
+        return newer + score + mask + longer + dropout
+    newer = BACKWARD_NEWER_REGISTERS if arch.major >= 9 else 0
+    mask = 0 if is_interval else BACKWARD_MASK_REGISTERS
+    score = BACKWARD_SCORE_REGISTERS if has_score else 0
+    dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
+    unequal = UNEQUAL_REGISTERS if spec.head_dim != d_v else 0
+    return newer + score + mask + unequal + dropout

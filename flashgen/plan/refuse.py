@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashgen.arch import facts, known
 from flashgen.errors import PlanError
-from flashgen.plan.search import Problem, quantities, smallest
+from flashgen.plan.search import Problem, fits, quantities, smallest
 
 
 def nothing_fits(problem: Problem, where: str, *, given_sram: bool) -> PlanError:
@@ -17,13 +17,21 @@ def nothing_fits(problem: Problem, where: str, *, given_sram: bool) -> PlanError
         where: the spec.
         given_sram: M is the caller's, not the architecture's.
     """
-    tile, needed = smallest(problem), _least_smem(problem)
-    whose = "as sram says" if given_sram else f"on {problem.arch.name}"
+    tile = smallest(problem)
+    at = quantities(problem, tile)
+    needed = int(at["smem"])
+    if at["registers"] > at["register_limit"]:
+        what = "no tile fits in the registers of a thread"
+        needs, limit = f"{at['registers']:,g}", f"{at['register_limit']} per thread"
+    else:
+        what = "no tile fits in shared memory"
+        whose = "as sram says" if given_sram else f"on {problem.arch.name}"
+        needs, limit = f"{needed:,} B", f"{problem.smem_limit:,} B per block {whose}"
     return PlanError(
-        "no tile fits in shared memory",
-        where=where,
-        numbers=f"needs {needed:,} B at the smallest tile (block_q {tile.block_q}, "
-        f"block_k {tile.block_k}); limit {problem.smem_limit:,} B per block {whose}",
+        what,
+        where=where if problem.kernel == "forward" else f"{where}, kernel {problem.kernel}",
+        numbers=f"needs {needs} at the smallest tile (block_q {at['block_q']}, "
+        f"block_k {at['block_k']}); limit {limit}",
         way_out="\n".join(_ways_out(problem, needed, given_sram)),
     )
 
@@ -35,14 +43,16 @@ def _least_smem(problem: Problem) -> int:
 def _ways_out(problem: Problem, needed: int, given_sram: bool) -> Iterator[str]:
     """Changes with which the smallest tile fits, each found by asking the model."""
     if problem.itemsize > 2:
-        half = _least_smem(replace(problem, dtype="float16", itemsize=2))
-        if half <= problem.smem_limit:
-            yield f'dtype="float16" ({half:,} B)'
+        half = replace(problem, dtype="float16", itemsize=2)
+        if fits(half, smallest(half)):
+            yield f'dtype="float16" ({_least_smem(half):,} B)'
     for dim in range(max(problem.d_qk, problem.d_v) - 8, 0, -8):
         lower = replace(problem, d_qk=min(problem.d_qk, dim), d_v=min(problem.d_v, dim))
-        if _least_smem(lower) <= problem.smem_limit:
+        if fits(lower, smallest(lower)):
             yield f"head_dim={dim} ({_least_smem(lower):,} B)"
             break
+    if needed <= problem.smem_limit:
+        return  # shared memory is not what is missing
     if given_sram:
         own = problem.arch.smem_per_block
         yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")

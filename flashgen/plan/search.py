@@ -1,21 +1,30 @@
-"""The feasible tiles of the sm_80 path, and the cheapest of them."""
+"""The feasible tiles of a kernel on the sm_80 path, and the cheapest of them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.arch import SMEM_RESERVED, Arch
-from flashgen.plan import model
+from flashgen.plan import model, model_backward
 from flashgen.plan.formulas import Number, tidy
-from flashgen.plan.model import KEY_STEP, MAX_BLOCK_K, MMA_ROWS, ROW_GROUPS, WARP_COUNTS
+from flashgen.plan.model import MAX_STEP, MMA_ROWS, ROW_GROUPS, STEP, WARP_COUNTS, KernelModel
+from flashgen.plan.model_backward import SYNCS, dq_row_warps
+
+# The formulas of each kernel for operands of 2 and 4 bytes.
+MODELS: dict[tuple[str, int], KernelModel] = {
+    ("forward", 2): model.FORWARD_16BIT,
+    ("forward", 4): model.FORWARD_32BIT,
+    **model_backward.MODELS,
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned for: the operands and the machine."""
+    """What is planned for: the kernel, the operands and the machine."""
 
+    kernel: str
     arch: Arch
     dtype: str
     itemsize: int
@@ -25,11 +34,13 @@ class Problem:
     smem_limit: int  # M
     smem_of_sm: int  # M_sm
     extra_registers: int
+    pending: float  # 0 in the forward kernel, whose formulas have their own
     score_ops: int
+    dropout_ops: int
 
     @functools.cached_property
-    def formulas(self) -> model.PathModel:
-        return model.path_model(self.itemsize)
+    def model(self) -> KernelModel:
+        return MODELS[self.kernel, self.itemsize]
 
     @functools.cached_property
     def given(self) -> dict[str, Number]:
@@ -46,32 +57,53 @@ class Problem:
             "reserved": SMEM_RESERVED,
             "R": self.arch.registers_per_sm,
             "extra": self.extra_registers,
+            "pending": self.pending,
             "access": self.access_bytes,
             "copy_ops": 1 if self.access_bytes == model.GRANULE else 3,
             "factors": 6 if wide else 1,
             "tensor_rate": self.arch.mma_tf32 if wide else self.arch.mma_16bit,
             "l2_rate": self.arch.l2_bytes_per_clock,
+            "atomic_rate": self.arch.l2_bytes_per_clock / 2,
             "score_ops": self.score_ops,
+            "dropout_ops": self.dropout_ops,
         }
 
     @functools.cached_property
     def copy_warps(self) -> Number:
-        """Warps that it takes to copy a row of K or V in one pass."""
+        """Warps that it takes to copy a row in one pass."""
         return model.COPY_WARPS(self.given)
 
 
 @dataclass(frozen=True, order=True)
 class Tile:
-    """A candidate. Ordered, so that ties between equal costs are broken the same way each time."""
+    """A candidate. Ordered, so that ties between equal costs are broken the same way each time.
 
-    block_k: int
+    Attributes:
+        step: rows of the walked side per step of the main loop.
+        warps, row_groups, blocks, column_warps, score_warps: see `QUANTITIES`.
+    """
+
+    step: int
     warps: int
     row_groups: int
     blocks: int
+    column_warps: int = 1
+    score_warps: int = 1
 
     @property
-    def block_q(self) -> int:
-        return MMA_ROWS * self.row_groups * self.warps
+    def owned(self) -> int:
+        """Rows of the side that the block owns."""
+        return MMA_ROWS * self.row_groups * self.warps // self.column_warps
+
+    @property
+    def unit(self) -> int:
+        """What a step is a multiple of."""
+        return STEP * self.score_warps
+
+    @property
+    def exchanged(self) -> int:
+        """P and dS, where the warps that own the same rows share their scores."""
+        return 2 if self.score_warps > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -85,21 +117,30 @@ class Excess:
 
 
 def quantities(problem: Problem, tile: Tile) -> dict[str, Number]:
-    """Values for all that `model`'s constraints mention, and what the tile needs."""
-    at = {
+    """Values for all that the kernel's constraints mention, and what the tile needs."""
+    at: dict[str, Number] = {
         **problem.given,
-        "block_q": tile.block_q,
-        "block_k": tile.block_k,
+        problem.model.owns: tile.owned,
+        problem.model.walks: tile.step,
         "warps": tile.warps,
         "row_groups": tile.row_groups,
         "blocks": tile.blocks,
     }
-    return problem.formulas.needs(at)
+    if problem.kernel != "forward":
+        at |= {
+            "column_warps": tile.column_warps,
+            "score_warps": tile.score_warps,
+            "repeats": tile.column_warps // tile.score_warps,
+            "exchanged": tile.exchanged,
+            "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, problem.d_qk),
+            "syncs": SYNCS + (1 if tile.exchanged else 0),
+        }
+    return problem.model.needs(at)
 
 
 def costs(problem: Problem, tile: Tile) -> dict[str, Number]:
     """`quantities`, and all that the cost is made of; "cost" is clocks per score element."""
-    return problem.formulas.costs(quantities(problem, tile))
+    return problem.model.costs(quantities(problem, tile))
 
 
 def cost(problem: Problem, tile: Tile) -> float:
@@ -110,8 +151,9 @@ def cost(problem: Problem, tile: Tile) -> float:
 def excesses(problem: Problem, tile: Tile) -> Iterator[Excess]:
     """The constraints that a tile breaks, the most telling first."""
     arch, at = problem.arch, quantities(problem, tile)
-    if tile.block_k > MAX_BLOCK_K:
-        yield Excess("keys per step", tile.block_k, MAX_BLOCK_K, "")
+    if tile.step > MAX_STEP:
+        rows = "keys" if problem.model.walks == "block_k" else "queries"
+        yield Excess(f"{rows} per step", tile.step, MAX_STEP, "")
     if tile.warps > max(WARP_COUNTS):
         yield Excess("warps", tile.warps, max(WARP_COUNTS), "")
     if at["smem"] > problem.smem_limit:
@@ -136,22 +178,29 @@ def with_blocks(problem: Problem, tile: Tile) -> list[Tile]:
     """The tile at every number of resident blocks with which it fits."""
     found: list[Tile] = []
     for blocks in range(1, problem.arch.blocks_per_sm + 1):
-        candidate = Tile(tile.block_k, tile.warps, tile.row_groups, blocks)
+        candidate = replace(tile, blocks=blocks)
         if not fits(problem, candidate):
             break  # more blocks leave less of everything to each
         found.append(candidate)
     return found
 
 
+def shapes(problem: Problem) -> Iterator[Tile]:
+    """Every tile that the template can run, whether it fits or not, with one block per SM."""
+    for column_warps, score_warps in problem.model.sharing:
+        for warps in WARP_COUNTS:
+            if warps % column_warps:
+                continue
+            for row_groups in ROW_GROUPS:
+                unit = STEP * score_warps
+                for step in range(unit, MAX_STEP + 1, unit):
+                    yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+
+
 def tiles(problem: Problem) -> Iterator[Tile]:
     """Every feasible tile."""
-    for warps in WARP_COUNTS:
-        for row_groups in ROW_GROUPS:
-            for block_k in range(KEY_STEP, MAX_BLOCK_K + 1, KEY_STEP):
-                found = with_blocks(problem, Tile(block_k, warps, row_groups, 1))
-                if not found:
-                    break  # a larger block_k needs more of everything
-                yield from found
+    for shape in shapes(problem):
+        yield from with_blocks(problem, shape)
 
 
 def cheapest(problem: Problem) -> Tile | None:
@@ -168,18 +217,27 @@ def _least(problem: Problem, candidates: Iterator[Tile] | list[Tile]) -> Tile | 
     return min(candidates, key=lambda tile: (cost(problem, tile), tile), default=None)
 
 
-def larger(tile: Tile) -> Iterator[tuple[str, Tile]]:
+def larger(problem: Problem, tile: Tile) -> Iterator[tuple[str, Tile]]:
     """The next larger tiles, each with what changes."""
-    keys = Tile(tile.block_k + KEY_STEP, tile.warps, tile.row_groups, 1)
-    yield f"block_k {keys.block_k}", keys
+    owns, walks = problem.model.owns, problem.model.walks
+    rows = "rows" if owns == "block_q" else "keys"
+    longer = replace(tile, step=tile.step + tile.unit, blocks=1)
+    yield f"{walks} {longer.step}", longer
     if tile.row_groups < max(ROW_GROUPS):
-        rows = Tile(tile.block_k, tile.warps, tile.row_groups + 1, 1)
-        yield f"block_q {rows.block_q} by {MMA_ROWS * rows.row_groups} rows per warp", rows
-    warps = Tile(tile.block_k, 2 * tile.warps, tile.row_groups, 1)
-    yield f"block_q {warps.block_q} by {warps.warps} warps", warps
+        taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
+        yield f"{owns} {taller.owned} by {MMA_ROWS * taller.row_groups} {rows} per warp", taller
+    wider = replace(tile, warps=2 * tile.warps, blocks=1)
+    yield f"{owns} {wider.owned} by {wider.warps} warps", wider
 
 
 def smallest(problem: Problem) -> Tile:
-    """The tile that needs the least shared memory, with enough warps to copy a row."""
-    warps = next(count for count in WARP_COUNTS if count >= problem.copy_warps)
-    return Tile(KEY_STEP, warps, min(ROW_GROUPS), 1)
+    """The tile that needs least shared memory, of those with enough warps to copy a row.
+
+    Tiles whose registers do not fit count only where none do.
+    """
+
+    def size(tile: Tile) -> tuple[bool, Number, Tile]:
+        at = quantities(problem, tile)
+        return at["registers"] > at["register_limit"], at["smem"], tile
+
+    return min((s for s in shapes(problem) if s.warps >= problem.copy_warps), key=size)

@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from flashgen.plan.formulas import Number, counted
+from flashgen.plan.model_backward import dq_row_warps
 from flashgen.plan.traffic import Traffic, Visited, traffic
 
 # The banner of an emitted file puts "// " before each line, and lines end at column 100.
@@ -72,21 +73,32 @@ class Plan:
     """Tiles, warps and shared-memory layout of one kernel, with their derivation.
 
     Attributes:
+        kernel: "forward", or a part of backward: "delta" (rowsum(dO * O)), "dkdv", "dq", or "fused"
+            for dK, dV and dQ at once.
         arch: that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", or "paper" for Algorithm 1's block sizes.
         dtype, itemsize: of Q, K, V and O; bytes per element.
         head_dim, head_dim_v: of Q and K; of V and O.
-        block_q, block_k: query rows per block, keys per step (the paper's Br and Bc).
-        warps: per block; each owns 16 * row_groups query rows.
-        stages: buffers each for K and V.
+        block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A block of
+            "dkdv" and "fused" owns block_k keys and takes block_q queries per step, any other block
+            owns block_q queries and takes block_k keys per step; "delta" has no keys: block_k 0.
+        warps: per block; each owns 16 * row_groups rows of the block's side.
+        column_warps: warps that own the same rows, each with a share of the gradient's columns.
+        score_warps: how many of those share their scores, each computing those of block_q /
+            score_warps queries: column_warps, with P and dS passed through shared memory, or 1,
+            when each computes all of them and nothing is passed.
+        stages: buffers each for K and V in "forward". Backward kernels have a fixed number: two for
+            the operand that a step uses first and last (Q; in "dq" K), one for the other.
         access_bytes: per access to global memory: 16, or itemsize for tensors not so aligned.
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
+        smem_do, smem_rows, smem_p, smem_ds: the same of dO, of (LSE, delta) per query row, and of P
+            and dS, [block_k, block_q]; 0 where the kernel has no such tile.
         smem_bytes: of dynamic shared memory per block.
         registers: per thread that the compiler may use, set by the launch bounds.
         registers_needed: per thread by the model, at most `registers`.
         blocks_per_sm: resident blocks that the launch bounds ask for.
-        cost: predicted clocks of one SM per score element.
+        cost: predicted clocks of one SM per score element; per row for "delta".
         derivation: the constraints and the objective, with their numbers.
         refused: why each next larger tile was not taken.
         notes: further lines: roundings, and what the numbers are of.
@@ -115,11 +127,29 @@ class Plan:
     derivation: tuple[Line, ...] = field(repr=False)
     refused: tuple[Refusal, ...] = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
+    kernel: str = "forward"
+    column_warps: int = 1
+    score_warps: int = 1
+    smem_do: int = 0
+    smem_rows: int = 0
+    smem_p: int = 0
+    smem_ds: int = 0
+
+    @property
+    def owns_keys(self) -> bool:
+        """A block owns block_k keys, rather than block_q queries."""
+        return self.kernel in ("dkdv", "fused")
 
     @property
     def row_groups(self) -> int:
-        """Groups of 16 query rows that one warp owns."""
-        return self.block_q // (16 * self.warps)
+        """Groups of 16 rows that one warp owns: of keys where `owns_keys`, else of queries."""
+        owned = self.block_k if self.owns_keys else self.block_q
+        return owned * self.column_warps // (16 * self.warps)
+
+    @property
+    def dq_row_warps(self) -> int:
+        """Warps of "fused" that share the rows of a dQ tile; the others share its columns."""
+        return dq_row_warps(self.block_q, self.warps, self.head_dim)
 
     @property
     def threads(self) -> int:
@@ -134,7 +164,12 @@ class Plan:
     def grid(
         self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int
     ) -> tuple[int, int, int]:
-        """Blocks of the launch: (query tiles, query heads, batch entries)."""
+        """Blocks of the launch: (tiles, heads, batch entries).
+
+        Of query tiles and query heads, or, where `owns_keys`, of key tiles and key heads.
+        """
+        if self.owns_keys:
+            return -(-seq_k // self.block_k), heads_kv, batch
         return -(-seq_q // self.block_q), heads_q, batch
 
     def traffic(
@@ -161,11 +196,7 @@ class Plan:
 
     def explain(self, *, details: bool = True) -> str:
         """The derivation in words and numbers, with every intermediate step unless told not to."""
-        head = (
-            f"block_q {self.block_q}  block_k {self.block_k}  warps {self.warps}"
-            f"  stages {self.stages}  blocks per SM {self.blocks_per_sm}"
-        )
-        lines = [f"plan{' ' * (INDENT - 4)}{head}"]
+        lines = [f"plan{' ' * (INDENT - 4)}{self._head()}"]
         for note in self.notes:
             lines += _broken([note])
         for step in self.derivation:
@@ -174,6 +205,17 @@ class Plan:
         for refusal in self.refused:
             lines += _broken([f"refused {refusal}"])
         return "\n".join(lines)
+
+    def _head(self) -> str:
+        """What was chosen."""
+        parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
+        if self.kernel == "forward":
+            parts.append(f"stages {self.stages}")
+        else:
+            parts = [self.kernel, *(part for part in parts if part != "block_k 0")]
+        if self.column_warps > 1:
+            parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
+        return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
 
 
 def _parts(line: Line) -> list[str]:
@@ -204,3 +246,48 @@ def _broken(parts: list[str]) -> list[str]:
         if not lines[-1]:
             lines = pieces
     return [" " * INDENT + ("  " if place else "") + line for place, line in enumerate(lines)]
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The kernels of a backward pass, and why these.
+
+    Attributes:
+        scheme: "fused": one kernel makes all gradients, with dQ summed by atomic additions in
+            float32; "split": dQ has a kernel of its own, whose sums have one order.
+        deterministic: gradients must be the same, bit by bit, each time: only "split" is.
+        kernels: in the order of their launches: ("delta", "fused") or ("delta", "dkdv", "dq").
+        notes: the predicted costs of both schemes, and what decided.
+    """
+
+    scheme: str
+    deterministic: bool
+    kernels: tuple[Plan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cost(self) -> float:
+        """Predicted clocks of one SM per score element; delta's are per row, and not counted."""
+        return sum(each.cost for each in self.kernels if each.kernel != "delta")
+
+    def kernel(self, name: str) -> Plan:
+        """The plan of one kernel.
+
+        Raises:
+            KeyError: this scheme has no kernel of that name.
+        """
+        for each in self.kernels:
+            if each.kernel == name:
+                return each
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        """The choice of the scheme, then each kernel's derivation; at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The same with every intermediate step unless told not to."""
+        lines = [f"backward  scheme {self.scheme}"]
+        for note in self.notes:
+            lines += _broken([note])
+        return "\n".join([*lines, *(each.explain(details=details) for each in self.kernels)])

@@ -1,5 +1,6 @@
-"""The oracle: standard attention for any spec in float64, and the rule that kernels must meet."""
+"""The oracle: standard attention and its gradients for any spec in float64, and the error rule."""
 
+from .gradients import gradients, kept_gradients, same_dtype_gradients
 from .interpret import evaluate
 from .oracle import attention, same_dtype
 from .verdict import ABSOLUTE, GRADIENT_FACTOR, OUTPUT_FACTOR, RMS_FACTOR, Verdict, compare
@@ -13,5 +14,8 @@ __all__ = [
     "attention",
     "compare",
     "evaluate",
+    "gradients",
+    "kept_gradients",
     "same_dtype",
+    "same_dtype_gradients",
 ]

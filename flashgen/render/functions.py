@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import sympy
 
+from flashgen import analysis
 from flashgen import expr as fx
-from flashgen.analysis import Analysis, Interval, MaskAnalysis, ScoreAnalysis
+from flashgen.analysis import Analysis, Block, Interval, MaskAnalysis, ScoreAnalysis
 from flashgen.cprint import CPrinter
+from flashgen.expr import shown
 from flashgen.render.text import COLUMNS, comment, comments, wrap_code
 from flashgen.spec import AttentionSpec
 
+Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
 TILE = sympy.Symbol("tile", integer=True)
 
@@ -30,20 +33,80 @@ PARAMETERS: dict[sympy.Symbol, str] = {
     fx.K: "int k",
     fx.Q_LO: "int q_lo",
     fx.Q_HI: "int q_hi",
+    fx.K_LO: "int k_lo",
+    fx.K_HI: "int k_hi",
     TILE: "int tile",
-}
-# The keys of a tile, first and last, without those past the end.
-TILE_ENDS: dict[sympy.Symbol, str] = {
-    fx.K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
-    fx.K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
 }
 FIELDS: dict[sympy.Symbol, str] = {
     fx.BATCH: "p.batch",
     fx.HEADS: "p.heads_q",
     fx.SEQ_Q: "p.seq_q",
     fx.SEQ_K: "p.seq_k",
+    Q_OFFSET: "p.q_offset",
     K_OFFSET: "p.k_offset",
 }
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Along which axis a kernel walks tiles, past a tile of the other axis that it owns.
+
+    Attributes:
+        walk: the analysis' name for it.
+        counts: what is counted along it.
+        row: name of the function that solves the mask for it, and what that says.
+        owned_lo, owned_hi: the owned tile's first and last position.
+        ends: first and last position of a tile, without those past the end.
+    """
+
+    walk: analysis.Walk
+    counts: str
+    row: str
+    row_why: str
+    row_all: str
+    reach_why: str
+    full_why: str
+    offset: sympy.Symbol
+    length: sympy.Symbol
+    owned_lo: sympy.Symbol
+    owned_hi: sympy.Symbol
+    ends: dict[sympy.Symbol, str]
+
+
+KEYS = Direction(
+    walk=analysis.Walk(fx.K),
+    counts="keys",
+    row="row_keys",
+    row_why="The keys that row q keeps are one range: the mask, solved for k.",
+    row_all="The keys of a row: all of them.",
+    reach_why="Every key that some query in [q_lo, q_hi] keeps lies in this range.",
+    full_why="Every query in [q_lo, q_hi] keeps every key in this range.",
+    offset=K_OFFSET,
+    length=fx.SEQ_K,
+    owned_lo=fx.Q_LO,
+    owned_hi=fx.Q_HI,
+    ends={
+        fx.K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
+        fx.K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
+    },
+)
+QUERIES = Direction(
+    walk=analysis.Walk(fx.Q),
+    counts="queries",
+    row="key_queries",
+    row_why="The queries that keep key k are one range: the mask, solved for q.",
+    row_all="The queries of a key: all of them.",
+    reach_why="Every query that keeps some key in [k_lo, k_hi] lies in this range.",
+    full_why="Every query in this range keeps every key in [k_lo, k_hi].",
+    offset=Q_OFFSET,
+    length=fx.SEQ_Q,
+    owned_lo=fx.K_LO,
+    owned_hi=fx.K_HI,
+    ends={
+        fx.Q_LO: "const int q_lo = p.q_offset + tile * BLOCK_Q;",
+        fx.Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -86,13 +149,15 @@ class SpecFunction:
 class SpecFunctions:
     """Makes the functions of one spec, with one printer so that helpers are collected."""
 
-    def __init__(self, spec: AttentionSpec, analysis: Analysis) -> None:
+    def __init__(
+        self, spec: AttentionSpec, analysis: Analysis, direction: Direction = KEYS
+    ) -> None:
         names = {s: text.split()[1] for s, text in PARAMETERS.items()} | FIELDS
-        names |= {fx.K_LO: "k_lo", fx.K_HI: "k_hi"}
         for scalar in spec.scalars:
             field = f"p.s_{scalar.name}"
             names[scalar.expr] = f"({field} != 0)" if scalar.dtype == "bool" else field
         self.spec = spec
+        self.direction = direction
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype)
@@ -106,7 +171,7 @@ class SpecFunctions:
         body: Sequence[str],
     ) -> SpecFunction:
         free = set().union(*(expr.free_symbols for expr in exprs)) if exprs else set()
-        uses = frozenset(free & set(PARAMETERS))
+        uses = frozenset(free & (set(PARAMETERS) - set(self.direction.ends)))
         return SpecFunction(
             name=name,
             returns=returns,
@@ -120,15 +185,24 @@ class SpecFunctions:
 
     def score_mod(self) -> SpecFunction:
         block = self.score.value
-        lets = self.printer.lets(block)
         result = self.printer.float(block.results[0])
+        return self._scoring("float", block, result, [])
+
+    def score_mod_and_slope(self) -> SpecFunction:
+        """Value and derivative, with what is common to both computed once."""
+        block = self.score.value_and_derivative
+        value, slope = (self.printer.float(result) for result in block.results)
+        derived = comment(f"Derivative by the score: {shown(self.score.derivative)}")
+        return self._scoring("Scored", block, f"{{{value}, {slope}}}", derived)
+
+    def _scoring(self, returns: str, block: Block, result: str, why: list[str]) -> SpecFunction:
         exprs = [value for _, value in block.lets] + list(block.results)
         return self._function(
             "score_mod",
-            "float",
-            self._source(self.spec.score_line),
+            returns,
+            [*self._source(self.spec.score_line), *why],
             exprs,
-            [*lets, f"return {result};"],
+            [*self.printer.lets(block), f"return {result};"],
         )
 
     def mask_mod(self) -> SpecFunction:
@@ -142,24 +216,20 @@ class SpecFunctions:
 
     # What the analysis made of the mask.
 
-    def row_keys(self) -> SpecFunction:
-        interval = Interval(None, None) if self.mask.always else self.mask.row
-        assert interval is not None, "asked for only where the mask is a range of each row"
+    def row(self) -> SpecFunction:
+        along = self.direction
         if self.mask.always:
-            return self._range("row_keys", comment("The keys of a row: all of them."), interval)
-        why = "The keys that row q keeps are one range: the mask, solved for k."
-        return self._range(
-            "row_keys", [*self._source(self.spec.mask_line), *comment(why)], interval
-        )
+            return self._range(along.row, comment(along.row_all), Interval(None, None))
+        assert self.mask.row is not None, "asked for only where the mask is a range of each row"
+        why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
+        return self._range(along.row, why, self.mask.row)
 
     def tile_reach(self) -> SpecFunction:
-        why = "Every key that some query in [q_lo, q_hi] keeps lies in this range."
-        return self._range("tile_reach", comment(why), self.mask.reach)
+        return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
 
     def tile_full(self) -> SpecFunction:
-        why = "Every query in [q_lo, q_hi] keeps every key in this range."
         assert self.mask.full is not None, "asked for only where the range has a closed form"
-        return self._range("tile_full", comment(why), self.mask.full)
+        return self._range("tile_full", comment(self.direction.full_why), self.mask.full)
 
     def tile_may(self) -> SpecFunction:
         why = "False: no element of the tile is kept (interval arithmetic over its corners)."
@@ -170,10 +240,10 @@ class SpecFunctions:
         return self._tile_condition("tile_must", why, self.mask.must)
 
     def _range(self, name: str, why: Sequence[str], interval: Interval) -> SpecFunction:
-        # Counted from the first key of this call, and cut to the keys that there are.
-        zero = sympy.S.Zero
-        lo = zero if interval.lo is None else fx.Maximum(interval.lo - K_OFFSET, zero)
-        hi = fx.SEQ_K if interval.hi is None else fx.Minimum(interval.hi - K_OFFSET, fx.SEQ_K)
+        # Counted from the first position of this call, and cut to what there is.
+        zero, offset, length = sympy.S.Zero, self.direction.offset, self.direction.length
+        lo = zero if interval.lo is None else fx.Maximum(interval.lo - offset, zero)
+        hi = length if interval.hi is None else fx.Minimum(interval.hi - offset, length)
         return self._function(
             name, "Range", why, [lo, hi], [f"return {{{self._int(lo)}, {self._int(hi)}}};"]
         )
@@ -183,8 +253,9 @@ class SpecFunctions:
         return f"int({text})" if self.printer.ctype(expr) == "long long" else text
 
     def _tile_condition(self, name: str, why: str, condition: sympy.Basic) -> SpecFunction:
-        ends = [s for s in TILE_ENDS if s in condition.free_symbols]
-        body = [TILE_ENDS[s] for s in ends] + [f"return {self.printer.expr(condition)};"]
+        texts = self.direction.ends
+        ends = [s for s in texts if s in condition.free_symbols]
+        body = [texts[s] for s in ends] + [f"return {self.printer.expr(condition)};"]
         needs = [condition, TILE] if ends else [condition]
         return self._function(name, "bool", comment(why), needs, body)
 

@@ -1,11 +1,12 @@
-"""How the kernel walks the key tiles, from the mask's analysis; and how it applies the score.
+"""How a kernel walks tiles, from the mask's analysis; and how it applies the score.
 
 The choices, each by what the analysis could prove:
 
 - ``tile_reach``: where the loop starts and ends. Without bounds it walks every tile.
 - ``tile_may``: asked for each tile before it is loaded, when the bounds are not exact.
 - ``tile_full`` or ``tile_must``: which tiles skip the mask; the range where it is exact.
-- ``row_keys`` or ``mask_mod``: how a mixed tile is masked; one range per row where the mask is one.
+- ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; one range per row
+  where the mask is one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen import expr as fx
-from flashgen.render.functions import SpecFunction, SpecFunctions
-
-IN_BOUNDS = "k_start + BLOCK_K <= p.seq_k"
+from flashgen.render.functions import KEYS, SpecFunction, SpecFunctions
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Walk:
     """Fields of the template: C++ of the kernel; None means that the step is not taken."""
 
     functions: tuple[SpecFunction, ...]
+    counts: str
     reach: str | None
     full: str | None
     may: str | None
@@ -35,13 +35,15 @@ class Walk:
     mask: str | None
     uses_q: bool
     uses_k: bool
-    uses_q_lo: bool
-    uses_q_hi: bool
+    uses_lo: bool  # the first position of the tile that the block owns
+    uses_hi: bool
+    by_head: bool  # reach, full or may depend on the head
     last_tile_first: bool
 
 
-def walk_of(make: SpecFunctions) -> Walk:
-    mask = make.mask
+def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
+    """The walk of a kernel; ``renamed`` are names in it of what tile functions call h and tile."""
+    mask, along = make.mask, make.direction
     bounded = mask.reach.lo is not None or mask.reach.hi is not None
     reach = make.tile_reach() if bounded else None
     may = None if mask.reach_exact else make.tile_may()
@@ -52,7 +54,7 @@ def walk_of(make: SpecFunctions) -> Walk:
         else:
             must = make.tile_must()
     by_row = mask.always or mask.row is not None
-    element = make.row_keys() if by_row else make.mask_mod()
+    element = make.row() if by_row else make.mask_mod()
     functions = tuple(f for f in (element, reach, full, may, must) if f is not None)
     tile_uses = set().union(*(f.uses for f in (reach, full, may, must) if f is not None))
     has_lo = by_row and mask.row is not None and mask.row.lo is not None
@@ -61,32 +63,50 @@ def walk_of(make: SpecFunctions) -> Walk:
         outside = f"8 * n + e < lo || {outside}"
     return Walk(
         functions=functions,
-        reach=reach.call() if reach else None,
-        full=full.call() if full else None,
-        may=may.call() if may else None,
-        full_tile=_full_tile(full, must),
+        counts=along.counts,
+        reach=reach.call(**renamed) if reach else None,
+        full=full.call(**renamed) if full else None,
+        may=may.call(**renamed) if may else None,
+        full_tile=_full_tile(make, full, must, renamed),
         row=element.call() if by_row else None,
         row_outside=outside,
         row_has_lo=has_lo,
         mask=None if by_row else element.call(),
         uses_q=fx.Q in element.uses,
         uses_k=fx.K in element.uses,
-        uses_q_lo=fx.Q_LO in tile_uses,
-        uses_q_hi=fx.Q_HI in tile_uses,
-        last_tile_first=_grows_with_q(mask.reach.hi) and not _grows_with_q(mask.reach.lo),
+        uses_lo=along.owned_lo in tile_uses,
+        uses_hi=along.owned_hi in tile_uses,
+        by_head=fx.H in tile_uses,
+        last_tile_first=_last_tile_first(make),
     )
 
 
-def _full_tile(full: SpecFunction | None, must: SpecFunction | None) -> str:
+def _full_tile(
+    make: SpecFunctions,
+    full: SpecFunction | None,
+    must: SpecFunction | None,
+    renamed: dict[str, str],
+) -> str:
+    if make.direction is KEYS:
+        # Queries past the end need no mask: their rows are not stored.
+        keys = "k_start + BLOCK_K <= p.seq_k"
+        if full is not None:
+            return "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
+        return keys if must is None else f"{keys} && {must.call(**renamed)}"
     if full is not None:
-        return "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
-    if must is not None:
-        return f"{IN_BOUNDS} && {must.call()}"
-    return IN_BOUNDS
+        return "whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
+    return "whole" if must is None else f"whole && {must.call(**renamed)}"
 
 
-def _grows_with_q(end: sympy.Expr | None) -> bool:
-    return end is not None and bool(end.free_symbols & {fx.Q_LO, fx.Q_HI})
+def _last_tile_first(make: SpecFunctions) -> bool:
+    """Whether later tiles have more to walk: the tiles with the most work should go first."""
+    reach = make.mask.reach
+    owned = {make.direction.owned_lo, make.direction.owned_hi}
+    return _moves(reach.hi, owned) and not _moves(reach.lo, owned)
+
+
+def _moves(end: sympy.Expr | None, owned: set[sympy.Symbol]) -> bool:
+    return end is not None and bool(end.free_symbols & owned)
 
 
 @dataclass(frozen=True)
@@ -99,9 +119,10 @@ class ScoreCode:
     uses_k: bool
 
     @staticmethod
-    def of(make: SpecFunctions) -> ScoreCode:
+    def of(make: SpecFunctions, *, slope: bool = False) -> ScoreCode:
+        """``slope``: the call gives the derivative too."""
         if make.score.identity:
             return ScoreCode((), None, False, False)
-        function = make.score_mod()
+        function = make.score_mod_and_slope() if slope else make.score_mod()
         call = function.call(score="s[g][n][e] * p.scale")
         return ScoreCode((function,), call, fx.Q in function.uses, fx.K in function.uses)

@@ -1,0 +1,1 @@
+"""Scripts that measure flashgen, and the package `suite` that `gpu.py` and `report.py` run."""

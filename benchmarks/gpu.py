@@ -1,0 +1,98 @@
+"""Checks, measures and records everything on a GPU, within minutes: the command of `make gpu`.
+
+    python benchmarks/gpu.py [--part NAME] [--minutes 9] [--out DIR]
+
+Parts run in order of importance, each in a process of its own with a share of the time; what was
+left out is listed. Without --out the records are appended to benchmarks/results/.
+
+    python benchmarks/gpu.py --part dry
+
+runs all parts without a GPU, on the emulator and the smallest problems, through the same code.
+Its records go to a temporary folder. `--dry --part NAME` does so for one part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.suite import device, figures, records, summary  # noqa: E402
+from benchmarks.suite.parts import PARTS, named  # noqa: E402
+from benchmarks.suite.runner import Settings, run_all  # noqa: E402
+
+MINUTES = 9.0
+DRY_MINUTES = 3.0
+DRY = "dry"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    dry = options.dry or options.part == DRY
+    if not dry and (reason := device.missing_gpu()) is not None:
+        print(f"no GPU to measure on: {reason}")
+        print("python benchmarks/gpu.py --part dry runs the same code on the emulator")
+        return 2
+    one = None if options.part in (None, DRY) else named(options.part)
+    with tempfile.TemporaryDirectory(prefix="flashgen-gpu-") as scratch:
+        work = Path(scratch)
+        out = (options.out or (work / "results" if dry else records.RESULTS)).resolve()
+        if dry and records.folder_is_of_the_repository(out):
+            print("a dry run measures nothing: its records do not belong in benchmarks/results/")
+            return 2
+        out.mkdir(parents=True, exist_ok=True)
+        for name in records.FILES:  # before the time is spent, not after
+            records.read(out / name)
+        settings = Settings(
+            minutes=options.minutes or (DRY_MINUTES if dry else MINUTES),
+            out=out,
+            work=work,
+            device="emulator" if dry else "gpu",
+            run=datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ"),
+            commit=options.commit or records.commit(),
+            tiny=dry,
+        )
+        print(f"run {settings.run}, {settings.minutes:g} minutes, records in {out}", flush=True)
+        outcomes = run_all([one] if one else PARTS, settings, tell=_tell)
+        text = summary.text(settings.run, outcomes, out)
+        if dry:
+            figures.draw(out, work / "figures", device="emulator")
+        (out / f"summary-{settings.run}.txt").write_text(text, encoding="utf-8")
+        keep_logs(work, out / f"logs-{settings.run}.txt")
+    print(text, flush=True)
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS),
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--part", choices=[*names, DRY], help="one part only, or all dry")
+    parser.add_argument("--dry", action="store_true", help="the emulator for a device")
+    parser.add_argument("--minutes", type=float, help=f"{MINUTES:g} by default")
+    parser.add_argument("--out", type=Path, help="benchmarks/results by default")
+    parser.add_argument("--commit", help="for the records, where there is no git")
+    return parser.parse_args(arguments)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def keep_logs(work: Path, target: Path) -> None:
+    """All logs of a run in one file: the folder of the work is removed."""
+    with target.open("w", encoding="utf-8") as file:
+        for log in sorted([*work.glob("*.log"), *work.glob("*.jsonl"), *work.glob("ncu-*.csv")]):
+            file.write(f"==== {log.name}\n")
+            file.write(log.read_text(encoding="utf-8", errors="replace")[-1_000_000:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

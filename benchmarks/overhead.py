@@ -1,0 +1,155 @@
+"""What a call of the operator costs in Python, over the launch itself.
+
+The calls are those of a GPU, all of them: checks, choice of a kernel, results, packed parameters.
+Only the launcher is a stub, and the tensors are on the CPU, so that no GPU is needed and nothing
+has to be waited for. Rows::
+
+    no gradients    inputs that require none
+    forward         inputs that require gradients, forward only
+    both            forward and backward
+    torch.ops       the same through torch's dispatcher
+    results         two torch.empty, which are in all of the above
+    launcher        flashgen.launch.launch with a driver that does nothing, which is in none
+
+Fails when a promise is broken: 10 us without gradients, 20 us forward with gradients.
+
+    python benchmarks/overhead.py [--calls 100] [--rounds 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import flashgen as fg  # noqa: E402
+from flashgen import launch  # noqa: E402
+from flashgen.ops import backends, run_forward  # noqa: E402
+
+LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
+
+
+def median_us(call: Callable[[], Any], calls: int, rounds: int) -> float:
+    """Median over rounds of the mean of some calls, in microseconds."""
+    for _ in range(calls):
+        call()
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls)
+    return statistics.median(found) * 1e6
+
+
+def idle_driver() -> Any:
+    """Answers every call that a launch makes, at once and with success."""
+    done = (0,)
+    context = 1
+    return SimpleNamespace(
+        cuCtxGetCurrent=lambda: (0, context),
+        cuLaunchKernel=lambda *arguments: done,
+        cuFuncSetAttribute=lambda *arguments: done,
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
+    )
+
+
+def idle_kernel(binary: Any, device: int = 0) -> launch.Kernel:
+    """A kernel loaded on a device of its own architecture."""
+    facts = launch.device.Device(
+        index=0,
+        context=1,
+        capability=(8, 0),
+        max_threads=1024,
+        max_smem_bytes=166_912,
+        registers=65_536,
+    )
+    return launch.Kernel(binary, facts, idle_driver(), None, None)
+
+
+def pretend_a_gpu() -> None:
+    """CPU tensors stand for those of a GPU, and a launch does nothing."""
+    backends.TAKES["gpu"] = "cpu"
+    backends.DEFAULTS["cpu"] = "gpu"
+    backends.index_of = lambda device: 0
+    backends.current_stream = lambda index: 0
+    launch.device_arch = lambda device=0: "sm_80"
+    launch.load = idle_kernel
+    launch.launch = lambda *arguments: None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+
+    real_launch = launch.launch
+    pretend_a_gpu()
+    spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, head_dim=64, name="overhead")
+    op = fg.attention(spec)
+    overload = getattr(torch.ops.flashgen, op.name)
+    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
+    learnt = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.zeros_like(plain[0])
+
+    def both(call: Callable[..., Any]) -> None:
+        torch.autograd.grad(call(*learnt), learnt, dout)
+
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "no gradients": (lambda: op(*plain), lambda: overload(*plain)),
+        "forward": (lambda: op(*learnt), lambda: overload(*learnt)),
+        "both": (lambda: both(op), lambda: both(lambda *t: overload(*t)[0])),
+    }
+    table = Table(title="overhead of a call, us (median)")
+    for column in ("", "op", "torch.ops", "limit"):
+        table.add_column(column, justify="left" if not column else "right")
+    broken = []
+    for name, (direct, dispatched) in calls.items():
+        took = median_us(direct, options.calls, options.rounds)
+        through = median_us(dispatched, options.calls, options.rounds)
+        limit = LIMITS.get(name)
+        table.add_row(name, f"{took:.1f}", f"{through:.1f}", f"{limit:.0f}" if limit else "")
+        if limit is not None and took > limit:
+            broken.append(f"{name}: {took:.1f} us, at most {limit:.0f}")
+
+    run = run_forward(spec, *plain)
+    kernel = idle_kernel(run.binary)
+    packed = bytes(kernel.binary.resources.param_bytes)
+    threads = (run.plan.threads, 1, 1)
+    smem = run.plan.smem_bytes
+
+    def launched() -> None:
+        real_launch(kernel, (1, 2, 1), threads, smem, packed, 0)
+
+    def allocated() -> None:
+        torch.empty(1, 2, 32, 64, dtype=torch.float16)
+        torch.empty(1, 2, 32, dtype=torch.float32)
+
+    for name, body in (("results", allocated), ("launcher", launched)):
+        took = median_us(body, options.calls, options.rounds)
+        table.add_row(name, f"{took:.1f}", "", "")
+    Console().print(table)
+    for promise in broken:
+        print(f"over the limit: {promise}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

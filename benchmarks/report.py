@@ -1,0 +1,71 @@
+"""What the records say: a table, the figures, and the speed table of README.md.
+
+    python benchmarks/report.py                   the newest run, flashgen's slowest cases first
+    python benchmarks/report.py --figures [DIR]   figures, in benchmarks/results/figures
+    python benchmarks/report.py --readme [--check]
+    python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
+    python benchmarks/report.py --predictions sm_90     the plan's own, for benchmarks/NOTES.md
+
+With --check nothing is written, and the exit code is 1 when README.md is not what the records say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.suite import figures, predictions, readme, records, summary  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=records.RESULTS)
+    parser.add_argument("--merge", type=Path, metavar="DIR")
+    parser.add_argument("--figures", type=Path, nargs="?", const=Path(), metavar="DIR")
+    parser.add_argument("--readme", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--predictions", metavar="ARCH")
+    options = parser.parse_args(arguments)
+    if options.merge:
+        print(f"{records.merge(options.merge, options.results)} rows added")
+    if options.figures is not None:
+        folder = options.figures if options.figures != Path() else options.results / "figures"
+        for path in figures.draw(options.results, folder):
+            print(path)
+    if options.readme:
+        return write_readme(options.results, options.check)
+    if options.predictions:
+        print(predictions.table(options.predictions))
+    elif not options.merge and options.figures is None:
+        show(options.results)
+    return 0
+
+
+def write_readme(results: Path, check: bool) -> int:
+    before = readme.README.read_text(encoding="utf-8")
+    after = readme.updated(before, readme.block(results))
+    if before == after:
+        print("README.md says what the records say")
+        return 0
+    if check:
+        print("README.md differs from the records: python benchmarks/report.py --readme")
+        return 1
+    readme.README.write_text(after, encoding="utf-8")
+    print("README.md is written")
+    return 0
+
+
+def show(results: Path) -> None:
+    rows = records.latest(records.read(results / "speed.csv"))
+    if not rows:
+        print(readme.NONE)
+        return
+    print(summary.text(rows[0]["run"], [], results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""The problems that are timed, most important first, and what they cost in operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite.forms import FORMS, Form, Mods, symmetric_window
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSES = ("forward", "backward", "both")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+WINDOWED = "symmetric_window"
+"""The spec of the part "sparsity"; it has no file in specs/."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem.
+
+    Attributes:
+        group: which shapes it belongs to.
+        spec: name of a file in specs/, or `WINDOWED`.
+        scalars: the spec's run-time scalars, (name, value).
+        key: one of the few shapes that slow compilers are asked to serve.
+    """
+
+    group: str
+    spec: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    scalars: tuple[tuple[str, Any], ...] = ()
+    key: bool = False
+
+    @property
+    def id(self) -> str:
+        heads = f"{self.heads_q}h{self.heads_kv}"
+        given = "".join(f"-{name}{value}" for name, value in self.scalars)
+        length = f"{self.seq_q}x{self.seq_k}"
+        return f"{self.spec}-b{self.batch}-{heads}-{length}-d{self.head_dim}-{self.dtype}{given}"
+
+    @property
+    def mods(self) -> Mods:
+        """Mask and score in torch."""
+        given = dict(self.scalars)
+        make = symmetric_window if self.spec == WINDOWED else FORMS[self.spec].mods
+        return make(self.seq_q, self.seq_k, self.heads_q, given)
+
+    @property
+    def scores(self) -> int:
+        """Elements of S, masked ones too."""
+        return self.batch * self.heads_q * self.seq_q * self.seq_k
+
+    @property
+    def bytes(self) -> int:
+        """Of q, k, v and the output, each once."""
+        rows = 2 * self.heads_q * self.seq_q + 2 * self.heads_kv * self.seq_k
+        return self.batch * rows * self.head_dim * ITEMSIZE[self.dtype]
+
+
+def flops(pass_: str, live: int, head_dim: int, head_dim_v: int | None = None) -> int:
+    """Floating-point operations of a pass by the usual convention.
+
+    Two per multiply-add of the matrix products, over the elements of S that the mask keeps:
+    2 (d + d_v) forward and 2 (3 d + 2 d_v) backward per element, so backward is 2.5 times forward
+    where d = d_v. Recomputation, softmax and tiles computed in vain do not count.
+    """
+    d, d_v = head_dim, head_dim if head_dim_v is None else head_dim_v
+    forward, backward = 2 * (d + d_v), 2 * (3 * d + 2 * d_v)
+    return live * {"forward": forward, "backward": backward, "both": forward + backward}[pass_]
+
+
+def make(group: str, spec: str, *sizes: int, **options: Any) -> Case:
+    """A case with the scalars that `FORMS` gives the spec; sizes as in Case, batch to head_dim."""
+    form: Form = FORMS[spec]
+    seq_k = sizes[4]
+    scalars = tuple(sorted(form.scalars(seq_k).items()))
+    return Case(group, spec, *sizes, scalars=scalars, **options)
+
+
+def grid(spec: str, seq: int, head_dim: int, *, key: bool = False) -> Case:
+    """FlashAttention's shapes: 16k tokens, heads * head_dim = 2048."""
+    heads = 2048 // head_dim
+    return make("grid", spec, 16384 // seq, heads, heads, seq, seq, head_dim, key=key)
+
+
+def llama(spec: str, seq: int, *, key: bool = False) -> Case:
+    """Llama 3.1 70B: 64 query heads, 8 key heads, head_dim 128."""
+    return make("llama", spec, 1, 64, 8, seq, seq, 128, key=key)
+
+
+def decode(seq_k: int) -> Case:
+    """One new query per sequence, 8 sequences, heads of Llama 3.1 8B."""
+    return make("decode", "full", 8, 32, 8, 1, seq_k, 128)
+
+
+def spec_names() -> list[str]:
+    """Names of all files in specs/ that `FORMS` has in torch."""
+    return [name for name in all_spec_names() if name in FORMS]
+
+
+def all_spec_names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "specs").glob("*.py"))
+
+
+def full_list() -> list[Case]:
+    """Every case, most important first, each once."""
+    first: dict[str, Case] = {}
+    for case in _in_order():
+        first.setdefault(case.id, case)
+    return list(first.values())
+
+
+def _in_order() -> Iterator[Case]:
+    yield llama("causal", 8192, key=True)
+    yield grid("causal", 8192, 128, key=True)
+    yield grid("full", 8192, 128, key=True)
+    yield grid("causal", 8192, 64, key=True)
+    yield make("gpt2-medium", "causal", 64, 16, 16, 1024, 1024, 64)
+    # GPT-OSS and Gemma first among the variants, as these are what people train and serve.
+    first = ("sliding_window", "softcap", "alibi", "prefix_lm", "causal_offset")
+    for name in sorted(spec_names(), key=lambda n: first.index(n) if n in first else len(first)):
+        if name not in ("full", "causal"):
+            yield make("variant", name, 2, 16, 16, 8192, 8192, 128, key=True)
+    for seq_k in (8192, 131072):
+        yield decode(seq_k)
+    for seq in (16384, 4096, 2048, 32768, 8192):
+        yield llama("causal", seq)
+        yield llama("full", seq)
+    for seq_k in (32768, 1024, 4096, 16384, 65536, 2048):
+        yield decode(seq_k)
+    for head_dim in (128, 64, 256):
+        for seq in (8192, 4096, 16384, 2048, 1024, 512):
+            yield grid("causal", seq, head_dim)
+            yield grid("full", seq, head_dim)
+
+
+def tiny_list() -> list[Case]:
+    """A case of each group, as small as it can be: for a dry run.
+
+    Not each spec: what a spec computes is tested elsewhere, and its form against it.
+    """
+    return [
+        make("llama", "causal", 1, 2, 1, 64, 64, 64, key=True),
+        make("decode", "full", 1, 2, 1, 1, 70, 64),
+        make("grid", "full", 1, 1, 1, 64, 64, 64, dtype="float16"),
+        make("variant", "sliding_window", 1, 1, 1, 64, 64, 64, key=True),
+        make("variant", "alibi", 1, 1, 1, 64, 64, 64, key=True),
+    ]
+
+
+def windowed(case: Case, window: int) -> Case:
+    return replace(case, group="sparsity", spec=WINDOWED, scalars=(("window", window),))

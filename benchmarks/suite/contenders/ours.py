@@ -1,0 +1,86 @@
+"""flashgen: one contender per code path, and one with bitwise reproducible gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flashgen as fg
+from benchmarks.suite.cases import ROOT, WINDOWED, Case
+from benchmarks.suite.contenders import Contender, Prepared, Tensor
+from benchmarks.suite.device import Device
+from flashgen.arch import facts
+from flashgen.errors import PlanError
+from flashgen.plan import Plan
+
+
+class Flashgen:
+    ours = True
+
+    def __init__(self, arch: str, *, deterministic: bool = False) -> None:
+        self.name = f"flashgen {facts(arch).path}" + (" deterministic" if deterministic else "")
+        self.arch = arch
+        self.deterministic = deterministic
+
+    def supports(self, case: Case, device: Device) -> str | None:
+        return None
+
+    def prepare(self, case: Case, device: Device) -> Prepared:
+        op = fg.attention(spec_of(case))
+        options: dict[str, Any] = {
+            "backend": device.backend,
+            "arch": self.arch,
+            "deterministic": self.deterministic,
+            **dict(case.scalars),
+        }
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return op(q, k, v, **options)
+
+        def described() -> tuple[str, str]:
+            reports = [report for report in (op.report, *op.backward_reports) if report]
+            plans = [report.kernel.plan for report in reports if report.kernel is not None]
+            path = plans[0].path if plans else ""
+            return path, "; ".join(map(in_short, plans))
+
+        # Forward kernels are the same in either mode.
+        passes = ("backward", "both") if self.deterministic else ("forward", "backward", "both")
+        return Prepared(attend, passes, described=described)
+
+
+def flashgens(device: Device) -> list[Contender]:
+    """Every code path that serves this device, and the deterministic mode of each."""
+    archs = [device.arch]
+    try:
+        own = facts(f"{device.arch}a")
+    except PlanError:  # only Hopper and later have instructions of their own
+        own = None
+    if own is not None and own.path != facts(device.arch).path:
+        archs.insert(0, own.name)
+    return [Flashgen(arch, deterministic=d) for arch in archs for d in (False, True)]
+
+
+@functools.cache
+def _spec(name: str) -> fg.AttentionSpec:
+    if name != WINDOWED:
+        return fg.load(ROOT / "specs" / f"{name}.py")
+    window = fg.Scalar("window", "int32", minimum=0)
+
+    def symmetric_window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return fg.abs(q - k) <= window
+
+    return fg.AttentionSpec(mask_mod=symmetric_window, head_dim=64, name=WINDOWED)
+
+
+@functools.cache
+def spec_of(case: Case) -> fg.AttentionSpec:
+    """The spec of a case, with its dtype and head dim."""
+    return _spec(case.spec).replace(dtype=case.dtype, head_dim=case.head_dim)
+
+
+def in_short(plan: Plan) -> str:
+    """A plan in a few characters for a column of a table."""
+    return (
+        f"{plan.kernel} {plan.block_q}x{plan.block_k} {plan.warps} warps {plan.stages} stages "
+        f"{plan.blocks_per_sm} blocks/SM"
+    )

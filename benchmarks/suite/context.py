@@ -1,0 +1,67 @@
+"""What a part is given, in the process that runs it."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.suite.budget import Budget
+from benchmarks.suite.cases import ROOT
+from benchmarks.suite.device import Device
+from benchmarks.suite.journal import Journal
+from benchmarks.suite.records import MEASURES, Writer
+
+RESTART = 75
+"""Exit code of a process that found its GPU unusable and wants to be started again."""
+
+
+class Unusable(Exception):
+    """The device of this process answers no more."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """
+    Attributes:
+        out: where records go.
+        work: where logs and scratch files go.
+        tiny: the smallest problems: a dry run.
+    """
+
+    device: Device
+    writer: Writer
+    journal: Journal
+    budget: Budget
+    out: Path
+    work: Path
+    run: str
+    tiny: bool
+
+    def usable(self) -> None:
+        """Raises Unusable when nothing can run on the device any more."""
+        reason = self.device.failure()
+        if reason is not None:
+            raise Unusable(reason)
+
+    def measured(self, subject: str, metric: str) -> float | None:
+        """A number that an earlier part of this run has measured."""
+        path = self.out / "measures.csv"
+        if not path.exists():
+            return None
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file, list(MEASURES))
+            found = [
+                float(row["value"])
+                for row in rows
+                if row["run"] == self.run and (row["subject"], row["metric"]) == (subject, metric)
+            ]
+        return found[-1] if found else None
+
+
+def environment() -> dict[str, str]:
+    """Variables for a process that runs modules of this checkout."""
+
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

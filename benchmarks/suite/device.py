@@ -1,0 +1,226 @@
+"""What the suite runs on: a GPU, or in a dry run the emulator and torch on the CPU.
+
+Both have the same methods, so that a dry run goes through the code that a GPU will.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+
+KINDS = ("gpu", "emulator")
+GIB = 1 << 30
+
+
+class Span(Protocol):
+    def ms(self) -> float:
+        """Milliseconds from begin to end; waits for the end."""
+
+
+class _Clocked:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def ms(self) -> float:
+        return self._seconds * 1e3
+
+
+class _Between:
+    def __init__(self, begin: Any, end: Any) -> None:
+        self._begin, self._end = begin, end
+
+    def ms(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end))
+
+
+class Device:
+    """The emulator and the CPU: a host clock, no cache to defeat, no count of memory.
+
+    Attributes:
+        kind: "gpu" or "emulator"; which of them a record is of.
+        name, driver: of the hardware, for records.
+        arch: that flashgen compiles for here.
+        l2_bytes, memory_bytes: what timing and the choice of cases have to know.
+    """
+
+    kind = "emulator"
+    backend = "emulator"
+    """Of flashgen's operator."""
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.name = "none (dry run)"
+        self.driver = "none"
+        self.arch = "sm_80"
+        self.l2_bytes = 0
+        self.memory_bytes = 4 * GIB
+
+    def synchronize(self) -> None:
+        """Waits until all queued work is done; raises what went wrong in it."""
+
+    def record(self, run: Callable[[], object]) -> Span:
+        """Queues ``run`` between two marks."""
+        start = time.perf_counter()
+        run()
+        return _Clocked(time.perf_counter() - start)
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object] | None:
+        """``run`` as one graph that the device replays without the host; None where there is none.
+
+        Raises:
+            RuntimeError: something in ``run`` cannot be captured.
+        """
+        return None
+
+    def reset_peak(self) -> None:
+        """Forgets the peak of memory."""
+
+    def peak_bytes(self) -> int:
+        """The largest amount of memory that tensors took since `reset_peak`."""
+        return 0
+
+    def free(self) -> None:
+        """Gives back memory that no tensor uses."""
+
+    def failure(self) -> str | None:
+        """Why nothing can run here any more, None when all is well."""
+        return None
+
+
+class Gpu(Device):
+    """The current CUDA device."""
+
+    kind = "gpu"
+    backend = "gpu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from flashgen import launch
+        from flashgen.ops.backends import nearest_arch
+
+        self.torch = torch.device("cuda", torch.cuda.current_device())
+        facts = torch.cuda.get_device_properties(self.torch)
+        self.name = facts.name
+        self.driver = _driver_version()
+        self.arch = nearest_arch(launch.device_arch(self.torch.index))
+        self.l2_bytes = int(getattr(facts, "L2_cache_size", 64 << 20))
+        self.memory_bytes = int(facts.total_memory)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+    def record(self, run: Callable[[], object]) -> Span:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        return _Between(begin, end)
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object] | None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay  # type: ignore[no-any-return]
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch))
+
+    def free(self) -> None:
+        torch.cuda.empty_cache()
+
+    def failure(self) -> str | None:
+        try:
+            self.synchronize()
+            torch.zeros(1, device=self.torch).add_(1).item()
+        except Exception as error:  # a driver that is gone can raise anything
+            return first_line(error)
+        return None
+
+
+def missing_gpu() -> str | None:
+    """Why there is no GPU to measure on, None when there is one."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    from flashgen import launch
+
+    return launch.available()
+
+
+def open_device(kind: str) -> Device:
+    """The device of a kind.
+
+    Raises:
+        RuntimeError: there is no GPU, or the kind is unknown.
+    """
+    if kind == "emulator":
+        return Device()
+    if kind != "gpu":
+        raise RuntimeError(f"a device is one of {', '.join(KINDS)}; given {kind!r}")
+    reason = missing_gpu()
+    if reason is not None:
+        raise RuntimeError(reason)
+    return Gpu()
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line for a table."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def versions() -> str:
+    """What the numbers were made with, for records."""
+    from flashgen.version import __version__
+
+    found = [f"flashgen {__version__}", f"torch {torch.__version__}"]
+    if torch.backends.cudnn.is_available():
+        found.append(f"cudnn {torch.backends.cudnn.version()}")
+    for package in ("triton", "cuda-bindings", "nvidia-cuda-nvrtc"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return "; ".join([*found, f"python {platform.python_version()}"])
+
+
+def _driver_version() -> str:
+    """Of the NVIDIA kernel module, which Linux tells in a file, or nvidia-smi."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="ascii") as file:
+            return driver_in(file.readline()) or "unknown"
+    except OSError:
+        return _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def driver_in(line: str) -> str:
+    """The version in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Tue ..."."""
+    return next((w for w in line.split() if w[0].isdigit() and w.count(".") > 0), "")
+
+
+def _asked(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (done.stdout.split() or ["unknown"])[0]
+
+
+def own_threads(count: int) -> None:
+    """Bounds torch's threads on the CPU, where several processes share few cores."""
+    torch.set_num_threads(max(1, min(count, os.cpu_count() or 1)))

@@ -1,0 +1,145 @@
+"""The specs of ``specs/`` as FlexAttention takes them: functions of torch tensors.
+
+Written by hand and not derived from the specs, so that FlexAttention, standard attention and the
+oracle of the suite share nothing with the compiler. A test compares each with its spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Mask = Callable[..., Any]
+"""(b, h, q, k) -> bool tensor; positions are integer tensors that broadcast."""
+Score = Callable[..., Any]
+"""(score, b, h, q, k) -> tensor."""
+
+CHUNK = 100  # of specs/block_causal.py
+CAP = 50.0  # of specs/softcap.py
+
+
+@dataclass(frozen=True)
+class Mods:
+    """Mask and score of one problem; None where the spec has none.
+
+    Attributes:
+        is_causal: the mask is q >= k, which libraries have a switch for.
+        additive: the score function adds something that does not depend on the score.
+    """
+
+    mask: Mask | None = None
+    score: Score | None = None
+    is_causal: bool = False
+    additive: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """One spec in torch.
+
+    Attributes:
+        mods: (seq_q, seq_k, heads, scalars) -> Mods.
+        scalars: seq_k -> the run-time scalars that the suite uses at that length.
+    """
+
+    mods: Callable[[int, int, int, Mapping[str, Any]], Mods]
+    scalars: Callable[[int], dict[str, Any]] = field(default=lambda seq_k: {})
+
+
+def _full(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods()
+
+
+def _causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(mask=lambda b, h, q, k: q >= k, is_causal=True)
+
+
+def _causal_offset(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    ahead = seq_k - seq_q + given["shift"]
+    return Mods(mask=lambda b, h, q, k: q + ahead >= k)
+
+
+def _sliding_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    window = given["window"]
+    return Mods(mask=lambda b, h, q, k: (q >= k) & (q - k < window))
+
+
+def _dilated_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    window, dilation = given["window"], given["dilation"]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        distance = torch.abs(q - k)
+        return (distance <= window) & (distance % dilation == 0)
+
+    return Mods(mask=mask)
+
+
+def _prefix_lm(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    prefix = given["prefix"]
+    return Mods(mask=lambda b, h, q, k: (k < prefix) | (q >= k))
+
+
+def _block_causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(mask=lambda b, h, q, k: q // CHUNK >= k // CHUNK)
+
+
+def _strided(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    stride = given["stride"]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        distance = q - k
+        return (q >= k) & ((distance < stride) | (distance % stride == 0))
+
+    return Mods(mask=mask)
+
+
+def _alibi(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.exp2(-8.0 * (h + 1) / heads) * (k - q)
+
+    return Mods(score=score, additive=True)
+
+
+def _softcap(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(score=lambda s, b, h, q, k: CAP * torch.tanh(s / CAP))
+
+
+def symmetric_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    """|q - k| <= W: the mask of the part "sparsity"."""
+    window = given["window"]
+    return Mods(mask=lambda b, h, q, k: torch.abs(q - k) <= window)
+
+
+FORMS: dict[str, Form] = {
+    "full": Form(_full),
+    "causal": Form(_causal),
+    "causal_offset": Form(_causal_offset, lambda n: {"shift": 0}),
+    "sliding_window": Form(_sliding_window, lambda n: {"window": max(1, n // 8)}),
+    "dilated_window": Form(_dilated_window, lambda n: {"window": max(1, n // 8), "dilation": 4}),
+    "prefix_lm": Form(_prefix_lm, lambda n: {"prefix": n // 8}),
+    "block_causal": Form(_block_causal),
+    "strided": Form(_strided, lambda n: {"stride": max(1, n // 64)}),
+    "alibi": Form(_alibi),
+    "softcap": Form(_softcap),
+}
+"""By the name of the spec's file."""
+
+
+def live_elements(mods: Mods, batch: int, heads: int, seq_q: int, seq_k: int, device: Any) -> int:
+    """How many elements of S the mask keeps, over all batch entries and heads; counted.
+
+    Only masks that look at q and k alone are served, as all in `FORMS` are: one head is counted.
+    """
+    if mods.mask is None:
+        return batch * heads * seq_q * seq_k
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    k = torch.arange(seq_k, device=device)[None, :]
+    rows = max(1, (1 << 26) // max(1, seq_k))
+    kept = 0
+    for first in range(0, seq_q, rows):
+        q = torch.arange(first, min(first + rows, seq_q), device=device)[:, None]
+        kept += int(mods.mask(zero, zero, q, k).sum())
+    return batch * heads * kept

@@ -1,0 +1,295 @@
+"""One problem: every contender checked, then all that are right timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.suite import check
+from benchmarks.suite.cases import PASSES, Case, flops
+from benchmarks.suite.check import Inputs, Oracle, Tensors, Verdict
+from benchmarks.suite.contenders import Contender, Prepared
+from benchmarks.suite.context import Context
+from benchmarks.suite.device import first_line
+from benchmarks.suite.forms import live_elements
+from benchmarks.suite.records import Row
+from benchmarks.suite.timing import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Call,
+    Measured,
+    measure,
+    sets_needed,
+)
+
+TRUSTED = ("sdpa", "standard")
+"""Peers that others are compared with, by the first word of their names."""
+
+
+@dataclass
+class Entrant:
+    """A contender on its way through one case."""
+
+    contender: Contender
+    status: str = "ok"
+    note: str = ""
+    prepared: Prepared | None = None
+    verdict: Verdict | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.contender.name
+
+
+def run_case(
+    context: Context,
+    case: Case,
+    contenders: Sequence[Contender],
+    *,
+    passes: Sequence[str] = PASSES,
+    seconds: float = 2.0,
+    note: str = "",
+) -> None:
+    """Checks, times and records ``case``, unless the journal says that this was done.
+
+    Args:
+        seconds: of timing, for all passes together.
+        note: for the rows that have no other.
+
+    Raises:
+        Unusable: the device is gone; a new process goes on behind what was being done.
+    """
+    if context.journal.done(case.id):
+        return
+    try:
+        _run_case(context, case, contenders, passes, seconds, note)
+    except Exception as error:
+        # Out of memory in the oracle, say: the cases behind this one are not lost with it.
+        context.usable()
+        context.journal.failed(f"{case.id}: {first_line(error)}")
+    context.device.free()
+
+
+def _run_case(
+    context: Context,
+    case: Case,
+    contenders: Sequence[Contender],
+    passes: Sequence[str],
+    seconds: float,
+    note: str,
+) -> None:
+    journal = context.journal
+    entrants = [Entrant(contender) for contender in contenders]
+    with journal.step(case.id):
+        learnt = "backward" in passes
+        sets = sets_needed(case.bytes * (2 if learnt else 1), context.device.l2_bytes)
+        inputs = [
+            check.make_inputs(case, context.device.torch, seed, learnt=learnt)
+            for seed in range(sets)
+        ]
+        _admit(context, case, entrants, inputs[0], learnt)
+        live = live_elements(
+            case.mods, case.batch, case.heads_q, case.seq_q, case.seq_k, context.device.torch
+        )
+        for pass_ in passes:
+            step = f"{case.id}, {pass_}"
+            if context.budget.out:
+                journal.skipped(step)
+            elif not journal.done(step):
+                with journal.step(step):
+                    # Of the time of one case, backward and both are worth more: they are longer.
+                    share = {"forward": 0.3, "backward": 0.35, "both": 0.35}[pass_]
+                    rows = _timed(context, case, entrants, inputs, pass_, live, seconds * share)
+                    context.writer.speed(row | {"note": row["note"] or note} for row in rows)
+
+
+def _admit(
+    context: Context, case: Case, entrants: list[Entrant], inputs: Inputs, learnt: bool
+) -> None:
+    """Prepares and checks each entrant; sets its status."""
+    oracle = Oracle(case, inputs, backward=learnt)
+    trusted: Tensors | None = None
+    # Peers first: flashgen's whole result is compared with that of one that is right.
+    for entrant in sorted(entrants, key=lambda entrant: entrant.contender.ours):
+        contender = entrant.contender
+        reason = contender.supports(case, context.device)
+        if reason is not None:
+            entrant.status, entrant.note = "unsupported", reason
+            continue
+        step = f"{case.id}, check of {contender.name}"
+        if context.budget.out:
+            entrant.status, entrant.note = "skipped", "time was out"
+            context.journal.skipped(step)
+            continue
+        lost = context.journal.lost(step)
+        if lost is not None:
+            entrant.status, entrant.note = "crashed", lost
+            context.journal.failed(f"{case.id}: {contender.name} crashed: {lost}")
+            continue
+        context.journal.note("begin", step=step)
+        try:
+            entrant.prepared = contender.prepare(case, context.device)
+            check.poison(inputs.q)
+            results = _results(entrant.prepared, inputs, learnt)
+            verdict = oracle.verdict(results, ours=contender.ours)
+            if verdict.ok and trusted is not None:
+                apart = check.compare_peers(results, trusted)
+                verdict = verdict if apart.ok else apart
+        except Exception as error:  # a contender may raise anything: it is recorded
+            context.usable()
+            entrant.status = "error" if contender.ours else "refused"
+            entrant.note = first_line(error)
+            if contender.ours or context.tiny:
+                context.journal.failed(f"{case.id}: {contender.name}: {entrant.note}")
+        else:
+            entrant.verdict = verdict
+            if not verdict.ok:
+                entrant.status, entrant.note = "wrong", verdict.text
+                context.journal.failed(f"{case.id}: {contender.name} is wrong: {verdict.text}")
+            elif trusted is None and contender.name.split()[0] in TRUSTED:
+                trusted = results
+            results = {}
+        context.journal.note("end", step=step)
+    context.device.free()
+
+
+def _results(prepared: Prepared, inputs: Inputs, learnt: bool) -> Tensors:
+    out = prepared.attend(*inputs.learnt)
+    if not learnt or "backward" not in prepared.passes:
+        return {"out": out}
+    gradients = torch.autograd.grad(out, inputs.learnt, inputs.dout)
+    return {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def _timed(
+    context: Context,
+    case: Case,
+    entrants: list[Entrant],
+    inputs: list[Inputs],
+    pass_: str,
+    live: int,
+    seconds: float,
+) -> list[Row]:
+    """The rows of one pass, the peers of each row named."""
+    lost = context.journal.lost(f"{case.id}, {pass_}")
+    if lost is not None:
+        context.journal.failed(f"{case.id}: crashed while {pass_} was timed: {lost}")
+    calls: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    for entrant in entrants:
+        prepared = entrant.prepared
+        if entrant.status == "ok" and prepared and pass_ in prepared.passes and lost is None:
+            try:
+                calls[entrant.name] = call_of(prepared, inputs, pass_)
+            except torch.cuda.OutOfMemoryError as error:
+                refused[entrant.name] = first_line(error)
+                context.device.free()
+    times: dict[str, Measured] = {}
+    try:
+        if calls:
+            rounds = (1, 2) if context.tiny else (LEAST_ROUNDS, MOST_ROUNDS)
+            graphs = pass_ == "forward"
+            times = measure(
+                context.device, calls, len(inputs), seconds, graphs=graphs, rounds=rounds
+            )
+    except Exception as error:
+        context.usable()
+        lost = first_line(error)
+        context.journal.failed(f"{case.id}: {pass_} could not be timed: {lost}")
+    calls.clear()
+    rate = context.measured(f"matmul {case.dtype}", "rate")
+    rows = []
+    for entrant in entrants:
+        if entrant.prepared and pass_ not in entrant.prepared.passes:
+            continue
+        row = _row(case, entrant, pass_, live)
+        if entrant.name in times:
+            row |= _times(times, entrant, entrants, flops(pass_, live, case.head_dim), rate)
+        elif entrant.name in refused:
+            row |= {"status": "refused", "note": refused[entrant.name]}
+        elif entrant.status == "ok":
+            row |= {"status": "crashed", "note": lost or ""}
+        rows.append(row)
+    return rows
+
+
+def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
+    """A function of the number of a set of inputs that runs one pass on it."""
+    attend = prepared.attend
+    given = inputs[:1] if prepared.materialises else inputs
+    if pass_ == "forward":
+        return lambda index: attend(*given[index % len(given)].learnt)
+    if pass_ == "both":
+
+        def both(index: int) -> Any:
+            at = given[index % len(given)]
+            return torch.autograd.grad(attend(*at.learnt), at.learnt, at.dout)
+
+        return both
+    outs = [attend(*at.learnt) for at in given]
+
+    def backward(index: int) -> Any:
+        place = index % len(given)
+        at = given[place]
+        return torch.autograd.grad(outs[place], at.learnt, at.dout, retain_graph=True)
+
+    return backward
+
+
+def _row(case: Case, entrant: Entrant, pass_: str, live: int) -> Row:
+    path, plan = "", ""
+    if entrant.prepared and entrant.status == "ok":
+        path, plan = entrant.prepared.described()
+    verdict = entrant.verdict
+    return {
+        **{
+            name: getattr(case, name)
+            for name in (
+                *("group", "spec", "batch", "heads_q", "heads_kv", "seq_q", "seq_k"),
+                *("head_dim", "dtype"),
+            )
+        },
+        "scalars": " ".join(f"{name}={value}" for name, value in case.scalars),
+        "live": live / case.scores,
+        "pass": pass_,
+        "contender": entrant.name,
+        "path": path,
+        "plan": plan,
+        "status": entrant.status,
+        "note": entrant.note,
+        "max_error": verdict.error if verdict else None,
+        "max_allowed": verdict.allowed if verdict else None,
+    }
+
+
+def _times(
+    times: dict[str, Measured],
+    entrant: Entrant,
+    entrants: list[Entrant],
+    operations: int,
+    rate: float | None,
+) -> Row:
+    measured = times[entrant.name]
+    timing = measured.timing
+    tflops = operations / timing.p50 / 1e9
+    peers = {
+        other.name: times[other.name].timing.p50
+        for other in entrants
+        if other.name in times and other is not entrant and not other.contender.ours
+    }
+    peer = min(peers, key=lambda name: peers[name], default="")
+    return {
+        "method": measured.method,
+        "samples": timing.samples,
+        "ms_p20": timing.p20,
+        "ms_p50": timing.p50,
+        "ms_p80": timing.p80,
+        "tflops": tflops,
+        "of_matmul": tflops / rate if rate else None,
+        "peer": peer,
+        "ratio": peers[peer] / timing.p50 if peer else None,
+    }

@@ -1,0 +1,117 @@
+"""A pytest plugin that writes each outcome down at once, and stops when time is out.
+
+    python -m pytest -p benchmarks.suite.pytest_outcomes --outcomes FILE --deadline SECONDS ...
+
+Tests that an earlier process has run, by the same file, are left out, and so is the one in which
+that process was lost. When the GPU answers no more after a failure the session ends with
+`RESTART`, because every later test would fail with it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.suite.context import RESTART
+from benchmarks.suite.journal import Journal, entries
+
+DRY = "FLASHGEN_GPU_DRY"
+_dry = os.environ.get(DRY)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Gives the tests the variable that they ask for: conftest.py has removed all of the user's."""
+    if _dry is not None:
+        os.environ[DRY] = _dry
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("outcomes")
+    group.addoption("--outcomes", type=Path, required=True, help="file of the outcomes")
+    group.addoption("--deadline", type=float, required=True, help="seconds since the epoch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Outcomes(config), "benchmarks-outcomes")
+    config.pluginmanager.register(Stopper(), "benchmarks-stopper")
+
+
+class Stopper:
+    """Runs no test of a session that is to stop: pytest itself looks only behind each test."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        return True if item.session.shouldstop else None
+
+
+class Outcomes:
+    def __init__(self, config: pytest.Config) -> None:
+        self._path: Path = config.getoption("--outcomes")
+        self._deadline: float = config.getoption("--deadline")
+        self._journal = Journal(self._path)
+        # By test: its worst outcome so far, of set-up, call and tear-down, and why.
+        self._worst: dict[str, tuple[str, str]] = {}
+        self._dead = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        known = {entry.get("step") for entry in entries(self._path) if entry["event"] == "begin"}
+        gone = [item for item in items if item.nodeid in known]
+        items[:] = [item for item in items if item.nodeid not in known]
+        config.hook.pytest_deselected(items=gone)
+        self._journal.note("collected", tests=[item.nodeid for item in items])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if time.time() > self._deadline:
+            item.session.shouldstop = "time is out"
+            return (yield)  # to Stopper
+        self._journal.note("begin", step=item.nodeid)
+        result = yield
+        outcome, text = self._worst.pop(item.nodeid, ("passed", ""))
+        self._journal.note("end", step=item.nodeid, outcome=outcome, text=text)
+        if outcome == "failed" and (reason := _gpu_failure()):
+            self._dead = reason
+            item.session.shouldstop = f"the GPU answers no more: {reason}"
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed":
+            text = _told(report)
+            if self._worst.get(report.nodeid, ("", ""))[0] != "failed":
+                self._worst[report.nodeid] = (report.outcome, text)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._dead:
+            session.exitstatus = RESTART
+
+
+def _told(report: pytest.TestReport) -> str:
+    """Why a test failed or was skipped, in one line."""
+    found: Any = report.longrepr
+    if isinstance(found, tuple):
+        return str(found[2])
+    crash = getattr(found, "reprcrash", None)
+    text = crash.message if crash is not None else str(found or "")
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+def _gpu_failure() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a driver that is gone raises
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,123 @@
+"""The end of a run in words: what is wrong, then what is slower than a peer, then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.suite.records import read
+from benchmarks.suite.runner import Outcome
+
+Row = dict[str, str]
+
+
+def of_run(rows: Iterable[Row], run: str) -> list[Row]:
+    return [row for row in rows if row["run"] == run]
+
+
+def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
+    """The whole summary of a run whose records are in ``folder``."""
+    speed = of_run(read(folder / "speed.csv"), run)
+    measures = of_run(read(folder / "measures.csv"), run)
+    lines = [f"run {run}", *_heading(speed or measures), ""]
+    failed = [what for outcome in outcomes for what in outcome.failed]
+    lines += _section("failed", failed, "nothing failed")
+    lines += _section("slower than a peer", slower(speed), "nothing is slower than a peer")
+    lines += _section("as fast as every peer, or faster", faster(speed), "none timed")
+    lines += _section("other contenders", others(speed), "none timed")
+    lines += _section("refused or unsupported", refused(speed), "none")
+    lines += _section("other measurements", list(map(measure_line, measures)), "none")
+    lines += _section("parts", [part_line(outcome) for outcome in outcomes], "none")
+    left = [f"{o.name}: {what}" for o in outcomes for what in o.skipped]
+    left += [f"{o.name}: all of it: {o.note}" for o in outcomes if o.state == "skipped"]
+    lines += _section("left out", left, "nothing was left out")
+    return "\n".join(lines)
+
+
+def _heading(rows: list[Row]) -> list[str]:
+    if not rows:
+        return ["no records"]
+    row = rows[0]
+    dry = "" if row["device"] == "gpu" else "   A DRY RUN: no number here says anything about speed"
+    return [
+        f"{row['gpu']}, driver {row['driver']}, commit {row['commit']}{dry}",
+        row["versions"],
+    ]
+
+
+def _section(title: str, lines: list[str], nothing: str) -> list[str]:
+    return [f"== {title} ({len(lines)})", *(lines or [f"({nothing})"]), ""]
+
+
+def is_ours(row: Row) -> bool:
+    return row["contender"].startswith("flashgen")
+
+
+def problem(row: Row) -> str:
+    heads = (
+        row["heads_q"]
+        if row["heads_q"] == row["heads_kv"]
+        else f"{row['heads_q']}/{row['heads_kv']}"
+    )
+    given = f" {row['scalars']}" if row["scalars"] else ""
+    return (
+        f"{row['spec']}{given} B{row['batch']} H{heads} {row['seq_q']}x{row['seq_k']} "
+        f"d{row['head_dim']} {row['dtype']} {row['pass']}"
+    )
+
+
+def speed_line(row: Row) -> str:
+    share = f" {float(row['of_matmul']):.0%} of matmul," if row["of_matmul"] else ""
+    peer = f" {float(row['ratio']):.2f} x {row['peer']}" if row["ratio"] else " no peer"
+    return (
+        f"{problem(row):<72} {row['contender']:<28} {float(row['ms_p50']):>9.4f} ms "
+        f"{float(row['tflops']):>7.1f} TFLOP/s,{share}{peer}"
+    )
+
+
+def _timed(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["ms_p50"]]
+
+
+def slower(rows: list[Row]) -> list[str]:
+    """flashgen's cases that a peer is faster in, the worst first."""
+    found = [r for r in _timed(rows) if is_ours(r) and r["ratio"] and float(r["ratio"]) < 1]
+    return [speed_line(row) for row in sorted(found, key=lambda row: float(row["ratio"]))]
+
+
+def faster(rows: list[Row]) -> list[str]:
+    found = [r for r in _timed(rows) if is_ours(r) and (not r["ratio"] or float(r["ratio"]) >= 1)]
+    return [speed_line(row) for row in found]
+
+
+def others(rows: list[Row]) -> list[str]:
+    return [speed_line(row) for row in _timed(rows) if not is_ours(row)]
+
+
+def refused(rows: list[Row]) -> list[str]:
+    """Each contender and reason once, with the number of rows."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row["status"] in ("unsupported", "refused"):
+            key = (row["contender"], row["status"], row["note"])
+            counts[key] = counts.get(key, 0) + 1
+    return [f"{who}: {status}, {why} ({n} rows)" for (who, status, why), n in counts.items()]
+
+
+def measure_line(row: Row) -> str:
+    note = f"   {row['note']}" if row["note"] else ""
+    return (
+        f"{row['part']:<12} {row['subject']:<44} {row['metric']:<28} {row['value']:>12} "
+        f"{row['unit']:<8} {row['setting']}{note}"
+    )
+
+
+def part_line(outcome: Outcome) -> str:
+    if outcome.state == "skipped":
+        return f"{outcome.name:<12} skipped: {outcome.note}"
+    again = f", {outcome.processes} processes" if outcome.processes > 1 else ""
+    note = f": {outcome.note}" if outcome.note else ""
+    return (
+        f"{outcome.name:<12} {outcome.state}, {outcome.seconds:.1f} s of {outcome.allowed:.0f}"
+        f"{again}{note}"
+    )

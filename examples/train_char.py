@@ -1,0 +1,344 @@
+"""A character transformer trained with torch's attention, with flashgen's, and with dropout.
+
+    python examples/train_char.py                 # 400 steps, three times; about two minutes
+    python examples/train_char.py --dropout 0     # without the third
+    python examples/train_char.py --help
+
+The same model is trained from the same weights on the same batches: first with
+scaled_dot_product_attention(is_causal=True), then with a flashgen operator. The two losses may
+differ by at most 1% at every step, else the exit status is 1. A third training drops elements of
+the softmax inside the operator. Losses are printed and plotted, those on held-out text too, and at
+the end the model that flashgen trained continues the text.
+
+On the CPU this is float32 and the operator runs flashgen's tiled algorithms. On a GPU it is
+bfloat16 by autocast, and the operator launches the emitted kernels, forward and backward.
+
+The text, coriolanus.txt, is the first three acts of William Shakespeare's play Coriolanus, with
+the names of speakers and without stage directions. It is in the public domain.
+
+Needs matplotlib for the plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.nn import functional
+from train_char_model import Attention, CharTransformer, Sizes, Tensor, Text
+
+import flashgen as fg
+
+LARGEST_DIFFERENCE = 0.01
+LEARNING_RATE = 4e-3
+WARM_UP = 20  # steps
+ROWS = 16  # of the table of losses, about
+SAMPLE = 300  # characters
+
+TEXT = Path(__file__).resolve().parent / "coriolanus.txt"
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+
+
+class FlashgenAttention:
+    """The same by a flashgen operator.
+
+    Args:
+        dropout: whether its kernels can drop elements; those that cannot are smaller.
+    """
+
+    def __init__(self, head_dim: int, dtype: str, *, dropout: bool) -> None:
+        self.op = fg.attention(
+            fg.AttentionSpec(causal, head_dim=head_dim, dtype=dtype, dropout=dropout)
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        return self.op(q, k, v, dropout_p=dropout_p)
+
+    def what_ran(self) -> str:
+        """Names of the kernels of the last forward and backward pass, or what ran instead."""
+        reports = [report for report in (self.op.report, *self.op.backward_reports) if report]
+        names = [report.kernel.source.name if report.kernel else "" for report in reports]
+        return ", ".join(filter(None, names)) or f"{reports[0].backend} algorithms, no kernel"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all trainings have in common.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: "float32", or "bfloat16" for weights in float32 under autocast.
+    """
+
+    text: Text
+    sizes: Sizes
+    steps: int
+    seed: int
+    device: str
+    dtype: str
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+
+@dataclass
+class Training:
+    """One training and what came of it.
+
+    Attributes:
+        dropout: probability of dropping an element of the softmax while training.
+        losses: of the batch of every step, before the step; nats per character.
+        held_out: loss on the held-out text after the last step, without dropout.
+        seconds: that the steps took.
+    """
+
+    name: str
+    attention: Attention
+    dropout: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    held_out: float = math.nan
+    seconds: float = math.nan
+
+
+def train(training: Training, setting: Setting, step_done: Callable[[], None]) -> CharTransformer:
+    """Trains from the weights that the seed gives and fills in the results of ``training``."""
+    torch.manual_seed(setting.seed)  # the weights, and what dropout draws
+    model = CharTransformer(
+        len(setting.text.characters), setting.sizes, training.attention, training.dropout
+    ).to(setting.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
+
+    def factor(step: int) -> float:
+        """On the learning rate: up within a few steps, then half a cosine down to a tenth."""
+        return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / setting.steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    start = time.perf_counter()
+    for pieces, following in setting.text.batches(setting.sizes, setting.steps, setting.seed):
+        with setting.autocast():
+            loss = model.loss(pieces.to(setting.device), following.to(setting.device))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        training.losses.append(loss.item())
+        step_done()
+    training.seconds = time.perf_counter() - start
+
+    model.eval()
+    pieces, following = setting.text.held_out_pieces(setting.sizes)
+    with torch.no_grad(), setting.autocast():
+        training.held_out = model.loss(
+            pieces.to(setting.device), following.to(setting.device)
+        ).item()
+    return model
+
+
+def train_all(trainings: Sequence[Training], setting: Setting) -> list[CharTransformer]:
+    """One after the other, with a bar of progress for each on stderr."""
+    models = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for training in trainings:
+            bar = progress.add_task(training.name, total=setting.steps, loss=math.nan)
+
+            def step_done(training: Training = training, bar: int = bar) -> None:
+                progress.update(bar, advance=1, loss=training.losses[-1])
+
+            models.append(train(training, setting, step_done))
+    return models
+
+
+def differences(ours: Training, theirs: Training) -> list[float]:
+    """Of the losses at every step, relative to ``theirs``."""
+    return [abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True)]
+
+
+def agree(apart: Sequence[float]) -> bool:
+    """Whether every difference is within what is allowed; NaN is not."""
+    return all(difference <= LARGEST_DIFFERENCE for difference in apart)
+
+
+def show(trainings: Sequence[Training], apart: Sequence[float]) -> None:
+    """The table: some of the steps, then the held-out text and the time."""
+    names = [training.name for training in trainings]
+    rows = [["step", *names[:2], "difference", *names[2:]]]
+    steps = len(apart)
+    every = max(1, steps // ROWS)
+    for step in sorted({1, *range(every, steps + 1, every), steps}):
+        losses = [f"{training.losses[step - 1]:.4f}" for training in trainings]
+        rows.append([str(step), *losses[:2], f"{apart[step - 1]:.1e}", *losses[2:]])
+    held_out = [f"{training.held_out:.4f}" for training in trainings]
+    seconds = [f"{training.seconds:.1f}" for training in trainings]
+    rows.append(["held out", *held_out[:2], "", *held_out[2:]])
+    rows.append(["seconds", *seconds[:2], "", *seconds[2:]])
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print("\ntraining loss in nats per character")
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def plot(
+    file: Path, trainings: Sequence[Training], apart: Sequence[float], setting: Setting
+) -> None:
+    """The losses, and below them how far the first two are apart. The suffix says the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # The second curve lies upon the first: a wide pale line shows on both sides of a thin one.
+    styles = (
+        {"color": "#f4b266", "linewidth": 5.0},
+        {"color": "#12355b", "linewidth": 1.2},
+        {"color": "#2a9d6f", "linewidth": 1.2, "linestyle": (0, (2, 1))},
+    )
+    steps = range(1, setting.steps + 1)
+    marker = "o" if setting.steps == 1 else None
+    figure, (above, below) = pyplot.subplots(
+        2, sharex=True, figsize=(8, 6.5), height_ratios=(3, 1), layout="constrained"
+    )
+    for training, style in zip(trainings, styles, strict=False):
+        label = f"{training.name} (held out: {training.held_out:.3f})"
+        above.plot(steps, training.losses, label=label, marker=marker, **style)
+    above.set_title(
+        "Character transformer with the attention of torch and of flashgen\n"
+        f"{setting.dtype} on {setting.device}, same weights and batches"
+    )
+    above.set_ylabel("training loss (nats per character)")
+    above.legend(frameon=False)
+
+    percent = [100 * difference for difference in apart]
+    below.plot(steps, percent, color="#12355b", linewidth=1.0, marker=marker)
+    below.axhline(100 * LARGEST_DIFFERENCE, color="#c0392b", linewidth=1.0, linestyle="--")
+    below.annotate(
+        "allowed",
+        (1, 100 * LARGEST_DIFFERENCE),
+        (0, -12),
+        textcoords="offset points",
+        color="#c0392b",
+    )
+    below.set_yscale("symlog", linthresh=1e-5)  # equal losses are 0 apart
+    below.set_ylim(0, max(10.0, *(2 * value for value in percent if math.isfinite(value))))
+    below.set_yticks([0, 1e-4, 1e-2, 1])
+    below.set_xlabel("step")
+    below.set_ylabel(f"{trainings[1].name} and\n{trainings[0].name} apart (%)")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def options_of(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's; ends the program with status 2 where they make no sense."""
+    parser = argparse.ArgumentParser(
+        description="Trains a character transformer with torch's attention and with flashgen's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=400, help="of each training")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="of the third training; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the products; bfloat16 on a GPU and float32 on the CPU when not given",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a file in UTF-8")
+    parser.add_argument("--plot", type=Path, default=Path("build/train_char.png"), help="a picture")
+    options = parser.parse_args(given)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: at least 1")
+    if not 0 <= options.dropout < 1:
+        parser.error(f"--dropout {options.dropout}: from 0 to below 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plot needs matplotlib: pip install matplotlib")
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    try:
+        options.characters = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {options.text}: {error}")
+    least = 20 * Sizes().context
+    if len(options.characters) < least:
+        found = len(options.characters)
+        parser.error(f"--text {options.text}: {found} characters, at least {least} are needed")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = options_of(given)
+    text, sizes = Text(options.characters), Sizes()
+    setting = Setting(text, sizes, options.steps, options.seed, options.device, options.dtype)
+    ours = FlashgenAttention(sizes.head_dim, setting.dtype, dropout=False)
+    trainings = [Training("torch SDPA", torch_attention), Training("flashgen", ours)]
+    if options.dropout > 0:
+        dropping = FlashgenAttention(sizes.head_dim, setting.dtype, dropout=True)
+        name = f"flashgen, dropout {options.dropout:g}"
+        trainings.append(Training(name, dropping, options.dropout))
+
+    print(
+        f"text      {options.text.name}, {len(options.characters):,} characters, "
+        f"{len(text.characters)} different; the last tenth is held out\n"
+        f"model     {sizes.layers} layers, {sizes.heads} heads of {sizes.head_dim}, "
+        f"context {sizes.context}, batch {sizes.batch}\n"
+        f"device    {setting.device}, {setting.dtype}; seed {setting.seed}",
+        flush=True,
+    )
+    models = train_all(trainings, setting)
+    print(f"flashgen  {ours.what_ran()}")
+    apart = differences(trainings[1], trainings[0])
+    show(trainings, apart)
+    plot(options.plot, trainings, apart, setting)
+
+    start = text.held_out[: sizes.context // 4].tolist()
+    with setting.autocast():
+        continued = models[1].continued(start, SAMPLE, setting.seed)
+    print(f"\n[the held-out text]{text.decode(start)}[flashgen's model]{text.decode(continued)}")
+
+    largest = max(apart, key=lambda value: math.inf if math.isnan(value) else value)
+    verdict = "pass" if agree(apart) else "FAIL"
+    print(
+        f"\nplot      {options.plot}\n"
+        f"largest relative difference {largest:.1e} at step {apart.index(largest) + 1} "
+        f"of {len(apart)}, allowed {LARGEST_DIFFERENCE:.0e}: {verdict}"
+    )
+    return 0 if verdict == "pass" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

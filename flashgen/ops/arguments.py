@@ -1,0 +1,118 @@
+"""Values for a kernel's ``struct Params``, found by the names of its fields.
+
+Everything but the addresses of tensors depends on the problem and the strides alone, so it is laid
+out once for each problem; a launch then fills in addresses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashgen.dropout import keep_scale, kept_levels
+from flashgen.errors import LaunchError
+from flashgen.launch import Param, pack
+from flashgen.ops.checks import Problem
+
+Tensor = torch.Tensor
+
+_WIDTHS = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
+
+
+def steps(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of batch, heads and rows; 0 for an axis of length 1, whose stride means nothing."""
+    return tuple(
+        stride if size > 1 else 0
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+
+
+def numbers_of(problem: Problem, tensors: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+    """Every number that a kernel may ask for, by the name of its field.
+
+    Args:
+        tensors: by the names that kernels have for them: q, k, v, o, do, dq, dk, dv and others.
+            The strides of those with four dimensions can be asked for.
+    """
+    numbers: dict[str, int | float] = {
+        name: getattr(problem, name)
+        for name in (
+            *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
+        )
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dim() == 4:
+            for axis, step in zip("bhn", steps(tensor), strict=True):
+                numbers[f"{name}_stride_{axis}"] = step
+    # The kernel compares 32 bits without a sign; the field is an int.
+    limit = (kept_levels(problem.dropout_p) << 16) - 1
+    numbers["dropout_limit"] = limit - (1 << 32) if limit >= 1 << 31 else limit
+    numbers["dropout_scale"] = keep_scale(problem.dropout_p)
+    for name, value in problem.scalars.items():
+        numbers[f"s_{name}"] = value
+    return numbers
+
+
+class Arguments:
+    """The arguments of one kernel for one problem: numbers fixed, addresses to be filled in.
+
+    Attributes:
+        params: fields of the kernel's parameter, in order.
+        pointers: names of the tensors that it takes, in order.
+    """
+
+    __slots__ = ("_runs", "_template", "numbers", "params", "pointers")
+
+    def __init__(self, params: Sequence[Param], numbers: Mapping[str, int | float]) -> None:
+        """Raises LaunchError when the kernel has a field that no number is known for."""
+        self.params = tuple(params)
+        self.pointers = tuple(p.name for p in params if p.ctype == "pointer")
+        missing = [p.name for p in params if p.ctype != "pointer" and p.name not in numbers]
+        if missing:
+            raise LaunchError(
+                "a kernel asks for a value that the operator does not know",
+                where="struct Params, " + ", ".join(missing),
+                numbers=f"known: {', '.join(sorted(numbers))}",
+                way_out="a field that flashgen.ops.arguments.numbers_of gives",
+            )
+        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype != "pointer"}
+        self._template = pack(self.params, [self.numbers.get(p.name) for p in params])
+        self._runs = _runs(params)
+
+    def packed(self, addresses: Sequence[int]) -> bytes:
+        """The structure with the addresses of `pointers`; 0 is a null pointer."""
+        structure = bytearray(self._template)
+        for run, offset, first, last in self._runs:
+            run.pack_into(structure, offset, *addresses[first:last])
+        return bytes(structure)
+
+    def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
+        """The fields in order, with tensors in the places of pointers."""
+        return [
+            tensors[p.name] if p.ctype == "pointer" else self.numbers[p.name] for p in self.params
+        ]
+
+
+def _runs(params: Sequence[Param]) -> tuple[tuple[struct.Struct, int, int, int], ...]:
+    """The pointers that lie side by side: how to write them, where, and which they are.
+
+    Each field begins at the next multiple of its own size, as C has it.
+    """
+    at, offsets = 0, []
+    for param in params:
+        width = _WIDTHS[param.ctype]
+        at += -at % width
+        if param.ctype == "pointer":
+            offsets.append(at)
+        at += width
+    starts = [i for i, offset in enumerate(offsets) if i == 0 or offset != offsets[i - 1] + 8] + [
+        len(offsets)
+    ]
+    return tuple(
+        (struct.Struct(f"<{last - first}Q"), offsets[first], first, last)
+        for first, last in itertools.pairwise(starts)
+    )

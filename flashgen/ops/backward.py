@@ -1,0 +1,334 @@
+"""One backward call: check, build the kernels, run them one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashgen.errors import InputError
+from flashgen.ops import backends
+from flashgen.ops.arguments import Arguments, numbers_of
+from flashgen.ops.backends import ALIGNED, Bound
+from flashgen.ops.checks import Problem, check, check_gradients
+from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
+from flashgen.ops.report import BackwardRun, Report
+from flashgen.ops.tiles import quiet, tiles_of
+from flashgen.ops.variants import without_dropout
+from flashgen.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_EMPTY = "nothing to launch: a size is 0"
+_TILED = "tiled algorithms on torch tensors: no kernel"
+_INT32_MAX = 2**31 - 1
+
+# What kernels call the tensors that are read in rows, and what their arguments are called.
+_READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
+
+
+class Backward:
+    """A backward call that was checked, with all decided but addresses and contents.
+
+    Serves every call with tensors of the same shapes, strides, dtypes and device and the same
+    numbers.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_built",
+        "_crooked",
+        "arch",
+        "backend",
+        "deterministic",
+        "device",
+        "drops",
+        "index",
+        "problem",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        problem: Problem,
+        backend: str,
+        arch: str,
+        deterministic: bool,
+        *tensors: Tensor,
+    ) -> None:
+        self.drops = problem.dropout_p > 0
+        self.spec = spec if self.drops else without_dropout(spec)
+        self.problem = problem
+        self.backend = backend
+        self.arch = arch
+        self.deterministic = deterministic
+        self.device = tensors[0].device
+        self.index = backends.index_of(self.device) if backend == "gpu" else 0
+        found = map(_obstacle, _READ.values(), tensors)
+        self._crooked = dict(zip(_READ, found, strict=True))
+        self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
+        self._built = 0.0
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        rng: Tensor | None = None,
+        *,
+        checkers: bool = True,
+        order_seed: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """dq, dk, dv, and what `reports` makes Reports of."""
+        read = {
+            name: tensor.resolve_neg() if tensor.is_neg() else tensor
+            for name, tensor in zip(_READ, (q, k, v, out, dout), strict=True)
+        }
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
+        if self.backend == "tiled" and not self.problem.is_empty:
+            return self._tiled(read, lse, dlse, rng)
+        dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        if self.problem.is_empty:
+            return dq.zero_(), dk.zero_(), dv.zero_(), (self, (), (), 0.0, _EMPTY)
+        copies = []
+        for name, tensor in read.items():
+            why = self._crooked[name] or backends.base_obstacle(_READ[name], tensor)
+            if why is not None:
+                read[name] = tensor.clone(memory_format=torch.contiguous_format)
+                copies.append((name, f"{_READ[name]} was copied: {why}"))
+        tensors: dict[str, Tensor | None] = {
+            **read,
+            "lse": lse.contiguous(),
+            "dlse": None if dlse is None else dlse.contiguous(),
+            "rows": q.new_empty((*q.shape[:3], 2), dtype=torch.float32),
+            "rng": rng,
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+        }
+        bound = self._bound.get(copied := tuple(name for name, _ in copies))
+        if bound is None:
+            bound = self._bind(copied, tensors)
+        sums = None
+        for kernel in bound:
+            if "dq_sum" in kernel.arguments.pointers:
+                sums = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
+        counted = []
+        for kernel in bound:
+            start = time.perf_counter()
+            counters = kernel.run(
+                self.backend, tensors, self.index, checkers=checkers, order_seed=order_seed
+            )
+            counted.append((kernel.build, counters, time.perf_counter() - start))
+        if sums is not None:
+            copy_sums(sums, dq)
+        built, self._built = self._built, 0.0
+        return dq, dk, dv, (self, tuple(counted), tuple(text for _, text in copies), built, ALIGNED)
+
+    def _bind(self, copied: tuple[str, ...], tensors: backends.Tensors) -> tuple[Bound, ...]:
+        from flashgen.pipeline import build_backward
+
+        start = time.perf_counter()
+        kernels = build_backward(self.spec, self.arch, deterministic=self.deterministic)
+        self._built = time.perf_counter() - start
+        p = self.problem
+        numbers = numbers_of(p, tensors)
+        bound = self._bound[copied] = tuple(
+            Bound(
+                kernel,
+                Arguments(kernel.source.params, numbers),
+                kernel.plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k),
+            )
+            for kernel in kernels
+        )
+        return bound
+
+    def _tiled(
+        self, read: dict[str, Tensor], lse: Tensor, dlse: Tensor | None, rng: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        from flashgen import tiled
+
+        p = self.problem
+        q, k, v, out, dout = read.values()
+        start = time.perf_counter()
+        with quiet():
+            gradients = tiled.backward(
+                self.spec,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                dout,
+                dlse,
+                scale=p.scale,
+                q_offset=p.q_offset,
+                k_offset=p.k_offset,
+                scalars=dict(p.scalars),
+                dropout_p=p.dropout_p,
+                rng=rng,
+                **tiles_of(self.spec, self.arch, backward=True),
+            )
+            dq, dk, dv = map(in_layout_of, (q, k, v), gradients)
+        seconds = time.perf_counter() - start
+        return dq, dk, dv, (self, ((None, None, seconds),), (), 0.0, _TILED)
+
+
+def _obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why kernels cannot read a tensor with its strides, None if they can.
+
+    q, k and v have contiguous rows less than 2^31 bytes apart: that was checked.
+    """
+    if tensor.numel() and tensor.stride(3) != 1:
+        return f"the last dimension of {name} is not contiguous"
+    row_bytes = tensor.stride(2) * tensor.element_size()
+    if tensor.shape[2] > 1 and row_bytes > _INT32_MAX:
+        return f"the rows of {name} are {row_bytes:,} B apart; at most {_INT32_MAX:,} B"
+    return backends.stride_obstacle(name, tensor)
+
+
+def reports(done: Any) -> tuple[tuple[Report, ...], tuple[str, ...]]:
+    """The Reports of what `Backward.run` did, one per kernel, and what was copied."""
+    call, counted, copies, built, reason = done
+    if not counted:
+        return (Report("none", call.arch, 0, reason),), ()
+    width = 16 if reason is ALIGNED else 0
+    told = tuple(
+        Report(call.backend, call.arch, width, reason, kernel, counters, built, seconds)
+        for kernel, counters, seconds in counted
+    )
+    return told, copies
+
+
+def prepare(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    *,
+    scale: float | None,
+    q_offset: int,
+    k_offset: int,
+    scalars: Mapping[str, object],
+    dropout_p: float | Tensor,
+    rng: Tensor | None,
+    backend: str | None,
+    arch: str | None,
+    deterministic: bool | None,
+) -> Backward:
+    """Checks a backward call and decides where it runs. Arguments as in `run_backward`.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: there are no facts about the GPU.
+    """
+    problem = check(
+        spec,
+        q,
+        k,
+        v,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scalars=scalars,
+        dropout_p=dropout_p,
+        rng=rng,
+    )
+    check_gradients(q, v, out, lse, dout, dlse)
+    where = backends.choose(backend, q.device)
+    target = backends.target_of(arch, where, q.device)
+    certain = settled(deterministic)
+    return Backward(spec, problem, where, target, certain, q, k, v, out, dout)
+
+
+def settled(deterministic: bool | None) -> bool:
+    """Whether gradients must have the same bits in every run; None leaves it to torch's switch.
+
+    Raises:
+        InputError: it is neither None nor a bool.
+    """
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if isinstance(deterministic, bool):
+        return deterministic
+    raise InputError(
+        "deterministic is neither True, False nor None",
+        where="argument deterministic",
+        numbers=f"given {deterministic!r}",
+        way_out="None, to follow torch.use_deterministic_algorithms",
+    )
+
+
+def run_backward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    deterministic: bool | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> BackwardRun:
+    """Gradients of q, k and v for those of out and lse; the forward call's own arguments otherwise.
+
+    Args:
+        out, lse: what the forward call gave.
+        dout: gradient of out, any strides.
+        dlse: gradient of lse, float32; zeros when None.
+        rng: the forward call's seed and offset; needed when dropout_p is not 0.
+        deterministic: whether every run must give the same bits; None asks torch.
+        check_memory, order_seed: as in `flashgen.ops.run_forward`.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    call = prepare(
+        spec,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dlse,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scalars=scalars or {},
+        dropout_p=dropout_p,
+        rng=rng,
+        backend=backend,
+        arch=arch,
+        deterministic=deterministic,
+    )
+    dq, dk, dv, done = call.run(
+        q, k, v, out, lse, dout, dlse, rng, checkers=check_memory, order_seed=order_seed
+    )
+    told, copies = reports(done)
+    return BackwardRun(dq, dk, dv, told, copies, call.deterministic)

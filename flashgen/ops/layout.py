@@ -1,0 +1,62 @@
+"""How results lie in memory."""
+
+from __future__ import annotations
+
+import torch
+
+from flashgen.ops.checks import known
+
+Tensor = torch.Tensor
+
+
+def empty_rows(model: Tensor, dim: int) -> Tensor:
+    """An uninitialised [batch, heads, seq, dim] with sizes, dtype and order of axes of ``model``.
+
+    A tensor stored [batch, seq, heads, dim] gives one stored like it, as torch's own attention
+    does, so that ``out.transpose(1, 2).flatten(2)`` copies nothing; otherwise contiguous.
+
+    Args:
+        model: [batch, heads, seq, any].
+    """
+    batch, heads, seq, _ = model.shape
+    if rows_before_heads(model):
+        return model.new_empty(batch, seq, heads, dim).transpose(1, 2)
+    return model.new_empty(batch, heads, seq, dim)
+
+
+def rows_before_heads(model: Tensor) -> bool:
+    """True for a tensor stored [batch, seq, heads, dim]."""
+    return known(model.stride(1) < model.stride(2)) and not known(model.stride(1) == 0)
+
+
+def in_layout_of(model: Tensor, result: Tensor) -> Tensor:
+    """``result`` in the memory order that `empty_rows` gives; itself when it has that already."""
+    wanted = empty_rows(model, result.shape[3])
+    return result if result.stride() == wanted.stride() else wanted.copy_(result)
+
+
+def zero_sums(dq: Tensor, block_q: int) -> Tensor:
+    """The float32 sums that blocks add their parts of dQ to, in the order of mma.sync's registers.
+
+    Returns:
+        [batch, heads, R, C, 4, 8, 4]: R rows of 16, up to whole tiles of block_q; C columns of 8.
+        Element (r, c, e, a, t) is row 16 r + 8 (e // 2) + a, column 8 c + 2 t + e % 2.
+    """
+    batch, heads, seq, dim = dq.shape
+    rows = -(-seq // block_q) * block_q // 16
+    shape = (batch, heads, rows, dim // 8, 4, 8, 4)
+    return torch.zeros(shape, dtype=torch.float32, device=dq.device)
+
+
+def copy_sums(sums: Tensor, dq: Tensor) -> None:
+    """Rounds the sums of `zero_sums` into dq, in one copy (two when seq is no multiple of 16)."""
+    batch, heads, seq, dim = dq.shape
+    columns = dim // 8
+    # r, c, e // 2, e % 2, a, t  ->  r, e // 2, a, c, t, e % 2
+    tiles = sums.view(batch, heads, -1, columns, 2, 2, 8, 4).permute(0, 1, 2, 4, 6, 3, 7, 5)
+    whole, rest = divmod(seq, 16)
+    rows = dq[:, :, : 16 * whole].view(batch, heads, whole, 2, 8, columns, 4, 2)
+    rows.copy_(tiles[:, :, :whole])
+    if rest:
+        last = tiles[:, :, whole].reshape(batch, heads, 16, dim)
+        dq[:, :, 16 * whole :].copy_(last[:, :, :rest])

@@ -1,0 +1,161 @@
+"""What torch is told of an operator: name, schema, kernels, fakes, gradients, vmap.
+
+The operator's arguments are tensors first and numbers by name, the spec's scalars among them.
+backend, arch and deterministic are arguments too: a compiled graph has them as constants. The
+probability of dropout comes as a CPU tensor of one float64, because torch.compile makes one graph
+per value of a Python number, and only one for all values of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+
+from flashgen.ops import mapped
+from flashgen.ops.checks import check_traced
+from flashgen.ops.functions import attend, differentiate
+from flashgen.ops.layout import empty_rows
+from flashgen.ops.numbers import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from flashgen.ops.operator import Operator
+
+Tensor = torch.Tensor
+
+_SCHEMA = (
+    "float? scale=None, SymInt q_offset=0, SymInt k_offset=0, "
+    "str? backend=None, str? arch=None, bool? deterministic=None"
+)
+_SCALAR_TYPES = {"int32": "SymInt", "float32": "float", "bool": "bool"}
+
+_library: Any = None  # torch's Library has no types
+_names: set[str] = set()
+
+
+def free_name(spec: AttentionSpec) -> str:
+    """The spec's name; when it is another spec's, with a hash of what this one computes behind it.
+
+    The hash is the same in every process, so that exported programs find their operator.
+    """
+    assert spec.name is not None, "every spec has a name once it is made"
+    name = spec.name
+    if _taken(name):
+        content = [
+            sympy.srepr(part) if isinstance(part, sympy.Basic) else part for part in spec.identity
+        ]
+        digest = hashlib.sha256(repr(content).encode()).hexdigest()
+        hashed = (f"{spec.name}_{digest[:length]}" for length in range(8, len(digest) + 1))
+        name = next(name for name in hashed if not _taken(name))
+    _names.update((name, f"{name}_backward"))
+    return name
+
+
+def _taken(name: str) -> bool:
+    """Names that a namespace of torch.ops has for itself are nobody's."""
+    own = hasattr(torch.ops.flashgen, name) and name not in _names
+    return own or not _names.isdisjoint((name, f"{name}_backward"))
+
+
+def register(operator: Operator) -> tuple[Any, Any]:
+    """Defines the two operators and what torch asks of them; gives their overloads."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+    spec, name = operator.spec, operator.name
+    qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
+    numbers = _SCHEMA + "".join(f", {_SCALAR_TYPES[s.dtype]} {s.name}" for s in spec.scalars)
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _library.define(
+        f"{name}(Tensor q, Tensor k, Tensor v, Tensor? rng=None, Tensor? dropout_p=None, *, "
+        f"{numbers}) -> (Tensor out, Tensor lse)",
+        tags=tags,
+    )
+    _library.define(
+        f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, "
+        f"Tensor? dlse=None, Tensor? rng=None, Tensor? dropout_p=None, *, {numbers}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv)",
+        tags=tags,
+    )
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, rng: Any = None, p: Any = None, **by_name: Any
+    ) -> Any:
+        return operator.compute(q, k, v, rng, p, operator.numbers(by_name))
+
+    def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
+        given = (*_filled(tensors, 9), operator.numbers(by_name))
+        return operator.compute_backward(*given)
+
+    def autograd(*tensors: Any, **by_name: Any) -> Any:
+        with _one_level():
+            return attend(operator, *_filled(tensors, 5), operator.numbers(by_name))
+
+    def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
+        with _one_level():
+            return differentiate(operator, *_filled(tensors, 9), operator.numbers(by_name))
+
+    def fake(
+        q: Tensor, k: Tensor, v: Tensor, rng: Any = None, p: Any = None, **by_name: Any
+    ) -> Any:
+        _check_traced_dropout(spec, rng, p, q.device)
+        check_traced(spec, q, k, v)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(q, spec.head_dim_v or spec.head_dim), lse
+
+    def fake_backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **by_name: Any) -> Any:
+        check_traced(spec, q, k, v)
+        return tuple(empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+        _library.impl(f"{name}_backward", kernel_backward, device)
+    _library.impl(name, autograd, "Autograd")
+    _library.impl(f"{name}_backward", autograd_backward, "Autograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
+
+    overload = getattr(torch.ops.flashgen, name).default
+    overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
+
+    def batched(info: Any, in_dims: Any, *tensors: Any, **by_name: Any) -> Any:
+        call = functools.partial(overload, **by_name)
+        dims = _filled(in_dims, 5)
+        return mapped.forward(spec, call, info.batch_size, dims, _filled(tensors, 5))
+
+    def batched_backward(info: Any, in_dims: Any, *tensors: Any, **by_name: Any) -> Any:
+        call = functools.partial(overload_backward, **by_name)
+        dims = _filled(in_dims, 9)
+        return mapped.backward(spec, call, info.batch_size, dims, _filled(tensors, 9))
+
+    torch.library.register_vmap(qualified, batched, lib=_library)
+    torch.library.register_vmap(qualified_backward, batched_backward, lib=_library)
+    return overload, overload_backward
+
+
+def _one_level() -> AbstractContextManager[None]:
+    """Lets torch.func's transforms, which call once for each of their levels, come through."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    return enable_single_level_autograd_function()
+
+
+def _filled(given: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """torch leaves arguments out that have their default, which is None for tensors."""
+    return (*given, *(None,) * (count - len(given)))
+
+
+def _check_traced_dropout(spec: AttentionSpec, rng: Any, p: Any, device: torch.device) -> None:
+    if not spec.dropout and (p is not None or rng is not None):
+        refuse_dropout(spec, "rng" if p is None else "dropout_p", p)
+    if p is not None and rng is None:
+        refuse_no_rng(p)
+    check_rng(rng, device)

@@ -1,0 +1,137 @@
+"""The kernels of the backward pass: the plan of each, and which scheme is taken.
+
+Two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention): one kernel that
+makes all gradients with five products per score and adds its share of dQ atomically, or two that
+recompute the scores, with seven products and every sum in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.arch import Arch
+from flashgen.errors import PlanError
+from flashgen.plan.derive import made, printed
+from flashgen.plan.formulas import Formula, Number, Steps
+from flashgen.plan.model import REGISTER_LIMIT
+from flashgen.plan.problem import ITEMSIZE, problem_of
+from flashgen.plan.refuse import nothing_fits
+from flashgen.plan.search import Problem, cheapest
+from flashgen.plan.value import BackwardPlan, Plan
+from flashgen.spec import AttentionSpec
+
+SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
+KERNELS = ("dkdv", "dq", "fused")
+
+# The delta kernel: one row at a time per warp. It has no tile to search for: each byte is read
+# once, and rows enough are on their way with this many threads.
+DELTA_WARPS = 4
+DELTA_ROWS = 64
+DELTA_BLOCKS = 8
+DELTA_REGISTERS = 64  # the loads of several rows are on their way at once
+
+# O and dO, LSE and dLSE in; LSE and delta out.
+ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
+DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
+
+
+def plan_kernels(
+    spec: AttentionSpec,
+    arch: Arch,
+    where: str,
+    sram: int | None,
+    deterministic: bool,
+    spare: dict[str, int],
+) -> BackwardPlan:
+    """See `flashgen.plan.plan_backward`; ``where`` names the spec in errors."""
+    found: dict[str, Plan] = {}
+    missing: dict[str, PlanError] = {}
+    for kernel in KERNELS:
+        problem = problem_of(spec, arch, sram, 16, spare.get(kernel, 0), kernel)
+        chosen = _chosen(problem)
+        if chosen is None:
+            missing[kernel] = nothing_fits(problem, where, given_sram=sram is not None)
+        else:
+            found[kernel] = chosen
+    possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
+    allowed = [name for name in possible if name == "split" or not deterministic]
+    if not allowed:
+        raise next(iter(missing.values()))
+    costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
+    scheme = min(allowed, key=lambda name: (costs[name], name))
+    kernels = (_delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
+    return BackwardPlan(scheme, deterministic, kernels, _why(found, costs, scheme, deterministic))
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(problem: Problem) -> Plan | None:
+    """The plan of one kernel, with the cheapest tile that fits."""
+    tile = cheapest(problem)
+    return None if tile is None else made(problem, tile, "derived", ())
+
+
+def _why(
+    found: dict[str, Plan], costs: dict[str, float], scheme: str, deterministic: bool
+) -> tuple[str, ...]:
+    """What each scheme costs, and what decided."""
+    notes = []
+    for name, parts in SCHEMES.items():
+        if name in costs:
+            each = " + ".join(f"{part} {found[part].cost:.4f}" for part in parts)
+            products = "5 products per score" if name == "fused" else "7 products per score"
+            total = f" = {costs[name]:.4f}" if len(parts) > 1 else ""
+            notes.append(f"{name}: {products}, {each}{total} clk")
+        else:
+            lacking = " and ".join(part for part in parts if part not in found)
+            notes.append(f"{name}: no tile of {lacking} fits")
+    if deterministic:
+        notes.append("split, because every sum must have one order: atomic additions have none")
+    elif len(costs) > 1:
+        notes.append(f"{scheme}, because its predicted cost is lower")
+    else:
+        notes.append(f"{scheme}, because nothing else fits")
+    return tuple(notes)
+
+
+def _delta(spec: AttentionSpec, arch: Arch) -> Plan:
+    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory."""
+    d_v = spec.head_dim_v or spec.head_dim
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_v": d_v,
+        "R": arch.registers_per_sm,
+        "warps": DELTA_WARPS,
+        "blocks": DELTA_BLOCKS,
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    steps = (REGISTER_LIMIT, ROW_TRAFFIC, DELTA_COST)
+    Steps(*steps)(at)
+    return Plan(
+        kernel="delta",
+        arch=arch.name,
+        path=arch.path,
+        policy="derived",
+        dtype=spec.dtype,
+        itemsize=ITEMSIZE[spec.dtype],
+        head_dim=spec.head_dim,
+        head_dim_v=d_v,
+        block_q=DELTA_ROWS,
+        block_k=0,
+        warps=DELTA_WARPS,
+        stages=1,
+        access_bytes=16,
+        smem_q=0,
+        smem_k=0,
+        smem_v=0,
+        smem_bytes=0,
+        registers=int(at["register_limit"]),
+        registers_needed=DELTA_REGISTERS,
+        blocks_per_sm=DELTA_BLOCKS,
+        cost=float(at["cost"]),
+        derivation=tuple(printed(formula, at) for formula in steps),
+        refused=(),
+        notes=(
+            f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
+            f"an SM per row. Bound by memory: each byte is moved once.",
+        ),
+    )

@@ -1,0 +1,248 @@
+"""Gradients of standard attention: the oracle's, written out, and PyTorch's own.
+
+Algorithm 3 of Dao et al., "FlashAttention", 2022 (its appendix B), with the spec's score, dropout
+and a gradient of the LSE. With s = scale * Q K^T, s' the score function of s, P the softmax of s'
+and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one):
+
+    O  = (P Z) V          LSE = log sum exp s'
+    dV = (P Z)^T dO
+    dP = Z * (dO V^T)
+    dS = P * (dP - D + dLSE) * ds'/ds          D = rowsum(P * dP)
+    dQ = scale * dS K
+    dK = scale * dS^T Q
+
+dK and dV are sums over the query heads of a group. Where s' is -inf, by the mask or by the score
+function itself, dS is 0 whatever the derivative of the score function is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from flashgen.errors import InputError
+from flashgen.spec import AttentionSpec
+
+from .oracle import softmax_times_v
+from .problem import Number, Part, Problem, State, problem_of
+
+Tensor = torch.Tensor
+
+
+def gradients(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, Number] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: State | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in float64: what every backward kernel is measured against.
+
+    Nothing is differentiated by autograd but the score function, element by element.
+
+    Args:
+        spec, q, k, v, scalars, q_offset, k_offset, scale, dropout_p, rng: as in `attention`.
+        dout: [batch, heads_q, seq_q, head_dim_v], gradient of out, any floating dtype.
+        dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. Rows without a key ignore it.
+
+    Returns:
+        dq, dk and dv, float64, of the shapes of q, k and v.
+
+    Raises:
+        InputError: as in `attention`, and for a dout or dlse of another shape.
+    """
+    problem = problem_of(
+        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
+        dropout_p=dropout_p, rng=rng, exact=True,
+    )  # fmt: skip
+    return _exact(problem, dout, dlse, kept=False)
+
+
+def kept_gradients(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, Number] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: State | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What exact arithmetic makes of that which Algorithm 4 keeps: O in its dtype, LSE in float32.
+
+    An LSE of 6 in float32 is off by up to 2.4e-7, and with it all of its row's P, by the same
+    factor: no backward pass that starts from it does better, while PyTorch keeps P itself. In
+    float32, and with few rows, that is as much as all other rounding; `compare` takes it in.
+
+    Arguments, results and errors as in `gradients`.
+    """
+    problem = problem_of(
+        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
+        dropout_p=dropout_p, rng=rng, exact=True,
+    )  # fmt: skip
+    return _exact(problem, dout, dlse, kept=True)
+
+
+def _exact(
+    problem: Problem, dout: Tensor, dlse: Tensor | None, *, kept: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(problem, dout, dlse)
+    with torch.no_grad():
+        total = _Gradients(problem, torch.float64)
+        for part in problem.parts():
+            total.add(part, *_algorithm_3(problem, part, dout, dlse, kept=kept))
+        return total.results(torch.float64)
+
+
+def same_dtype_gradients(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, Number] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: State | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's autograd through `same_dtype`: the yardstick of the error rule for gradients.
+
+    Every gradient inside is a tensor of the dtype of what it is the gradient of, as autograd has
+    it. Only the score function is differentiated forward instead of backward, in float32, because
+    autograd makes NaN of a derivative that is infinite where the mask is false. dk and dv of each
+    query head are of the dtype; they are added over a group, and over slices of query rows where
+    there is more than one, in float32 and rounded once, as torch's sum over a group does.
+
+    Arguments and errors as in `gradients`; dout is rounded to the dtype of q, dlse to float32.
+
+    Returns:
+        dq, dk and dv, in the dtypes of q, k and v.
+    """
+    problem = problem_of(
+        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
+        dropout_p=dropout_p, rng=rng, exact=False,
+    )  # fmt: skip
+    _check(problem, dout, dlse)
+    total = _Gradients(problem, problem.real)
+    with torch.enable_grad():
+        for part in problem.parts():
+            total.add(part, *_autograd(problem, part, dout, dlse))
+    dq, dk, dv = total.results(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _algorithm_3(
+    problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None, *, kept: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of each pair of the part: [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
+
+    Args:
+        kept: P and D come from the LSE and the O that a forward pass keeps, as in Algorithm 4.
+    """
+    do = part.of_rows(dout).to(problem.work)
+    scores, slope = problem.score_and_slope(
+        (part.q @ part.k.transpose(1, 2)) * problem.factor, part
+    )
+    scores = part.masked(scores)
+    empty = (scores == -math.inf).all(dim=-1, keepdim=True)
+    p = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
+
+    dp = part.dropped(do @ part.v.transpose(1, 2))
+    if kept:
+        out = (part.dropped(p) @ part.v).to(problem.q.dtype).to(problem.work)
+        d = (do * out).sum(dim=-1, keepdim=True)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
+        p = torch.exp(scores - lse).masked_fill(empty, 0)
+    else:
+        d = (p * dp).sum(dim=-1, keepdim=True)
+    dv = part.dropped(p).transpose(1, 2) @ do
+    if dlse is not None:
+        d = d - part.of_rows(dlse).to(problem.work)[..., None]
+    ds = p * (dp - d)
+    if slope is not None:
+        ds = ds * slope
+    ds = ds.masked_fill(scores == -math.inf, 0)
+    dq = problem.factor * (ds @ part.k)
+    dk = problem.factor * (ds.transpose(1, 2) @ part.q)
+    return dq, dk, dv
+
+
+def _autograd(
+    problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by autograd, which is cut in two at the score function."""
+    q, k, v = (operand.detach().requires_grad_() for operand in (part.q, part.k, part.v))
+    raw = (q @ k.transpose(1, 2)) * problem.factor
+    modified, slope = problem.score_and_slope(raw.detach(), part)
+    scores = part.masked(modified).detach().requires_grad_()
+    out, lse = softmax_times_v(scores, v, part, problem.real)
+
+    of, given = [out], [part.of_rows(dout).to(problem.work)]
+    if dlse is not None:
+        of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
+    ds, dv = torch.autograd.grad(of, [scores, v], given)
+    if slope is not None:
+        ds = (ds.to(problem.real) * slope).to(problem.work)
+    ds = ds.masked_fill(scores == -math.inf, 0)
+    dq, dk = torch.autograd.grad(raw, [q, k], ds)
+    return dq, dk, dv
+
+
+class _Gradients:
+    """Sums of the parts' gradients: dq by row, dk and dv over rows and the heads of a group."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+        self.shapes = [operand.shape for operand in (problem.q, problem.k, problem.v)]
+        self.sums = [
+            torch.zeros(shape[0] * shape[1], *shape[2:], dtype=dtype, device=problem.q.device)
+            for shape in self.shapes
+        ]
+
+    def add(self, part: Part, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        dtype = self.sums[0].dtype
+        self.sums[0][part.pairs, part.rows] = dq.to(dtype)
+        self.sums[1].index_add_(0, part.kv, dk.to(dtype))
+        self.sums[2].index_add_(0, part.kv, dv.to(dtype))
+
+    def results(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (
+            total.view(shape).to(dtype) for total, shape in zip(self.sums, self.shapes, strict=True)
+        )
+        return dq, dk, dv
+
+
+def _check(problem: Problem, dout: Tensor, dlse: Tensor | None) -> None:
+    """Shapes that broadcasting would hide.
+
+    Raises:
+        InputError: dout or dlse is not of the shape of what it is the gradient of.
+    """
+    rows = tuple(problem.q.shape[:3])
+    wanted = {"dout": (*rows, problem.v.shape[3]), "dlse": rows}
+    for name, tensor in (("dout", dout), ("dlse", dlse)):
+        if tensor is not None and tuple(tensor.shape) != wanted[name]:
+            raise InputError(
+                f"{name} is not of the shape of what it is the gradient of",
+                where=f"reference of {problem.spec.name}, argument {name}",
+                numbers=f"{name} {tuple(tensor.shape)}, wanted {wanted[name]}",
+                way_out=f"a gradient of shape {wanted[name]}",
+            )

@@ -1,0 +1,273 @@
+"""One call of the oracle: its arguments made ready, and cut into parts that fit memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+import torch
+from torch.autograd import forward_ad
+
+from flashgen.dropout import keep_mask, keep_scale, kept_levels
+from flashgen.errors import InputError
+from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec import AttentionSpec
+
+from .interpret import evaluate
+
+Tensor = torch.Tensor
+Number = int | float | bool
+State = Sequence[int] | Tensor
+"""Seed and offset of dropout: a pair of integers or an int64 tensor [2]."""
+
+_SCORES_AT_ONCE = 1 << 22
+"""Elements of S held at a time; 32 MiB in float64, a few times over while mods are computed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some (batch, head) pairs, counted through both, and some rows of queries.
+
+    Attributes:
+        pairs, rows: which.
+        b, h: int64 [n], batch entry and query head of each pair.
+        kv: int64 [n], which (batch entry, key head), counted through both, each pair reads.
+        q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
+        values: what the symbols of the mods are here.
+        mask: bool [n, rows, seq_k], true where the mask keeps; None where there is no mask.
+        kept: bool of the same shape, what dropout keeps; None without dropout.
+        kept_scale: factor on kept elements.
+    """
+
+    pairs: slice
+    rows: slice
+    b: Tensor
+    h: Tensor
+    kv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    values: Mapping[sympy.Symbol, Tensor]
+    mask: Tensor | None
+    kept: Tensor | None
+    kept_scale: float
+
+    def of_rows(self, tensor: Tensor) -> Tensor:
+        """The part [n, rows, ...] of a tensor [batch, heads_q, seq_q, ...]."""
+        return tensor[self.b, self.h, self.rows]
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """``scores`` with -inf where the mask is false."""
+        return scores if self.mask is None else scores.masked_fill(~self.mask, -math.inf)
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """``weights`` with 0 for dropped elements, the others scaled; rounded once."""
+        if self.kept is None:
+            return weights
+        return weights.masked_fill(~self.kept, 0) * self.kept_scale
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of `attention` and its like, checked and with their defaults filled in.
+
+    Attributes:
+        factor: on q.k.
+        values: sizes and scalars, as the mods see them.
+        p: probability of dropping.
+        state: seed and offset; None without dropout.
+        work: dtype of products, scores and probabilities.
+        real: dtype that mods and the lse are computed in.
+    """
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offset: int
+    k_offset: int
+    factor: float
+    values: Mapping[sympy.Symbol, Tensor]
+    p: float
+    state: tuple[int, int] | None
+    work: torch.dtype
+    real: torch.dtype
+
+    def parts(self) -> Iterator[Part]:
+        """All queries in parts of at most `_SCORES_AT_ONCE` scores; none where there is no key."""
+        batch, heads, seq_q, _ = self.q.shape
+        seq_k = self.k.shape[2]
+        if seq_k == 0:
+            return
+        rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
+        together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
+        for pair in range(0, batch * heads, together):
+            for row in range(0, seq_q, rows):
+                yield self._part(
+                    slice(pair, min(pair + together, batch * heads)),
+                    slice(row, min(row + rows, seq_q)),
+                )
+
+    def _part(self, pairs: slice, rows: slice) -> Part:
+        device, heads = self.q.device, self.q.shape[1]
+        heads_kv, seq_k = self.k.shape[1:3]
+        pair = torch.arange(pairs.start, pairs.stop, device=device)
+        b, h = pair // heads, pair % heads
+        h_kv = h // (heads // heads_kv)
+        values = {
+            **self.values,
+            B: b[:, None, None],
+            H: h[:, None, None],
+            Q: torch.arange(rows.start, rows.stop, device=device)[:, None] + self.q_offset,
+            K: torch.arange(seq_k, device=device) + self.k_offset,
+        }
+        shape = (len(pair), rows.stop - rows.start, seq_k)
+        mask = None
+        if self.spec.mask is not sympy.true:
+            mask = evaluate(self.spec.mask, values, self.real).expand(shape)
+        kept = None
+        if self.state is not None:
+            numbers = np.arange(pairs.start, pairs.stop)
+            bits = keep_mask(
+                self.p, *self.state, numbers, range(rows.start, rows.stop), range(seq_k)
+            )
+            kept = torch.from_numpy(bits).to(device)
+        return Part(
+            pairs=pairs,
+            rows=rows,
+            b=b,
+            h=h,
+            kv=b * heads_kv + h_kv,
+            q=self.q[b, h, rows].to(self.work),
+            k=self.k[b, h_kv].to(self.work),
+            v=self.v[b, h_kv].to(self.work),
+            values=values,
+            mask=mask,
+            kept=kept,
+            kept_scale=keep_scale(self.p),
+        )
+
+    def score(self, scores: Tensor, part: Part) -> Tensor:
+        """s' of s, unmasked, in the dtype of ``scores``."""
+        if self.spec.score == SCORE:
+            return scores
+        values = {**part.values, SCORE: scores.to(self.real)}
+        found = evaluate(self.spec.score, values, self.real)
+        return found.to(scores.dtype).expand_as(scores)
+
+    def score_and_slope(self, scores: Tensor, part: Part) -> tuple[Tensor, Tensor | None]:
+        """s' of s, unmasked, in the dtype of ``scores``, and ds'/ds in `real`; None stands for 1.
+
+        The slope is torch's forward-mode derivative of the interpreted expression. Reverse mode
+        multiplies the branch that a ``where`` did not choose by 0, which is NaN for a branch
+        of infinite slope; forward mode chooses between the slopes as between the values.
+        """
+        if self.spec.score == SCORE:
+            return scores, None
+        x = scores.detach().to(self.real)
+        with warnings.catch_warnings(), forward_ad.dual_level():
+            # torch's own, when it loads its forward-mode formulas.
+            warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+            dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+            found = evaluate(self.spec.score, {**part.values, SCORE: dual}, self.real)
+            value, slope = forward_ad.unpack_dual(found)  # type: ignore[no-untyped-call]
+        slope = torch.zeros_like(x) if slope is None else slope.expand_as(x)
+        return value.to(scores.dtype).expand_as(scores), slope
+
+
+def problem_of(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scalars: Mapping[str, Number] | None,
+    q_offset: int,
+    k_offset: int,
+    scale: float | None,
+    dropout_p: float,
+    rng: State | None,
+    exact: bool,
+) -> Problem:
+    """The arguments of one call, in float64 when ``exact``, else in the operands' dtype.
+
+    Raises:
+        InputError: scalars that are not the spec's, a wrong probability or a wrong state.
+    """
+    batch, heads, seq_q, head_dim = q.shape
+    work = torch.float64 if exact else q.dtype
+    real = torch.promote_types(work, torch.float32)
+    factor = scale if scale is not None else spec.scale
+    sizes = {BATCH: batch, HEADS: heads, SEQ_Q: seq_q, SEQ_K: k.shape[2]}
+    values = {symbol: torch.tensor(size, device=q.device) for symbol, size in sizes.items()}
+    return Problem(
+        spec=spec,
+        q=q,
+        k=k,
+        v=v,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        factor=factor if factor is not None else 1 / math.sqrt(head_dim),
+        values=values | _scalar_values(spec, scalars or {}, real, q.device),
+        p=dropout_p,
+        state=_state_of(spec, dropout_p, rng),
+        work=work,
+        real=real,
+    )
+
+
+def _scalar_values(
+    spec: AttentionSpec, scalars: Mapping[str, Number], real: torch.dtype, device: torch.device
+) -> dict[sympy.Symbol, Tensor]:
+    """A 0-dim tensor for the symbol of each scalar, of the kind that a kernel receives."""
+    wanted = [scalar.name for scalar in spec.scalars]
+    if sorted(wanted) != sorted(scalars):
+        raise InputError(
+            "the scalars given are not those of the spec",
+            where=f"reference of {spec.name}",
+            numbers=f"given: {', '.join(scalars) or 'none'}; wanted: {', '.join(wanted) or 'none'}",
+            way_out="scalars={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
+        )
+    found = {}
+    for scalar in spec.scalars:
+        value = scalars[scalar.name]
+        if scalar.dtype == "bool":
+            tensor = torch.tensor(bool(value), device=device)
+        elif scalar.dtype == "int32":
+            tensor = torch.tensor(int(value), device=device)
+        else:
+            tensor = torch.tensor(value, dtype=torch.float32, device=device).to(real)
+        found[scalar.expr] = tensor
+    return found
+
+
+def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:
+    """Seed and offset as integers; None when nothing is dropped, whatever ``rng`` is."""
+    kept_levels(p)
+    if p == 0:
+        return None
+    if not spec.dropout:
+        raise InputError(
+            "dropout_p is given to a spec without dropout",
+            where=f"reference of {spec.name}",
+            numbers=f"dropout_p {p!r}, spec.dropout False",
+            way_out="AttentionSpec(..., dropout=True), or dropout_p=0",
+        )
+    if isinstance(rng, Tensor):
+        fits = rng.dtype == torch.int64 and rng.shape == (2,)
+        numbers = [int(number) for number in rng.tolist()] if fits else []
+    else:
+        numbers = [] if rng is None else list(rng)
+    if len(numbers) != 2 or any(type(number) is not int for number in numbers):
+        given = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
+        raise InputError(
+            "the state of dropout's random numbers is not a seed and an offset",
+            where=f"reference of {spec.name}, argument rng",
+            numbers=f"given {given}; dropout_p {p!r}",
+            way_out="rng=(seed, offset), or an int64 tensor of these two",
+        )
+    return numbers[0], numbers[1]

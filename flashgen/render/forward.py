@@ -1,0 +1,95 @@
+"""The forward kernel: FlashAttention's Algorithm 1 in FlashAttention-2's loop order."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from flashgen.analysis import Analysis
+from flashgen.plan import Plan
+from flashgen.render.functions import SpecFunctions
+from flashgen.render.kernel import kernel
+from flashgen.render.source import Source
+from flashgen.render.walk import ScoreCode, walk_of
+from flashgen.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The expressions of the online softmax, which differ in what they round."""
+
+    scale_of_product: str
+    scale_of_score: str
+    scale_note: str
+    unit: str
+    tile_max: str
+    outgrown: str
+    shrink: str
+    probability: str
+    why: str
+    lse: str
+    inverse: str | None
+    divide: str
+
+    def with_dropout(self) -> Softmax:
+        """The same, with O divided by the keep probability too."""
+        if self.inverse is None:
+            return dataclasses.replace(self, divide=f"* p.dropout_scale {self.divide}")
+        return dataclasses.replace(self, inverse=f"{self.inverse} * p.dropout_scale")
+
+
+# One multiply-add per score: exp2(s * scale - max), with the maximum in units of log2.
+SOFTMAX_HALF = Softmax(
+    scale_of_product="p.scale * LOG2E",
+    scale_of_score="LOG2E",
+    scale_note="and the change to base 2",
+    unit="in units of log2: what exp2 subtracts",
+    tile_max="m * exp_scale",
+    outgrown="tile_max[g][r] > row_max[g][r] + MAX_LAG",
+    shrink="exp2_approx(row_max[g][r] - grown)",
+    probability="exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]))",
+    why="One rounding: the product alone may be large, and its error would not cancel.",
+    lse="fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2)",
+    inverse="rcp(divisor)",
+    divide="* inverse",
+)
+# At float32 the last bit shows: the difference is taken first, where it is exact or nearly so, and
+# neither the exponential nor the division is an approximation.
+SOFTMAX_FLOAT32 = Softmax(
+    scale_of_product="p.scale",
+    scale_of_score="1.0f",
+    scale_note="of Q K^T",
+    unit="in units of the score",
+    tile_max="m",
+    outgrown="(m - row_max[g][r]) * exp_scale * LOG2E > MAX_LAG",
+    shrink="expf((row_max[g][r] - grown) * exp_scale)",
+    probability="expf((x[e] - row_max[g][e / 2]) * exp_scale)",
+    why="The difference first: it is exact near the maximum, where P is largest.",
+    lse="log_sum(row_max[g][r], exp_scale, sum)",
+    inverse=None,
+    divide="/ divisor",
+)
+
+
+def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
+    """The forward kernel of ``spec`` (FlashAttention, Algorithm 1, with FlashAttention-2's loops).
+
+    Raises:
+        RenderError: when the template asks for a field that it is not given.
+    """
+    functions = SpecFunctions(spec, analysis)
+    precise = plan.dtype == "float32"
+    softmax = SOFTMAX_FLOAT32 if precise else SOFTMAX_HALF
+    return kernel(
+        "forward_sm80.cu.j2",
+        spec,
+        plan,
+        functions,
+        walk_of(functions),
+        ScoreCode.of(functions),
+        helpers=frozenset() if precise else frozenset({"rcp"}),
+        softmax=softmax.with_dropout() if spec.dropout else softmax,
+        qk_tail=plan.itemsize == 2 and plan.head_dim % 16 == 8,
+        pv_tail=plan.head_dim_v % 16 == 8,
+        transposed=False,
+    )

@@ -1,0 +1,117 @@
+"""The fields of ``struct Params`` for each kernel. Launchers fill them in by name."""
+
+from __future__ import annotations
+
+from flashgen.render.source import Param
+from flashgen.spec import AttentionSpec
+
+# Tensors of operands: shape, and the C++ name where the plain one is a keyword.
+_SHAPES = {
+    "q": "[batch, heads_q, seq_q, HEAD_DIM]",
+    "k": "[batch, heads_kv, seq_k, HEAD_DIM]",
+    "v": "[batch, heads_kv, seq_k, HEAD_DIM_V]",
+    "o": "[batch, heads_q, seq_q, HEAD_DIM_V]",
+}
+_CPP_NAMES = {"do": "dout"}
+_ROWS = "[batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE"
+_AXES = {"b": "batch entry", "h": "head", "n": "row"}
+_SIZES = {
+    "batch": "",
+    "heads_q": "",
+    "heads_kv": "divides heads_q",
+    "seq_q": "",
+    "seq_k": "",
+    "q_offset": "position of query row 0",
+    "k_offset": "position of key 0",
+}
+_SCALAR_TYPES = {
+    "int32": ("int32", "int"),
+    "bool": ("int32", "int"),
+    "float32": ("float32", "float"),
+}
+
+
+def params_of(spec: AttentionSpec, role: str) -> tuple[Param, ...]:
+    """The fields of one kernel, in order: tensors, strides, sizes, numbers."""
+    if role == "forward":
+        return tuple(_forward(spec))
+    if role == "delta":
+        return tuple(_delta())
+    gradients = ("dq",) if role == "dq" else ("dk", "dv")
+    return tuple(_backward(spec, gradients, summed=role == "fused"))
+
+
+def _forward(spec: AttentionSpec) -> list[Param]:
+    lse = Param("lse", "pointer", "float* lse;", "[batch, heads_q, seq_q], natural log")
+    return [
+        *(_tensor(name) for name in "qkv"),
+        _tensor("o", written=True),
+        lse,
+        *_strides("q", "k", "v", "o"),
+        *_numbers(spec),
+    ]
+
+
+def _delta() -> list[Param]:
+    per_row = "[batch, heads_q, seq_q]"
+    return [
+        _tensor("o"),
+        _tensor("do"),
+        Param("lse", "pointer", "const float* lse;", f"{per_row}, natural log"),
+        Param("dlse", "pointer", "const float* dlse;", f"{per_row}; null: zeros"),
+        Param("rows", "pointer", "float* rows;", _ROWS),
+        *_strides("o", "do"),
+        *_sizes("batch", "heads_q", "seq_q"),
+    ]
+
+
+def _backward(spec: AttentionSpec, gradients: tuple[str, ...], *, summed: bool) -> list[Param]:
+    operands = ("q", "k", "v", "do")
+    params = [_tensor(name) for name in operands]
+    params.append(Param("rows", "pointer", "const float* rows;", _ROWS))
+    params += [_tensor(name, written=True) for name in gradients]
+    if summed:
+        what = "[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows"
+        params.append(Param("dq_sum", "pointer", "float* dq_sum;", what))
+    return [*params, *_strides(*operands, *gradients), *_numbers(spec)]
+
+
+def _tensor(name: str, *, written: bool = False) -> Param:
+    of = name.removeprefix("d")
+    cpp = _CPP_NAMES.get(name, name)
+    const = "" if written else "const "
+    return Param(name, "pointer", f"{const}Element* {cpp};", _SHAPES[of])
+
+
+def _strides(*tensors: str) -> list[Param]:
+    return [
+        Param(
+            f"{tensor}_stride_{axis}",
+            "int64",
+            f"long long {_CPP_NAMES.get(tensor, tensor)}_stride_{axis};",
+            f"elements to the next {what}",
+        )
+        for tensor in tensors
+        for axis, what in _AXES.items()
+    ]
+
+
+def _sizes(*names: str) -> list[Param]:
+    return [Param(name, "int32", f"int {name};", _SIZES[name]) for name in names]
+
+
+def _numbers(spec: AttentionSpec) -> list[Param]:
+    params = [*_sizes(*_SIZES), Param("scale", "float32", "float scale;", "of Q K^T")]
+    if spec.dropout:
+        limit = "an element is kept when its 16 bits, as a high half, are at most this"
+        params += [
+            Param("rng", "pointer", "const long long* rng;", "[2]: seed and offset of dropout"),
+            Param("dropout_limit", "int32", "int dropout_limit;", limit),
+            Param("dropout_scale", "float32", "float dropout_scale;", "1 / keep probability"),
+        ]
+    for scalar in spec.scalars:
+        ctype, cpp = _SCALAR_TYPES[scalar.dtype]
+        params.append(
+            Param(f"s_{scalar.name}", ctype, f"{cpp} s_{scalar.name};", f"the spec's {scalar.name}")
+        )
+    return params

@@ -1,0 +1,263 @@
+"""The backward pass over tiles, as the kernels do it.
+
+Algorithm 4 of FlashAttention (Dao et al., 2022): a tile of keys walks the query tiles that reach
+it, recomputes P from LSE, and adds up dK and dV; dQ is added to in memory. Of the forward pass only
+O, LSE and dropout's seed and offset are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.spec import AttentionSpec
+
+from .chunks import Workspace
+from .problem import Number, Part, Problem, exp_
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def backward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    *,
+    scale: float,
+    q_offset: int,
+    k_offset: int,
+    scalars: Mapping[str, Number],
+    dropout_p: float = 0.0,
+    rng: Tensor | Sequence[int] | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, tile by tile, in memory that grows with N and not with N x N.
+
+    Args:
+        q, k, v, and the keyword arguments: those of `forward`; the blocks are the backward plan's
+            when None.
+        out, lse: what it returned.
+        dout: gradient of out, [batch, heads_q, seq_q, head_dim_v], any strides.
+        dlse: gradient of lse, [batch, heads_q, seq_q], or None for zeros.
+
+    Returns:
+        dq, dk, dv in the shapes and dtypes of q, k and v. A fully masked row has dq exactly 0 and
+        adds exactly 0 to dk and dv.
+
+    Accumulators are float32, P and dS are rounded to a 16-bit operand dtype before their products;
+    for float64 operands everything is float64. The order of summation is fixed, so that equal
+    arguments give equal bits.
+    """
+    problem = Problem(
+        spec,
+        q,
+        k,
+        scale=scale,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        scalars=scalars,
+        dropout_p=dropout_p,
+        rng=rng,
+        block_q=block_q,
+        block_k=block_k,
+        backward=True,
+    )
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if problem.is_empty:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    work = Workspace(problem.real)
+    for part in problem.parts():
+        operands = _operands(part, q, k, v, out, lse, dout, dlse)
+        _chunk(part, work, operands, gradients)
+    return gradients
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Of one chunk, in the dtype of accumulators.
+
+    Attributes:
+        q, k, v, dout: [pairs, rows, columns].
+        lse: [pairs, seq_q * group, 1].
+        delta: D - dLSE, the same shape; 0 for a fully masked row.
+        some_masked: a row is fully masked.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    some_masked: bool
+
+
+def _operands(
+    part: Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> _Operands:
+    chunk, real = part.chunk, part.problem.real
+    lse = chunk.of_queries(lse[..., None]).to(real)
+    dout = chunk.of_queries(dout).to(real)
+    delta = (dout * chunk.of_queries(out).to(real)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= chunk.of_queries(dlse[..., None]).to(real)
+    masked = lse == -math.inf
+    return _Operands(
+        q=chunk.of_queries(q).to(real),
+        k=chunk.of_keys(k).to(real),
+        v=chunk.of_keys(v).to(real),
+        dout=dout,
+        lse=lse,
+        delta=delta.masked_fill_(masked, 0),
+        some_masked=bool(masked.any()),
+    )
+
+
+def _chunk(
+    part: Part, work: Workspace, of: _Operands, gradients: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Writes the gradients of one chunk."""
+    chunk, real = part.chunk, part.problem.real
+    dq, dk, dv = (
+        chunk.result_for(whole, operand.shape[1], real)
+        for whole, operand in zip(gradients, (of.q, of.k, of.v), strict=True)
+    )
+    dq.zero_()
+    for start, stop in part.problem.keys.tiles():
+        _key_tile(part, work, slice(start, stop), of, dq, dk[:, start:stop], dv[:, start:stop])
+    chunk.to_queries(gradients[0], dq)
+    chunk.to_keys(gradients[1], dk)
+    chunk.to_keys(gradients[2], dv)
+
+
+def _key_tile(
+    part: Part, work: Workspace, keys: slice, of: _Operands, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Writes dK and dV of the keys ``keys`` and adds what they give to dQ."""
+    problem = part.problem
+    group, scale = problem.sizes.group, problem.scale
+    k, v = of.k[:, keys], of.v[:, keys]
+    # Batched products are fast into contiguous memory alone.
+    dk_sum, dv_sum = work.matrix("dk", *k.shape), work.matrix("dv", *v.shape)
+    beta = 0  # the first product overwrites what was there
+    for run in part.query_runs(keys.start, keys.stop):
+        rows = slice(run.start, run.stop)
+        grouped = slice(run.start * group, run.stop * group)
+        q, dout = of.q[:, grouped], of.dout[:, grouped]
+        shape = q.shape[0], q.shape[1], k.shape[1]
+        p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
+
+        bits = None if run.full else part.mask_bits(rows, keys)
+        scores, slope = _scores(part, work, p, rows, keys, q, k)
+        if slope is not None or (of.some_masked and problem.code.score is not None):
+            bits = _and_finite(problem, scores, bits)
+        torch.sub(scores, part.grouped(of.lse[:, grouped]), out=part.grouped(p))
+        exp_(p)
+        if bits is not None:
+            part.select(p, bits)
+        kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
+
+        if not problem.code.ignores_score:
+            _score_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept, slope, bits)
+            _add_product(work, dq[:, grouped], ds, k, scale)
+            dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
+        if kept is not None:
+            part.select(p, kept)
+        _narrow(p, problem)
+        dropout_scale = problem.dropout_scale or 1.0
+        dv_sum.baddbmm_(p.transpose(1, 2), dout, beta=beta, alpha=dropout_scale)
+        beta = 1
+    if beta == 0:
+        dv_sum.zero_()
+    if beta == 0 or problem.code.ignores_score:
+        dk_sum.zero_()
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)
+
+
+def _add_product(work: Workspace, total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """``total += factor * a b``."""
+    if total.is_contiguous():
+        total.baddbmm_(a, b, alpha=factor)
+        return
+    product = work.matrix("product", *total.shape)
+    total.add_(torch.baddbmm(product, a, b, beta=0, alpha=factor, out=product))
+
+
+def _scores(
+    part: Part, work: Workspace, p: Tensor, rows: slice, keys: slice, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """s' of a tile, [pairs, rows, group, keys], perhaps in ``p``; and ds'/ds, None for 1."""
+    problem = part.problem
+    # ds'/ds can be the scores themselves: P then needs a place of its own.
+    s = p if problem.code.slope is None else work.matrix("s", *p.shape)
+    if not problem.code.ignores_score:
+        torch.baddbmm(s, q, k.transpose(1, 2), beta=0, alpha=problem.scale, out=s)
+    scores = part.grouped(s)
+    if problem.code.slope is not None:
+        return part.score_and_slope(scores, rows, keys)
+    if problem.code.score is not None:
+        scores = part.score(scores, rows, keys)
+    return scores, None
+
+
+def _and_finite(problem: Problem, scores: Tensor, bits: Tensor | None) -> Tensor | None:
+    """``bits``, with 0 also where the score function itself gives -inf.
+
+    P is 0 there, the derivative may be infinite, and a whole row of it is a fully masked one.
+    """
+    low = scores == -math.inf
+    if not bool(low.any()):
+        return bits
+    finite = low.logical_not_().to(problem.bits).neg_()
+    return finite if bits is None else finite.bitwise_and_(bits)
+
+
+def _score_gradient(
+    part: Part,
+    ds: Tensor,
+    p: Tensor,
+    dout: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    kept: Tensor | None,
+    slope: Tensor | None,
+    bits: Tensor | None,
+) -> None:
+    """Writes dS = P * (dP - D + dLSE) * ds'/ds to ``ds``, exactly 0 where the mask is false."""
+    problem = part.problem
+    transposed = v.transpose(1, 2)
+    torch.baddbmm(ds, dout, transposed, beta=0, alpha=problem.dropout_scale or 1.0, out=ds)
+    if kept is not None:
+        part.select(ds, kept)
+    ds.sub_(delta).mul_(p)
+    if slope is not None:
+        part.grouped(ds).mul_(slope)
+        if bits is not None:
+            part.select(ds, bits)  # the derivative may be infinite there
+    _narrow(ds, problem)
+
+
+def _narrow(tile: Tensor, problem: Problem) -> None:
+    """Rounds to the operands' dtype, where that is a narrower one."""
+    if problem.narrow is not None:
+        tile.copy_(tile.to(problem.narrow))

@@ -1,0 +1,290 @@
+"""One call: its sizes, tiles, mods and random bits, in the form that the tiles need them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import sympy
+import torch
+
+from flashgen.analysis import Analysis, analyse, derivative
+from flashgen.dropout import keep_mask, keep_scale
+from flashgen.errors import PlanError
+from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.plan import plan, plan_backward
+from flashgen.spec import AttentionSpec
+
+from .chunks import Chunk, Sizes, budget, chunks
+from .mods import Bound, Program, compiled
+from .walk import Axis, Run, Walk
+
+Tensor = torch.Tensor
+Number = int | float | bool
+
+ARCH = "sm_80"
+"""Of the plans whose tiles are used: the code path that runs everywhere."""
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e to the power x, in place, of what is 0 or less in exact arithmetic.
+
+    Where the result would be denormal or 0, the library's exp takes up to a hundred times as long;
+    there it is replaced by a number some thousand times the smallest normal one, nothing beside
+    the 1 that the largest element of every row gives. What must be 0 exactly is selected after it.
+    """
+    limit = _EXP_LIMIT[x.dtype]
+    return x.clamp_(-limit, limit).exp_()
+
+
+_EXP_LIMIT = {torch.float32: 80.0, torch.float64: 700.0}
+
+
+@dataclass(frozen=True)
+class Code:
+    """All that depends on the spec alone.
+
+    Attributes:
+        mask, score: of one result; None for a mask that is always true, a score that stays as it
+            is.
+        slope: of two results, s' and ds'/ds; None where ds'/ds is 1.
+    """
+
+    analysis: Analysis
+    mask: Program | None
+    score: Program | None
+    slope: Program | None
+
+    @property
+    def ignores_score(self) -> bool:
+        return self.analysis.score.ignores_score
+
+
+@lru_cache(maxsize=256)
+def code_of(spec: AttentionSpec, real: torch.dtype) -> Code:
+    """The programs of a spec, its numbers computed in ``real``."""
+    analysis = analyse(spec)
+    same, slope = analysis.score.identity, derivative(spec.score)
+    return Code(
+        analysis=analysis,
+        mask=None if analysis.mask.always else compiled((spec.mask,), real),
+        score=None if same else compiled((spec.score,), real),
+        slope=None if slope == 1 else compiled((spec.score, slope), real),
+    )
+
+
+@lru_cache(maxsize=256)
+def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
+    """block_q and block_k of the forward kernel, or of the backward kernel that makes dK and dV.
+
+    A spec without a backward kernel on `ARCH`, because no tile fits its shared memory, has the
+    forward's tiles here too: nothing has to fit on the CPU.
+    """
+    chosen = plan(spec, ARCH)
+    if backward:
+        with suppress(PlanError):
+            kernels = {kernel.kernel: kernel for kernel in plan_backward(spec, ARCH).kernels}
+            chosen = kernels["fused" if "fused" in kernels else "dkdv"]
+    return chosen.block_q, chosen.block_k
+
+
+_walk = lru_cache(maxsize=8)(Walk)
+
+
+class Problem:
+    """The arguments of a call.
+
+    Attributes:
+        real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
+            operands.
+        bits: the integer dtype of the same width.
+        narrow: the operands' dtype where P and dS are rounded to it, else None.
+        dropout_scale: what kept elements of P are multiplied by; None without dropout.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        q_offset: int,
+        k_offset: int,
+        scalars: Mapping[str, Number],
+        dropout_p: float,
+        rng: Tensor | Sequence[int] | None,
+        block_q: int | None,
+        block_k: int | None,
+        backward: bool = False,
+    ) -> None:
+        self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.bits = torch.int64 if self.real == torch.float64 else torch.int32
+        self.narrow = q.dtype if q.dtype.itemsize == 2 else None
+        self.code = code_of(spec, self.real)
+        self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        self.scale = scale
+        planned = tiles_of(spec, backward=backward)
+        self.queries = Axis(q.shape[2], block_q or planned[0], q_offset)
+        self.keys = Axis(k.shape[2], block_k or planned[1], k_offset)
+        self.dropout_scale = keep_scale(dropout_p) if dropout_p else None
+        self._dropout_p = dropout_p
+        self._rng = rng
+        self._spec = spec
+        self._scalars = scalars
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no score is computed, because a size is 0."""
+        sizes = self.sizes
+        return 0 in (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.seq_k)
+
+    def parts(self) -> Iterator[Part]:
+        """The chunks, with their mods bound."""
+        numbers = self._numbers()
+        q = torch.arange(self.sizes.seq_q).add_(self.queries.offset).view(1, -1, 1, 1)
+        k = torch.arange(self.sizes.seq_k).add_(self.keys.offset).view(1, 1, 1, -1)
+        tile = min(self.queries.block, len(q[0])) * min(self.keys.block, k.shape[3])
+        rng = None
+        if self.dropout_scale is not None:
+            assert self._rng is not None, "dropout needs the seed and the offset"
+            seed, offset = (int(word) for word in self._rng)
+            rng = self._dropout_p, seed, offset
+        for chunk in chunks(self.sizes, tile):
+            yield Part(self, chunk, numbers, q, k, rng)
+
+    def _numbers(self) -> dict[sympy.Symbol, Number]:
+        sizes = self.sizes
+        lengths = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.seq_k)
+        numbers: dict[sympy.Symbol, Number] = dict(
+            zip((BATCH, HEADS, SEQ_Q, SEQ_K), lengths, strict=True)
+        )
+        for scalar in self._spec.scalars:
+            value = self._scalars[scalar.name]
+            # A kernel receives a float32.
+            numbers[scalar.expr] = float(np.float32(value)) if scalar.dtype == "float32" else value
+        return numbers
+
+
+class Part:
+    """One chunk of a problem: where its tiles are, and what becomes of their scores.
+
+    A tile's scores are seen as [pairs, block_q, group, block_k].
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        chunk: Chunk,
+        numbers: Mapping[sympy.Symbol, Number],
+        q: Tensor,
+        k: Tensor,
+        rng: tuple[float, int, int] | None,
+    ) -> None:
+        self.problem = problem
+        self.chunk = chunk
+        self._numbers = numbers
+        self._q = q
+        self._k = k
+        self._rng = rng
+        self._bound: dict[Program, Bound] = {}
+        self._minus_infinity = torch.tensor(-torch.inf, dtype=problem.real).view(problem.bits)
+        mask = problem.code.analysis.mask
+        used = mask.expr.free_symbols
+        known = [(symbol, value) for symbol, value in numbers.items() if symbol in used]
+        places = []
+        if B in used or H in used:
+            b, h = chunk.batch_and_head
+            places = [(B, b.reshape(-1, 1).numpy()), (H, h.reshape(-1, 1).numpy())]
+        make = Walk if places else _walk  # arrays have no hash to be found by
+        self._walk = make(mask, (*known, *places), problem.queries, problem.keys)
+
+    def key_runs(self, start: int, stop: int) -> list[Run]:
+        """The keys that the query positions [start, stop) reach, as tiles and joined tiles."""
+        return self._walk.key_runs(start, stop, self._most(stop - start))
+
+    def query_runs(self, start: int, stop: int) -> list[Run]:
+        """The query positions that reach the keys [start, stop), as tiles and joined tiles."""
+        return self._walk.query_runs(start, stop, self._most(stop - start))
+
+    def _most(self, across: int) -> int:
+        return budget() // (self.chunk.pairs * self.problem.sizes.group * across)
+
+    def score(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
+        """s' of s, [pairs, rows, group, keys], perhaps a view that repeats elements."""
+        assert self.problem.code.score is not None
+        (value,) = self._run(self.problem.code.score, rows, keys, scores)
+        return value.expand_as(scores)
+
+    def score_and_slope(self, scores: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        """s' and ds'/ds of s; the latter of a shape that broadcasts."""
+        assert self.problem.code.slope is not None
+        value, slope = self._run(self.problem.code.slope, rows, keys, scores)
+        return value.expand_as(scores), slope
+
+    def mask_bits(self, rows: slice, keys: slice) -> Tensor:
+        """All ones where the mask is true, else 0, in the integer dtype of the scores' width.
+
+        A bitwise ``and`` with it selects: it makes 0 of anything, NaN too, and takes a tenth of
+        the time of ``masked_fill``.
+        """
+        assert self.problem.code.mask is not None
+        (keep,) = self._run(self.problem.code.mask, rows, keys, None)
+        return keep.to(self.problem.bits).neg_()
+
+    def grouped(self, tile: Tensor) -> Tensor:
+        """[pairs, rows * group, x] as [pairs, rows, group, x]."""
+        return tile.view(tile.shape[0], -1, self.problem.sizes.group, tile.shape[2])
+
+    def select(self, tile: Tensor, bits: Tensor) -> None:
+        """0 in [pairs, rows * group, keys] where ``bits`` are 0, whatever was there."""
+        self.grouped(tile).view(self.problem.bits).bitwise_and_(bits)
+
+    def minus_infinity_where_not(self, bits: Tensor) -> Tensor:
+        """The bits of -inf where ``bits`` are 0, else 0."""
+        return bits.bitwise_not().bitwise_and_(self._minus_infinity)
+
+    def dropout_bits(self, rows: slice, keys: slice) -> Tensor:
+        """All ones where dropout keeps the element, else 0; [pairs, rows, group, keys]."""
+        assert self._rng is not None
+        p, seed, offset = self._rng
+        b, h = self.chunk.batch_and_head
+        pairs = b * self.problem.sizes.heads_q + h
+        kept = keep_mask(
+            p,
+            seed,
+            offset,
+            pairs.flatten().numpy(),
+            range(rows.start, rows.stop),
+            range(keys.start, keys.stop),
+        )
+        ones = torch.from_numpy(np.negative(kept.view(np.int8))).to(self.problem.bits)
+        return ones.view(*pairs.shape, *ones.shape[1:]).transpose(1, 2)
+
+    def _run(
+        self, program: Program, rows: slice, keys: slice, scores: Tensor | None
+    ) -> list[Tensor]:
+        bound = self._bound.get(program)
+        if bound is None:
+            bound = program.bind(self._values(program))
+            self._bound[program] = bound
+        return bound(self._q[:, rows], self._k[..., keys], scores)
+
+    def _values(self, program: Program) -> dict[sympy.Symbol, Tensor]:
+        values = {}
+        if program.uses(B, H):
+            b, h = self.chunk.batch_and_head
+            values = {B: b[:, None, :, None], H: h[:, None, :, None]}
+        for symbol in program.inputs:
+            if symbol in self._numbers:
+                values[symbol] = self._tensor(self._numbers[symbol])
+        return values
+
+    def _tensor(self, number: Number) -> Tensor:
+        if isinstance(number, bool):
+            return torch.tensor(number)
+        dtype = torch.int64 if isinstance(number, int) else self.problem.real
+        return torch.tensor(number, dtype=dtype)
