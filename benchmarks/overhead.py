@@ -6,7 +6,8 @@ has to be waited for. Rows::
 
     no gradients    inputs that require none
     forward         inputs that require gradients, forward only
-    both            forward and backward
+    both            forward and backward; torch's own part of it, and what it computes on the CPU
+                    (zeros, the rounding of sums), is most of that
     torch.ops       the same through torch's dispatcher
     results         two torch.empty, which are in all of the above
     launcher        flashgen.launch.launch with a driver that does nothing, which is in none

@@ -93,7 +93,10 @@ def live_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     before = [getattr(products, option) for option in options]
     for option in options:
         setattr(products, option, False)
+    threads = torch.get_num_threads()  # one, because tests run side by side: not these
+    torch.set_num_threads(pick(min(8, os.cpu_count() or 1), threads))
     yield
+    torch.set_num_threads(threads)
     for option, value in zip(options, before, strict=True):
         setattr(products, option, value)
     if _lost is None and note_loss(request.node.name):

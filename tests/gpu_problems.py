@@ -24,6 +24,7 @@ Tensor = torch.Tensor
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
 RNG = (0x0123456789ABCDEF, 42)  # seed and offset
+MOST_ELEMENTS = 1 << 22  # of an operand: comparing takes its time
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -226,8 +227,8 @@ def cases_of(
         turn: shifts the turns.
         most_scores: batch and heads are reduced to 1 where a case would have more; half as many
             with dropout, whose oracle takes its time.
-        rows: the batch is raised until queries and keys have so many rows. The errors of a row go
-            together, so that the RMS of few rows differs by chance.
+        rows: the batch is raised until queries and keys have so many rows, or `MOST_ELEMENTS`. The
+            errors of a row go together, so that the RMS of few rows differs by chance.
     """
     found = []
     for number, (seq_q, seq_k) in enumerate(lengths):
@@ -239,7 +240,9 @@ def cases_of(
             batch = 1
         if heads_q * seq_q * seq_k > most:
             heads_q, heads_kv = 1, 1
-        batch = max(batch, math.ceil(rows / (heads_q * min(seq_q, seq_k))))
+        elements = heads_q * max(seq_q, seq_k) * head_dim
+        more = min(math.ceil(rows / (heads_q * min(seq_q, seq_k))), MOST_ELEMENTS // elements)
+        batch = max(batch, more)
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
         case = Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
         found.append((case, mode))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.suite.budget import Budget
-from benchmarks.suite.context import RESTART, Context
+from benchmarks.suite.context import Context
 from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.parts import PARTS
 from benchmarks.suite.parts.correctness import record
+from benchmarks.suite.processes import RESTART
 from benchmarks.suite.records import Stamp, Writer, read
 
 ROOT = Path(__file__).resolve().parents[1]

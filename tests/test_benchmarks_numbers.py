@@ -154,6 +154,33 @@ def test_the_time_that_there_is_decides_how_many_samples_are_taken() -> None:
     assert found["a"].timing.samples == 20
 
 
+def test_a_slow_contender_is_in_fewer_rounds_and_never_in_too_few() -> None:
+    device = _Told()
+
+    def call(ms: float) -> Callable[[int], None]:
+        def run(index: int) -> None:
+            device.clock += ms
+
+        return run
+
+    calls = {"fast": call(1.0), "slow": call(100.0)}
+    found = measure(device, calls, 1, seconds=1.0, rounds=(7, 300))
+    assert found["slow"].timing.samples >= 7
+    assert found["fast"].timing.samples > 15 * found["slow"].timing.samples / 2
+
+
+def test_a_contender_that_fails_in_its_warm_up_is_told_and_the_others_are_timed() -> None:
+    def broken(index: int) -> None:
+        raise MemoryError("90 GiB")
+
+    failures: dict[str, str] = {}
+    found = measure(_Told(), {"a": broken, "b": int}, 1, 0.0, rounds=(3, 3), failures=failures)
+    assert list(found) == ["b"]
+    assert failures == {"a": "MemoryError: 90 GiB"}
+    with pytest.raises(MemoryError):
+        measure(_Told(), {"a": broken}, 1, 0.0, rounds=(3, 3))
+
+
 NCU = """\
 ==PROF== Connected to process 77
 {"kernel": "x"}

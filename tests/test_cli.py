@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_run_takes_the_options_that_change_the_problem(windowed):
     assert "window = 7" in table["scalars"]
     assert "(slope: the file's example)" in table["scalars"]
     assert table["arch"] == "sm_90"
+
+
+def test_run_compares_the_gradients_too_with_dropout_and_in_either_mode(windowed):
+    for mode in ([], ["--deterministic"]):
+        options = ["--shape", "1,2,1,40,50", "--scalar", "window=9", "--dropout", "0.1"]
+        result = flashgen("run", windowed, "--backward", *options, *mode)
+        assert result.exit_code == 0, result.output
+        for name in ("dq", "dk", "dv"):
+            assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
+        assert "dropout" in result.stdout
+        assert ("backward_dq" in result.stdout) == bool(mode)
 
 
 def test_run_without_the_oracle_says_so(windowed):
@@ -199,8 +211,10 @@ def test_emit_writes_files_and_check_finds_every_difference(tmp_path, windowed):
     written = flashgen("emit", windowed, "-o", out)
     assert written.exit_code == 0, written.output
     assert "written" in written.stdout
-    (file,) = (tmp_path / "out").iterdir()
-    assert file.name == "windowed_forward_fp16_d16_sm_80.cu"
+    kernels = ("forward", "backward_delta", "backward_fused", "backward_dkdv", "backward_dq")
+    names = {f"windowed_{kernel}_fp16_d16_sm_80.cu" for kernel in kernels}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    file = tmp_path / "out" / "windowed_forward_fp16_d16_sm_80.cu"
 
     stamp = file.stat().st_mtime_ns
     again = flashgen("emit", windowed, "-o", out)
@@ -227,8 +241,8 @@ def test_emit_takes_every_spec_of_the_folder_and_names_left_over_files(tmp_path,
     (specs / "one.py").write_text(WINDOWED.format(examples=""))
     (specs / "two.py").write_text(WINDOWED.format(examples=""))
     assert flashgen("emit").exit_code == 0
-    names = sorted(path.name for path in (tmp_path / "generated").iterdir())
-    assert names == ["one_forward_fp16_d16_sm_80.cu", "two_forward_fp16_d16_sm_80.cu"]
+    names = {path.name for path in (tmp_path / "generated").glob("*_forward_*.cu")}
+    assert names == {"one_forward_fp16_d16_sm_80.cu", "two_forward_fp16_d16_sm_80.cu"}
     assert flashgen("emit", "--check").exit_code == 0
     (specs / "two.py").unlink()
     result = flashgen("emit", "--check")

@@ -19,8 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from flashgen.emulator import launch
 from nvrtc_helper import compile_ptx
+
+from flashgen.emulator import launch
 
 Array = np.ndarray[Any, Any]
 Exact = Fraction | float  # a Fraction if finite and not zero, else a float: signed zero, inf, nan

@@ -112,18 +112,28 @@ FIELDS = [
 ]
 
 
-def test_the_structure_is_that_of_launch_pack():
-    t = tensors()
-    arguments = Arguments(FIELDS, numbers())
-    assert arguments.pointers == ("q", "k", "rows", "dlse")
+ORDERS = {
+    "mixed": FIELDS,
+    "pointers first": sorted(FIELDS, key=lambda field: field.ctype != "pointer"),
+    "pointers last": sorted(FIELDS, key=lambda field: field.ctype == "pointer"),
+    "int first": [FIELDS[2], *FIELDS[:2], *FIELDS[3:]],
+    "one pointer": [FIELDS[7], FIELDS[0], FIELDS[2]],
+    "none": [FIELDS[2], FIELDS[4]],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_structure_is_that_of_launch_pack(order):
+    t, fields = tensors(), ORDERS[order]
+    arguments = Arguments(fields, numbers())
+    assert arguments.pointers == tuple(f.name for f in fields if f.ctype == "pointer")
     addresses = [0 if t[name] is None else t[name].data_ptr() for name in arguments.pointers]
     by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
-    assert arguments.packed(addresses) == launch.pack(FIELDS, by_name)
-    assert arguments.packed([1, 2, 3, 0]) != arguments.packed(addresses)
-    values = arguments.values(t)
-    assert values[0] is t["q"]
-    assert values[2] == 5
-    assert values[6] is None
+    assert arguments.packed(addresses) == launch.pack(fields, by_name)
+    values = dict(zip([field.name for field in fields], arguments.values(t), strict=True))
+    assert values["seq_q"] == 5
+    for name in arguments.pointers:
+        assert values[name] is t[name]
 
 
 @pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "dq"])

@@ -69,7 +69,8 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(head_dim_v):
     spec = fg.AttentionSpec(mask_mod=causal, head_dim=32, head_dim_v=head_dim_v)
     shape = (2, 2, 1, 150, 260)
     q, k = torch.randn(2, 2, 150, 32).half(), torch.randn(2, 1, 260, 32).half()
-    run = run_forward(spec, q, k, torch.randn(2, 1, 260, head_dim_v).half(), check_memory=False)
+    v = torch.randn(2, 1, 260, head_dim_v).half()
+    run = run_forward(spec, q, k, v, backend="emulator", check_memory=False)
     plan = run.plan
     ends = [min((tile + 1) * plan.block_q, 150) for tile in range(-(-150 // plan.block_q))]
     got = plan.traffic(*shape, [range(-(-end // plan.block_k)) for end in ends])

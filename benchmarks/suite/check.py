@@ -202,7 +202,8 @@ def attend(
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     rows = max(1, ELEMENTS_AT_ONCE // max(1, k.shape[0]))
-    mods, place = case.mods, {"dtype": torch.int64, "device": q.device}
+    mods = case.mods
+    place: dict[str, Any] = {"dtype": torch.int64, "device": q.device}
     b = torch.tensor(batch, **place)
     keys = torch.arange(k.shape[0], **place)[None, :]
     for head in range(q.shape[0]):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from benchmarks.suite import parts
 from benchmarks.suite.budget import Budget
-from benchmarks.suite.context import RESTART, Context, Unusable
+from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import KINDS, open_device, own_threads, versions
 from benchmarks.suite.journal import Journal
+from benchmarks.suite.processes import RESTART
 from benchmarks.suite.records import Stamp, Writer
 
 

@@ -13,9 +13,6 @@ from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal
 from benchmarks.suite.records import MEASURES, Writer
 
-RESTART = 75
-"""Exit code of a process that found its GPU unusable and wants to be started again."""
-
 
 class Unusable(Exception):
     """The device of this process answers no more."""

@@ -133,7 +133,7 @@ class Gpu(Device):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        return graph.replay  # type: ignore[no-any-return]
+        return graph.replay
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch)

@@ -12,7 +12,7 @@ from benchmarks.suite import check
 from benchmarks.suite.cases import PASSES, Case, flops
 from benchmarks.suite.check import Inputs, Oracle, Tensors, Verdict
 from benchmarks.suite.contenders import Contender, Prepared
-from benchmarks.suite.context import Context
+from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import first_line
 from benchmarks.suite.forms import live_elements
 from benchmarks.suite.records import Row
@@ -67,6 +67,8 @@ def run_case(
         return
     try:
         _run_case(context, case, contenders, passes, seconds, note)
+    except Unusable:
+        raise
     except Exception as error:
         # Out of memory in the oracle, say: the cases behind this one are not lost with it.
         context.usable()
@@ -185,7 +187,8 @@ def _timed(
         if entrant.status == "ok" and prepared and pass_ in prepared.passes and lost is None:
             try:
                 calls[entrant.name] = call_of(prepared, inputs, pass_)
-            except torch.cuda.OutOfMemoryError as error:
+            except Exception as error:  # out of memory, above all: each keeps its own results
+                context.usable()
                 refused[entrant.name] = first_line(error)
                 context.device.free()
     times: dict[str, Measured] = {}
@@ -194,8 +197,17 @@ def _timed(
             rounds = (1, 2) if context.tiny else (LEAST_ROUNDS, MOST_ROUNDS)
             graphs = pass_ == "forward"
             times = measure(
-                context.device, calls, len(inputs), seconds, graphs=graphs, rounds=rounds
+                context.device,
+                calls,
+                len(inputs),
+                seconds,
+                graphs=graphs,
+                rounds=rounds,
+                failures=refused,
             )
+            context.usable()
+    except Unusable:
+        raise
     except Exception as error:
         context.usable()
         lost = first_line(error)
@@ -211,6 +223,9 @@ def _timed(
             row |= _times(times, entrant, entrants, flops(pass_, live, case.head_dim), rate)
         elif entrant.name in refused:
             row |= {"status": "refused", "note": refused[entrant.name]}
+            if entrant.contender.ours:
+                row["status"] = "error"
+                context.journal.failed(f"{case.id}, {pass_}: {entrant.name}: {row['note']}")
         elif entrant.status == "ok":
             row |= {"status": "crashed", "note": lost or ""}
         rows.append(row)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from benchmarks.suite.budget import Budget
 
+RESTART = 75
+"""Exit code of a process that found its GPU unusable and wants to be started again."""
+
 
 @dataclass(frozen=True)
 class Ended:

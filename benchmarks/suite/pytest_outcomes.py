@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.suite.context import RESTART
 from benchmarks.suite.journal import Journal, entries
+from benchmarks.suite.processes import RESTART
 
 DRY = "FLASHGEN_GPU_DRY"
 _dry = os.environ.get(DRY)

@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.suite.budget import Budget, allowed
 from benchmarks.suite.child import journal_of
-from benchmarks.suite.context import RESTART, environment
+from benchmarks.suite.context import environment
 from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.parts import Part
-from benchmarks.suite.processes import Ended, start, stop, watch
+from benchmarks.suite.processes import RESTART, Ended, start, stop, watch
 
 MOST_PROCESSES = 8
 """Of one part: a device that fails again and again is not asked for ever."""
@@ -34,7 +34,7 @@ class Settings:
         out: folder of the records.
         work: folder of logs and journals.
         device: "gpu" or "emulator".
-        warm: whether to compile in the background of the first part.
+        warm: whether to compile in the background of a part that times nothing.
     """
 
     minutes: float
@@ -101,7 +101,7 @@ def run_all(
             outcomes.append(Outcome(part.name, "skipped", note=note))
             tell(f"{part.name:<12} skipped: {note}")
             continue
-        warm = settings.warm and place == 0 and len(parts) > 1
+        warm = settings.warm and not part.times and len(parts) > 1
         with warming(settings) if warm else contextlib.nullcontext():
             outcome = run_part(part, settings, seconds, command, min(grace, whole.left / 4))
         outcomes.append(outcome)

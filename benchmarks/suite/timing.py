@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.suite.device import Device, Span
+from benchmarks.suite.device import Device, Span, first_line
 from benchmarks.suite.statistics import Timing, timing_of
 
 Call = Callable[[int], object]
@@ -18,6 +18,8 @@ SAMPLE_MS = 0.3
 """A sample shorter than this is made of several calls, because events are half a microsecond."""
 GRAPH_MS = 0.1
 """Calls shorter than this are replayed from a graph, else the host's speed would be measured."""
+SLOW = 4.0
+"""A call that takes n times this many times as long as the fastest is in every n-th round."""
 QUEUED_MS = 200.0
 """So much work is queued before the host waits: an idle GPU would show the host's gaps."""
 
@@ -53,6 +55,7 @@ def measure(
     *,
     graphs: bool = False,
     rounds: tuple[int, int] = (LEAST_ROUNDS, MOST_ROUNDS),
+    failures: dict[str, str] | None = None,
 ) -> dict[str, Measured]:
     """Median times of all ``calls``, taken in turns until ``seconds`` are spent.
 
@@ -60,11 +63,20 @@ def measure(
         sets: of inputs; consecutive calls use consecutive ones.
         graphs: calls too short for the host may be captured.
         rounds: at least and at most so many samples of each.
+        failures: where given, a call that raises while it is warmed up is put there with the
+            reason, and the others are timed without it.
     """
-    entries = {name: _prepared(device, call, sets, graphs) for name, call in calls.items()}
-    least, most = rounds
-    per_round = sum(entry.estimate for entry in entries.values())
-    count = max(least, min(most, int(seconds * 1e3 / max(per_round, 1e-6))))
+    entries: dict[str, _Entry] = {}
+    for name, call in calls.items():
+        try:
+            entries[name] = _prepared(device, call, sets, graphs)
+        except Exception as error:
+            if failures is None or device.failure() is not None:
+                raise
+            failures[name] = first_line(error)
+    if not entries:
+        return {}
+    count, every = _schedule(entries, seconds, *rounds)
     spans: dict[str, list[Span]] = {name: [] for name in entries}
     names = list(entries)
     queued = QUEUED_MS  # the first round begins with a call that does not count
@@ -72,6 +84,8 @@ def measure(
         # Each is first in its turn: what ran before may leave its data in the L2.
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            if turn % every[name]:
+                continue
             entry = entries[name]
             if queued >= QUEUED_MS:
                 device.synchronize()
@@ -87,6 +101,21 @@ def measure(
         )
         for name, entry in entries.items()
     }
+
+
+def _schedule(
+    entries: dict[str, _Entry], seconds: float, least: int, most: int
+) -> tuple[int, dict[str, int]]:
+    """How many rounds there are, and which entry is in every how many of them.
+
+    One that takes many times as long as the fastest is in fewer rounds, so that it does not take
+    the time that the others need for many samples.
+    """
+    fastest = max(1e-6, min(entry.estimate for entry in entries.values()))
+    every = {name: max(1, int(e.estimate / (SLOW * fastest))) for name, e in entries.items()}
+    per_round = sum(entry.estimate / every[name] for name, entry in entries.items())
+    count = max(least, min(most, int(seconds * 1e3 / max(per_round, 1e-6))))
+    return count, {name: min(often, max(1, count // least)) for name, often in every.items()}
 
 
 def _prepared(device: Device, call: Call, sets: int, graphs: bool) -> _Entry:

@@ -16,7 +16,8 @@ DTYPES = ("int32", "float32", "bool")
 BUILT_IN_NAMES = frozenset(
     """
     b h q k v o score batch heads seq_q seq_k q_lo q_hi k_lo k_hi out lse scale q_offset k_offset
-    heads_q heads_kv head_dim head_dim_v dropout_p return_lse backend arch
+    heads_q heads_kv head_dim head_dim_v dropout_p return_lse backend arch rng deterministic dout
+    dlse
     """.split()  # noqa: SIM905
 )
 

@@ -6,9 +6,8 @@ out once for each problem; a launch then fills in addresses.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Arguments:
         pointers: names of the tensors that it takes, in order.
     """
 
-    __slots__ = ("_runs", "_template", "numbers", "params", "pointers")
+    __slots__ = ("_format", "_pieces", "numbers", "params", "pointers")
 
     def __init__(self, params: Sequence[Param], numbers: Mapping[str, int | float]) -> None:
         """Raises LaunchError when the kernel has a field that no number is known for."""
@@ -80,15 +79,21 @@ class Arguments:
                 way_out="a field that flashgen.ops.arguments.numbers_of gives",
             )
         self.numbers = {p.name: numbers[p.name] for p in params if p.ctype != "pointer"}
-        self._template = pack(self.params, [self.numbers.get(p.name) for p in params])
-        self._runs = _runs(params)
+        # With null pointers; what lies between the pointers stays as it is.
+        template = pack(self.params, [self.numbers.get(p.name) for p in params])
+        self._pieces = tuple(_pieces(params, template))
+        self._format = struct.Struct(
+            "<" + "".join(f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces)
+        )
 
     def packed(self, addresses: Sequence[int]) -> bytes:
         """The structure with the addresses of `pointers`; 0 is a null pointer."""
-        structure = bytearray(self._template)
-        for run, offset, first, last in self._runs:
-            run.pack_into(structure, offset, *addresses[first:last])
-        return bytes(structure)
+        if len(self._pieces) == 1:
+            return self._format.pack(*addresses, self._pieces[0][2])
+        values: list[Any] = []
+        for first, last, rest in self._pieces:
+            values += [*addresses[first:last], rest]
+        return self._format.pack(*values)
 
     def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
         """The fields in order, with tensors in the places of pointers."""
@@ -97,8 +102,8 @@ class Arguments:
         ]
 
 
-def _runs(params: Sequence[Param]) -> tuple[tuple[struct.Struct, int, int, int], ...]:
-    """The pointers that lie side by side: how to write them, where, and which they are.
+def _pieces(params: Sequence[Param], template: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Pointers that lie side by side, as a range of all pointers, and the bytes up to the next.
 
     Each field begins at the next multiple of its own size, as C has it.
     """
@@ -109,10 +114,12 @@ def _runs(params: Sequence[Param]) -> tuple[tuple[struct.Struct, int, int, int],
         if param.ctype == "pointer":
             offsets.append(at)
         at += width
-    starts = [i for i, offset in enumerate(offsets) if i == 0 or offset != offsets[i - 1] + 8] + [
-        len(offsets)
-    ]
-    return tuple(
-        (struct.Struct(f"<{last - first}Q"), offsets[first], first, last)
-        for first, last in itertools.pairwise(starts)
-    )
+    if not offsets or offsets[0] > 0:
+        yield 0, 0, template[: offsets[0] if offsets else None]
+    first = 0
+    for last in range(1, len(offsets) + 1):
+        end = offsets[last - 1] + 8
+        following = offsets[last] if last < len(offsets) else len(template)
+        if end < following or last == len(offsets):
+            yield first, last, template[end:following]
+            first = last

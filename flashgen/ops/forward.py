@@ -40,11 +40,10 @@ class Forward:
     __slots__ = (
         "_bound",
         "_built",
-        "_float32",
         "_is_empty",
+        "_lse_model",
         "_obstacle",
-        "_shape_lse",
-        "_shape_out",
+        "_out_model",
         "_swapped",
         "arch",
         "backend",
@@ -65,11 +64,14 @@ class Forward:
         self.arch = arch
         self.device = q.device
         self.index = backends.index_of(q.device) if backend == "gpu" else 0
-        self._float32 = torch.empty(0, dtype=torch.float32, device=q.device)
-        self._swapped = rows_before_heads(q)
-        self._shape_lse = (problem.batch, problem.heads_q, problem.seq_q)
-        self._shape_out = (*self._shape_lse, problem.head_dim_v)
         self._is_empty = problem.is_empty
+        self._swapped = rows_before_heads(q)
+        # One element each: torch.empty_like makes contiguous tensors of them, in half of the time
+        # that torch.empty takes to read a shape.
+        batch, heads, seq, dim = *q.shape[:3], problem.head_dim_v
+        shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
+        self._out_model = q.new_empty(()).expand(shape)
+        self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         found = map(backends.stride_obstacle, _NAMES, (q, *kv))
         self._obstacle = next((text for text in found if text), None)
         self._bound: dict[int, Bound] = {}
@@ -93,11 +95,10 @@ class Forward:
         rng = rng.contiguous() if self.drops and rng is not None else None
         if self.backend == "tiled":
             return self._tiled(q, k, v, rng)
+        out = torch.empty_like(self._out_model)
         if self._swapped:
-            out = empty_rows(q, self.problem.head_dim_v)
-        else:
-            out = q.new_empty(self._shape_out)
-        lse = self._float32.new_empty(self._shape_lse)
+            out = out.transpose(1, 2)
+        lse = torch.empty_like(self._lse_model)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
             width, reason = 16, ALIGNED
@@ -108,8 +109,8 @@ class Forward:
             bound = self._bind(width, {"q": q, "k": k, "v": v, "o": out})
         built, self._built = self._built, 0.0
         start = perf_counter()
+        counters = None
         if self.backend == "gpu":
-            counters = None
             bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
         else:
             tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng}

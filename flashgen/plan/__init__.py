@@ -21,10 +21,20 @@ from flashgen.plan.problem import ITEMSIZE, problem_of
 from flashgen.plan.refuse import nothing_fits
 from flashgen.plan.search import Tile, cheapest
 from flashgen.plan.traffic import Traffic
+from flashgen.plan.traffic_backward import BackwardTraffic
 from flashgen.plan.value import BackwardPlan, Line, Plan, Refusal
 from flashgen.spec import AttentionSpec
 
-__all__ = ["BackwardPlan", "Line", "Plan", "Refusal", "Traffic", "plan", "plan_backward"]
+__all__ = [
+    "BackwardPlan",
+    "BackwardTraffic",
+    "Line",
+    "Plan",
+    "Refusal",
+    "Traffic",
+    "plan",
+    "plan_backward",
+]
 
 POLICIES = ("derived", "paper")
 NONE_SPARE: Mapping[str, int] = MappingProxyType({})

@@ -215,7 +215,7 @@ def _dq(itemsize: int, fixed: str) -> KernelModel:
 MODELS = {
     ("dkdv", 2): _dkdv(2, "56"),
     ("dkdv", 4): _dkdv(4, "80"),
-    ("fused", 2): _fused(2, "56", "dq_columns*9/8"),
+    ("fused", 2): _fused(2, "66", "dq_columns*9/8"),
     ("fused", 4): _fused(4, "80", "2*dq_columns + 24"),
     ("dq", 2): _dq(2, "52 + 4*row_groups"),
     ("dq", 4): _dq(4, "68 + 8*row_groups"),

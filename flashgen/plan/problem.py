@@ -24,8 +24,8 @@ DROPOUT_REGISTERS = 10
 # The same for backward kernels, whose score_mod comes with its derivative; and where the rows of
 # their operands are not equally long, they are copied by two patterns.
 BACKWARD_SCORE_REGISTERS = 16
-BACKWARD_MASK_REGISTERS = 8
-BACKWARD_NEWER_REGISTERS = 8
+BACKWARD_MASK_REGISTERS = 12
+BACKWARD_NEWER_REGISTERS = {2: 8, 4: 24}
 BACKWARD_DROPOUT_REGISTERS = 28
 UNEQUAL_REGISTERS = 8
 
@@ -107,7 +107,7 @@ def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
         dropout = DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // LONGER_K_STEP
         return newer + score + mask + longer + dropout
-    newer = BACKWARD_NEWER_REGISTERS if arch.major >= 9 else 0
+    newer = BACKWARD_NEWER_REGISTERS[ITEMSIZE[spec.dtype]] if arch.major >= 9 else 0
     mask = 0 if is_interval else BACKWARD_MASK_REGISTERS
     score = BACKWARD_SCORE_REGISTERS if has_score else 0
     dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0

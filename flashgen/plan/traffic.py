@@ -62,15 +62,15 @@ def traffic(
     touched: set[int] = set()
     for q_tile, tiles in enumerate(walk):
         # A block that reaches no key loads nothing, and writes zeros.
-        q_rows += _rows(q_tile, plan.block_q, seq_q) if tiles else 0
+        q_rows += rows_of_tile(q_tile, plan.block_q, seq_q) if tiles else 0
         for k_tile in tiles:
-            k_rows += _rows(k_tile, plan.block_k, seq_k)
+            k_rows += rows_of_tile(k_tile, plan.block_k, seq_k)
             steps += 1
         touched.update(tiles)
 
     pairs = batch * heads_q
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
-    kv_touched = sum(_rows(k_tile, plan.block_k, seq_k) for k_tile in touched)
+    kv_touched = sum(rows_of_tile(k_tile, plan.block_k, seq_k) for k_tile in touched)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * v_row, pairs * seq_q * LSE_BYTES
     return Traffic(
         q=q,
@@ -83,6 +83,6 @@ def traffic(
     )
 
 
-def _rows(tile: int, size: int, length: int) -> int:
+def rows_of_tile(tile: int, size: int, length: int) -> int:
     """Rows of a tile that exist."""
     return max(0, min(size, length - tile * size))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from flashgen.plan.formulas import Number, counted
 from flashgen.plan.model_backward import dq_row_warps
 from flashgen.plan.traffic import Traffic, Visited, traffic
+from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
 # The banner of an emitted file puts "// " before each line, and lines end at column 100.
 COLUMNS = 97
@@ -181,14 +182,43 @@ class Plan:
         seq_k: int,
         visited: Visited | None = None,
     ) -> Traffic:
-        """Bytes that the kernel moves to and from global memory.
+        """Bytes that the forward kernel moves to and from global memory.
 
         Args:
             visited: the key tiles that the kernel loads for each query tile, the same for every
                 batch entry and head; None for all of them. For a mask that depends on b or h, ask
                 head by head (batch 1, heads 1) and add.
+
+        Raises:
+            ValueError: this is a backward kernel, or visited is for another number of tiles.
         """
+        if self.kernel != "forward":
+            raise ValueError(f"{self.kernel} is a backward kernel: ask for backward_traffic")
         return traffic(self, batch, heads_q, heads_kv, seq_q, seq_k, visited)
+
+    def backward_traffic(
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        seq_k: int,
+        visited: Visited | None = None,
+        *,
+        dlse: bool = False,
+    ) -> BackwardTraffic:
+        """Bytes that a backward kernel moves to and from global memory.
+
+        Args:
+            visited: as for `traffic`; where `owns_keys`, the query tiles for each key tile.
+            dlse: the caller has a gradient of LSE.
+
+        Raises:
+            ValueError: this is the forward kernel, or visited is for another number of tiles.
+        """
+        if self.kernel == "forward":
+            raise ValueError("this is the forward kernel: ask for traffic")
+        return backward_traffic(self, batch, heads_q, heads_kv, seq_q, seq_k, visited, dlse)
 
     def __str__(self) -> str:
         """The derivation as the banner of the emitted file has it: lines of at most 97 columns."""

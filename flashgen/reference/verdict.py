@@ -107,14 +107,14 @@ def compare(
             numbers=f"out {tuple(out.shape)}, ref64 {tuple(ref64.shape)}, same {tuple(same.shape)}",
             way_out="the oracle and the yardstick computed from the same operands",
         )
-    got, exact, ordinary = (tensor.detach().double().cpu() for tensor in (out, ref64, same))
+    got, exact, ordinary = (tensor.detach().double() for tensor in (out, ref64, same))
     mismatched = (got.isinf() | exact.isinf()) & (got != exact) & ~got.isnan()
     finite = exact.isfinite() & got.isfinite()
     error = (got - exact)[finite].abs()
     yardstick = (ordinary - exact)[exact.isfinite() & ordinary.isfinite()].abs()
     ordinary_rms = _rms(yardstick)
     if kept is not None:
-        ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(kept.double().cpu() - exact))
+        ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(kept.double() - exact))
     once = torch.finfo(out.dtype).eps / 2 * _rms(exact[exact.isfinite()])
     return Verdict(
         max_error=_max(error),

@@ -7,7 +7,7 @@ from typing import Any
 
 import flashgen as fg
 from benchmarks.suite.cases import ROOT, WINDOWED, Case
-from benchmarks.suite.contenders import Contender, Prepared, Tensor
+from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
 from flashgen.arch import facts
 from flashgen.errors import PlanError
@@ -48,7 +48,7 @@ class Flashgen:
         return Prepared(attend, passes, described=described)
 
 
-def flashgens(device: Device) -> list[Contender]:
+def flashgens(device: Device) -> list[Flashgen]:
     """Every code path that serves this device, and the deterministic mode of each."""
     archs = [device.arch]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,13 +19,15 @@ MOST_MEMORY = 0.25
 class Sdpa:
     ours = False
 
-    def __init__(self, short: str, backend: SDPBackend) -> None:
+    """One backend, or None for the one that torch chooses."""
+
+    def __init__(self, short: str, backend: SDPBackend | None) -> None:
         self.name = f"sdpa {short}"
         self._backend = backend
         self._materialises = backend == SDPBackend.MATH
 
     def supports(self, case: Case, device: Device) -> str | None:
-        if device.kind != "gpu" and self._backend != SDPBackend.MATH:
+        if device.kind != "gpu" and self._backend not in (None, SDPBackend.MATH):
             return "needs a GPU"
         mods = case.mods
         plain = mods.score is None and (mods.mask is None or mods.is_causal)
@@ -50,11 +53,17 @@ class Sdpa:
         mask = None if mods.is_causal else dense_mask(case, device)
         causal, grouped = mods.is_causal, case.heads_q != case.heads_kv
 
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            )
+
+        if backend is None:
+            return Prepared(plain)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-                )
+                return plain(q, k, v)
 
         return Prepared(attend, materialises=self._materialises)
 
@@ -73,7 +82,7 @@ def dense_mask(case: Case, device: Device) -> Tensor | None:
     mods = case.mods
     if mods.mask is None and mods.score is None:
         return None
-    place = {"device": device.torch, "dtype": torch.int64}
+    place: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
     b = torch.zeros((), **place)
     q = torch.arange(case.seq_q, **place)[:, None]
     k = torch.arange(case.seq_k, **place)[None, :]

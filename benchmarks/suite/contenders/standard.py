@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class Standard:
 
     def prepare(self, case: Case, device: Device) -> Prepared:
         mods, scale = case.mods, case.head_dim**-0.5
-        place = {"device": device.torch, "dtype": torch.int64}
+        place: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
         groups = (case.batch, case.heads_kv, case.heads_q // case.heads_kv)
         b = torch.arange(case.batch, **place)[:, None, None, None, None]
         h = torch.arange(case.heads_q, **place).view(1, *groups[1:], 1, 1)

@@ -18,12 +18,16 @@ class Part:
         module: of this package, whose ``run(context)`` is called in a process of its own.
         stall: seconds without a line in the journal after which that process is taken for hung.
         what: in words.
+        times: nothing may run beside it.
+        needs: parts whose numbers it uses.
     """
 
     share: Share
     module: str
     stall: float
     what: str
+    times: bool = True
+    needs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -37,13 +41,25 @@ class Part:
 
 
 PARTS = (
-    Part(Share("correctness", 150, 20), "correctness", 90, "tests/test_gpu_*.py"),
+    Part(Share("correctness", 150, 20), "correctness", 90, "tests/test_gpu_*.py", times=False),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
-    Part(Share("suite", 190, 20), "speed", 100, "flashgen and its peers side by side"),
+    Part(
+        Share("suite", 190, 20),
+        "speed",
+        100,
+        "flashgen and its peers side by side",
+        needs=("ceilings",),
+    ),
     Part(Share("overhead", 12, 6), "overhead", 30, "host time per call"),
     Part(Share("compile", 45, 12), "compiling", 100, "first call of a new variant"),
     Part(Share("memory", 12, 6), "memory", 40, "peak memory against N"),
-    Part(Share("sparsity", 25, 8), "sparsity", 60, "time against the live share of a mask"),
+    Part(
+        Share("sparsity", 25, 8),
+        "sparsity",
+        60,
+        "time against the live share of a mask",
+        needs=("ceilings",),
+    ),
     Part(Share("blocks", 20, 8), "blocks", 40, "time against block size"),
     Part(Share("roofline", 40, 10), "roofline", 60, "hardware counters, where ncu works"),
     Part(Share("sanitizer", 30, 10), "sanitizer", 90, "compute-sanitizer, where it works"),

@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.suite.cases import ROOT
-from benchmarks.suite.context import RESTART, Context, environment
+from benchmarks.suite.context import Context, environment
 from benchmarks.suite.journal import entries
-from benchmarks.suite.processes import watch
+from benchmarks.suite.processes import RESTART, watch
 
 STALL = 120.0
 """Seconds in which no test ended; the longest one and its compilation take less."""

@@ -45,7 +45,8 @@ def _measured(context: Context, contender: Contender, case: Case) -> None:
         context.device.free()
     except Exception as error:
         context.usable()
-        context.journal.failed(f"memory of {contender.name}: {first_line(error)}")
+        told = context.journal.failed if contender.ours else context.journal.skipped
+        told(f"memory of {contender.name}: {first_line(error)}")
 
 
 def peaks(context: Context, contender: Contender, case: Case) -> dict[str, int]:
@@ -53,7 +54,7 @@ def peaks(context: Context, contender: Contender, case: Case) -> dict[str, int]:
     device = context.device
     inputs = make_inputs(case, device.torch, seed=0)
     prepared = contender.prepare(case, device)
-    found = {}
+    found: dict[str, int] = {}
     for metric in ("forward", "both"):
         if metric not in prepared.passes:
             continue

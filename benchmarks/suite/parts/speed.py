@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.suite.cases import FORMS, PASSES, all_spec_names, full_list, tiny_list
+from benchmarks.suite.cases import PASSES, all_spec_names, full_list, tiny_list
 from benchmarks.suite.contenders import contenders
 from benchmarks.suite.context import Context
+from benchmarks.suite.forms import FORMS
 from benchmarks.suite.one_case import run_case
 
 SECONDS = 1.6

@@ -1,0 +1,116 @@
+"""Bytes that a backward kernel moves, counted from its loops: exact, not estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from flashgen.plan.model_backward import ROW_BYTES
+from flashgen.plan.traffic import LSE_BYTES, Visited, rows_of_tile
+
+if TYPE_CHECKING:
+    from flashgen.plan.value import Plan
+
+SUM_BYTES = 4  # float32, in which dQ is summed atomically
+QUAD = 4  # lanes that hold a row of an accumulator: in "dq" each asks for the row's LSE and delta
+
+
+@dataclass(frozen=True)
+class BackwardTraffic:
+    """Bytes of one launch, per tensor, as lanes ask for them of global memory.
+
+    Attributes:
+        q, k, v, o, do: read.
+        lse: read by "delta", LSE and, where the caller gives it, dLSE.
+        rows_read, rows_written: (LSE, delta) of the queries, which "delta" writes for the others.
+        dq, dk, dv: written.
+        added: to dQ's sums, atomically, by "fused".
+        scores: elements of S that are computed; those of a partial tile too.
+    """
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    o: int = 0
+    do: int = 0
+    lse: int = 0
+    rows_read: int = 0
+    rows_written: int = 0
+    dq: int = 0
+    dk: int = 0
+    dv: int = 0
+    added: int = 0
+    scores: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.q + self.k + self.v + self.o + self.do + self.lse + self.rows_read
+
+    @property
+    def written(self) -> int:
+        return self.rows_written + self.dq + self.dk + self.dv
+
+    def __add__(self, other: BackwardTraffic) -> BackwardTraffic:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return BackwardTraffic(*(mine + theirs for mine, theirs in pairs))
+
+
+def backward_traffic(
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    visited: Visited | None,
+    dlse: bool,
+) -> BackwardTraffic:
+    """See `Plan.backward_traffic`. Rows past the end of a sequence are filled in, not read."""
+    e, pairs = plan.itemsize, batch * heads_q
+    qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
+    if plan.kernel == "delta":
+        queries = pairs * seq_q
+        return BackwardTraffic(
+            o=queries * v_row,
+            do=queries * v_row,
+            lse=queries * LSE_BYTES * (2 if dlse else 1),
+            rows_written=queries * ROW_BYTES,
+        )
+
+    owned, walked = plan.block_q, plan.block_k
+    owned_seq, walked_seq = seq_q, seq_k
+    if plan.owns_keys:
+        owned, walked, owned_seq, walked_seq = walked, owned, walked_seq, owned_seq
+    count, steps = -(-owned_seq // owned), -(-walked_seq // walked)
+    walk = [range(steps)] * count if visited is None else [list(tiles) for tiles in visited]
+    if len(walk) != count:
+        side = "key" if plan.owns_keys else "query"
+        raise ValueError(f"visited has {len(walk)} {side} tiles, there are {count}")
+    own_rows = sum(rows_of_tile(n, owned, owned_seq) for n, tiles in enumerate(walk) if tiles)
+    walked_rows = sum(rows_of_tile(n, walked, walked_seq) for tiles in walk for n in tiles)
+    visits = sum(len(tiles) for tiles in walk)
+    scores = pairs * visits * plan.block_q * plan.block_k
+    if plan.kernel == "dq":
+        return BackwardTraffic(
+            q=pairs * own_rows * qk_row,
+            do=pairs * own_rows * v_row,
+            rows_read=pairs * own_rows * ROW_BYTES * QUAD * plan.column_warps,
+            k=pairs * walked_rows * qk_row,
+            v=pairs * walked_rows * v_row,
+            dq=pairs * seq_q * qk_row,
+            scores=scores,
+        )
+    blocks = batch * heads_kv
+    return BackwardTraffic(
+        k=blocks * own_rows * qk_row,
+        v=blocks * own_rows * v_row,
+        q=pairs * walked_rows * qk_row,
+        do=pairs * walked_rows * v_row,
+        rows_read=pairs * walked_rows * ROW_BYTES,
+        dk=blocks * seq_k * qk_row,
+        dv=blocks * seq_k * v_row,
+        added=pairs * visits * plan.block_q * plan.head_dim * SUM_BYTES
+        if plan.kernel == "fused"
+        else 0,
+        scores=scores,
+    )
