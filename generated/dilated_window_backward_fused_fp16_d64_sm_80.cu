@@ -20,16 +20,16 @@
 //           smem_sm = blocks*(smem + reserved) = 2*(67072 + 1024) = 136,192 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
-//           registers = 56 + extra + row_groups*columns/2 + block_q*max(row_groups*(1 +
+//           registers = 66 + extra + row_groups*columns/2 + block_q*max(row_groups*(1 +
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
-//             = 56 + 8 + 1*128/2 + 96*max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 236 of 255  (binds)
+//             = 66 + 12 + 1*128/2 + 96*max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 250 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
 //               d_qk + max(1, exchanged)*block_k) + 16)
 //             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + max(1, 0)*64)
 //             + 16) = 126.0606
-//           block_q <= (register_limit - (56 + extra + row_groups*columns/2))/max(row_groups*(1 +
+//           block_q <= (register_limit - (66 + extra + row_groups*columns/2))/max(row_groups*(1 +
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
-//             = (255 - (56 + 8 + 1*128/2))/max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 112.8889
+//             = (255 - (66 + 12 + 1*128/2))/max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 100.4444
 //           tensor = factors*macs/tensor_rate = 1*320/1024 = 0.3125 clk
 //           shared = (reads + e*(d_qk + d_v)/block_k + e*max(1, exchanged))/128
 //             = (41.33 + 2*(64 + 64)/64 + 2*max(1, 0))/128 = 0.3698 clk
@@ -41,8 +41,8 @@
 //           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(96*64*2) = 0.0488 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
 //             = (0.3698 + (0.6029 - 0.3698)/max(1, 2))/1 + 0.04883 = 0.5352 clk  (binds)
-//           refused block_q 112, blocks per SM 2: fits, but costs 0.5433 clk against 0.5352
-//           refused block_k 128 by 32 keys per warp: needs 408 registers per thread, 255 allowed
+//           refused block_q 112: needs 268 registers per thread, 255 allowed
+//           refused block_k 128 by 32 keys per warp: needs 422 registers per thread, 255 allowed
 //           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.5544 clk against
 //               0.5352
 // launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 67,072 B

@@ -509,7 +509,6 @@ full_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // 5. Main loop.
 #pragma unroll 1
   while (next_h < h_end) {
-    const int h = next_h;
     const int q_start = next_tile * BLOCK_Q;
     const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
     const bool full_tile = whole;

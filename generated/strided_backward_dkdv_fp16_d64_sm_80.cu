@@ -11,40 +11,40 @@
 //
 //   mask_mod  = (q >= k) & ((q - k < stride) | (((q - k) % stride) == 0))
 //
-// plan      dkdv  block_q 112  block_k 128  warps 8  blocks per SM 1
+// plan      dkdv  block_q 96  block_k 128  warps 8  blocks per SM 1
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
 //           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + exchanged*block_k) +
-//             16) = 2*128*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*128) + 16) = 77,568 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 1*(77568 + 1024) = 78,592 B of 167,936 B
+//             16) = 2*128*(64 + 64) + 96*(2*(64 + 64 + 64 + 0*128) + 16) = 71,168 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 1*(71168 + 1024) = 72,192 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(1*8/4))) = 255
 //           registers = 56 + extra + row_groups*columns/2 + block_q*row_groups*(1 +
-//             pending)/score_warps = 56 + 8 + 1*128/2 + 112*1*(1 + 0.125)/1 = 254 of 255  (binds)
+//             pending)/score_warps = 56 + 12 + 1*128/2 + 96*1*(1 + 0.125)/1 = 240 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
 //               d_qk + exchanged*block_k) + 16)
 //             = (min(166912, 167936/1 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64 + 0*128) + 16)
 //             = 335.3600
 //           block_q <= (register_limit - (56 + extra + row_groups*columns/2))/(row_groups*(1 +
-//             pending)/score_warps) = (255 - (56 + 8 + 1*128/2))/(1*(1 + 0.125)/1) = 112.8889
+//             pending)/score_warps) = (255 - (56 + 12 + 1*128/2))/(1*(1 + 0.125)/1) = 109.3333
 //           tensor = factors*macs/tensor_rate = 1*256/1024 = 0.2500 clk
 //           shared = (reads + e*(d_qk + d_v)/block_k + e*exchanged)/128
-//             = (34.29 + 2*(64 + 64)/128 + 2*0)/128 = 0.2835 clk
+//             = (34.67 + 2*(64 + 64)/128 + 2*0)/128 = 0.2865 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/128/47.41 = 0.0422 clk
-//           issue = (products + rest)/128 = (6.143 + 6.643)/128 = 0.0999 clk
+//           issue = (products + rest)/128 = (6.167 + 6.896)/128 = 0.1021 clk
 //           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.04219 + max(0.25, 0.2835) + 0.0625 + 6.643/128 = 0.4401 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(112*128*1) = 0.0419 clk
+//             = 0.04219 + max(0.25, 0.2865) + 0.0625 + 6.896/128 = 0.4450 clk
+//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(96*128*1) = 0.0488 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2835 + (0.4401 - 0.2835)/max(1, 1.5))/1 + 0.04185 = 0.4297 clk
-//           refused block_q 128: needs 272 registers per thread, 255 allowed
-//           refused block_k 256 by 32 keys per warp: needs 444 registers per thread, 255 allowed
+//             = (0.2865 + (0.445 - 0.2865)/max(1, 1.5))/1 + 0.04883 = 0.4410 clk
+//           refused block_q 112: needs 258 registers per thread, 255 allowed
+//           refused block_k 256 by 32 keys per warp: needs 412 registers per thread, 255 allowed
 //           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 256  dynamic shared memory 77,568 B
+// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 256  dynamic shared memory 71,168 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
-constexpr int BLOCK_Q = 112;  // query rows per step of the main loop
+constexpr int BLOCK_Q = 96;  // query rows per step of the main loop
 constexpr int BLOCK_K = 128;  // keys per block
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
@@ -61,9 +61,9 @@ constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and
 constexpr int SMEM_K = 0;
 constexpr int SMEM_V = 16384;
 constexpr int SMEM_Q = 32768;  // two buffers: Q is used first and last in a step
-constexpr int SMEM_DO = 61440;
-constexpr int SMEM_ROWS = 75776;  // two buffers: LSE and delta of each query
-constexpr int SMEM_BYTES = 77568;
+constexpr int SMEM_DO = 57344;
+constexpr int SMEM_ROWS = 69632;  // two buffers: LSE and delta of each query
+constexpr int SMEM_BYTES = 71168;
 constexpr int Q_BYTES = 16 * GRANULES * BLOCK_Q;  // of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
@@ -554,7 +554,6 @@ strided_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // 5. Main loop.
 #pragma unroll 1
   while (next_h < h_end) {
-    const int h = next_h;
     const int q_start = next_tile * BLOCK_Q;
     const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
     const bool full_tile = whole && tile_must(p, k_lo, k_hi, next_tile);

@@ -20,13 +20,13 @@
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = 52 + 4*row_groups + extra + row_groups*columns/2 + block_k*row_groups*(1
-//             + pending) = 52 + 4*2 + 8 + 2*64/2 + 48*2*(1 + 0.125) = 240 of 255  (binds)
+//             + pending) = 52 + 4*2 + 12 + 2*64/2 + 48*2*(1 + 0.125) = 244 of 255  (binds)
 //           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
 //             d_qk)) = (min(166912, 167936/2 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
 //             = 130.6667
 //           block_k <= (register_limit - (52 + 4*row_groups + extra +
 //               row_groups*columns/2))/(row_groups*(1 + pending))
-//             = (255 - (52 + 4*2 + 8 + 2*64/2))/(2*(1 + 0.125)) = 54.6667
+//             = (255 - (52 + 4*2 + 12 + 2*64/2))/(2*(1 + 0.125)) = 52.8889
 //           tensor = factors*macs/tensor_rate = 1*192/1024 = 0.1875 clk
 //           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (17.33 + 2*(64 + 64)/128)/128
 //             = 0.1510 clk
@@ -37,7 +37,7 @@
 //           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*48*2) = 0.0488 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
 //             = (0.1875 + (0.3357 - 0.1875)/max(1, 2))/1 + 0.04883 = 0.3104 clk  (binds)
-//           refused block_k 64: needs 276 registers per thread, 255 allowed
+//           refused block_k 64: needs 280 registers per thread, 255 allowed
 //           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.3207 clk against
 //               0.3104
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 51,200 B

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.suite import summary
+from benchmarks.suite import runner, summary
 from benchmarks.suite.budget import Budget, Share, allowed
 from benchmarks.suite.child import journal_of
 from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.parts import PARTS, Part
+from benchmarks.suite.records import Stamp, Writer
 from benchmarks.suite.runner import Outcome, Settings, run_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,6 +161,46 @@ def test_parts_without_time_are_skipped_and_listed_in_the_summary(tmp_path: Path
     assert "long: stopped in one" in text
     assert "short: all of it: needs 2 s" in text
     assert text.index("== failed") < text.index("== slower than a peer") < text.index("== left")
+
+
+def test_nothing_is_compiled_beside_a_part_that_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed = []
+
+    @contextlib.contextmanager
+    def warming(settings: Settings) -> Iterator[None]:
+        warmed.append(time.monotonic())
+        yield
+
+    monkeypatch.setattr(runner, "warming", warming)
+    parts = [fake("tests"), fake("ceilings"), fake("suite")]
+    given = replace(settings(tmp_path, 60), warm=True)
+    for first in (parts[0], replace(parts[0], times=False)):
+        run_all(
+            [first, *parts[1:]],
+            given,
+            command=lambda *_: [sys.executable, "-c", "pass"],
+            tell=lambda line: None,
+        )
+    assert len(warmed) == 1
+    assert [part.name for part in PARTS if not part.times] == ["correctness"]
+
+
+def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: Path) -> None:
+    stamp = Stamp("1", "c", "gpu", "g", "d", "v")
+    row = {
+        "spec": "causal", "contender": "flashgen sm_80", "status": "ok", "ms_p50": 2.0,
+        "tflops": 300.0, "of_matmul": 0.4, "peer": "sdpa cudnn", "ratio": 0.5, "pass": "forward",
+    }  # fmt: skip
+    rows = [row, {**row, "spec": "full", "ratio": 1.5}, {**row, "contender": "sdpa cudnn"}]
+    Writer(tmp_path, stamp, "suite").speed(rows)
+    outcome = Outcome("suite", "done", failed=[f"case {i}" for i in range(99)], skipped=["a", "b"])
+    text = summary.digest("1", [outcome], tmp_path)
+    assert len(text.splitlines()) < 60
+    assert "99 failed, 0 rows wrong, 1 slower than a peer, 1 not, 2 left out" in text
+    assert "0.50 x sdpa cudnn" in text
+    assert "case 0" in text
 
 
 def test_a_journal_says_what_was_done_and_what_was_lost(tmp_path: Path) -> None:

@@ -94,11 +94,8 @@ def test_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
-    dtype: str, head_dim: int
-) -> None:
-    spec = fg.load(ROOT / "specs/causal.py").replace(dtype=dtype, head_dim=head_dim)
+def test_backward_kernels_of_every_head_dim_pass_the_static_gates(head_dim: int) -> None:
+    spec = fg.load(ROOT / "specs/causal.py").replace(head_dim=head_dim)
     for built in both_ways(spec, "sm_80"):
         check_gates(built)
 

@@ -34,6 +34,26 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     return "\n".join(lines)
 
 
+def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) -> str:
+    """The same on one screen, for the end of a long output."""
+    speed = [row for row in of_run(read(folder / "speed.csv"), run) if is_ours(row)]
+    failed = [what for outcome in outcomes for what in outcome.failed]
+    main = [speed_line(row) for row in _timed(speed)][:most]
+    behind = slower(speed)
+    lines = ["", "== main cases, flashgen", *(main or ["(none timed)"])]
+    lines += ["== furthest behind a peer", *(behind[:most] or ["(none)"])]
+    lines += ["== parts", *map(part_line, outcomes)]
+    lines += ["== failed", *(what[:200] for what in failed[:most] or ["(nothing failed)"])]
+    left = sum(len(outcome.skipped) for outcome in outcomes)
+    wrong = sum(row["status"] == "wrong" for row in speed)
+    ahead = len(_timed(speed)) - len(behind)
+    lines += [
+        f"{len(failed)} failed, {wrong} rows wrong, {len(behind)} slower than a peer, {ahead} not, "
+        f"{left} left out; all of it: {folder.name}/summary-{run}.txt",
+    ]
+    return "\n".join(lines)
+
+
 def _heading(rows: list[Row]) -> list[str]:
     if not rows:
         return ["no records"]

@@ -25,7 +25,8 @@ DROPOUT_REGISTERS = 10
 # their operands are not equally long, they are copied by two patterns.
 BACKWARD_SCORE_REGISTERS = 16
 BACKWARD_MASK_REGISTERS = 12
-BACKWARD_NEWER_REGISTERS = {2: 8, 4: 24}
+BACKWARD_NEWER_REGISTERS = {2: 8, 4: 16}  # by element size
+BACKWARD_CONSUMER_REGISTERS = 16  # on sm_86 and sm_89, which the compiler schedules differently
 BACKWARD_DROPOUT_REGISTERS = 28
 UNEQUAL_REGISTERS = 8
 
@@ -107,7 +108,10 @@ def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
         dropout = DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // LONGER_K_STEP
         return newer + score + mask + longer + dropout
-    newer = BACKWARD_NEWER_REGISTERS[ITEMSIZE[spec.dtype]] if arch.major >= 9 else 0
+    if arch.major >= 9:
+        newer = BACKWARD_NEWER_REGISTERS[ITEMSIZE[spec.dtype]]
+    else:
+        newer = 0 if arch.name == "sm_80" else BACKWARD_CONSUMER_REGISTERS
     mask = 0 if is_interval else BACKWARD_MASK_REGISTERS
     score = BACKWARD_SCORE_REGISTERS if has_score else 0
     dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0

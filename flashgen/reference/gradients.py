@@ -83,11 +83,13 @@ def kept_gradients(
     dropout_p: float = 0.0,
     rng: State | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What exact arithmetic makes of that which Algorithm 4 keeps: O in its dtype, LSE in float32.
+    """What exact arithmetic makes of what Algorithm 4 has: O in its dtype, the others in float32.
 
     An LSE of 6 in float32 is off by up to 2.4e-7, and with it all of its row's P, by the same
-    factor: no backward pass that starts from it does better, while PyTorch keeps P itself. In
-    float32, and with few rows, that is as much as all other rounding; `compare` takes it in.
+    factor: no backward pass that starts from it does better, while PyTorch keeps P itself. And D
+    comes from O, so that in dP - D two float32 numbers are subtracted that were rounded apart; with
+    one key it should be 0, and is in PyTorch. In float32 with few keys these are as much as all
+    other rounding; `compare` takes them in.
 
     Arguments, results and errors as in `gradients`.
     """
@@ -169,7 +171,8 @@ def _algorithm_3(
     dp = part.dropped(do @ part.v.transpose(1, 2))
     if kept:
         out = (part.dropped(p) @ part.v).to(problem.q.dtype).to(problem.work)
-        d = (do * out).sum(dim=-1, keepdim=True)
+        d = (do * out).sum(dim=-1, keepdim=True).float().to(problem.work)
+        dp = dp.float().to(problem.work)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
         p = torch.exp(scores - lse).masked_fill(empty, 0)
     else:

@@ -97,6 +97,7 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         score,
         **common,
         fused=fused,
+        uses_h=fused or spec.dropout or score.uses_h or walk.uses_h,
         exchanges="P and dS" if shares_scores else "dS" if fused else None,
         shift="first_query + " if shares_scores else "",
         shares=", COLUMN_WARPS" if shares_columns else "",

@@ -33,6 +33,7 @@ class Walk:
     row_outside: str
     row_has_lo: bool
     mask: str | None
+    uses_h: bool
     uses_q: bool
     uses_k: bool
     uses_lo: bool  # the first position of the tile that the block owns
@@ -72,6 +73,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         row_outside=outside,
         row_has_lo=has_lo,
         mask=None if by_row else element.call(),
+        uses_h=fx.H in element.uses,
         uses_q=fx.Q in element.uses,
         uses_k=fx.K in element.uses,
         uses_lo=along.owned_lo in tile_uses,
@@ -115,6 +117,7 @@ class ScoreCode:
 
     functions: tuple[SpecFunction, ...]
     call: str | None
+    uses_h: bool
     uses_q: bool
     uses_k: bool
 
@@ -122,7 +125,8 @@ class ScoreCode:
     def of(make: SpecFunctions, *, slope: bool = False) -> ScoreCode:
         """``slope``: the call gives the derivative too."""
         if make.score.identity:
-            return ScoreCode((), None, False, False)
+            return ScoreCode((), None, False, False, False)
         function = make.score_mod_and_slope() if slope else make.score_mod()
         call = function.call(score="s[g][n][e] * p.scale")
-        return ScoreCode((function,), call, fx.Q in function.uses, fx.K in function.uses)
+        uses = (symbol in function.uses for symbol in (fx.H, fx.Q, fx.K))
+        return ScoreCode((function,), call, *uses)

@@ -107,6 +107,9 @@ def emulated(context: Context, arguments: tuple[str, ...]) -> list[dict[str, Any
         environment=environment(),
     )
     text = log.read_text(encoding="utf-8", errors="replace")
+    if ended.out_of_time:
+        context.journal.skipped(f"emulator's counters, {arguments[1]}: {ended.reason}")
+        return []
     if ended.code:
         context.journal.failed(f"emulator, {arguments[1]}: {ended.reason}: {text[-400:]}")
         return []
