@@ -87,7 +87,7 @@ def kept_gradients(
 
     An LSE of 6 in float32 is off by up to 2.4e-7, and with it all of its row's P, by the same
     factor: no backward pass that starts from it does better, while PyTorch keeps P itself. And D
-    comes from O, so that in dP - D two float32 numbers are subtracted that were rounded apart; with
+    comes from O, so that in dP - D two float32 sums are subtracted that were rounded apart; with
     one key it should be 0, and is in PyTorch. In float32 with few keys these are as much as all
     other rounding; `compare` takes them in.
 
@@ -172,7 +172,8 @@ def _algorithm_3(
     if kept:
         out = (part.dropped(p) @ part.v).to(problem.q.dtype).to(problem.work)
         d = (do * out).sum(dim=-1, keepdim=True).float().to(problem.work)
-        dp = dp.float().to(problem.work)
+        in_float32 = do.float() @ part.v.float().transpose(1, 2)
+        dp = part.dropped(in_float32.to(problem.work))
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
         p = torch.exp(scores - lse).masked_fill(empty, 0)
     else:
