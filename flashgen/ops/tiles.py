@@ -24,9 +24,5 @@ def tiles_of(spec: AttentionSpec, arch: str, *, backward: bool = False) -> dict[
         return {}
     from flashgen.plan import plan, plan_backward
 
-    if not backward:
-        chosen = plan(spec, arch)
-    else:
-        kernels = {kernel.kernel: kernel for kernel in plan_backward(spec, arch).kernels}
-        chosen = kernels["fused" if "fused" in kernels else "dkdv"]
+    chosen = plan_backward(spec, arch).of_keys if backward else plan(spec, arch)
     return {"block_q": chosen.block_q, "block_k": chosen.block_k}

@@ -300,6 +300,11 @@ class BackwardPlan:
         """Predicted clocks of one SM per score element; delta's are per row, and not counted."""
         return sum(each.cost for each in self.kernels if each.kernel != "delta")
 
+    @property
+    def of_keys(self) -> Plan:
+        """The plan of the kernel that makes dK and dV: "fused" or "dkdv"."""
+        return next(each for each in self.kernels if each.owns_keys)
+
     def kernel(self, name: str) -> Plan:
         """The plan of one kernel.
 

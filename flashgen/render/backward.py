@@ -7,7 +7,6 @@ from typing import Any
 
 from flashgen.analysis import Analysis, Walk
 from flashgen.plan import Plan
-from flashgen.plan.model_backward import dq_row_warps
 from flashgen.render.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import Source
@@ -55,14 +54,13 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     if plan.kernel == "delta":
         return _delta(spec, plan)
-    by_queries = plan.kernel != "dq"
+    by_queries = plan.owns_keys
     functions = SpecFunctions(spec, analysis, QUERIES if by_queries else KEYS)
     # The kernel that walks the queries of several heads keeps its place in these variables.
     renamed = {"h": "next_h", "tile": "next_tile"} if by_queries else {}
     score = ScoreCode.of(functions, slope=True)
     common: dict[str, Any] = {
         "exponential": Exponential.of(plan, score, "e % 2" if by_queries else "g][e / 2"),
-        "slope": " * scored.slope" if score.call else "",
         "slope_note": ", times the score function's slope" if score.call else "",
         "qk_tail": plan.itemsize == 2 and 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
         "pv_tail": 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
@@ -87,7 +85,6 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         )
     fused = plan.kernel == "fused"
     shares_columns, shares_scores = plan.column_warps > 1, plan.score_warps > 1
-    row_warps = dq_row_warps(plan.block_q, plan.warps, plan.head_dim) if fused else 1
     return kernel(
         "backward_dkdv_sm80.cu.j2",
         spec,
@@ -104,8 +101,7 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         share=", column_warp * (COLUMNS / 2)" if shares_columns else "",
         share_v=", column_warp * (COLUMNS_V / 2)" if shares_columns else "",
         stage_column="column" if shares_columns else "n",
-        dq_row_warps=row_warps,
-        dq_uneven=plan.head_dim % (16 * plan.warps // row_warps) != 0,
+        dq_uneven=plan.head_dim % (16 * plan.warps // plan.dq_row_warps) != 0,
         dv_scale=" * p.dropout_scale" if spec.dropout else "",
     )
 

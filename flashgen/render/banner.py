@@ -15,16 +15,9 @@ _DS = f"{_DELTA}    dS = P * (dP - delta){{slope}}"
 _FORMULAS = {
     "forward": (_FORWARD,),
     "delta": (_DELTA,),
-    "dkdv": (_SCORES, _DS, "dV = {pz}^T dO    dK = scale dS^T Q"),
-    "fused": (_SCORES, _DS, "dV = {pz}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
+    "dkdv": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q"),
+    "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
     "dq": (_SCORES, _DS, "dQ = scale dS K"),
-}
-_GRIDS = {
-    "forward": "ceil(seq_q / {block_q}), heads_q, batch",
-    "delta": "ceil(seq_q / {block_q}), heads_q, batch",
-    "dkdv": "ceil(seq_k / {block_k}), heads_kv, batch",
-    "fused": "ceil(seq_k / {block_k}), heads_kv, batch",
-    "dq": "ceil(seq_q / {block_q}), heads_q, batch",
 }
 
 
@@ -57,7 +50,9 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             lines.append(f"  mask_mod  = {shown(spec.mask)}")
         if spec.score_line is not None or spec.mask_line is not None:
             lines.append("")
-    grid = _GRIDS[plan.kernel].format(block_q=plan.block_q, block_k=plan.block_k)
+    grid = f"ceil(seq_q / {plan.block_q}), heads_q, batch"
+    if plan.owns_keys:
+        grid = f"ceil(seq_k / {plan.block_k}), heads_kv, batch"
     launch = (
         f"launch    grid ({grid})  block {plan.threads}"
         f"  dynamic shared memory {plan.smem_bytes:,} B"
@@ -74,7 +69,6 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         "score": "score_mod(scale Q K^T)" if spec.score_line is not None else "scale Q K^T",
         "masked": "softmax(mask_mod ? S : -inf)" if masked else "softmax(S)",
         "p": "(P * Z)" if spec.dropout else "P",
-        "pz": "(P * Z)" if spec.dropout else "P",
         "z": "Z * " if spec.dropout else "",
         "kept": "mask_mod ? " if masked else "",
         "end": " : 0" if masked else "",

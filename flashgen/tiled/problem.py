@@ -86,8 +86,7 @@ def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
     chosen = plan(spec, ARCH)
     if backward:
         with suppress(PlanError):
-            kernels = {kernel.kernel: kernel for kernel in plan_backward(spec, ARCH).kernels}
-            chosen = kernels["fused" if "fused" in kernels else "dkdv"]
+            chosen = plan_backward(spec, ARCH).of_keys
     return chosen.block_q, chosen.block_k
 
 
