@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from flashgen.expr import (
         Scalar,
+        Tensor,
         batch,
         cos,
         exp,
@@ -70,6 +71,7 @@ __all__ = [
     "RenderError",
     "Scalar",
     "SpecError",
+    "Tensor",
     "__version__",
     "abs",
     "attention",

@@ -13,10 +13,11 @@ from typing import Any
 import sympy
 
 from .errors import FlashgenError, SpecError
-from .expr import SCORE, Scalar, SourceLines, trace_mask, trace_score
+from .expr import SCORE, Scalar, SourceLines, Tensor, trace_mask, trace_score
 from .expr.source import shown_path, user_location
 from .expr.stored import StoredMod
 from .expr.trace import Trace
+from .expr.traced import Capture
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_STEP = 8
@@ -45,6 +46,7 @@ class AttentionSpec:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars.
         score: sympy expression over SCORE and the same.
         scalars: the user's run-time numbers, sizes excluded, in order of first use.
+        tensors: the tensors that the functions capture, in order of first use.
         mask_line, score_line: the user's Python, None where no function was given.
         file: the spec file that it was loaded from, None when it was made otherwise.
 
@@ -65,6 +67,7 @@ class AttentionSpec:
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
     scalars: tuple[Scalar, ...] = field(init=False, repr=False)
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
     mask_line: SourceLines | None = field(init=False, repr=False)
     score_line: SourceLines | None = field(init=False, repr=False)
     named: bool = field(init=False, repr=False)
@@ -82,14 +85,15 @@ class AttentionSpec:
             score = _traced(self.score_mod, trace_score)
         except SpecError as error:
             mistakes.append(error)
-        used = [s for trace in (mask, score) if trace is not None for s in trace.scalars]
-        scalars, clashes = _distinct([s for s in used if not s.is_size], where)
+        used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
+        captures, clashes = _distinct(used, where)
         _raise_all(mistakes + clashes)
 
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
             "score": SCORE if score is None else score.expr,
-            "scalars": scalars,
+            "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
+            "tensors": tuple(c for c in captures if isinstance(c, Tensor)),
             "mask_line": None if mask is None else mask.lines,
             "score_line": None if score is None else score.lines,
             "named": self.name is not None,
@@ -108,6 +112,7 @@ class AttentionSpec:
             self.mask,
             self.score,
             tuple(scalar.key for scalar in self.scalars),
+            tuple(tensor.key for tensor in self.tensors),
             self.head_dim,
             self.head_dim_v,
             self.dtype,
@@ -132,7 +137,7 @@ class AttentionSpec:
             ("score_mod", self.score, self.score_line),
         ):
             if lines is not None:
-                options[mod] = StoredMod(Trace(expr, self.scalars, lines))
+                options[mod] = StoredMod(Trace(expr, (*self.scalars, *self.tensors), lines))
         return _restored, (options, self.named, self.file)
 
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -241,19 +246,20 @@ def _name_of(*mods: Mod | None) -> str:
     return "attention"
 
 
-def _distinct(scalars: list[Scalar], where: str) -> tuple[tuple[Scalar, ...], list[SpecError]]:
-    """Each scalar once, and a mistake for every name that stands for two different ones."""
-    first: dict[str, Scalar] = {}
+def _distinct(captures: list[Capture], where: str) -> tuple[tuple[Capture, ...], list[SpecError]]:
+    """Each capture once, and a mistake for every name that stands for two different ones."""
+    first: dict[str, Capture] = {}
     mistakes = []
-    for scalar in scalars:
-        known = first.setdefault(scalar.name, scalar)
-        if known.key != scalar.key:
+    for capture in captures:
+        known = first.setdefault(capture.name, capture)
+        if known.key != capture.key:
             mistakes.append(
                 SpecError(
-                    f"two different Scalars are named {scalar.name!r}",
+                    f"two different captures are named {capture.name!r}",
                     where=where,
-                    numbers=f"{known!r} and {scalar!r}",
-                    way_out="one fg.Scalar, made once and used in both functions, or two names",
+                    numbers=f"{known!r} and {capture!r}",
+                    way_out=f"one fg.{type(capture).__name__}, made once and used everywhere, "
+                    "or two names",
                 )
             )
     return tuple(first.values()), mistakes

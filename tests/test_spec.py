@@ -76,7 +76,7 @@ def test_the_same_scalar_may_be_made_twice() -> None:
 
 
 def test_one_name_for_two_scalars_is_refused() -> None:
-    with pytest.raises(SpecError, match="two different Scalars are named 'limit'") as caught:
+    with pytest.raises(SpecError, match="two different captures are named 'limit'") as caught:
         fg.AttentionSpec(
             mask_mod=lambda b, h, q, k: k < fg.Scalar("limit"),
             score_mod=lambda s, b, h, q, k: s * fg.Scalar("limit", "float32"),

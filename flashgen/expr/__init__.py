@@ -1,5 +1,6 @@
-"""Python functions become sympy expressions: symbols, traced values, scalars and functions."""
+"""Python functions become sympy expressions: symbols, traced values, captures, functions."""
 
+from .element import Element, TensorSymbol, elements_of
 from .functions import Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
 from .maths import (
     absolute,
@@ -41,6 +42,7 @@ from .symbols import (
     is_condition,
     is_int,
 )
+from .tensor import Tensor
 from .trace import Trace, trace_mask, trace_score
 from .traced import Traced
 
@@ -60,6 +62,7 @@ __all__ = [
     "SEQ_Q",
     "SIZES",
     "B",
+    "Element",
     "Floor",
     "FloorDiv",
     "FloorMod",
@@ -72,11 +75,14 @@ __all__ = [
     "Scalar",
     "Sigmoid",
     "SourceLines",
+    "Tensor",
+    "TensorSymbol",
     "Trace",
     "Traced",
     "absolute",
     "batch",
     "cos",
+    "elements_of",
     "exp",
     "floor",
     "heads",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import sympy
 
+from .element import Element
 from .functions import Choice, FloorDiv, FloorMod, Maximum, Minimum
 from .symbols import (
     BATCH,
@@ -50,6 +51,8 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
         return _join([limits(value, known) for value, _ in expr.args])
     if isinstance(expr, Choice):
         return _join([limits(value, known) for value in expr.args[1:]])
+    if isinstance(expr, Element):
+        return expr.limits
     parts = [limits(arg, known) for arg in expr.args]
     if isinstance(expr, sympy.Add):
         return sum(lo for lo, _ in parts), sum(hi for _, hi in parts)
@@ -81,7 +84,7 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
 
 def fits(expr: sympy.Expr, bits: int = 62) -> bool:
     """True when no step of an integer expression can leave ``bits`` bits and a sign."""
-    if not expr.args or isinstance(expr, sympy.Piecewise | Choice):
+    if not expr.args or isinstance(expr, sympy.Piecewise | Choice | Element):
         lo, hi = limits(expr)
         return bool(max(-lo, hi) < 2**bits)
     if not all(fits(arg, bits) for arg in expr.args):

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import keyword
-import re
-
 import sympy
 
+from .names import check_name
 from .symbols import BATCH, HEADS, SCALAR_LIMIT, SEQ_K, SEQ_Q
 from .traced import Traced, refuse
 
 DTYPES = ("int32", "float32", "bool")
-
-# Names with a meaning of their own in mods, in the operator's arguments or in the emitted file.
-BUILT_IN_NAMES = frozenset(
-    """
-    b h q k v o score batch heads seq_q seq_k q_lo q_hi k_lo k_hi out lse scale q_offset k_offset
-    heads_q heads_kv head_dim head_dim_v dropout_p return_lse backend arch rng deterministic dout
-    dlse
-    """.split()  # noqa: SIM905
-)
-
-_RESERVED_WORDS = frozenset(
-    """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
-    char32_t class compl concept const consteval constexpr constinit const_cast continue co_await
-    co_return co_yield decltype default delete do double dynamic_cast else enum explicit export
-    extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
-    nullptr operator or or_eq private protected public register reinterpret_cast requires return
-    short signed sizeof static static_assert static_cast struct switch template this thread_local
-    throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while
-    xor xor_eq threadIdx blockIdx blockDim gridDim warpSize half half2 float2 float4 int2 int4
-    min max
-    """.split()  # noqa: SIM905
-)
 
 
 class Scalar(Traced):
@@ -51,7 +26,8 @@ class Scalar(Traced):
     __slots__ = ("dtype", "minimum", "name")
 
     def __init__(self, name: str, dtype: str = "int32", *, minimum: float | None = None) -> None:
-        _check(name, dtype, minimum)
+        check_name("Scalar", name)
+        _check(dtype, minimum)
         self.name = name
         self.dtype = dtype
         self.minimum = minimum
@@ -116,26 +92,7 @@ def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:
     return sympy.Symbol(name, **({"integer": True} if dtype == "int32" else {"real": True}), **sign)
 
 
-def _check(name: str, dtype: str, minimum: float | None) -> None:
-    plain = isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name)
-    if not plain or "__" in name:
-        refuse(
-            "the name of a Scalar is a C identifier",
-            numbers=f"name {name!r}",
-            way_out="letters, digits and single underscores, a letter first, as in 'window'",
-        )
-    if name in _RESERVED_WORDS or keyword.iskeyword(name):
-        refuse(
-            "the name of a Scalar is a reserved word of C++, CUDA or Python",
-            numbers=f"name {name!r}",
-            way_out=f"another name, as in {name + '_value'!r}",
-        )
-    if name in BUILT_IN_NAMES or re.fullmatch(r"t[0-9]+", name):
-        refuse(
-            "the name of a Scalar already has a meaning in flashgen",
-            numbers=f"name {name!r}; taken: {', '.join(sorted(BUILT_IN_NAMES))}, t0, t1, ...",
-            way_out="fg.batch, fg.heads, fg.seq_q and fg.seq_k for sizes, or another name",
-        )
+def _check(dtype: str, minimum: float | None) -> None:
     if dtype not in DTYPES:
         refuse(
             "a Scalar of a dtype that kernels do not take",

@@ -93,4 +93,8 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         name = expr.func.__name__.lower()
         return f"{name}({', '.join(map(self._print, expr.args))})"
 
+    def _print_Element(self, expr: Any) -> str:
+        name = self._print(expr.tensor)
+        return f"{name}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else name
+
     _print_Abs = _print_Function

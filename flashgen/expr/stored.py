@@ -12,12 +12,11 @@ from typing import Any
 
 import sympy
 
-from .scalar import Scalar
 from .shown import shown
 from .source import SourceLines
 from .symbols import SCORE, B, H, K, Q
 from .trace import Trace
-from .traced import Traced, Value, as_expr, refuse
+from .traced import Capture, Traced, Value, as_expr, refuse
 
 
 class StoredMod:
@@ -35,7 +34,7 @@ class StoredMod:
 
     def __reduce__(self) -> tuple[object, ...]:
         trace = self.trace
-        return _rebuilt, (_taken_apart(trace.expr, {}), trace.scalars, trace.lines)
+        return _rebuilt, (_taken_apart(trace.expr, {}), trace.captures, trace.lines)
 
     def __call__(self, *arguments: object) -> Traced:
         """What the function returned for the symbols (score,) b, h, q, k, and for no others."""
@@ -47,7 +46,7 @@ class StoredMod:
                 numbers=f"called with ({', '.join(map(shown, given))})",
                 way_out="the function itself, to call it with other arguments than its own",
             )
-        return Value(self.trace.expr, self.trace.scalars)
+        return Value(self.trace.expr, self.trace.captures)
 
 
 @dataclass(frozen=True)
@@ -76,5 +75,5 @@ def _put_together(node: Any) -> sympy.Basic:
     return node.kind(*parts) if node.plain else node.kind(*parts, evaluate=False)
 
 
-def _rebuilt(tree: Any, scalars: tuple[Scalar, ...], lines: SourceLines) -> StoredMod:
-    return StoredMod(Trace(_put_together(tree), scalars, lines))
+def _rebuilt(tree: Any, captures: tuple[Capture, ...], lines: SourceLines) -> StoredMod:
+    return StoredMod(Trace(_put_together(tree), captures, lines))

@@ -11,11 +11,10 @@ import sympy
 
 from ..errors import FlashgenError, SpecError
 from . import advice
-from .scalar import Scalar
 from .shown import shown
 from .source import SourceLines, is_library, lines_of, shown_path
 from .symbols import SCORE, B, H, K, Q, is_condition
-from .traced import Traced, Value, as_expr
+from .traced import Capture, Traced, Value, as_expr
 
 Mod = Callable[..., object]
 
@@ -26,12 +25,12 @@ class Trace:
 
     Attributes:
         expr: over B, H, Q, K (and SCORE), sizes and scalars; a Boolean for a mask, else real.
-        scalars: every run-time number the mod used, sizes too, in order of first use.
+        captures: every run-time number and tensor the mod used, sizes too, in order of first use.
         lines: where the user wrote it.
     """
 
     expr: sympy.Basic
-    scalars: tuple[Scalar, ...]
+    captures: tuple[Capture, ...]
     lines: SourceLines
 
 
@@ -139,7 +138,9 @@ def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
         where = f"{shown_path(frame.f_code.co_filename)}:{line}"
         way_out = advice.for_call(frame.f_code.co_filename, line)
     if isinstance(error, NameError):
-        way_out = "define the name, or fg.Scalar(name) for a number that is given at run time"
+        way_out = (
+            "define the name, or fg.Scalar(name) or fg.Tensor(name, dims) for what is given later"
+        )
     return SpecError(
         f"{role} raised {type(error).__name__}: {error}",
         where=where,

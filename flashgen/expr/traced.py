@@ -26,8 +26,10 @@ from .symbols import is_condition, is_int
 
 if TYPE_CHECKING:
     from .scalar import Scalar
+    from .tensor import Tensor
 
 Operand = Union["Traced", int, float, bool]
+Capture = Union["Scalar", "Tensor"]
 
 _UNREAL = (sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.I)
 
@@ -42,14 +44,14 @@ class Traced:
 
     Attributes:
         expr: the sympy expression so far.
-        captures: the run-time values it was built from, in order of first use.
+        captures: the run-time numbers and tensors it was built from, in order of first use.
     """
 
     __slots__ = ("captures", "expr")
     __array_ufunc__ = None  # numpy scalars on the left then defer to our operators
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expr: sympy.Basic, captures: tuple[Scalar, ...] = ()) -> None:
+    def __init__(self, expr: sympy.Basic, captures: tuple[Capture, ...] = ()) -> None:
         self.expr = expr
         self.captures = captures
 
@@ -293,9 +295,9 @@ def _literal(value: float) -> sympy.Expr:
     return sympy.Rational(repr(value))
 
 
-def captures_of(*values: object) -> tuple[Scalar, ...]:
+def captures_of(*values: object) -> tuple[Capture, ...]:
     """The captures of all operands, in order, each once."""
-    found: list[Scalar] = []
+    found: list[Capture] = []
     for value in values:
         if isinstance(value, Traced):
             for capture in value.captures:
