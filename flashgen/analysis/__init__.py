@@ -57,7 +57,8 @@ class Analysis:
 
 def analyse(spec: AttentionSpec, walk: Walk | None = None) -> Analysis:
     """All that the later stages need to know of ``spec``; ``walk`` as in `analyse_mask`."""
-    return Analysis(analyse_mask(spec.mask, walk), analyse_score(spec.score))
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    return Analysis(analyse_mask(spec.mask, walk), analyse_score(spec.score, learned))
 
 
 def analyse_mask(mask: sympy.Basic, walk: Walk | None = None) -> MaskAnalysis:
@@ -90,7 +91,7 @@ def classify(
     """The class of one tile.
 
     Args:
-        env: values of b, h, the sizes and the scalars that the mask uses.
+        env: values of b, h, the sizes, scalars and tensors (numpy arrays) that the mask uses.
         q_range, k_range: first and last global position, both inclusive.
     """
     corners = {Q_LO: q_range[0], Q_HI: q_range[1], K_LO: k_range[0], K_HI: k_range[1]}

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..expr import Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
+from ..expr import Element, Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
 from ..expr.functions import Choice
 
 Env = Mapping[sympy.Symbol, Any]
 
 
 def evaluate(expr: sympy.Basic, env: Env) -> Any:
-    """The value of ``expr`` where its symbols have the values of ``env``.
+    """The value of ``expr`` where its symbols have the values of ``env``; tensors are numpy arrays.
 
     Python numbers give Python numbers (integers exact, floats in double precision); numpy arrays
     give arrays, elementwise with broadcasting. Outside its domain a float function gives NaN or
@@ -40,10 +40,22 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
         return float(expr)
     if isinstance(expr, sympy.Piecewise | Choice):
         return _choose(expr, env)
+    if isinstance(expr, Element):
+        return _read(env[expr.tensor], [evaluate(index, env) for index in expr.indices])
     function = _FUNCTIONS.get(expr.func)
     if function is None:
         raise TypeError(f"cannot evaluate {expr.func.__name__}")
     return function(*(evaluate(arg, env) for arg in expr.args))
+
+
+def _read(tensor: Any, indices: list[Any]) -> Any:
+    """The element at the nearest index inside the tensor."""
+    inside = (
+        np.clip(np.asarray(index, dtype=np.int64), 0, size - 1)
+        for index, size in zip(indices, tensor.shape, strict=True)
+    )
+    found = tensor[tuple(inside)]
+    return found if found.ndim else found.item()
 
 
 def _choose(expr: sympy.Basic, env: Env) -> Any:

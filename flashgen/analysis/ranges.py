@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from ..expr import Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid, is_int
+from ..expr import Element, Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid, is_int
 from ..expr.functions import Choice, content
 
 End: TypeAlias = sympy.Expr | None
@@ -120,6 +120,8 @@ def range_of(expr: sympy.Expr, tile: Tile) -> Range:
         return _quotient(expr, tile)
     if isinstance(expr, FloorMod):
         return _remainder(expr, tile)
+    if isinstance(expr, Element):
+        return Range(None, None)  # it may be anything, and is always defined
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, Minimum | sympy.Min):

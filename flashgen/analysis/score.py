@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
 
-from ..expr import SCORE, is_condition, is_int
+from ..expr import SCORE, Element, TensorSymbol, elements_of, is_condition, is_int
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ScoreAnalysis:
         derivative: ds'/dscore as one expression.
         value: computes s'.
         value_and_derivative: computes (s', ds'/dscore) with everything common to both shared.
+        learned: each element of a learned tensor that the score reads, with ds'/d(element).
+        partials: computes these derivatives, in this order.
     """
 
     identity: bool
@@ -39,23 +42,40 @@ class ScoreAnalysis:
     derivative: sympy.Expr
     value: Block
     value_and_derivative: Block
+    learned: tuple[tuple[Element, sympy.Expr], ...]
+    partials: Block
 
 
-def analyse_score(score: sympy.Expr) -> ScoreAnalysis:
-    """Differentiate and share."""
+def analyse_score(
+    score: sympy.Expr, learned_tensors: Collection[TensorSymbol] = ()
+) -> ScoreAnalysis:
+    """Differentiate and share; ``learned_tensors`` are those whose gradients are wanted."""
     slope = derivative(score)
+    learned = tuple(
+        (element, derivative(score, element))
+        for element in elements_of(score)
+        if element.tensor in learned_tensors
+    )
     return ScoreAnalysis(
         identity=score == SCORE,
         ignores_score=SCORE not in score.free_symbols,
         derivative=slope,
         value=share(score),
         value_and_derivative=share(score, slope),
+        learned=learned,
+        partials=share(*(partial for _, partial in learned)),
     )
 
 
-def derivative(score: sympy.Expr) -> sympy.Expr:
-    """ds'/dscore. Where the score function jumps or bends it is that of torch's autograd."""
-    return sympy.diff(score, SCORE)
+def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
+    """ds'/dscore, or by one element that the score reads, at every place where it reads it.
+
+    Where the score function jumps or bends it is that of torch's autograd.
+    """
+    if isinstance(by, sympy.Symbol):
+        return sympy.diff(score, by)
+    stand_in = sympy.Dummy("element", real=True)
+    return sympy.diff(score.xreplace({by: stand_in}), stand_in).xreplace({stand_in: by})
 
 
 def share(*results: sympy.Basic) -> Block:

@@ -104,8 +104,8 @@ def plan_backward(
     Args:
         arch, sram: as for `plan`.
         deterministic: only kernels whose sums have one order.
-        spare_registers: per thread and kernel ("dkdv", "dq", "fused"), kept free beyond what the
-            model asks for.
+        spare_registers: per thread and kernel ("dkdv", "dq", "fused", "captured"), kept free
+            beyond what the model asks for.
 
     Raises:
         PlanError: the architecture is unknown, an option is wrong, or no tile fits.

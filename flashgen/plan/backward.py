@@ -2,7 +2,8 @@
 
 Two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention): one kernel that
 makes all gradients with five products per score and adds its share of dQ atomically, or two that
-recompute the scores, with seven products and every sum in one order.
+recompute the scores, with seven products and every sum in one order. Where the score function reads
+learned tensors, another kernel makes their gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashgen.plan.value import BackwardPlan, Plan
 from flashgen.spec import AttentionSpec
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
-KERNELS = ("dkdv", "dq", "fused")
+KERNELS = ("dkdv", "dq", "fused", "captured")
 
 # The delta kernel: one row at a time per warp. It has no tile to search for: each byte is read
 # once, and rows enough are on their way with this many threads.
@@ -46,7 +47,10 @@ def plan_kernels(
     """See `flashgen.plan.plan_backward`; ``where`` names the spec in errors."""
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}
-    for kernel in KERNELS:
+    learns = any(
+        tensor.grad and tensor.symbol in spec.score.free_symbols for tensor in spec.tensors
+    )
+    for kernel in KERNELS if learns else KERNELS[:-1]:
         problem = problem_of(spec, arch, sram, 16, spare.get(kernel, 0), kernel)
         chosen = _chosen(problem)
         if chosen is None:
@@ -60,6 +64,10 @@ def plan_kernels(
     costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
     scheme = min(allowed, key=lambda name: (costs[name], name))
     kernels = (_delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
+    if learns:
+        if "captured" not in found:
+            raise missing["captured"]
+        kernels = (*kernels, found["captured"])
     return BackwardPlan(scheme, deterministic, kernels, _why(found, costs, scheme, deterministic))
 
 
@@ -84,6 +92,8 @@ def _why(
         else:
             lacking = " and ".join(part for part in parts if part not in found)
             notes.append(f"{name}: no tile of {lacking} fits")
+    if "captured" in found:
+        notes.append(f"captured: 2 products per score more, {found['captured'].cost:.4f} clk")
     if deterministic:
         notes.append("split, because every sum must have one order: atomic additions have none")
     elif len(costs) > 1:

@@ -15,6 +15,7 @@ _ORDER = {
     "dkdv": _KEYS,
     "fused": _KEYS,
     "dq": ("smem_q", "smem_do", "smem_k", "smem_v"),
+    "captured": ("smem_q", "smem_do", "smem_k", "smem_v"),
 }
 
 
@@ -31,11 +32,12 @@ def layout(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
         found["smem_k"] = int(model.K_OFFSET(at))
         found["smem_v"] = found["smem_k"] + e * block_k * d_qk
         return found
+    by_keys = kernel in ("dkdv", "fused")
     scores = e * block_q * block_k
     q, k = e * block_q * d_qk, e * block_k * d_qk
     size = {
-        "smem_q": q if kernel == "dq" else 2 * q,
-        "smem_k": 2 * k if kernel == "dq" else k,
+        "smem_q": 2 * q if by_keys else q,
+        "smem_k": k if by_keys else 2 * k,
         "smem_v": e * block_k * d_v,
         "smem_do": e * block_q * d_v,
         "smem_rows": 2 * ROW_BYTES * block_q,

@@ -15,6 +15,8 @@ dq: a block owns ``block_q`` queries, whose Q and dO stay in shared memory, and 
 steps of ``block_k``. K has two buffers, V one. Warps that own the same queries each compute all
 their scores and have a share of the columns of dQ.
 
+captured: the loop of dq, without the product for dQ: it adds up the gradients of learned tensors.
+
 The number of buffers is part of each kernel: ``stages`` means nothing here. The results are staged
 over what the block owns, and need no more space than that.
 """
@@ -212,6 +214,20 @@ def _dq(itemsize: int, fixed: str) -> KernelModel:
     )
 
 
+def _captured(itemsize: int, fixed: str) -> KernelModel:
+    own, scores = f"{fixed} + extra", "row_groups*(1 + pending)"
+    return KernelModel(
+        name="captured",
+        owns="block_q",
+        sizes=(Formula("columns", "0"),),
+        smem=SMEM_DQ,
+        smem_bound=BLOCK_K_BY_SMEM_DQ,
+        registers=Formula("registers", f"{own} + block_k*{scores}"),
+        register_bound=Formula("block_k", f"(register_limit - ({own}))/({scores})"),
+        cost_steps=_cost_steps(itemsize, MACS, READS_DQ, ""),
+    )
+
+
 MODELS = {
     ("dkdv", 2): _dkdv(2, "56"),
     ("dkdv", 4): _dkdv(4, "80"),
@@ -219,4 +235,6 @@ MODELS = {
     ("fused", 4): _fused(4, "80", "2*dq_columns + 24"),
     ("dq", 2): _dq(2, "52 + 4*row_groups"),
     ("dq", 4): _dq(4, "68 + 8*row_groups"),
+    ("captured", 2): _captured(2, "60 + 4*row_groups"),
+    ("captured", 4): _captured(4, "76 + 8*row_groups"),
 }

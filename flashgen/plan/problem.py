@@ -6,7 +6,7 @@ import sympy
 
 from flashgen.analysis import Block, analyse_score, row_interval
 from flashgen.arch import Arch
-from flashgen.expr import SCORE
+from flashgen.expr import SCORE, elements_of
 from flashgen.plan.search import Problem
 from flashgen.spec import AttentionSpec
 
@@ -34,6 +34,10 @@ UNEQUAL_REGISTERS = 8
 # float32 is three times as large as one of 16 bits; random bits are made for several elements.
 PENDING = {2: 1 / 8, 4: 1 / 2}
 PENDING_BY_DROPOUT = 1 / 8
+
+# Instructions per index of an element that is read: it is moved inside the tensor, and multiplied
+# by a stride of 64 bits.
+READ_OPS = 5
 
 # Instructions of dropout per element, counted in compiled kernels: Philox4x32-7 for 8 elements, and
 # for each a comparison and a selection. Where scores are transposed, a call serves the elements of
@@ -79,7 +83,7 @@ def _dropout_ops(spec: AttentionSpec, kernel: str) -> int:
 
 def _score_ops(spec: AttentionSpec) -> int:
     """Instructions per element for score_mod, one per operation of its expression."""
-    return 0 if spec.score == SCORE else int(sympy.count_ops(spec.score)) + 1
+    return 0 if spec.score == SCORE else _ops(spec.score) + 1
 
 
 def _slope_ops(spec: AttentionSpec) -> int:
@@ -87,9 +91,13 @@ def _slope_ops(spec: AttentionSpec) -> int:
     if spec.score == SCORE:
         return 0
     code: Block = analyse_score(spec.score).value_and_derivative
-    return sum(int(sympy.count_ops(expr)) for _, expr in code.lets) + sum(
-        int(sympy.count_ops(expr)) + 1 for expr in code.results
-    )
+    return sum(_ops(expr) for _, expr in code.lets) + sum(_ops(expr) + 1 for expr in code.results)
+
+
+def _ops(expr: sympy.Expr) -> int:
+    """Operations of an expression, with those that find an element of a captured tensor."""
+    reads = sum(READ_OPS * len(element.indices) for element in elements_of(expr))
+    return int(sympy.count_ops(expr)) + reads
 
 
 def _pending(spec: AttentionSpec, kernel: str) -> float:

@@ -90,14 +90,14 @@ def backward_traffic(
     walked_rows = sum(rows_of_tile(n, walked, walked_seq) for tiles in walk for n in tiles)
     visits = sum(len(tiles) for tiles in walk)
     scores = pairs * visits * plan.block_q * plan.block_k
-    if plan.kernel == "dq":
+    if plan.kernel in ("dq", "captured"):
         return BackwardTraffic(
             q=pairs * own_rows * qk_row,
             do=pairs * own_rows * v_row,
             rows_read=pairs * own_rows * ROW_BYTES * QUAD * plan.column_warps,
             k=pairs * walked_rows * qk_row,
             v=pairs * walked_rows * v_row,
-            dq=pairs * seq_q * qk_row,
+            dq=pairs * seq_q * qk_row if plan.kernel == "dq" else 0,
             scores=scores,
         )
     blocks = batch * heads_kv

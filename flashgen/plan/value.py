@@ -75,7 +75,7 @@ class Plan:
 
     Attributes:
         kernel: "forward", or a part of backward: "delta" (rowsum(dO * O)), "dkdv", "dq", or "fused"
-            for dK, dV and dQ at once.
+            for dK, dV and dQ at once, and "captured" for the gradients of learned tensors.
         arch: that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", or "paper" for Algorithm 1's block sizes.

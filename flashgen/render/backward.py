@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from flashgen.analysis import Analysis, Walk
 from flashgen.plan import Plan
+from flashgen.render.captured import captured
+from flashgen.render.exponential import Exponential
 from flashgen.render.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import Source
@@ -14,33 +15,9 @@ from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class Exponential:
-    """How P comes from a score and LSE: in base 2 for 16-bit operands, not so for float32."""
-
-    scale: str
-    scale_note: str
-    probability: str
-
-    @staticmethod
-    def of(plan: Plan, score: ScoreCode, row: str) -> Exponential:
-        """``row``: the index of an element's query among those that a lane knows the LSE of."""
-        if plan.dtype == "float32":
-            scale, note = "p.scale", "of Q K^T"
-            formula = "exp_minus(scored.value, 1.0f, lse[{row}])"
-            if not score.call:
-                formula = "exp_minus(s[g][n][e], exp_scale, lse[{row}])"
-        else:
-            scale, note = "p.scale * LOG2E", "and the change to base 2; LSE comes in base 2"
-            formula = "exp2_approx(fmaf(scored.value, LOG2E, -lse[{row}]))"
-            if not score.call:
-                formula = "exp2_approx(fmaf(s[g][n][e], exp_scale, -lse[{row}]))"
-        return Exponential(scale, note, formula.format(row=row))
-
-
 def walk_of_kernel(role: str) -> Walk:
     """The axis along which the kernel of this role walks tiles: what its analysis is made for."""
-    return (KEYS if role in ("forward", "dq") else QUERIES).walk
+    return (KEYS if role in ("forward", "dq", "captured") else QUERIES).walk
 
 
 def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -54,6 +31,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     if plan.kernel == "delta":
         return _delta(spec, plan)
+    if plan.kernel == "captured":
+        return captured(spec, analysis, plan)
     by_queries = plan.owns_keys
     functions = SpecFunctions(spec, analysis, QUERIES if by_queries else KEYS)
     # The kernel that walks the queries of several heads keeps its place in these variables.

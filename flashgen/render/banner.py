@@ -18,6 +18,10 @@ _FORMULAS = {
     "dkdv": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q"),
     "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
     "dq": (_SCORES, _DS, "dQ = scale dS K"),
+    "captured": (
+        _SCORES,
+        f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
+    ),
 }
 
 
@@ -74,6 +78,8 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         "end": " : 0" if masked else "",
         "slope": " * score_mod'" if spec.score_line is not None else "",
     }
+    learned = [tensor.name for tensor in spec.tensors if tensor.grad]
+    words["learned"] = ", ".join(learned)
     lines = [line.format(**words) for line in _FORMULAS[kernel]]
     if spec.dropout and kernel != "delta":
         lines.append("Z = kept(seed, offset, b, h, q, k) / keep probability")

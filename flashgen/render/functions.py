@@ -6,6 +6,7 @@ variables of the kernel that bear the parameters' names, so one list of names se
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ FIELDS: dict[sympy.Symbol, str] = {
     Q_OFFSET: "p.q_offset",
     K_OFFSET: "p.k_offset",
 }
+
+
+# A field of p, or p handed on to the reader of a tensor.
+_TAKES_PARAMS = re.compile(r"\bp[.,)]")
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,11 @@ class SpecFunctions:
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype)
 
+    @property
+    def tensors(self) -> tuple[fx.Tensor, ...]:
+        """Those that the functions made so far read."""
+        return tuple(t for t in self.spec.tensors if t.symbol in self.printer.tensors)
+
     def _function(
         self,
         name: str,
@@ -178,7 +188,7 @@ class SpecFunctions:
             comment=tuple(why),
             body=tuple(line for text in body for line in wrap_code(text, indent=2)),
             uses=uses,
-            takes_params="p." in "".join(body),
+            takes_params=_TAKES_PARAMS.search(" ".join(body)) is not None,
         )
 
     # The user's two functions.
@@ -194,6 +204,20 @@ class SpecFunctions:
         value, slope = (self.printer.float(result) for result in block.results)
         derived = comment(f"Derivative by the score: {shown(self.score.derivative)}")
         return self._scoring("Scored", block, f"{{{value}, {slope}}}", derived)
+
+    def score_partials(self) -> SpecFunction:
+        """The derivatives by the elements of learned tensors that the score reads."""
+        block = self.score.partials
+        texts = ", ".join(self.printer.float(result) for result in block.results)
+        names = ", ".join(shown(element) for element, _ in self.score.learned)
+        exprs = [value for _, value in block.lets] + list(block.results)
+        return self._function(
+            "score_partials",
+            "Partials",
+            comment(f"Derivatives of score_mod by {names}."),
+            exprs,
+            [*self.printer.lets(block), f"return {{{texts}}};"],
+        )
 
     def _scoring(self, returns: str, block: Block, result: str, why: list[str]) -> SpecFunction:
         exprs = [value for _, value in block.lets] + list(block.results)

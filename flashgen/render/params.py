@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flashgen.expr import Tensor
+from flashgen.render.readers import params_of_gradient, params_of_tensor
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
@@ -31,14 +35,22 @@ _SCALAR_TYPES = {
 }
 
 
-def params_of(spec: AttentionSpec, role: str) -> tuple[Param, ...]:
-    """The fields of one kernel, in order: tensors, strides, sizes, numbers."""
+def params_of(spec: AttentionSpec, role: str, read: Sequence[Tensor] = ()) -> tuple[Param, ...]:
+    """The fields of one kernel, in order: tensors, strides, sizes, numbers, captures.
+
+    Args:
+        read: the captured tensors that its code reads.
+    """
+    captures = [param for tensor in read for param in params_of_tensor(tensor)]
     if role == "forward":
-        return tuple(_forward(spec))
+        return (*_forward(spec), *captures)
     if role == "delta":
         return tuple(_delta())
+    if role == "captured":
+        sums = [param for tensor in read if tensor.grad for param in params_of_gradient(tensor)]
+        return (*_backward(spec, (), summed=False), *captures, *sums)
     gradients = ("dq",) if role == "dq" else ("dk", "dv")
-    return tuple(_backward(spec, gradients, summed=role == "fused"))
+    return (*_backward(spec, gradients, summed=role == "fused"), *captures)
 
 
 def _forward(spec: AttentionSpec) -> list[Param]:

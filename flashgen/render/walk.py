@@ -52,7 +52,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
     if not mask.always:
         if mask.full is not None and mask.full_exact:
             full = make.tile_full()
-        else:
+        elif mask.must != sympy.false:
             must = make.tile_must()
     by_row = mask.always or mask.row is not None
     element = make.row() if by_row else make.mask_mod()
@@ -89,6 +89,8 @@ def _full_tile(
     must: SpecFunction | None,
     renamed: dict[str, str],
 ) -> str:
+    if not make.mask.always and full is None and must is None:
+        return "false"  # nothing says of any tile that it is full
     if make.direction is KEYS:
         # Queries past the end need no mask: their rows are not stored.
         keys = "k_start + BLOCK_K <= p.seq_k"

@@ -12,31 +12,44 @@ from fractions import Fraction
 import sympy
 from sympy.core.relational import Relational
 
-from .analysis import Block, evaluate
-from .errors import RenderError
-from .expr import (
-    Floor,
+from ..analysis import Block
+from ..expr import (
+    Element,
     FloorDiv,
     FloorMod,
-    Log2,
     Maximum,
     Minimum,
-    Sigmoid,
+    TensorSymbol,
     is_condition,
     is_int,
 )
-from .expr.functions import Choice
-from .expr.gather import gather
-from .expr.limits import Limits, fits, limits
-from .expr.literal import LARGEST_LITERAL, float32_literal
-from .expr.shown import written_order
+from ..expr.functions import Choice
+from ..expr.gather import gather
+from ..expr.limits import Limits, fits, limits
+from ..expr.shown import written_order
+from .text import (
+    AND,
+    ATOM,
+    CHOICE,
+    EQUAL,
+    FUNCTIONS,
+    HELPERS,
+    LESS,
+    MASK,
+    OR,
+    PLUS,
+    SHIFT,
+    SIGNS,
+    TIMES,
+    UNARY,
+    Text,
+    inside,
+    literal,
+    unknown,
+)
 
 INT32_MAX = 2**31 - 1
-
-# C++ precedence, higher binds tighter.
-_ATOM, _UNARY, _TIMES, _PLUS, _SHIFT, _LESS, _EQUAL, _MASK, _AND, _OR, _CHOICE = range(16, 5, -1)
-
-Text = tuple[str, int]
+_HALF = sympy.Rational(1, 2)
 
 
 class CPrinter:
@@ -48,6 +61,7 @@ class CPrinter:
 
     Attributes:
         helpers: names of the device functions that the printed text calls.
+        tensors: those that the printed text reads, each by a function ``read_<name>(p, i, ...)``.
     """
 
     def __init__(
@@ -56,6 +70,7 @@ class CPrinter:
         self.names = dict(names or {})
         self.fast = dtype != "float32"
         self.helpers: set[str] = set()
+        self.tensors: set[TensorSymbol] = set()
         self._known: dict[sympy.Symbol, Limits] = {}
         self._wide: set[sympy.Symbol] = set()
 
@@ -93,12 +108,25 @@ class CPrinter:
         return self._int(expr) if is_int(expr) else self._float(expr)
 
     def _name(self, symbol: sympy.Symbol) -> Text:
-        return self.names.get(symbol, symbol.name), _ATOM
+        return self.names.get(symbol, symbol.name), ATOM
 
     def _call(self, name: str, *args: str, helper: bool = True) -> Text:
         if helper:
             self.helpers.add(name)
-        return f"{name}({', '.join(args)})", _ATOM
+        return f"{name}({', '.join(args)})", ATOM
+
+    def element(self, expr: Element) -> Text:
+        """One element of a captured tensor: of type int, long long or float, as the tensor is."""
+        self.tensors.add(expr.tensor)
+        indices = [self.index(index) for index in expr.indices]
+        return f"read_{expr.tensor.name}({', '.join(['p', *indices])})", ATOM
+
+    def index(self, expr: sympy.Expr) -> str:
+        """An index as an int: one beyond int32 is as far outside the tensor as int32 can say."""
+        if not is_int(expr):
+            return f"int({self._float(expr)[0]})"
+        text = self._int(expr)[0]
+        return self._call("nearest_int", text)[0] if self._is_wide(expr) else text
 
     # Conditions.
 
@@ -106,29 +134,29 @@ class CPrinter:
         if isinstance(expr, sympy.Symbol):
             return self._name(expr)
         if expr in (sympy.true, sympy.false):
-            return str(bool(expr)).lower(), _ATOM
+            return str(bool(expr)).lower(), ATOM
         if isinstance(expr, sympy.Not):
-            return "!" + _inside(self._condition(expr.args[0]), _UNARY), _UNARY
+            return "!" + inside(self._condition(expr.args[0]), UNARY), UNARY
         if isinstance(expr, sympy.And):
-            return " && ".join(_inside(self._condition(arg), _EQUAL) for arg in expr.args), _AND
+            return " && ".join(inside(self._condition(arg), EQUAL) for arg in expr.args), AND
         if isinstance(expr, sympy.Or):
             # Brackets around && inside || are not needed, and every reader wants them.
             parts = [self._condition(arg) for arg in expr.args]
-            return " || ".join(_inside(part, _EQUAL) for part in parts), _OR
+            return " || ".join(inside(part, EQUAL) for part in parts), OR
         if isinstance(expr, Relational):
             return self._relation(expr)
-        raise _unknown(expr)
+        raise unknown(expr)
 
     def _relation(self, expr: Relational) -> Text:
         if expr.lhs.is_number and not expr.rhs.is_number:
             expr = expr.reversed
-        left, right, sign = expr.lhs, expr.rhs, _SIGNS[type(expr)]
+        left, right, sign = expr.lhs, expr.rhs, SIGNS[type(expr)]
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
             a, b = self._float(left), self._float(right)
-        level = _EQUAL if sign in ("==", "!=") else _LESS
-        return f"{_inside(a, _PLUS)} {sign} {_inside(b, _PLUS)}", level
+        level = EQUAL if sign in ("==", "!=") else LESS
+        return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
 
     # Integers.
 
@@ -136,6 +164,8 @@ class CPrinter:
         """True when the printed text has type long long."""
         if isinstance(expr, sympy.Symbol):
             return expr in self._wide
+        if isinstance(expr, Element):
+            return expr.tensor.dtype == "int64"
         if self._overflows(expr):
             return True
         if isinstance(expr, sympy.Piecewise):
@@ -166,14 +196,16 @@ class CPrinter:
             return text
         if expr.is_Integer:
             return f"{text[0]}LL", text[1]
-        return f"(long long){_inside(text, _UNARY)}", _UNARY
+        return f"(long long){inside(text, UNARY)}", UNARY
 
     def _narrow(self, expr: sympy.Expr) -> Text:
         if isinstance(expr, sympy.Symbol):
             return self._name(expr)
         if expr.is_Integer:
             suffix = "LL" if abs(int(expr)) > INT32_MAX else ""
-            return f"{int(expr)}{suffix}", _ATOM if expr >= 0 else _UNARY
+            return f"{int(expr)}{suffix}", ATOM if expr >= 0 else UNARY
+        if isinstance(expr, Element):
+            return self.element(expr)
         wide = self._is_wide(expr)
         if isinstance(expr, sympy.Add):
             return self._sum(expr, lambda e, first: self._int(e, wide and first))
@@ -193,30 +225,30 @@ class CPrinter:
         if isinstance(expr, Minimum | sympy.Min | Maximum | sympy.Max):
             name = "min" if isinstance(expr, Minimum | sympy.Min) else "max"
             return self._nested(name, args)
-        raise _unknown(expr)
+        raise unknown(expr)
 
     def _nested(self, name: str, args: list[str]) -> Text:
         text = args[0]
         for arg in args[1:]:
             text = self._call(name, text, arg, helper=False)[0]
-        return text, _ATOM
+        return text, ATOM
 
     def _sum(self, expr: sympy.Expr, print_term: Callable[[sympy.Expr, bool], Text]) -> Text:
         terms = [(arg.could_extract_minus_sign(), arg) for arg in written_order(expr)]
-        text = _inside(print_term(terms[0][1], True), _PLUS)
+        text = inside(print_term(terms[0][1], True), PLUS)
         for negative, term in terms[1:]:
             part = print_term(-term if negative else term, False)
-            text += (" - " if negative else " + ") + _inside(part, _PLUS + 1)
-        return text, _PLUS
+            text += (" - " if negative else " + ") + inside(part, PLUS + 1)
+        return text, PLUS
 
     def _int_product(self, expr: sympy.Expr, wide: bool) -> Text:
         coefficient, rest = expr.as_coeff_Mul()
         if coefficient == -1:
-            return "-" + _inside(self._int(rest, wide), _UNARY), _UNARY
+            return "-" + inside(self._int(rest, wide), UNARY), UNARY
         factors = [*([coefficient] if coefficient != 1 else []), *rest.as_ordered_factors()]
         parts = [self._int(factor, wide and i == 0) for i, factor in enumerate(factors)]
-        text = _inside(parts[0], _TIMES)
-        return " * ".join([text, *(_inside(part, _TIMES + 1) for part in parts[1:])]), _TIMES
+        text = inside(parts[0], TIMES)
+        return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
 
     def _int_power(self, expr: sympy.Expr, wide: bool) -> Text:
         base, exponent = expr.args
@@ -225,13 +257,13 @@ class CPrinter:
 
     def _repeated(self, base: Text, exponent: int) -> Text:
         if exponent == 0:
-            return "1", _ATOM
-        if base[1] == _ATOM and base[0].isidentifier() and exponent <= 3:
-            return " * ".join([base[0]] * exponent), _TIMES
+            return "1", ATOM
+        if base[1] == ATOM and base[0].isidentifier() and exponent <= 3:
+            return " * ".join([base[0]] * exponent), TIMES
         if exponent == 2:
             return self._call("square", base[0])
         self.helpers.add("power")
-        return f"power<{exponent}>({base[0]})", _ATOM
+        return f"power<{exponent}>({base[0]})", ATOM
 
     def _division(self, expr: sympy.Expr, wide: bool) -> Text:
         a, b = expr.args
@@ -240,14 +272,14 @@ class CPrinter:
         text = self._int(a, wide)
         if power_of_two and quotient:
             # An arithmetic shift rounds down, for negative numbers too.
-            return f"{_inside(text, _UNARY)} >> {int(b).bit_length() - 1}", _SHIFT
+            return f"{inside(text, UNARY)} >> {int(b).bit_length() - 1}", SHIFT
         if power_of_two:
-            return f"{_inside(text, _UNARY)} & {int(b) - 1}", _MASK
+            return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
         if limits(a, self._known)[0] >= 0 and limits(b, self._known)[0] > 0:
             sign = "/" if quotient else "%"
             return (
-                f"{_inside(text, _TIMES)} {sign} {_inside(self._int(b, wide), _TIMES + 1)}",
-                _TIMES,
+                f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
+                TIMES,
             )
         return self._call("floor_div" if quotient else "floor_mod", text[0], self._int(b, wide)[0])
 
@@ -256,17 +288,19 @@ class CPrinter:
             branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
         else:
             *branches, (last, _) = expr.args
-        text = _inside(print_value(last), _CHOICE)
+        text = inside(print_value(last), CHOICE)
         for value, condition in reversed(branches):
-            test = _inside(self._condition(condition), _OR)
-            text = f"{test} ? {_inside(print_value(value), _CHOICE + 1)} : {text}"
-        return text, _CHOICE
+            test = inside(self._condition(condition), OR)
+            text = f"{test} ? {inside(print_value(value), CHOICE + 1)} : {text}"
+        return text, CHOICE
 
     # Floats.
 
     def _float(self, expr: sympy.Expr) -> Text:
         if expr.is_number:
-            return _literal(expr)
+            return literal(expr)
+        if isinstance(expr, Element) and not is_int(expr):
+            return self.element(expr)
         if is_int(expr) and not _has_product(expr) and fits(expr):
             return self._call("float", self._int(expr)[0], helper=False)
         if isinstance(expr, sympy.Symbol):
@@ -307,7 +341,7 @@ class CPrinter:
                 numerator.append(factor)
         if constant == -1 and numerator:
             inner = self._ratio(numerator, denominator)
-            return "-" + _inside(inner, _UNARY), _UNARY
+            return "-" + inside(inner, UNARY), UNARY
         if constant != 1 or not numerator:
             numerator.insert(0, sympy.Rational(constant.numerator, constant.denominator))
         return self._ratio(numerator, denominator)
@@ -317,18 +351,18 @@ class CPrinter:
         if not denominator:
             if len(parts) == 1:
                 return parts[0]
-            text = _inside(parts[0], _TIMES)
-            return " * ".join([text, *(_inside(p, _TIMES + 1) for p in parts[1:])]), _TIMES
+            text = inside(parts[0], TIMES)
+            return " * ".join([text, *(inside(p, TIMES + 1) for p in parts[1:])]), TIMES
         below = self._float(sympy.Mul(*denominator))
         if self.fast:
             reciprocal = self._call("rcp", below[0])
             if len(numerator) == 1 and numerator[0] == 1:
                 return reciprocal
             factors = [*parts, reciprocal]
-            text = _inside(factors[0], _TIMES)
-            return " * ".join([text, *(_inside(p, _TIMES + 1) for p in factors[1:])]), _TIMES
-        above = " * ".join(_inside(part, _TIMES + (i > 0)) for i, part in enumerate(parts))
-        return f"{above} / {_inside(below, _TIMES + 1)}", _TIMES
+            text = inside(factors[0], TIMES)
+            return " * ".join([text, *(inside(p, TIMES + 1) for p in factors[1:])]), TIMES
+        above = " * ".join(inside(part, TIMES + (i > 0)) for i, part in enumerate(parts))
+        return f"{above} / {inside(below, TIMES + 1)}", TIMES
 
     def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
         if exponent == _HALF:
@@ -341,7 +375,7 @@ class CPrinter:
             return self._repeated(self._float(base), int(exponent))
         if exponent.is_Rational and exponent.q == 2:
             whole = self._repeated(self._float(base), int(exponent - _HALF))
-            return f"{_inside(whole, _TIMES)} * {_inside(self._root(base), _TIMES + 1)}", _TIMES
+            return f"{inside(whole, TIMES)} * {inside(self._root(base), TIMES + 1)}", TIMES
         if base == 2:
             return self._call("exp2f", self._float(exponent)[0], helper=False)
         if base.is_number and base.is_positive:
@@ -363,54 +397,15 @@ class CPrinter:
         if isinstance(expr, FloorDiv):
             # A true division: the product with a reciprocal can fall short of a whole number.
             above, below = (self._float(arg) for arg in expr.args)
-            ratio = f"{_inside(above, _TIMES)} / {_inside(below, _TIMES + 1)}"
+            ratio = f"{inside(above, TIMES)} / {inside(below, TIMES + 1)}"
             return self._call("floorf", ratio, helper=False)
         if isinstance(expr, FloorMod):
             return self._call("float_mod", *args)
-        for kind, exact, fast in _FUNCTIONS:
+        for kind, exact, fast in FUNCTIONS:
             if isinstance(expr, kind):
                 name = fast if self.fast else exact
                 return self._call(name, *args, helper=name in HELPERS)
-        raise _unknown(expr)
-
-
-_HALF = sympy.Rational(1, 2)
-
-_SIGNS = {
-    sympy.StrictLessThan: "<",
-    sympy.LessThan: "<=",
-    sympy.StrictGreaterThan: ">",
-    sympy.GreaterThan: ">=",
-    sympy.Equality: "==",
-    sympy.Unequality: "!=",
-}
-
-HELPERS = frozenset(
-    (
-        *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
-        *("fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine"),
-    )
-)
-"""The device functions of templates/math.cuh.j2."""
-
-# Class, name at float32, name at float16 and bfloat16.
-_FUNCTIONS = (
-    (sympy.exp, "expf", "expf"),
-    (sympy.log, "logf", "logf"),
-    (Log2, "log2f", "log2f"),
-    (sympy.tanh, "tanhf", "fast_tanh"),
-    (Sigmoid, "sigmoid", "fast_sigmoid"),
-    (sympy.Abs, "fabsf", "fabsf"),
-    (Floor, "floorf", "floorf"),
-    (sympy.sin, "sine", "sine"),
-    (sympy.cos, "cosine", "cosine"),
-    (sympy.sign, "sign", "sign"),
-)
-
-
-def _inside(text: Text, level: int) -> str:
-    """The text, in brackets if it binds less tightly than ``level``."""
-    return text[0] if text[1] >= level else f"({text[0]})"
+        raise unknown(expr)
 
 
 def _has_product(expr: sympy.Expr) -> bool:
@@ -420,28 +415,6 @@ def _has_product(expr: sympy.Expr) -> bool:
             return True
         if isinstance(part, sympy.Mul) and sum(not arg.is_number for arg in part.args) > 1:
             return True
-        if isinstance(part, FloorDiv | FloorMod):
+        if isinstance(part, FloorDiv | FloorMod | Element):
             return False
     return False
-
-
-def _literal(expr: sympy.Expr) -> Text:
-    value = float(evaluate(expr, {}))
-    if abs(value) > LARGEST_LITERAL:
-        raise RenderError(
-            "a constant that float32 cannot hold",
-            where=str(expr),
-            numbers=f"{value:.8g}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
-            way_out="smaller constants in the spec",
-        )
-    text = float32_literal(value)
-    return text, _UNARY if text.startswith("-") else _ATOM
-
-
-def _unknown(expr: sympy.Basic) -> RenderError:
-    return RenderError(
-        f"no CUDA for {expr.func.__name__}",
-        where=str(expr)[:200],
-        numbers=f"functions known: {', '.join(sorted(kind.__name__ for kind, _, _ in _FUNCTIONS))}",
-        way_out="an expression of the functions of flashgen",
-    )
