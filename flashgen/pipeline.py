@@ -14,11 +14,11 @@ from flashgen import config, render
 from flashgen.analysis import Analysis, Walk, analyse
 from flashgen.compile import Binary, compile
 from flashgen.errors import PlanError
-from flashgen.plan import Plan, plan, plan_backward
+from flashgen.plan import Plan, plan, plan_backward, plan_summary
 from flashgen.render import Source
 from flashgen.spec import AttentionSpec
 
-__all__ = ["Build", "Kernels", "build", "build_backward", "emit"]
+__all__ = ["Build", "Kernels", "build", "build_backward", "build_summaries", "emit"]
 
 # How many registers to keep free, in turn, until the compiler spills none.
 SPARE_REGISTERS = (0, 16, 32, 64, 96)
@@ -26,9 +26,15 @@ SPARE_REGISTERS = (0, 16, 32, 64, 96)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The emitted files of one spec; the backward's are made when they are first asked for."""
+    """The emitted files of one spec; the backward's are made when they are first asked for.
+
+    Attributes:
+        summaries: kernels that run once per call, before all others: they make tables of the
+            tensors by which a mask skips tiles.
+    """
 
     analysis: Analysis
+    summaries: tuple[Source, ...]
     forward: Source
     _backward: Callable[[], tuple[Source, ...]] = field(repr=False, compare=False)
 
@@ -102,7 +108,25 @@ def emit(
         config.tell(3, str(analysis))
     source = render.forward(spec, analysis, chosen)
     config.tell(4, source.text)
-    return Kernels(analysis, source, lambda: _emit_backward(spec, arch, sram, deterministic, {}))
+    summaries = _emit_summaries(spec, arch)
+    return Kernels(
+        analysis,
+        summaries,
+        source,
+        lambda: _emit_backward(spec, arch, sram, deterministic, {}),
+    )
+
+
+def _emit_summaries(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
+    """The kernels of the tables that any kernel of ``spec`` reads."""
+    walks = {render.walk_of_kernel(role) for role in ("forward", "dkdv")}
+    asked = {each for walk in walks for each in _analysed(spec, walk).mask.summarised}
+    return tuple(
+        render.summary(spec, tensor, axis, plan_summary(spec, arch))
+        for tensor in spec.tensors
+        for axis in range(len(tensor.dims))
+        if (tensor.symbol, axis) in asked
+    )
 
 
 def _emit_backward(
@@ -180,6 +204,21 @@ def _build(
         _tell_spill(made, spare)
     assert best is not None, "the first round gives a build or raises"
     return best
+
+
+def build_summaries(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
+    """The kernels that make tables of captured tensors, compiled; none for most specs.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    return _build_summaries(spec, arch)
+
+
+@functools.lru_cache(maxsize=512)
+def _build_summaries(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
+    analysis = _analysed(spec, render.walk_of_kernel("forward"))
+    return tuple(_compiled(source, analysis) for source in _emit_summaries(spec, arch))
 
 
 def build_backward(

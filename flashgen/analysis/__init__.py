@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import sympy
 
-from ..expr import K_HI, K_LO, Q_HI, Q_LO
+from ..expr import K_HI, K_LO, Q_HI, Q_LO, Extreme, TensorSymbol
 from ..expr.limits import limits
 from ..spec import AttentionSpec
 from .evaluate import evaluate
+from .extremes import SPAN
 from .intervals import FAR, Interval, Walk, full, reach, row_interval
 from .score import Block, ScoreAnalysis, analyse_score, derivative, share
 from .tiles import may, must
@@ -45,6 +46,19 @@ class MaskAnalysis:
     may: sympy.Basic
     must: sympy.Basic
     row: Interval | None
+
+    @property
+    def summarised(self) -> tuple[tuple[TensorSymbol, int], ...]:
+        """The tensors, each with an axis, of whose ranges the extremes are asked for."""
+        ends = (
+            end for i in (self.reach, self.full) if i for end in (i.lo, i.hi) if end is not None
+        )
+        asked = {
+            (extreme.tensor, extreme.axis)
+            for expr in (self.may, self.must, *ends)
+            for extreme in expr.atoms(Extreme)
+        }
+        return tuple(sorted(asked, key=lambda each: (each[0].name, each[1])))
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ def classify(
 
 __all__ = [
     "FAR",
+    "SPAN",
     "Analysis",
     "Block",
     "Interval",

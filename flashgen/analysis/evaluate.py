@@ -10,8 +10,20 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..expr import Element, Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
+from ..expr import (
+    Element,
+    Extreme,
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Least,
+    Log2,
+    Maximum,
+    Minimum,
+    Sigmoid,
+)
 from ..expr.functions import Choice
+from .extremes import table_of
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -42,6 +54,9 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
         return _choose(expr, env)
     if isinstance(expr, Element):
         return _read(env[expr.tensor], [evaluate(index, env) for index in expr.indices])
+    if isinstance(expr, Extreme):
+        table = table_of(env[expr.tensor], expr.axis, isinstance(expr, Least))
+        return table.over(*(evaluate(part, env) for part in (*expr.ends, *expr.others)))
     function = _FUNCTIONS.get(expr.func)
     if function is None:
         raise TypeError(f"cannot evaluate {expr.func.__name__}")

@@ -12,7 +12,19 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from ..expr import Element, Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid, is_int
+from ..expr import (
+    Element,
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Greatest,
+    Least,
+    Log2,
+    Maximum,
+    Minimum,
+    Sigmoid,
+    is_int,
+)
 from ..expr.functions import Choice, content
 
 End: TypeAlias = sympy.Expr | None
@@ -121,7 +133,7 @@ def range_of(expr: sympy.Expr, tile: Tile) -> Range:
     if isinstance(expr, FloorMod):
         return _remainder(expr, tile)
     if isinstance(expr, Element):
-        return Range(None, None)  # it may be anything, and is always defined
+        return _element(expr, tile)
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, Minimum | sympy.Min):
@@ -162,6 +174,24 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
         safe = Maximum(x.lo, sympy.Rational(1, 2**100))
         return _outward(Range(expr.func(safe), expr.func(Maximum(safe, x.hi)), positive), ROUNDING)
     return Range(None, None, sympy.false)
+
+
+def _element(expr: Element, tile: Tile) -> Range:
+    """From the least to the greatest of all elements that the tile reads of a tensor of integers.
+
+    For tensors that are read along one axis: of those the extremes of any range are quickly found.
+    """
+    anything = Range(None, None)  # it is defined wherever the index is
+    varying = [axis for axis, index in enumerate(expr.indices) if tile.varies(index)]
+    if len(varying) != 1 or not is_int(expr):
+        return anything
+    (axis,) = varying
+    index = range_of(expr.indices[axis], tile)
+    if index.lo is None or index.hi is None or index.defined != sympy.true:
+        return anything
+    others = (i for place, i in enumerate(expr.indices) if place != axis)
+    args = (expr.tensor, sympy.Integer(axis), index.lo, index.hi, *others)
+    return Range(Least(*args), Greatest(*args))
 
 
 def _magnitude(x: Range) -> sympy.Expr:

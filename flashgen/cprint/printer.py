@@ -15,14 +15,17 @@ from sympy.core.relational import Relational
 from ..analysis import Block
 from ..expr import (
     Element,
+    Extreme,
     FloorDiv,
     FloorMod,
+    Least,
     Maximum,
     Minimum,
     TensorSymbol,
     is_condition,
     is_int,
 )
+from ..expr.element import Reading
 from ..expr.functions import Choice
 from ..expr.gather import gather
 from ..expr.limits import Limits, fits, limits
@@ -62,6 +65,8 @@ class CPrinter:
     Attributes:
         helpers: names of the device functions that the printed text calls.
         tensors: those that the printed text reads, each by a function ``read_<name>(p, i, ...)``.
+        extremes: (tensor, axis, whether the least) that it asks for, each by a function
+            ``least_<name>_<axis>(p, lo, hi, ...)`` or ``greatest_...``.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class CPrinter:
         self.fast = dtype != "float32"
         self.helpers: set[str] = set()
         self.tensors: set[TensorSymbol] = set()
+        self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
         self._known: dict[sympy.Symbol, Limits] = {}
         self._wide: set[sympy.Symbol] = set()
 
@@ -121,6 +127,14 @@ class CPrinter:
         indices = [self.index(index) for index in expr.indices]
         return f"read_{expr.tensor.name}({', '.join(['p', *indices])})", ATOM
 
+    def extreme(self, expr: Extreme) -> Text:
+        """The least or greatest of a range of elements: of type int or long long."""
+        least = isinstance(expr, Least)
+        self.extremes.add((expr.tensor, expr.axis, least))
+        indices = [self.index(index) for index in (*expr.ends, *expr.others)]
+        name = f"{'least' if least else 'greatest'}_{expr.tensor.name}_{expr.axis}"
+        return f"{name}({', '.join(['p', *indices])})", ATOM
+
     def index(self, expr: sympy.Expr) -> str:
         """An index as an int: one beyond int32 is as far outside the tensor as int32 can say."""
         if not is_int(expr):
@@ -164,7 +178,7 @@ class CPrinter:
         """True when the printed text has type long long."""
         if isinstance(expr, sympy.Symbol):
             return expr in self._wide
-        if isinstance(expr, Element):
+        if isinstance(expr, Reading):
             return expr.tensor.dtype == "int64"
         if self._overflows(expr):
             return True
@@ -206,6 +220,8 @@ class CPrinter:
             return f"{int(expr)}{suffix}", ATOM if expr >= 0 else UNARY
         if isinstance(expr, Element):
             return self.element(expr)
+        if isinstance(expr, Extreme):
+            return self.extreme(expr)
         wide = self._is_wide(expr)
         if isinstance(expr, sympy.Add):
             return self._sum(expr, lambda e, first: self._int(e, wide and first))
@@ -415,6 +431,6 @@ def _has_product(expr: sympy.Expr) -> bool:
             return True
         if isinstance(part, sympy.Mul) and sum(not arg.is_number for arg in part.args) > 1:
             return True
-        if isinstance(part, FloorDiv | FloorMod | Element):
+        if isinstance(part, FloorDiv | FloorMod | Reading):
             return False
     return False

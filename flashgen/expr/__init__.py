@@ -1,6 +1,6 @@
 """Python functions become sympy expressions: symbols, traced values, captures, functions."""
 
-from .element import Element, TensorSymbol, elements_of
+from .element import Element, Extreme, Greatest, Least, TensorSymbol, elements_of
 from .functions import Floor, FloorDiv, FloorMod, Log2, Maximum, Minimum, Sigmoid
 from .maths import (
     absolute,
@@ -63,11 +63,14 @@ __all__ = [
     "SIZES",
     "B",
     "Element",
+    "Extreme",
     "Floor",
     "FloorDiv",
     "FloorMod",
+    "Greatest",
     "H",
     "K",
+    "Least",
     "Log2",
     "Maximum",
     "Minimum",

@@ -43,11 +43,10 @@ class TensorSymbol(sympy.Symbol):  # type: ignore[misc]
         return TensorSymbol, (self.name, self.dtype)
 
 
-class Element(sympy.Function):  # type: ignore[misc]
-    """``Element(tensor, i, j, ...)``: one element; an index outside means the nearest inside.
+class Reading(sympy.Function):  # type: ignore[misc]
+    """What is read of a captured tensor: one of its elements.
 
-    The element of a bool tensor is 0 or 1. It is constant with respect to everything: an index is
-    an integer, and has no derivative.
+    It is constant with respect to everything: an index is an integer, and has no derivative.
     """
 
     integer_closed = True
@@ -60,10 +59,6 @@ class Element(sympy.Function):  # type: ignore[misc]
     def tensor(self) -> TensorSymbol:
         symbol: TensorSymbol = self.args[0]
         return symbol
-
-    @property
-    def indices(self) -> tuple[sympy.Expr, ...]:
-        return tuple(self.args[1:])
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -84,6 +79,45 @@ class Element(sympy.Function):  # type: ignore[misc]
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         return sympy.S.Zero
+
+
+class Element(Reading):
+    """``Element(tensor, i, j, ...)``: one element; an index outside means the nearest inside.
+
+    The element of a bool tensor is 0 or 1.
+    """
+
+    @property
+    def indices(self) -> tuple[sympy.Expr, ...]:
+        return tuple(self.args[1:])
+
+
+class Extreme(Reading):
+    """``Extreme(tensor, axis, lo, hi, *others)``: of all elements with indices lo to hi on an axis.
+
+    Both ends are inclusive. ``others`` are the indices on the other axes, in order. It may take in
+    elements somewhat beyond the ends: a bound, not a value. Results of the analysis only.
+    """
+
+    @property
+    def axis(self) -> int:
+        return int(self.args[1])
+
+    @property
+    def ends(self) -> tuple[sympy.Expr, sympy.Expr]:
+        return self.args[2], self.args[3]
+
+    @property
+    def others(self) -> tuple[sympy.Expr, ...]:
+        return tuple(self.args[4:])
+
+
+class Least(Extreme):
+    """The least of them, or less."""
+
+
+class Greatest(Extreme):
+    """The greatest of them, or more."""
 
 
 def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:

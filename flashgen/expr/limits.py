@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import sympy
 
-from .element import Element
+from .element import Reading
 from .functions import Choice, FloorDiv, FloorMod, Maximum, Minimum
 from .symbols import (
     BATCH,
@@ -51,7 +51,7 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
         return _join([limits(value, known) for value, _ in expr.args])
     if isinstance(expr, Choice):
         return _join([limits(value, known) for value in expr.args[1:]])
-    if isinstance(expr, Element):
+    if isinstance(expr, Reading):
         return expr.limits
     parts = [limits(arg, known) for arg in expr.args]
     if isinstance(expr, sympy.Add):
@@ -84,7 +84,7 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
 
 def fits(expr: sympy.Expr, bits: int = 62) -> bool:
     """True when no step of an integer expression can leave ``bits`` bits and a sign."""
-    if not expr.args or isinstance(expr, sympy.Piecewise | Choice | Element):
+    if not expr.args or isinstance(expr, sympy.Piecewise | Choice | Reading):
         lo, hi = limits(expr)
         return bool(max(-lo, hi) < 2**bits)
     if not all(fits(arg, bits) for arg in expr.args):

@@ -97,4 +97,16 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         name = self._print(expr.tensor)
         return f"{name}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else name
 
+    def _extreme(self, expr: Any, name: str) -> str:
+        indices = list(map(self._print, expr.others))
+        lo, hi = map(self._print, expr.ends)
+        indices.insert(expr.axis, f"{lo}..{hi}")
+        return f"{name}({self._print(expr.tensor)}[{', '.join(indices)}])"
+
+    def _print_Least(self, expr: Any) -> str:
+        return self._extreme(expr, "min")
+
+    def _print_Greatest(self, expr: Any) -> str:
+        return self._extreme(expr, "max")
+
     _print_Abs = _print_Function

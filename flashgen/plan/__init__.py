@@ -14,7 +14,7 @@ from typing import Any
 
 from flashgen.arch import facts
 from flashgen.errors import PlanError
-from flashgen.plan import paper
+from flashgen.plan import paper, streams
 from flashgen.plan.backward import KERNELS, plan_kernels
 from flashgen.plan.derive import made
 from flashgen.plan.problem import ITEMSIZE, problem_of
@@ -34,6 +34,7 @@ __all__ = [
     "Traffic",
     "plan",
     "plan_backward",
+    "plan_summary",
 ]
 
 POLICIES = ("derived", "paper")
@@ -131,6 +132,15 @@ def _plan_backward(
     spare_registers: tuple[tuple[str, int], ...],
 ) -> BackwardPlan:
     return plan_kernels(spec, facts(arch), _where(spec), sram, deterministic, dict(spare_registers))
+
+
+def plan_summary(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernels that make the tables of extremes which a mask of tensors asks for.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    return streams.summary(spec, facts(arch))
 
 
 def _where(spec: AttentionSpec) -> str:

@@ -12,28 +12,16 @@ import functools
 
 from flashgen.arch import Arch
 from flashgen.errors import PlanError
-from flashgen.plan.derive import made, printed
-from flashgen.plan.formulas import Formula, Number, Steps
-from flashgen.plan.model import REGISTER_LIMIT
-from flashgen.plan.problem import ITEMSIZE, problem_of
+from flashgen.plan.derive import made
+from flashgen.plan.problem import problem_of
 from flashgen.plan.refuse import nothing_fits
 from flashgen.plan.search import Problem, cheapest
+from flashgen.plan.streams import delta
 from flashgen.plan.value import BackwardPlan, Plan
 from flashgen.spec import AttentionSpec
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
 KERNELS = ("dkdv", "dq", "fused", "captured")
-
-# The delta kernel: one row at a time per warp. It has no tile to search for: each byte is read
-# once, and rows enough are on their way with this many threads.
-DELTA_WARPS = 4
-DELTA_ROWS = 64
-DELTA_BLOCKS = 8
-DELTA_REGISTERS = 64  # the loads of several rows are on their way at once
-
-# O and dO, LSE and dLSE in; LSE and delta out.
-ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
-DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 
 
 def plan_kernels(
@@ -63,7 +51,7 @@ def plan_kernels(
         raise next(iter(missing.values()))
     costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
     scheme = min(allowed, key=lambda name: (costs[name], name))
-    kernels = (_delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
+    kernels = (delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
     if learns:
         if "captured" not in found:
             raise missing["captured"]
@@ -101,47 +89,3 @@ def _why(
     else:
         notes.append(f"{scheme}, because nothing else fits")
     return tuple(notes)
-
-
-def _delta(spec: AttentionSpec, arch: Arch) -> Plan:
-    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory."""
-    d_v = spec.head_dim_v or spec.head_dim
-    at: dict[str, Number] = {
-        "e": ITEMSIZE[spec.dtype],
-        "d_v": d_v,
-        "R": arch.registers_per_sm,
-        "warps": DELTA_WARPS,
-        "blocks": DELTA_BLOCKS,
-        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
-    }
-    steps = (REGISTER_LIMIT, ROW_TRAFFIC, DELTA_COST)
-    Steps(*steps)(at)
-    return Plan(
-        kernel="delta",
-        arch=arch.name,
-        path=arch.path,
-        policy="derived",
-        dtype=spec.dtype,
-        itemsize=ITEMSIZE[spec.dtype],
-        head_dim=spec.head_dim,
-        head_dim_v=d_v,
-        block_q=DELTA_ROWS,
-        block_k=0,
-        warps=DELTA_WARPS,
-        stages=1,
-        access_bytes=16,
-        smem_q=0,
-        smem_k=0,
-        smem_v=0,
-        smem_bytes=0,
-        registers=int(at["register_limit"]),
-        registers_needed=DELTA_REGISTERS,
-        blocks_per_sm=DELTA_BLOCKS,
-        cost=float(at["cost"]),
-        derivation=tuple(printed(formula, at) for formula in steps),
-        refused=(),
-        notes=(
-            f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
-            f"an SM per row. Bound by memory: each byte is moved once.",
-        ),
-    )

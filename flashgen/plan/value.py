@@ -75,7 +75,8 @@ class Plan:
 
     Attributes:
         kernel: "forward", or a part of backward: "delta" (rowsum(dO * O)), "dkdv", "dq", or "fused"
-            for dK, dV and dQ at once, and "captured" for the gradients of learned tensors.
+            for dK, dV and dQ at once, and "captured" for the gradients of learned tensors;
+            or, before all of these, "summary" for a captured tensor's table of extremes.
         arch: that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", or "paper" for Algorithm 1's block sizes.
@@ -83,7 +84,7 @@ class Plan:
         head_dim, head_dim_v: of Q and K; of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A block of
             "dkdv" and "fused" owns block_k keys and takes block_q queries per step, any other block
-            owns block_q queries and takes block_k keys per step; "delta" has no keys: block_k 0.
+            owns block_q queries and takes block_k keys per step; 0 where there is no such tile.
         warps: per block; each owns 16 * row_groups rows of the block's side.
         column_warps: warps that own the same rows, each with a share of the gradient's columns.
         score_warps: how many of those share their scores, each computing those of block_q /
@@ -242,7 +243,7 @@ class Plan:
         if self.kernel == "forward":
             parts.append(f"stages {self.stages}")
         else:
-            parts = [self.kernel, *(part for part in parts if part != "block_k 0")]
+            parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
         if self.column_warps > 1:
             parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
         return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])

@@ -9,5 +9,6 @@ from __future__ import annotations
 from flashgen.render.backward import backward, walk_of_kernel
 from flashgen.render.forward import forward
 from flashgen.render.source import Param, Source
+from flashgen.render.summary import summary
 
-__all__ = ["Param", "Source", "backward", "forward", "walk_of_kernel"]
+__all__ = ["Param", "Source", "backward", "forward", "summary", "walk_of_kernel"]

@@ -18,6 +18,8 @@ from flashgen import expr as fx
 from flashgen.analysis import Analysis, Block, Interval, MaskAnalysis, ScoreAnalysis
 from flashgen.cprint import CPrinter
 from flashgen.expr import shown
+from flashgen.expr.tensor import MOST_DIMS
+from flashgen.render.readers import Reader, extreme, reader
 from flashgen.render.text import COLUMNS, comment, comments, wrap_code
 from flashgen.spec import AttentionSpec
 
@@ -169,8 +171,26 @@ class SpecFunctions:
 
     @property
     def tensors(self) -> tuple[fx.Tensor, ...]:
-        """Those that the functions made so far read."""
-        return tuple(t for t in self.spec.tensors if t.symbol in self.printer.tensors)
+        """Those that the functions made so far read, or ask for extremes of."""
+        used = self.printer.tensors | {symbol for symbol, _, _ in self.printer.extremes}
+        return tuple(t for t in self.spec.tensors if t.symbol in used)
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """The functions that those call to read tensors, and their tables of extremes."""
+        by_symbol = {tensor.symbol: tensor for tensor in self.tensors}
+        extremes = sorted(self.printer.extremes, key=lambda each: (each[0].name, *each[1:]))
+        return (
+            *(reader(t) for t in self.tensors if t.symbol in self.printer.tensors),
+            *(extreme(by_symbol[symbol], axis, least) for symbol, axis, least in extremes),
+        )
+
+    @property
+    def tables(self) -> tuple[tuple[fx.Tensor, int], ...]:
+        """The tables of extremes that they read: of each tensor along an axis."""
+        asked = {(symbol, axis) for symbol, axis, _ in self.printer.extremes}
+        axes = range(MOST_DIMS)
+        return tuple((t, axis) for t in self.tensors for axis in axes if (t.symbol, axis) in asked)
 
     def _function(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from flashgen.analysis import SPAN
 from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.params import params_of
-from flashgen.render.readers import place_of_sum, reader
+from flashgen.render.readers import place_of_sum
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk
 from flashgen.spec import AttentionSpec
@@ -40,10 +41,11 @@ def kernel(
     """
     name = kernel_name(spec, plan.kernel)
     read = functions.tensors if functions else ()
-    readers = tuple(map(reader, read))
+    readers = functions.readers if functions else ()
+    tables = functions.tables if functions else ()
     if plan.kernel == "captured":
         readers += tuple(place_of_sum(tensor) for tensor in read if tensor.grad)
-    params = params_of(spec, plan.kernel, read)
+    params = params_of(spec, plan.kernel, read, tables)
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more
     printed = functions.printer.helpers if functions else set()
     text = render_template(
@@ -55,6 +57,7 @@ def kernel(
         params=params,
         readers=readers,
         uses_index=any(each.tensor.dims for each in readers),
+        span=SPAN if tables else None,
         spec_functions=spec_functions,
         uses_ranges=any(f.returns == "Range" for f in spec_functions),
         uses_scored=any(f.returns == "Scored" for f in spec_functions),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashgen.expr import Tensor
-from flashgen.render.readers import params_of_gradient, params_of_tensor
+from flashgen.render.readers import params_of_gradient, param_of_table, params_of_tensor
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
@@ -35,13 +35,20 @@ _SCALAR_TYPES = {
 }
 
 
-def params_of(spec: AttentionSpec, role: str, read: Sequence[Tensor] = ()) -> tuple[Param, ...]:
+def params_of(
+    spec: AttentionSpec,
+    role: str,
+    read: Sequence[Tensor] = (),
+    tables: Sequence[tuple[Tensor, int]] = (),
+) -> tuple[Param, ...]:
     """The fields of one kernel, in order: tensors, strides, sizes, numbers, captures.
 
     Args:
         read: the captured tensors that its code reads.
+        tables: of extremes that it reads: of a tensor along an axis.
     """
     captures = [param for tensor in read for param in params_of_tensor(tensor)]
+    captures += [param_of_table(tensor, axis) for tensor, axis in tables]
     if role == "forward":
         return (*_forward(spec), *captures)
     if role == "delta":

@@ -1,0 +1,101 @@
+"""The backward kernel that makes the gradients of learned tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen import expr as fx
+from flashgen.analysis import Analysis
+from flashgen.expr import Element
+from flashgen.plan import Plan
+from flashgen.render.exponential import Exponential
+from flashgen.render.functions import SpecFunctions
+from flashgen.render.kernel import kernel
+from flashgen.render.source import Source
+from flashgen.render.walk import ScoreCode, walk_of
+from flashgen.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """One element that the score reads, and how what belongs to it is added up.
+
+    Attributes:
+        sum: name of its sum, and of its field in ``Partials``.
+        kind: "block": the element is the same for all of a block's scores, and a lane has one sum;
+            "row": it goes with the query, a sum for each row; "column": it goes with the key, the
+            warp's rows are added up in each step; "element": every score adds for itself.
+        place: C++ of where the sum goes.
+        what: the element as the user wrote it.
+    """
+
+    sum: str
+    kind: str
+    place: str
+    what: str
+
+    @staticmethod
+    def of(number: int, element: Element, functions: SpecFunctions) -> Part:
+        uses = _index_symbols(element)
+        if fx.SCORE in uses or {fx.Q, fx.K} <= uses:
+            kind = "element"
+        else:
+            kind = "row" if fx.Q in uses else "column" if fx.K in uses else "block"
+        indices = ", ".join(["p", *map(functions.printer.index, element.indices)])
+        place = f"sum_of_{element.tensor.name}({indices})"
+        return Part(f"by{number}", kind, place, fx.shown(element))
+
+
+def _index_symbols(*elements: Element) -> set[sympy.Basic]:
+    return {symbol for e in elements for index in e.indices for symbol in index.free_symbols}
+
+
+@dataclass(frozen=True)
+class Partials:
+    """The function of all derivatives: its call, and the names of what it returns."""
+
+    call: str
+    fields: str
+
+
+def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
+    """The kernel that adds up the gradients of the learned tensors that the score reads.
+
+    Raises:
+        RenderError: when the template asks for a field that it is not given.
+    """
+    functions = SpecFunctions(spec, analysis)
+    score = ScoreCode.of(functions)
+    walk = walk_of(functions)
+    derivatives = functions.score_partials()
+    elements = [element for element, _ in analysis.score.learned]
+    parts = [Part.of(number, element, functions) for number, element in enumerate(elements)]
+    row = [element for element, part in zip(elements, parts, strict=True) if part.kind == "row"]
+    placed = _index_symbols(*elements)
+    return kernel(
+        "backward_captured_sm80.cu.j2",
+        spec,
+        plan,
+        functions,
+        walk,
+        score,
+        more=(derivatives,),
+        partials=Partials(
+            derivatives.call(score="s[g][n][2 * r + c] * p.scale"),
+            ", ".join(part.sum for part in parts),
+        ),
+        parts=parts,
+        exponential=Exponential.of(plan, score, "g][e / 2", value="value"),
+        qk_tail=plan.itemsize == 2 and 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
+        pv_tail=False,
+        transposed=False,
+        factor=" * p.dropout_scale" if spec.dropout else "",
+        has_rows=bool(row),
+        part_uses_q=fx.Q in derivatives.uses or fx.Q in placed - _index_symbols(*row),
+        part_uses_k=fx.K in derivatives.uses or fx.K in placed,
+        part_uses_score=fx.SCORE in placed,
+        uses_q=score.uses_q or fx.Q in derivatives.uses or fx.Q in placed,
+        uses_k=score.uses_k or fx.K in derivatives.uses or fx.K in placed,
+    )

@@ -1,0 +1,188 @@
+"""The functions that read captured tensors, one for each tensor that a kernel reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.expr import Tensor
+from flashgen.render.source import Param
+from flashgen.render.text import comment, wrap_code
+
+# An index per dimension, in order.
+INDICES = "ijklmnrs"
+
+# By dtype: the element in memory, what is read of it, and the expression that makes the one of the
+# other. The bits of 16-bit floats are read, because their types need headers.
+_TYPES = {
+    "float32": ("float", "float", "{}"),
+    "float16": ("unsigned short", "float", "half_to_float({})"),
+    "bfloat16": ("unsigned short", "float", "__uint_as_float(unsigned({}) << 16)"),
+    "int64": ("long long", "long long", "{}"),
+    "int32": ("int", "int", "{}"),
+    "int16": ("short", "int", "{}"),
+    "int8": ("signed char", "int", "{}"),
+    "uint8": ("unsigned char", "int", "{}"),
+    "bool": ("unsigned char", "int", "{}"),
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One device function of the emitted file, as `SpecFunction` is for the spec's expressions."""
+
+    tensor: Tensor
+    returns: str
+    comment: tuple[str, ...]
+    signature: str
+    body: tuple[str, ...]
+
+    @property
+    def helpers(self) -> frozenset[str]:
+        """Device functions of math.cuh.j2 that it calls."""
+        reads = self.returns == "float" and self.tensor.dtype == "float16"
+        return frozenset({"half_to_float"} if reads else ())
+
+
+def reader(tensor: Tensor) -> Reader:
+    """``read_bias(p, i, j)``: the element at the nearest index inside the tensor."""
+    _, returns, convert = _TYPES[tensor.dtype]
+    why = f"The spec's {tensor.name}"
+    if tensor.dims:
+        why += ": an index outside it means its nearest element"
+    place, before = _place(f"c_{tensor.name}", tensor)
+    return Reader(
+        tensor=tensor,
+        returns=returns,
+        comment=tuple(comment(f"{why}.")),
+        signature=_signature(returns, f"read_{tensor.name}", tensor),
+        body=(*before, f"return {convert.format(f'__ldg({place})')};"),
+    )
+
+
+def place_of_sum(tensor: Tensor) -> Reader:
+    """``sum_of_bias(p, i, j)``: where the gradient of the element that is read so is added up."""
+    place, before = _place(f"dc_{tensor.name}", tensor)
+    return Reader(
+        tensor=tensor,
+        returns="float*",
+        comment=tuple(comment(f"Where the gradient of {tensor.name} is added up.")),
+        signature=_signature("float*", f"sum_of_{tensor.name}", tensor),
+        body=(*before, f"return {place};"),
+    )
+
+
+def extreme(tensor: Tensor, axis: int, least: bool) -> Reader:
+    """``least_ids_1(p, lo, hi, i)``: a bound of the elements lo to hi along an axis, from a table.
+
+    The indices on the other axes, in order, come last.
+    """
+    kind, pick = ("least", "min") if least else ("greatest", "max")
+    name, returns = tensor.name, _TYPES[tensor.dtype][1]
+    size = f"p.c_{name}_size_{axis}"
+    others = [other for other in range(len(tensor.dims)) if other != axis]
+    indices = INDICES[: len(others)]
+    line, lines = _line(name, others, indices)
+    parameters = ["const Params& p", "int lo", "int hi", *(f"int {i}" for i in indices)]
+    what = f"The {kind} of {name} from lo to hi along {tensor.dims[axis]}, or of a little more."
+    body = [
+        f"const int first = inside(lo, {size}) / SPAN;",
+        f"const int last = max(first, inside(hi, {size}) / SPAN);",
+        "const int level = 31 - __clz(last - first + 1);  // two entries of it cover the range",
+        f"const int entries = ({size} + SPAN - 1) / SPAN;",
+        f"const long long lines = {lines};",
+        f"const {returns}* table = p.m_{name}_{axis}"
+        f" + ((2 * level + {0 if least else 1}) * lines + {line}) * entries;",
+        f"return {pick}(__ldg(table + first), __ldg(table + last + 1 - (1 << level)));",
+    ]
+    return Reader(
+        tensor=tensor,
+        returns=returns,
+        comment=tuple(comment(what)),
+        signature=f"__device__ __forceinline__ {returns} {kind}_{name}_{axis}"
+        f"({', '.join(parameters)}) {{",
+        body=tuple(line for text in body for line in wrap_code(text, indent=2)),
+    )
+
+
+def _line(name: str, others: list[int], indices: str) -> tuple[str, str]:
+    """C++ of a line's number, counted through the other axes, and of how many lines there are."""
+    line, lines = "", ""
+    for i, other in zip(indices, others, strict=True):
+        length = f"p.c_{name}_size_{other}"
+        here = f"inside({i}, {length})"
+        line = f"({line}) * {length} + {here}" if line else here
+        lines = f"{lines} * {length}" if lines else length
+    return line or "0", lines or "1"
+
+
+def param_of_table(tensor: Tensor, axis: int, *, written: bool = False) -> Param:
+    """The table of extremes of a tensor along an axis."""
+    const = "" if written else "const "
+    return Param(
+        f"m_{tensor.name}_{axis}",
+        "pointer",
+        f"{const}{_TYPES[tensor.dtype][1]}* m_{tensor.name}_{axis};",
+        f"[levels, 2, lines, entries]: extremes of {tensor.name} along {tensor.dims[axis]}",
+    )
+
+
+def stored_and_read(tensor: Tensor) -> tuple[str, str]:
+    """C++ types of an element in memory, and as it is read."""
+    return _TYPES[tensor.dtype][:2]
+
+
+def _signature(returns: str, name: str, tensor: Tensor) -> str:
+    parameters = ["const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)])]
+    return f"__device__ __forceinline__ {returns} {name}({', '.join(parameters)}) {{"
+
+
+def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
+    """C++ of an element's address in ``p.<field>``, and the lines that come before it."""
+    if not tensor.dims:
+        return f"p.{field}", []
+    terms = (
+        f"inside({i}, p.c_{tensor.name}_size_{axis}) * p.{field}_stride_{axis}"
+        for axis, i in enumerate(INDICES[: len(tensor.dims)])
+    )
+    return f"p.{field} + offset", wrap_code(
+        f"const long long offset = {' + '.join(terms)};", indent=2
+    )
+
+
+def params_of_tensor(tensor: Tensor) -> list[Param]:
+    """Where a captured tensor lies, as fields of ``struct Params``."""
+    name, stored = tensor.name, _TYPES[tensor.dtype][0]
+    pointer = Param(
+        f"c_{name}", "pointer", f"const {stored}* c_{name};", f"{_shape(tensor)}, the spec's {name}"
+    )
+    return [
+        pointer,
+        *_strides(f"c_{name}", tensor),
+        *(
+            Param(f"c_{name}_size_{axis}", "int32", f"int c_{name}_size_{axis};", str(dim))
+            for axis, dim in enumerate(tensor.dims)
+        ),
+    ]
+
+
+def params_of_gradient(tensor: Tensor) -> list[Param]:
+    """Where the gradient of a learned tensor is added up."""
+    name = f"dc_{tensor.name}"
+    what = f"{_shape(tensor)}, zeros before the launch"
+    return [Param(name, "pointer", f"float* {name};", what), *_strides(name, tensor)]
+
+
+def _strides(field: str, tensor: Tensor) -> list[Param]:
+    return [
+        Param(
+            f"{field}_stride_{axis}",
+            "int64",
+            f"long long {field}_stride_{axis};",
+            f"elements to the next along {dim}" if isinstance(dim, str) else "",
+        )
+        for axis, dim in enumerate(tensor.dims)
+    ]
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"[{', '.join(map(str, tensor.dims))}]" if tensor.dims else "one number"
