@@ -70,6 +70,8 @@ def _read(tensor: Any, indices: list[Any]) -> Any:
         for index, size in zip(indices, tensor.shape, strict=True)
     )
     found = tensor[tuple(inside)]
+    if found.dtype.kind in "iub":  # so that arithmetic stays exact
+        found = found.astype(np.int64)
     return found if found.ndim else found.item()
 
 

@@ -11,20 +11,25 @@ and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one)
     dQ = scale * dS K
     dK = scale * dS^T Q
 
+    dT[i] = sum of P * (dP - D + dLSE) * ds'/dT[i]     T a captured tensor, i one of its elements
+
 dK and dV are sums over the query heads of a group. Where s' is -inf, by the mask or by the score
-function itself, dS is 0 whatever the derivative of the score function is there.
+function itself, dS and the summands of dT are 0, whatever the derivative of the score function is
+there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from flashgen.errors import InputError
 from flashgen.spec import AttentionSpec
 
+from .captures import gradients_of_captures, learned_of
 from .oracle import softmax_times_v
 from .problem import Number, Part, Problem, State, problem_of
 
@@ -40,30 +45,34 @@ def gradients(
     dlse: Tensor | None = None,
     *,
     scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     rng: State | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients in float64: what every backward kernel is measured against.
 
-    Nothing is differentiated by autograd but the score function, element by element.
+    Nothing is differentiated by autograd but the score function, element by element, and what reads
+    elements of captured tensors.
 
     Args:
-        spec, q, k, v, scalars, q_offset, k_offset, scale, dropout_p, rng: as in `attention`.
+        spec, q, k, v, scalars, tensors, q_offset, k_offset, scale, dropout_p, rng: as in
+            `attention`.
         dout: [batch, heads_q, seq_q, head_dim_v], gradient of out, any floating dtype.
         dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. Rows without a key ignore it.
 
     Returns:
-        dq, dk and dv, float64, of the shapes of q, k and v.
+        dq, dk and dv, then the gradient of each learnable tensor, in the order of spec.tensors;
+        float64, of the shapes of what they are the gradients of.
 
     Raises:
         InputError: as in `attention`, and for a dout or dlse of another shape.
     """
     problem = problem_of(
-        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        dropout_p=dropout_p, rng=rng, exact=True,
+        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
     )  # fmt: skip
     return _exact(problem, dout, dlse, kept=False)
 
@@ -77,12 +86,13 @@ def kept_gradients(
     dlse: Tensor | None = None,
     *,
     scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     rng: State | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """What exact arithmetic makes of what Algorithm 4 has: O in its dtype, the others in float32.
 
     An LSE of 6 in float32 is off by up to 2.4e-7, and with it all of its row's P, by the same
@@ -94,20 +104,20 @@ def kept_gradients(
     Arguments, results and errors as in `gradients`.
     """
     problem = problem_of(
-        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        dropout_p=dropout_p, rng=rng, exact=True,
+        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
     )  # fmt: skip
     return _exact(problem, dout, dlse, kept=True)
 
 
 def _exact(
     problem: Problem, dout: Tensor, dlse: Tensor | None, *, kept: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _check(problem, dout, dlse)
     with torch.no_grad():
         total = _Gradients(problem, torch.float64)
         for part in problem.parts():
-            total.add(part, *_algorithm_3(problem, part, dout, dlse, kept=kept))
+            total.add(part, _algorithm_3(problem, part, dout, dlse, kept=kept))
         return total.results(torch.float64)
 
 
@@ -120,52 +130,54 @@ def same_dtype_gradients(
     dlse: Tensor | None = None,
     *,
     scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     rng: State | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """PyTorch's autograd through `same_dtype`: the yardstick of the error rule for gradients.
 
     Every gradient inside is a tensor of the dtype of what it is the gradient of, as autograd has
     it. Only the score function is differentiated forward instead of backward, in float32, because
     autograd makes NaN of a derivative that is infinite where the mask is false. dk and dv of each
     query head are of the dtype; they are added over a group, and over slices of query rows where
-    there is more than one, in float32 and rounded once, as torch's sum over a group does.
+    there is more than one, in float32 and rounded once, as torch's sum over a group does. Gradients
+    of captured tensors are added up in float32 and rounded once.
 
     Arguments and errors as in `gradients`; dout is rounded to the dtype of q, dlse to float32.
 
     Returns:
-        dq, dk and dv, in the dtypes of q, k and v.
+        dq, dk and dv, then the gradient of each learnable tensor, in the order of spec.tensors, in
+        the dtypes of what they are the gradients of.
     """
     problem = problem_of(
-        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        dropout_p=dropout_p, rng=rng, exact=False,
+        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+        scale=scale, dropout_p=dropout_p, rng=rng, exact=False,
     )  # fmt: skip
     _check(problem, dout, dlse)
     total = _Gradients(problem, problem.real)
     with torch.enable_grad():
         for part in problem.parts():
-            total.add(part, *_autograd(problem, part, dout, dlse))
-    dq, dk, dv = total.results(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+            total.add(part, _autograd(problem, part, dout, dlse))
+    return total.results()
 
 
 def _algorithm_3(
     problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None, *, kept: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of each pair of the part: [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
+) -> _OfPart:
+    """The gradients that one part gives.
 
     Args:
         kept: P and D come from the LSE and the O that a forward pass keeps, as in Algorithm 4.
     """
     do = part.of_rows(dout).to(problem.work)
-    scores, slope = problem.score_and_slope(
-        (part.q @ part.k.transpose(1, 2)) * problem.factor, part
-    )
+    raw = (part.q @ part.k.transpose(1, 2)) * problem.factor
+    scores, slope = problem.score_and_slope(raw, part)
     scores = part.masked(scores)
-    empty = (scores == -math.inf).all(dim=-1, keepdim=True)
+    dead = scores == -math.inf
+    empty = dead.all(dim=-1, keepdim=True)
     p = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
 
     dp = part.dropped(do @ part.v.transpose(1, 2))
@@ -182,56 +194,78 @@ def _algorithm_3(
     if dlse is not None:
         d = d - part.of_rows(dlse).to(problem.work)[..., None]
     ds = p * (dp - d)
+    captured = gradients_of_captures(problem, part, raw, ds, dead)
     if slope is not None:
         ds = ds * slope
-    ds = ds.masked_fill(scores == -math.inf, 0)
+    ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return dq, dk, dv
+    return _OfPart(dq, dk, dv, captured)
 
 
-def _autograd(
-    problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -> _OfPart:
     """The same by autograd, which is cut in two at the score function."""
     q, k, v = (operand.detach().requires_grad_() for operand in (part.q, part.k, part.v))
     raw = (q @ k.transpose(1, 2)) * problem.factor
     modified, slope = problem.score_and_slope(raw.detach(), part)
     scores = part.masked(modified).detach().requires_grad_()
+    dead = scores == -math.inf
     out, lse = softmax_times_v(scores, v, part, problem.real)
 
     of, given = [out], [part.of_rows(dout).to(problem.work)]
     if dlse is not None:
         of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
     ds, dv = torch.autograd.grad(of, [scores, v], given)
+    captured = gradients_of_captures(problem, part, raw.detach(), ds, dead)
     if slope is not None:
         ds = (ds.to(problem.real) * slope).to(problem.work)
-    ds = ds.masked_fill(scores == -math.inf, 0)
+    ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return dq, dk, dv
+    return _OfPart(dq, dk, dv, captured)
+
+
+@dataclass(frozen=True)
+class _OfPart:
+    """Gradients that one part gives.
+
+    Attributes:
+        dq, dk, dv: of each pair, [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
+        captured: of the learnable tensors, whole.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: tuple[Tensor, ...]
 
 
 class _Gradients:
     """Sums of the parts' gradients: dq by row, dk and dv over rows and the heads of a group."""
 
     def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
-        self.shapes = [operand.shape for operand in (problem.q, problem.k, problem.v)]
+        self.operands = (problem.q, problem.k, problem.v)
+        self.learned = tuple(learned_of(problem).values())
+        device = problem.q.device
         self.sums = [
-            torch.zeros(shape[0] * shape[1], *shape[2:], dtype=dtype, device=problem.q.device)
-            for shape in self.shapes
+            torch.zeros(x.shape[0] * x.shape[1], *x.shape[2:], dtype=dtype, device=device)
+            for x in self.operands
         ]
+        self.captured = [torch.zeros(x.shape, dtype=dtype, device=device) for x in self.learned]
 
-    def add(self, part: Part, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(self, part: Part, of: _OfPart) -> None:
         dtype = self.sums[0].dtype
-        self.sums[0][part.pairs, part.rows] = dq.to(dtype)
-        self.sums[1].index_add_(0, part.kv, dk.to(dtype))
-        self.sums[2].index_add_(0, part.kv, dv.to(dtype))
+        self.sums[0][part.pairs, part.rows] = of.dq.to(dtype)
+        self.sums[1].index_add_(0, part.kv, of.dk.to(dtype))
+        self.sums[2].index_add_(0, part.kv, of.dv.to(dtype))
+        for total, gradient in zip(self.captured, of.captured, strict=True):
+            total += gradient
 
-    def results(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (
-            total.view(shape).to(dtype) for total, shape in zip(self.sums, self.shapes, strict=True)
+    def results(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """In ``dtype``, or each in the dtype of what it is the gradient of."""
+        sums, of = [*self.sums, *self.captured], [*self.operands, *self.learned]
+        return tuple(
+            total.view(x.shape).to(dtype or x.dtype) for total, x in zip(sums, of, strict=True)
         )
-        return dq, dk, dv
 
 
 def _check(problem: Problem, dout: Tensor, dlse: Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.expr import (
+    Element,
     Floor,
     FloorDiv,
     FloorMod,
@@ -39,7 +40,8 @@ def evaluate(
 
     Args:
         expr: a number or a condition, as a traced mod gives it.
-        values: int64, ``real`` or bool tensors for every free symbol.
+        values: int64, ``real`` or bool tensors for every free symbol; for the symbol of a captured
+            tensor that tensor itself, of any dtype. A part of ``expr`` with a value here has it.
         real: dtype of everything that is not an integer computation.
 
     Returns:
@@ -160,6 +162,18 @@ def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     return torch.pow(x, run.number(exponent))
 
 
+def _element(run: _Evaluator, expr: Element) -> Tensor:
+    tensor, *places = (run.value(arg) for arg in expr.args)
+    inside = tuple(_inside(place, size) for place, size in zip(places, tensor.shape, strict=True))
+    return tensor[inside].to(run.real if tensor.is_floating_point() else torch.int64)
+
+
+def _inside(place: Tensor, size: int) -> Tensor:
+    """The nearest index of a dimension; NaN, which only a rounded float can be, means 0."""
+    nearest = place.detach().nan_to_num(0.0) if place.is_floating_point() else place
+    return nearest.clamp(0, size - 1).to(torch.int64)
+
+
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
     quotient: Tensor = torch.div(a, _divisor(b), rounding_mode="floor")
@@ -223,6 +237,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Add: _sum,
     sympy.Mul: _product,
     sympy.Pow: _power,
+    Element: _element,
     FloorDiv: _floor_div,
     FloorMod: _floor_mod,
     sympy.Piecewise: _choice,

@@ -27,6 +27,7 @@ def attention(
     v: Tensor,
     *,
     scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
     scale: float | None = None,
@@ -42,6 +43,7 @@ def attention(
         v: [batch, heads_kv, seq_k, head_dim_v].
         scalars: a number for each of spec.scalars; float32 ones are rounded to float32 first,
             because that is what a kernel receives.
+        tensors: one for each of spec.tensors, of any strides; a dimension of length 1 is broadcast.
         q_offset, k_offset: global position of the first query and key.
         scale: factor on q.k; spec.scale, else 1 / sqrt(head_dim), when None.
         dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
@@ -53,12 +55,13 @@ def attention(
         without dropout, both float64. A row without a kept key has out 0 and lse -inf.
 
     Raises:
-        InputError: a scalar that is missing or superfluous; a dropout_p that is no such
+        InputError: a scalar or tensor that is missing or superfluous, a tensor of another number of
+            dimensions; a dropout_p that is no such
             probability, or above 0 for a spec without dropout or without an rng.
     """
     problem = problem_of(
-        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        dropout_p=dropout_p, rng=rng, exact=True,
+        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
     )  # fmt: skip
     return _attend(problem)
 
@@ -70,6 +73,7 @@ def same_dtype(
     v: Tensor,
     *,
     scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
     scale: float | None = None,
@@ -88,8 +92,8 @@ def same_dtype(
         out in the dtype of q, lse in float32 (float64 for operands in float64).
     """
     problem = problem_of(
-        spec, q, k, v, scalars=scalars, q_offset=q_offset, k_offset=k_offset, scale=scale,
-        dropout_p=dropout_p, rng=rng, exact=False,
+        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+        scale=scale, dropout_p=dropout_p, rng=rng, exact=False,
     )  # fmt: skip
     return _attend(problem)
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from flashgen.dropout import keep_mask, keep_scale, kept_levels
 from flashgen.errors import InputError
-from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
 from flashgen.spec import AttentionSpec
 
 from .interpret import evaluate
@@ -77,7 +77,7 @@ class Problem:
 
     Attributes:
         factor: on q.k.
-        values: sizes and scalars, as the mods see them.
+        values: sizes, scalars and captured tensors, as the mods see them.
         p: probability of dropping.
         state: seed and offset; None without dropout.
         work: dtype of products, scores and probabilities.
@@ -160,23 +160,34 @@ class Problem:
         return found.to(scores.dtype).expand_as(scores)
 
     def score_and_slope(self, scores: Tensor, part: Part) -> tuple[Tensor, Tensor | None]:
-        """s' of s, unmasked, in the dtype of ``scores``, and ds'/ds in `real`; None stands for 1.
+        """s' of s, unmasked, in the dtype of ``scores``; ds'/ds in `real`, None stands for 1."""
+        if self.spec.score == SCORE:
+            return scores, None
+        value, slope = self._differentiated(scores, part, SCORE)
+        return value.to(scores.dtype).expand_as(scores), slope.expand_as(scores)
 
-        The slope is torch's forward-mode derivative of the interpreted expression. Reverse mode
+    def slope_by(self, element: Element, scores: Tensor, part: Part) -> Tensor:
+        """ds'/d(element) in `real`, of a shape that broadcasts to that of ``scores``."""
+        return self._differentiated(scores, part, element)[1]
+
+    def _differentiated(
+        self, scores: Tensor, part: Part, variable: sympy.Expr
+    ) -> tuple[Tensor, Tensor]:
+        """s' and its derivative by the score or by an element that it reads, in `real`.
+
+        It is torch's forward-mode derivative of the interpreted expression. Reverse mode
         multiplies the branch that a ``where`` did not choose by 0, which is NaN for a branch
         of infinite slope; forward mode chooses between the slopes as between the values.
         """
-        if self.spec.score == SCORE:
-            return scores, None
-        x = scores.detach().to(self.real)
+        values = {**part.values, SCORE: scores.detach().to(self.real)}
+        x = evaluate(variable, values, self.real).detach()
         with warnings.catch_warnings(), forward_ad.dual_level():
             # torch's own, when it loads its forward-mode formulas.
             warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
             dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
-            found = evaluate(self.spec.score, {**part.values, SCORE: dual}, self.real)
+            found = evaluate(self.spec.score, {**values, variable: dual}, self.real)
             value, slope = forward_ad.unpack_dual(found)  # type: ignore[no-untyped-call]
-        slope = torch.zeros_like(x) if slope is None else slope.expand_as(x)
-        return value.to(scores.dtype).expand_as(scores), slope
+        return value, torch.zeros_like(value) if slope is None else slope
 
 
 def problem_of(
@@ -186,6 +197,7 @@ def problem_of(
     v: Tensor,
     *,
     scalars: Mapping[str, Number] | None,
+    tensors: Mapping[str, Tensor] | None,
     q_offset: int,
     k_offset: int,
     scale: float | None,
@@ -196,7 +208,7 @@ def problem_of(
     """The arguments of one call, in float64 when ``exact``, else in the operands' dtype.
 
     Raises:
-        InputError: scalars that are not the spec's, a wrong probability or a wrong state.
+        InputError: scalars or tensors that are not the spec's, a wrong probability or state.
     """
     batch, heads, seq_q, head_dim = q.shape
     work = torch.float64 if exact else q.dtype
@@ -212,7 +224,9 @@ def problem_of(
         q_offset=q_offset,
         k_offset=k_offset,
         factor=factor if factor is not None else 1 / math.sqrt(head_dim),
-        values=values | _scalar_values(spec, scalars or {}, real, q.device),
+        values=values
+        | _scalar_values(spec, scalars or {}, real, q.device)
+        | _tensor_values(spec, tensors or {}),
         p=dropout_p,
         state=_state_of(spec, dropout_p, rng),
         work=work,
@@ -243,6 +257,30 @@ def _scalar_values(
             tensor = torch.tensor(value, dtype=torch.float32, device=device).to(real)
         found[scalar.expr] = tensor
     return found
+
+
+def _tensor_values(
+    spec: AttentionSpec, tensors: Mapping[str, Tensor]
+) -> dict[sympy.Symbol, Tensor]:
+    """Each captured tensor, as it is, for its symbol."""
+    wanted = [tensor.name for tensor in spec.tensors]
+    if sorted(wanted) != sorted(tensors):
+        raise InputError(
+            "the tensors given are not those of the spec",
+            where=f"reference of {spec.name}",
+            numbers=f"given: {', '.join(tensors) or 'none'}; wanted: {', '.join(wanted) or 'none'}",
+            way_out="tensors={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
+        )
+    for tensor in spec.tensors:
+        shape, dims = tuple(tensors[tensor.name].shape), ", ".join(map(str, tensor.dims))
+        if len(shape) != len(tensor.dims):
+            raise InputError(
+                f"the tensor {tensor.name} does not have the dimensions of the spec",
+                where=f"reference of {spec.name}, argument tensors",
+                numbers=f"{tensor.name} has shape {shape}; dims ({dims})",
+                way_out="a length for each dimension; 1 where all share its elements",
+            )
+    return {tensor.symbol: tensors[tensor.name] for tensor in spec.tensors}
 
 
 def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:

@@ -72,8 +72,11 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     derivatives = functions.score_partials()
     elements = [element for element, _ in analysis.score.learned]
     parts = [Part.of(number, element, functions) for number, element in enumerate(elements)]
-    row = [element for element, part in zip(elements, parts, strict=True) if part.kind == "row"]
     placed = _index_symbols(*elements)
+    by_kind: dict[str, list[Element]] = {part.kind: [] for part in parts}
+    for element, part in zip(elements, parts, strict=True):
+        by_kind[part.kind].append(element)
+    in_loop = _index_symbols(*by_kind.get("element", ()))
     return kernel(
         "backward_captured_sm80.cu.j2",
         spec,
@@ -92,8 +95,8 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         pv_tail=False,
         transposed=False,
         factor=" * p.dropout_scale" if spec.dropout else "",
-        has_rows=bool(row),
-        part_uses_q=fx.Q in derivatives.uses or fx.Q in placed - _index_symbols(*row),
+        has_rows="row" in by_kind,
+        part_uses_q=fx.Q in derivatives.uses or fx.Q in in_loop,
         part_uses_k=fx.K in derivatives.uses or fx.K in placed,
         part_uses_score=fx.SCORE in placed,
         uses_q=score.uses_q or fx.Q in derivatives.uses or fx.Q in placed,

@@ -16,7 +16,8 @@ import torch
 from flashgen.spec import AttentionSpec
 
 from .chunks import Workspace
-from .problem import Number, Part, Problem, exp_
+from .elements import add_at
+from .problem import Modified, Number, Part, Problem, exp_
 
 Tensor = torch.Tensor
 
@@ -36,12 +37,13 @@ def backward(
     q_offset: int,
     k_offset: int,
     scalars: Mapping[str, Number],
+    tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | Sequence[int] | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, tile by tile, in memory that grows with N and not with N x N.
+) -> tuple[Tensor, ...]:
+    """Gradients, tile by tile, in memory that grows with N and not with N x N.
 
     Args:
         q, k, v, and the keyword arguments: those of `forward`; the blocks are the backward plan's
@@ -52,7 +54,8 @@ def backward(
 
     Returns:
         dq, dk, dv in the shapes and dtypes of q, k and v. A fully masked row has dq exactly 0 and
-        adds exactly 0 to dk and dv.
+        adds exactly 0 to dk and dv. Then the gradient of each learnable tensor, in the order of
+        spec.tensors and in the tensor's shape and dtype, to which masked positions add exactly 0.
 
     Accumulators are float32, P and dS are rounded to a 16-bit operand dtype before their products;
     for float64 operands everything is float64. The order of summation is fixed, so that equal
@@ -66,6 +69,7 @@ def backward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars,
+        tensors=tensors or {},
         dropout_p=dropout_p,
         rng=rng,
         block_q=block_q,
@@ -73,15 +77,17 @@ def backward(
         backward=True,
     )
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    captured = [torch.zeros(x.numel(), dtype=problem.real) for x in problem.learned]
     if problem.is_empty:
         for gradient in gradients:
             gradient.zero_()
-        return gradients
-    work = Workspace(problem.real)
-    for part in problem.parts():
-        operands = _operands(part, q, k, v, out, lse, dout, dlse)
-        _chunk(part, work, operands, gradients)
-    return gradients
+    else:
+        work = Workspace(problem.real)
+        for part in problem.parts():
+            operands = _operands(part, q, k, v, out, lse, dout, dlse)
+            _chunk(part, work, operands, gradients, captured)
+    whole = zip(captured, problem.learned, strict=True)
+    return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,13 @@ def _operands(
 
 
 def _chunk(
-    part: Part, work: Workspace, of: _Operands, gradients: tuple[Tensor, Tensor, Tensor]
+    part: Part,
+    work: Workspace,
+    of: _Operands,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    captured: list[Tensor],
 ) -> None:
-    """Writes the gradients of one chunk."""
+    """Writes the gradients of one chunk, and adds to those of captured tensors."""
     chunk, real = part.chunk, part.problem.real
     dq, dk, dv = (
         chunk.result_for(whole, operand.shape[1], real)
@@ -143,16 +153,24 @@ def _chunk(
     )
     dq.zero_()
     for start, stop in part.problem.keys.tiles():
-        _key_tile(part, work, slice(start, stop), of, dq, dk[:, start:stop], dv[:, start:stop])
+        keys = slice(start, stop)
+        _key_tile(part, work, keys, of, dq, dk[:, keys], dv[:, keys], captured)
     chunk.to_queries(gradients[0], dq)
     chunk.to_keys(gradients[1], dk)
     chunk.to_keys(gradients[2], dv)
 
 
 def _key_tile(
-    part: Part, work: Workspace, keys: slice, of: _Operands, dq: Tensor, dk: Tensor, dv: Tensor
+    part: Part,
+    work: Workspace,
+    keys: slice,
+    of: _Operands,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    captured: list[Tensor],
 ) -> None:
-    """Writes dK and dV of the keys ``keys`` and adds what they give to dQ."""
+    """Writes dK and dV of the keys ``keys``, adds what they give to dQ and ``captured``."""
     problem = part.problem
     group, scale = problem.sizes.group, problem.scale
     k, v = of.k[:, keys], of.v[:, keys]
@@ -167,8 +185,8 @@ def _key_tile(
         p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
 
         bits = None if run.full else part.mask_bits(rows, keys)
-        scores, slope = _scores(part, work, p, rows, keys, q, k)
-        if slope is not None or (of.some_masked and problem.code.score is not None):
+        scores, slope, uses = _scores(part, work, p, rows, keys, q, k)
+        if slope is not None or uses or (of.some_masked and problem.code.score is not None):
             bits = _and_finite(problem, scores, bits)
         torch.sub(scores, part.grouped(of.lse[:, grouped]), out=part.grouped(p))
         exp_(p)
@@ -176,8 +194,12 @@ def _key_tile(
             part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
 
+        if uses or not problem.code.ignores_score:
+            _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
+        for number, by, places in uses:
+            _add_captured(part, work, captured[number], ds, by, places, bits)
         if not problem.code.ignores_score:
-            _score_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept, slope, bits)
+            _score_gradient(part, ds, slope, bits)
             _add_product(work, dq[:, grouped], ds, k, scale)
             dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
         if kept is not None:
@@ -205,19 +227,19 @@ def _add_product(work: Workspace, total: Tensor, a: Tensor, b: Tensor, factor: f
 
 def _scores(
     part: Part, work: Workspace, p: Tensor, rows: slice, keys: slice, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """s' of a tile, [pairs, rows, group, keys], perhaps in ``p``; and ds'/ds, None for 1."""
+) -> Modified:
+    """s' of a tile, perhaps in ``p``, with its derivatives."""
     problem = part.problem
-    # ds'/ds can be the scores themselves: P then needs a place of its own.
-    s = p if problem.code.slope is None else work.matrix("s", *p.shape)
+    # A derivative can be the scores themselves: P then needs a place of its own.
+    s = p if problem.code.derivatives is None else work.matrix("s", *p.shape)
     if not problem.code.ignores_score:
         torch.baddbmm(s, q, k.transpose(1, 2), beta=0, alpha=problem.scale, out=s)
     scores = part.grouped(s)
-    if problem.code.slope is not None:
-        return part.score_and_slope(scores, rows, keys)
+    if problem.code.derivatives is not None:
+        return part.modified(scores, rows, keys)
     if problem.code.score is not None:
         scores = part.score(scores, rows, keys)
-    return scores, None
+    return Modified(scores)
 
 
 def _and_finite(problem: Problem, scores: Tensor, bits: Tensor | None) -> Tensor | None:
@@ -232,29 +254,45 @@ def _and_finite(problem: Problem, scores: Tensor, bits: Tensor | None) -> Tensor
     return finite if bits is None else finite.bitwise_and_(bits)
 
 
-def _score_gradient(
-    part: Part,
-    ds: Tensor,
-    p: Tensor,
-    dout: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    kept: Tensor | None,
-    slope: Tensor | None,
-    bits: Tensor | None,
+def _modified_gradient(
+    part: Part, ds: Tensor, p: Tensor, dout: Tensor, v: Tensor, delta: Tensor, kept: Tensor | None
 ) -> None:
-    """Writes dS = P * (dP - D + dLSE) * ds'/ds to ``ds``, exactly 0 where the mask is false."""
+    """Writes dS' = P * (dP - D + dLSE) to ``ds``, exactly 0 where the mask is false."""
     problem = part.problem
     transposed = v.transpose(1, 2)
     torch.baddbmm(ds, dout, transposed, beta=0, alpha=problem.dropout_scale or 1.0, out=ds)
     if kept is not None:
         part.select(ds, kept)
     ds.sub_(delta).mul_(p)
+
+
+def _add_captured(
+    part: Part,
+    work: Workspace,
+    total: Tensor,
+    ds: Tensor,
+    by: Tensor | float,
+    places: Tensor,
+    bits: Tensor | None,
+) -> None:
+    """Adds dS' * ds'/d(element) to the gradient of a captured tensor, 0 where ``bits`` are 0."""
+    if isinstance(by, float):
+        add_at(total, places, part.grouped(ds), by)
+        return
+    tile = work.matrix("captured", *ds.shape)
+    torch.mul(part.grouped(ds), by, out=part.grouped(tile))
+    if bits is not None:
+        part.select(tile, bits)  # the derivative may be infinite there
+    add_at(total, places, part.grouped(tile), 1.0)
+
+
+def _score_gradient(part: Part, ds: Tensor, slope: Tensor | None, bits: Tensor | None) -> None:
+    """Makes dS = dS' * ds'/ds of dS' in ``ds``, exactly 0 where the mask is false."""
     if slope is not None:
         part.grouped(ds).mul_(slope)
         if bits is not None:
             part.select(ds, bits)  # the derivative may be infinite there
-    _narrow(ds, problem)
+    _narrow(ds, part.problem)
 
 
 def _narrow(tile: Tensor, problem: Problem) -> None:

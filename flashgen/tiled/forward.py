@@ -31,6 +31,7 @@ def forward(
     q_offset: int,
     k_offset: int,
     scalars: Mapping[str, Number],
+    tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | Sequence[int] | None = None,
     block_q: int | None = None,
@@ -45,6 +46,7 @@ def forward(
         scale: factor on q.k.
         q_offset, k_offset: global positions of the first query and key.
         scalars: a number for each of spec.scalars.
+        tensors: one for each of spec.tensors, of any strides; float64 ones may stand for float32.
         dropout_p: probability of dropping an element of P.
         rng: seed and offset, where there is dropout; int64 [2] or two integers.
         block_q, block_k: the plan's when None.
@@ -65,6 +67,7 @@ def forward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars,
+        tensors=tensors or {},
         dropout_p=dropout_p,
         rng=rng,
         block_q=block_q,

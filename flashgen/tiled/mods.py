@@ -2,14 +2,14 @@
 
 An expression is compiled once per spec to a list of torch calls. What does not depend on the
 position or the score is computed once per call, the rest once per tile. Integers are int64 and
-exact; what needs floats is computed in float32, or in float64 for float64 operands.
+exact; what needs floats is computed in float32, or in float64 for float64 operands. A captured
+tensor is a value like any other, bound once per call; its elements are read where they are needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -18,15 +18,13 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.expr import (
-    SCORE,
+    Element,
     Floor,
     FloorDiv,
     FloorMod,
-    K,
     Log2,
     Maximum,
     Minimum,
-    Q,
     Sigmoid,
     is_condition,
     is_int,
@@ -34,89 +32,21 @@ from flashgen.expr import (
 from flashgen.expr.gather import gather
 from flashgen.expr.limits import fits
 
+from .elements import counted, inside, read
+from .program import VARYING, Program, Step
+
 Tensor = torch.Tensor
 
-_VARYING = (Q, K, SCORE)
 _LARGEST_FACTOR = 2**31
 
 
-@dataclass(frozen=True)
-class _Step:
-    """``registers[to] = function(*registers[args])``, after which ``done`` are not needed."""
-
-    function: Callable[..., Any]
-    args: tuple[int, ...]
-    to: int
-    done: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """Some expressions in the order of their computation, equal subexpressions computed once.
-
-    Attributes:
-        inputs: the register of each symbol.
-        constants: tensors without dimensions, by register.
-        once: steps that depend on neither position nor score.
-        each: the others.
-        results: the register of each expression's value.
-    """
-
-    inputs: Mapping[sympy.Symbol, int]
-    constants: tuple[Tensor | None, ...]
-    once: tuple[_Step, ...]
-    each: tuple[_Step, ...]
-    results: tuple[int, ...]
-
-    def uses(self, *symbols: sympy.Symbol) -> bool:
-        return any(symbol in self.inputs for symbol in symbols)
-
-    def bind(self, values: Mapping[sympy.Symbol, Tensor]) -> Bound:
-        """The program with all that stays the same during a call computed.
-
-        Args:
-            values: int64, real or bool tensors of every symbol in `inputs` but Q, K and SCORE.
-        """
-        registers = list(self.constants)
-        for symbol, place in self.inputs.items():
-            if symbol not in _VARYING:
-                registers[place] = values[symbol]
-        _execute(self.once, registers)
-        return Bound(self, tuple(registers))
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A program that waits for positions and scores."""
-
-    program: Program
-    registers: tuple[Tensor | None, ...]
-
-    def __call__(self, q: Tensor, k: Tensor, score: Tensor | None = None) -> list[Tensor]:
-        """The values of the expressions: bool, int64 or real, of a shape that broadcasts.
-
-        Args:
-            q, k: int64, global positions.
-            score: of the program's real dtype, for programs that use it.
-        """
-        registers = list(self.registers)
-        for symbol, value in zip(_VARYING, (q, k, score), strict=True):
-            if symbol in self.program.inputs:
-                registers[self.program.inputs[symbol]] = value
-        _execute(self.program.each, registers)
-        found = [registers[place] for place in self.program.results]
-        return [value for value in found if value is not None]
-
-
-def _execute(steps: tuple[_Step, ...], registers: list[Tensor | None]) -> None:
-    for step in steps:
-        registers[step.to] = step.function(*[registers[arg] for arg in step.args])
-        for place in step.done:
-            registers[place] = None
-
-
-def compiled(exprs: tuple[sympy.Basic, ...], real: torch.dtype) -> Program:
+def compiled(
+    exprs: tuple[sympy.Basic, ...], real: torch.dtype, elements: tuple[Element, ...] = ()
+) -> Program:
     """The program of conditions and of numbers, which come out in ``real``.
+
+    Args:
+        elements: after the expressions' values come their places, as `counted`, int64.
 
     Raises:
         SpecError: for a function that no mod can make.
@@ -125,7 +55,7 @@ def compiled(exprs: tuple[sympy.Basic, ...], real: torch.dtype) -> Program:
     results = tuple(
         compiler.condition(expr) if is_condition(expr) else compiler.real(expr) for expr in exprs
     )
-    return compiler.program(results)
+    return compiler.program((*results, *map(compiler.place, elements)))
 
 
 class _Compiler:
@@ -136,17 +66,17 @@ class _Compiler:
         self.constants: list[Tensor | None] = []
         self.varying: list[bool] = []
         self.inputs: dict[sympy.Symbol, int] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.known: dict[tuple[str, sympy.Basic], int] = {}
 
     def program(self, results: tuple[int, ...]) -> Program:
         once = tuple(step for step in self.steps if not self.varying[step.to])
-        each: list[_Step] = []
+        each: list[Step] = []
         needed = set(results)
         for step in reversed([step for step in self.steps if self.varying[step.to]]):
             done = {arg for arg in step.args if arg not in needed and self.varying[arg]}
             needed |= done
-            each.append(_Step(step.function, step.args, step.to, tuple(sorted(done))))
+            each.append(Step(step.function, step.args, step.to, tuple(sorted(done))))
         return Program(self.inputs, tuple(self.constants), once, tuple(reversed(each)), results)
 
     # Registers.
@@ -158,7 +88,7 @@ class _Compiler:
 
     def _symbol(self, symbol: sympy.Symbol) -> int:
         if symbol not in self.inputs:
-            self.inputs[symbol] = self._register(symbol in _VARYING)
+            self.inputs[symbol] = self._register(symbol in VARYING)
         return self.inputs[symbol]
 
     def _constant(self, value: bool | int | float, dtype: torch.dtype) -> int:
@@ -166,7 +96,7 @@ class _Compiler:
 
     def _step(self, function: Callable[..., Any], *args: int) -> int:
         to = self._register(any(self.varying[arg] for arg in args))
-        self.steps.append(_Step(function, args, to))
+        self.steps.append(Step(function, args, to))
         return to
 
     def _fold(self, function: Callable[[Any, Any], Any], args: list[int]) -> int:
@@ -189,6 +119,26 @@ class _Compiler:
     def real(self, expr: sympy.Expr) -> int:
         return self._once("real", expr, self._real)
 
+    # Elements of captured tensors.
+
+    def place(self, element: Element) -> int:
+        return self._step(counted, self._symbol(element.tensor), *self._indices(element))
+
+    def _element(self, element: Element, dtype: torch.dtype) -> int:
+        tensor = self._symbol(element.tensor)
+        return self._step(partial(read, dtype), tensor, *self._indices(element))
+
+    def _indices(self, element: Element) -> list[int]:
+        tensor = self._symbol(element.tensor)
+        found = []
+        for axis, index in enumerate(element.indices):
+            kind = self.integer if is_int(index) and fits(index) else self.real
+            key = f"{element.tensor.name}, axis {axis}", index
+            if key not in self.known:
+                self.known[key] = self._step(partial(inside, axis), tensor, kind(index))
+            found.append(self.known[key])
+        return found
+
     # Conditions.
 
     def _condition(self, expr: sympy.Basic) -> int:
@@ -205,6 +155,8 @@ class _Compiler:
         if compare is None:
             raise _unknown(expr)
         left, right = expr.args
+        if isinstance(left, Element) and left.tensor.dtype == "bool" and expr == sympy.Ne(left, 0):
+            return self._element(left, torch.bool)
         kind = self.integer if is_int(left) and is_int(right) else self.real
         return self._step(compare, kind(left), kind(right))
 
@@ -213,6 +165,8 @@ class _Compiler:
     def _integer(self, expr: sympy.Expr) -> int:
         if isinstance(expr, sympy.Symbol):
             return self._symbol(expr)
+        if isinstance(expr, Element):
+            return self._element(expr, torch.int64)
         if expr.is_Integer:
             return self._constant(int(expr), torch.int64)
         if isinstance(expr, sympy.Pow):
@@ -249,6 +203,8 @@ class _Compiler:
             return self._step(partial(_converted, self.dtype), self.integer(expr))
         if isinstance(expr, sympy.Symbol):
             return self._symbol(expr)
+        if isinstance(expr, Element):
+            return self._element(expr, self.dtype)
         if isinstance(expr, sympy.Add):
             return self._real_sum(expr)
         if isinstance(expr, sympy.Mul):
@@ -409,5 +365,3 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     Sigmoid: torch.sigmoid,
     Floor: torch.floor,
 }
-
-__all__ = ["Bound", "Program", "compiled"]

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import sympy
 import torch
 
-from flashgen.analysis import Analysis, analyse, derivative
+from flashgen.analysis import Analysis, analyse
 from flashgen.dropout import keep_mask, keep_scale
 from flashgen.errors import PlanError
-from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
 from flashgen.plan import plan, plan_backward
 from flashgen.spec import AttentionSpec
 
 from .chunks import Chunk, Sizes, budget, chunks
-from .mods import Bound, Program, compiled
+from .mods import compiled
+from .program import Bound, Program
 from .walk import Axis, Run, Walk
 
 Tensor = torch.Tensor
@@ -44,36 +46,93 @@ _EXP_LIMIT = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 @dataclass(frozen=True)
+class Use:
+    """An element of a learnable tensor in the score function.
+
+    Attributes:
+        tensor: which of the learnable tensors.
+        factor: ds'/d(element); None where it is no number.
+    """
+
+    tensor: int
+    factor: float | None
+
+
+class Modified(NamedTuple):
+    """s' of a tile and what it changes with.
+
+    Attributes:
+        score: s', [pairs, rows, group, keys], perhaps a view that repeats elements.
+        slope: ds'/ds, of a shape that broadcasts; None for 1.
+        uses: which learnable tensor, ds'/d(element) and the places of the elements, the last two
+            of shapes that broadcast.
+    """
+
+    score: Tensor
+    slope: Tensor | None = None
+    uses: tuple[tuple[int, Tensor | float, Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
 class Code:
     """All that depends on the spec alone.
 
     Attributes:
         mask, score: of one result; None for a mask that is always true, a score that stays as it
             is.
-        slope: of two results, s' and ds'/ds; None where ds'/ds is 1.
+        derivatives: s', ds'/ds where ``has_slope``, ds'/d(element) of each of ``uses`` where it is
+            no number, and the places of all of them; None where only s' is left of it.
+        has_slope: ds'/ds is not 1.
+        uses: elements of learnable tensors that s' changes with.
     """
 
     analysis: Analysis
     mask: Program | None
     score: Program | None
-    slope: Program | None
+    derivatives: Program | None
+    has_slope: bool
+    uses: tuple[Use, ...]
 
     @property
     def ignores_score(self) -> bool:
         return self.analysis.score.ignores_score
+
+    @cached_property
+    def decisive(self) -> frozenset[sympy.Symbol]:
+        """What the class of a tile depends on, its corners among it."""
+        mask = self.analysis.mask
+        return frozenset(mask.may.free_symbols | mask.must.free_symbols)
 
 
 @lru_cache(maxsize=256)
 def code_of(spec: AttentionSpec, real: torch.dtype) -> Code:
     """The programs of a spec, its numbers computed in ``real``."""
     analysis = analyse(spec)
-    same, slope = analysis.score.identity, derivative(spec.score)
+    same, slope = analysis.score.identity, analysis.score.derivative
+    learned = [tensor.symbol for tensor in spec.tensors if tensor.grad]
+    read = [(element, by) for element, by in analysis.score.learned if by != 0]
+    results, uses = [spec.score], []
+    if slope != 1:
+        results.append(slope)
+    for element, by in read:
+        number = by.is_number and by.is_finite
+        uses.append(Use(learned.index(element.tensor), float(by) if number else None))
+        if not number:
+            results.append(by)
+    places = tuple(element for element, _ in read)
     return Code(
         analysis=analysis,
         mask=None if analysis.mask.always else compiled((spec.mask,), real),
         score=None if same else compiled((spec.score,), real),
-        slope=None if slope == 1 else compiled((spec.score, slope), real),
+        derivatives=compiled(tuple(results), real, places) if slope != 1 or uses else None,
+        has_slope=slope != 1,
+        uses=tuple(uses),
     )
+
+
+def _array(tensor: Tensor) -> Any:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(wide if tensor.is_floating_point() else torch.int64).numpy()
 
 
 @lru_cache(maxsize=256)
@@ -102,6 +161,7 @@ class Problem:
         bits: the integer dtype of the same width.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
         dropout_scale: what kept elements of P are multiplied by; None without dropout.
+        tensors: the captured ones.
     """
 
     def __init__(
@@ -114,6 +174,7 @@ class Problem:
         q_offset: int,
         k_offset: int,
         scalars: Mapping[str, Number],
+        tensors: Mapping[str, Tensor],
         dropout_p: float,
         rng: Tensor | Sequence[int] | None,
         block_q: int | None,
@@ -134,6 +195,20 @@ class Problem:
         self._rng = rng
         self._spec = spec
         self._scalars = scalars
+        self.tensors = {x.symbol: tensors[x.name].detach() for x in spec.tensors}
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """The captured tensors whose gradients are wanted."""
+        return [self.tensors[tensor.symbol] for tensor in self._spec.tensors if tensor.grad]
+
+    @cached_property
+    def walked(self) -> tuple[tuple[TensorSymbol, Any], ...]:
+        """The captured tensors that decide on whole tiles, as numpy arrays."""
+        decisive = self.code.decisive
+        return tuple(
+            (symbol, _array(x)) for symbol, x in self.tensors.items() if symbol in decisive
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -191,14 +266,15 @@ class Part:
         self._rng = rng
         self._bound: dict[Program, Bound] = {}
         self._minus_infinity = torch.tensor(-torch.inf, dtype=problem.real).view(problem.bits)
-        mask = problem.code.analysis.mask
-        used = mask.expr.free_symbols
+        used = problem.code.decisive
         known = [(symbol, value) for symbol, value in numbers.items() if symbol in used]
-        places = []
+        places: list[tuple[sympy.Symbol, Any]] = []
         if B in used or H in used:
             b, h = chunk.batch_and_head
             places = [(B, b.reshape(-1, 1).numpy()), (H, h.reshape(-1, 1).numpy())]
+        places.extend(problem.walked)
         make = Walk if places else _walk  # arrays have no hash to be found by
+        mask = problem.code.analysis.mask
         self._walk = make(mask, (*known, *places), problem.queries, problem.keys)
 
     def key_runs(self, start: int, stop: int) -> list[Run]:
@@ -218,11 +294,16 @@ class Part:
         (value,) = self._run(self.problem.code.score, rows, keys, scores)
         return value.expand_as(scores)
 
-    def score_and_slope(self, scores: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        """s' and ds'/ds of s; the latter of a shape that broadcasts."""
-        assert self.problem.code.slope is not None
-        value, slope = self._run(self.problem.code.slope, rows, keys, scores)
-        return value.expand_as(scores), slope
+    def modified(self, scores: Tensor, rows: slice, keys: slice) -> Modified:
+        """s' of s with its derivatives."""
+        code = self.problem.code
+        assert code.derivatives is not None
+        found = iter(self._run(code.derivatives, rows, keys, scores))
+        value = next(found).expand_as(scores)
+        slope = next(found) if code.has_slope else None
+        slopes = [next(found) if use.factor is None else use.factor for use in code.uses]
+        numbers = [use.tensor for use in code.uses]
+        return Modified(value, slope, tuple(zip(numbers, slopes, found, strict=True)))
 
     def mask_bits(self, rows: slice, keys: slice) -> Tensor:
         """All ones where the mask is true, else 0, in the integer dtype of the scores' width.
@@ -280,6 +361,8 @@ class Part:
         for symbol in program.inputs:
             if symbol in self._numbers:
                 values[symbol] = self._tensor(self._numbers[symbol])
+            elif symbol in self.problem.tensors:
+                values[symbol] = self.problem.tensors[symbol]
         return values
 
     def _tensor(self, number: Number) -> Tensor:

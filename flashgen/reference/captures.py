@@ -1,0 +1,58 @@
+"""Gradients of captured tensors, without a derivative by sympy.
+
+An element that the score reads is a variable like the score itself: torch's forward mode gives
+ds'/d(element) at every position, and where two branches have different slopes it chooses the one
+whose value was chosen (see `Problem`). What is masked is then taken out, so that an infinite slope
+there meets no 0; and only what is left goes backward, by autograd, through the reading of the
+tensor, which is linear: each position adds to the element that it read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashgen.expr import SCORE, TensorSymbol, elements_of
+
+from .interpret import evaluate
+from .problem import Part, Problem
+
+Tensor = torch.Tensor
+
+
+def learned_of(problem: Problem) -> dict[TensorSymbol, Tensor]:
+    """The tensors whose gradients are wanted, by symbol, in the order of spec.tensors."""
+    return {x.symbol: problem.values[x.symbol] for x in problem.spec.tensors if x.grad}
+
+
+def gradients_of_captures(
+    problem: Problem, part: Part, scores: Tensor, ds: Tensor, dead: Tensor
+) -> tuple[Tensor, ...]:
+    """What one part adds to the gradient of each learnable tensor, in `problem.real`.
+
+    Args:
+        scores: s, before the score function.
+        ds: gradient of s', before the factor ds'/ds; both [n, rows, seq_k].
+        dead: where s' is -inf, by the mask or by the score function itself.
+    """
+    real = problem.real
+    leaves = {
+        symbol: tensor.detach().to(real, copy=True).requires_grad_()
+        for symbol, tensor in learned_of(problem).items()
+    }
+    values = {**part.values, SCORE: scores.to(real), **leaves}
+    read, given = [], []
+    for element in elements_of(problem.spec.score):
+        if element.tensor not in leaves:
+            continue
+        slope = problem.slope_by(element, scores, part)
+        with torch.enable_grad():
+            read.append(evaluate(element, values, real))
+        flowing = (ds.to(real) * slope).masked_fill(dead, 0)
+        given.append(flowing.sum_to_size(read[-1].shape))
+    if not read:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+    found = torch.autograd.grad(read, list(leaves.values()), given, allow_unused=True)
+    return tuple(
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves.values(), found, strict=True)
+    )
