@@ -158,6 +158,19 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
       k_hi), k_lo - q_hi) - 1, p.s_dilation);
 }
 
+// The first tile from `tile` on that may have a kept element; tile_end when none has. The lanes of
+// a warp ask about 32 tiles at once.
+__device__ __forceinline__ int next_live_tile(
+    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  for (; tile < tile_end; tile += 32) {
+    const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
+    const unsigned lives = __ballot_sync(0xffffffffu, live);
+    if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
+}
+
 // True: every element of the tile is kept (interval arithmetic over its corners).
 __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
@@ -489,7 +502,7 @@ dilated_window_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // Go on to the next tile that is there, in this head or in a later one; next_h = h_end: none.
   const auto settle = [&] {
     while (true) {
-      while (next_tile < tile_end && !tile_may(p, k_lo, k_hi, next_tile)) ++next_tile;
+      next_tile = next_live_tile(p, k_lo, k_hi, next_tile, tile_end);
       if (next_tile < tile_end || ++next_h >= h_end) return;
       next_tile = first_tile;
     }

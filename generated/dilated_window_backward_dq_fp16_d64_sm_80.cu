@@ -149,6 +149,19 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
       k_hi), k_lo - q_hi) - 1, p.s_dilation);
 }
 
+// The first tile from `tile` on that may have a kept element; tile_end when none has. The lanes of
+// a warp ask about 32 tiles at once.
+__device__ __forceinline__ int next_live_tile(
+    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  for (; tile < tile_end; tile += 32) {
+    const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+    const unsigned lives = __ballot_sync(0xffffffffu, live);
+    if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
+}
+
 // True: every element of the tile is kept (interval arithmetic over its corners).
 __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -462,7 +475,7 @@ dilated_window_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   int tile = reach.lo / BLOCK_K;
   const int tile_end = (reach.hi + BLOCK_K - 1) / BLOCK_K;
   // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
-  while (tile < tile_end && !tile_may(p, q_lo, q_hi, tile)) ++tile;
+  tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<GRANULES> k_place;
@@ -521,7 +534,7 @@ dilated_window_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const int k_start = tile * BLOCK_K;
     const bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
     ++tile;
-    while (tile < tile_end && !tile_may(p, q_lo, q_hi, tile)) ++tile;
+    tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
     // 5a. K and V have arrived; every warp is done with the other K, whose space takes the next.
     copy_wait_all();

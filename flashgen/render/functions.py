@@ -26,6 +26,7 @@ from flashgen.spec import AttentionSpec
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
 TILE = sympy.Symbol("tile", integer=True)
+TILE_END = sympy.Symbol("tile_end", integer=True)
 
 # Function parameters in the order of a signature, with their C++ type.
 PARAMETERS: dict[sympy.Symbol, str] = {
@@ -39,6 +40,7 @@ PARAMETERS: dict[sympy.Symbol, str] = {
     fx.K_LO: "int k_lo",
     fx.K_HI: "int k_hi",
     TILE: "int tile",
+    TILE_END: "int tile_end",
 }
 FIELDS: dict[sympy.Symbol, str] = {
     fx.BATCH: "p.batch",
@@ -278,6 +280,30 @@ class SpecFunctions:
     def tile_may(self) -> SpecFunction:
         why = "False: no element of the tile is kept (interval arithmetic over its corners)."
         return self._tile_condition("tile_may", why, self.mask.may)
+
+    def next_live_tile(self, may: SpecFunction) -> SpecFunction:
+        """From ``may``, which classifies one tile."""
+        why = (
+            "The first tile from `tile` on that may have a kept element; tile_end when none has. "
+            "The lanes of a warp ask about 32 tiles at once."
+        )
+        body = (
+            "const int lane = threadIdx.x % 32;",
+            "for (; tile < tile_end; tile += 32) {",
+            f"  const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};",
+            "  const unsigned lives = __ballot_sync(0xffffffffu, live);",
+            "  if (lives != 0) return tile + __ffs(lives) - 1;",
+            "}",
+            "return tile_end;",
+        )
+        return SpecFunction(
+            name="next_live_tile",
+            returns="int",
+            comment=tuple(comment(why)),
+            body=tuple(line for text in body for line in wrap_code(text, indent=2)),
+            uses=may.uses | {TILE, TILE_END},
+            takes_params=may.takes_params,
+        )
 
     def tile_must(self) -> SpecFunction:
         why = "True: every element of the tile is kept (interval arithmetic over its corners)."

@@ -3,7 +3,7 @@
 The choices, each by what the analysis could prove:
 
 - ``tile_reach``: where the loop starts and ends. Without bounds it walks every tile.
-- ``tile_may``: asked for each tile before it is loaded, when the bounds are not exact.
+- ``next_live_tile``: which tile is loaded next, by ``tile_may``, when the bounds are not exact.
 - ``tile_full`` or ``tile_must``: which tiles skip the mask; the range where it is exact.
 - ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; one range per row
   where the mask is one.
@@ -27,7 +27,7 @@ class Walk:
     counts: str
     reach: str | None
     full: str | None
-    may: str | None
+    next: str | None
     full_tile: str
     row: str | None
     row_outside: str
@@ -56,7 +56,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
             must = make.tile_must()
     by_row = mask.always or mask.row is not None
     element = make.row() if by_row else make.mask_mod()
-    functions = tuple(f for f in (element, reach, full, may, must) if f is not None)
+    live = make.next_live_tile(may) if may else None
+    functions = tuple(f for f in (element, reach, full, may, live, must) if f is not None)
     tile_uses = set().union(*(f.uses for f in (reach, full, may, must) if f is not None))
     has_lo = by_row and mask.row is not None and mask.row.lo is not None
     outside = "8 * n + e >= hi"
@@ -67,7 +68,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         counts=along.counts,
         reach=reach.call(**renamed) if reach else None,
         full=full.call(**renamed) if full else None,
-        may=may.call(**renamed) if may else None,
+        next=live.call(**renamed) if live else None,
         full_tile=_full_tile(make, full, must, renamed),
         row=element.call() if by_row else None,
         row_outside=outside,
