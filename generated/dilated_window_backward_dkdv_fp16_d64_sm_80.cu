@@ -141,7 +141,9 @@ __device__ __forceinline__ T floor_div(T a, T b) {
 //       distance = fg.abs(q - k)
 //       return (distance <= window) & (distance % dilation == 0)
 __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
-  return abs(k - q) <= p.s_window && abs(k - q) % p.s_dilation == 0;
+  const int t0 = abs(k - q);
+  const int t1 = t0 % p.s_dilation;
+  return t1 == 0 && t0 <= p.s_window;
 }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.

@@ -163,7 +163,9 @@ __device__ __forceinline__ T floor_mod(T a, T b) {
 //       distance = q - k
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
-  return q >= k && (q - k < p.s_stride || floor_mod(q - k, p.s_stride) == 0);
+  const int t0 = q - k;
+  const int t1 = floor_mod(t0, p.s_stride);
+  return q >= k && (t1 == 0 || t0 < p.s_stride);
 }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.

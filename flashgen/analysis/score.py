@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import sympy
 
-from ..expr import SCORE, Element, TensorSymbol, elements_of, is_condition, is_int
+from ..expr import (
+    SCORE,
+    Element,
+    FloorDiv,
+    FloorMod,
+    TensorSymbol,
+    elements_of,
+    is_condition,
+    is_int,
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,16 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
     return sympy.diff(score.xreplace({by: stand_in}), stand_in).xreplace({stand_in: by})
 
 
-def share(*results: sympy.Basic) -> Block:
+def share(*results: sympy.Basic, name_costly: bool = False) -> Block:
     """Name every computed subexpression that occurs more than once.
 
     Equal subtrees only: regrouping sums and products would change rounding. The order is that of
     first use, so the same expressions always give the same names.
+
+    Args:
+        name_costly: name elements of tensors and divisions too where they occur once. Code that
+            computes them on every path is shared by neighbouring scores of a row or a column;
+            behind an ``&&`` each would compute them for itself.
     """
     counts: Counter[sympy.Basic] = Counter()
     for result in results:
@@ -96,7 +110,7 @@ def share(*results: sympy.Basic) -> Block:
         if not expr.args:
             return expr
         new = _with_args(expr, [rebuilt(arg) for arg in expr.args])
-        if counts[expr] > 1 and _worth_a_name(expr):
+        if (counts[expr] > 1 or (name_costly and _is_costly(expr))) and _worth_a_name(expr):
             symbol = _let_symbol(len(lets), expr)
             names[expr] = symbol
             lets.append((symbol, new))
@@ -111,6 +125,10 @@ def _count(expr: sympy.Basic, counts: Counter[sympy.Basic]) -> None:
     if counts[expr] == 1:
         for arg in expr.args:
             _count(arg, counts)
+
+
+def _is_costly(expr: sympy.Basic) -> bool:
+    return isinstance(expr, Element | FloorDiv | FloorMod)
 
 
 def _worth_a_name(expr: sympy.Basic) -> bool:

@@ -252,12 +252,13 @@ class SpecFunctions:
         )
 
     def mask_mod(self) -> SpecFunction:
+        block = analysis.share(self.mask.expr, name_costly=True)
         return self._function(
             "mask_mod",
             "bool",
             self._source(self.spec.mask_line),
             [self.mask.expr],
-            [f"return {self.printer.expr(self.mask.expr)};"],
+            [*self.printer.lets(block), f"return {self.printer.expr(block.results[0])};"],
         )
 
     # What the analysis made of the mask.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashgen.expr import Tensor
-from flashgen.render.readers import params_of_gradient, param_of_table, params_of_tensor
+from flashgen.render.readers import param_of_table, params_of_gradient, params_of_tensor
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
