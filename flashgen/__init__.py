@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         where,
     )
     from flashgen.expr import absolute as abs
+    from flashgen.flex import flex_attention
     from flashgen.ops import attention
     from flashgen.pipeline import build, emit
     from flashgen.plan import plan
@@ -81,6 +82,7 @@ __all__ = [
     "debug",
     "emit",
     "exp",
+    "flex_attention",
     "floor",
     "heads",
     "load",
@@ -106,6 +108,7 @@ _HOME = {
     "build": "pipeline",
     "debug": "config",
     "emit": "pipeline",
+    "flex_attention": "flex",
     "load": "spec",
     "plan": "plan",
 }

@@ -112,6 +112,88 @@ def test_run_exits_with_1_when_the_result_does_not_meet_the_rule(monkeypatch):
     assert rows(result.stdout)["out"].startswith("FAIL")
 
 
+CAPTURING = """
+import flashgen as fg
+
+length = fg.Tensor("length", ("batch",), "int32")
+keep = fg.Tensor("keep", ("batch", "seq_k"), "bool")
+bias = fg.Tensor("bias", ("heads", "buckets"), grad=True)
+{examples}
+
+spec = fg.AttentionSpec(
+    mask_mod=lambda b, h, q, k: (k < length[b]) & keep[b, k],
+    score_mod=lambda score, b, h, q, k: score + bias[h, q - k],
+    head_dim=16,
+)
+"""
+LENGTHS = """
+def example_tensors(sizes, generator):
+    assert (sizes.heads, sizes.heads_kv) == (2, 1), sizes
+    return {"length": [sizes.seq_k - 5] * sizes.batch, "not_of_this_spec": 1}
+"""
+
+
+def capturing(tmp_path, examples):
+    file = tmp_path / "capturing.py"
+    file.write_text(CAPTURING.format(examples=examples))
+    return str(file)
+
+
+def test_run_makes_captured_tensors_and_compares_their_gradients(tmp_path):
+    file = capturing(tmp_path, LENGTHS)
+    shape = ["--shape", "2,2,1,20,33", "--k-offset", "4"]
+    result = flashgen("run", file, *shape, "--backward", "--backend", "emulator")
+    assert result.exit_code == 0, result.output
+    captures = [line.split(None, 1)[1] for line in result.stdout.splitlines() if "captures" in line]
+    assert captures == [
+        "length [2], int32, the file's example",
+        "keep [2, 37], bool, random",
+        "bias [2, 64], float32, learned, random",
+    ]
+    for name in ("out", "dq", "dk", "dv", "dbias"):
+        assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_random_captures_follow_the_seed(tmp_path):
+    from flashgen.cli.captures import tensor_values
+    from flashgen.cli.inputs import Shape, load_spec
+
+    file = capturing(tmp_path, "")
+    spec = load_spec(file, dtype=None, head_dim=None)
+
+    def made(**options):
+        values, examples = tensor_values(spec, file, Shape(2, 4, 2, 30, 40), **options)
+        assert examples == []
+        return values
+
+    one, same, other = made(), made(), made(seed=1)
+    assert all(bool((one[name] == same[name]).all()) for name in one)
+    assert not any(bool((one[name] == other[name]).all()) for name in ("keep", "bias"))
+    assert made(k_offset=-50)["keep"].shape == (2, 1)
+    assert 0 <= int(one["length"].min()) <= int(one["length"].max()) <= 40
+    assert 0.02 < float(one["bias"].std()) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("examples", "what"),
+    [
+        ("def example_tensors(sizes, generator): return 1 / 0", "raised ZeroDivisionError"),
+        ("def example_tensors(sizes, generator): return 3", "does not return a dictionary"),
+        ("example_tensors = 3", "raised TypeError"),
+        ('def example_tensors(sizes, generator): return {"keep": "x"}', "no tensor for keep"),
+        (
+            'def example_tensors(sizes, generator): return {"keep": [True]}',
+            "keep has 1 dimensions, not 2",
+        ),
+    ],
+)
+def test_examples_that_are_wrong_are_refused(tmp_path, examples, what):
+    result = flashgen("run", capturing(tmp_path, examples), "--backend", "tiled")
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert result.stderr.startswith("InputError")
+
+
 def test_a_missing_scalar_is_refused_with_the_option_to_write(tmp_path):
     file = tmp_path / "bare.py"
     file.write_text(WINDOWED.format(examples='example_scalars = {"window": 3}'))

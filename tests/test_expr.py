@@ -135,14 +135,14 @@ def test_python_functions_that_can_be_traced_are() -> None:
 
 def test_sizes_are_known_without_a_capture() -> None:
     trace = trace_mask(lambda b, h, q, k: q + (fg.seq_k - fg.seq_q) >= k)
-    assert [scalar.name for scalar in trace.scalars] == ["seq_k", "seq_q"]
-    assert all(scalar.is_size for scalar in trace.scalars)
+    assert [scalar.name for scalar in trace.captures] == ["seq_k", "seq_q"]
+    assert all(scalar.is_size for scalar in trace.captures)
 
 
 def test_captures_come_in_order_of_first_use() -> None:
     late, early = fg.Scalar("late"), fg.Scalar("early")
     trace = trace_mask(lambda b, h, q, k: (q - early < k) & (k < late) & (q > early))
-    assert [scalar.name for scalar in trace.scalars] == ["early", "late"]
+    assert [scalar.name for scalar in trace.captures] == ["early", "late"]
 
 
 def test_functions_of_plain_numbers_are_constants() -> None:

@@ -38,6 +38,7 @@ BESIDE = {
     "reference": {"errors", "dropout", "expr", "spec"},
     "tiled": set(PIPELINE) - {"render", "compile", "launch", "pipeline"},
     "ops": {*PIPELINE, "emulator", "reference", "tiled"},
+    "flex": {*PIPELINE, "emulator", "reference", "tiled", "ops"},
 }
 # These may import everything.
 TOP = {"__init__", "__main__", "cli"}
@@ -65,6 +66,7 @@ OUTSIDE = {
     "reference": {"torch", "numpy", "sympy"},
     "tiled": {"torch", "numpy", "sympy"},
     "ops": {"torch", "numpy", "sympy"},
+    "flex": {"torch", "numpy", "sympy"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -35,7 +35,7 @@ def both(
     dlse: Tensor | None = None,
     **given: Any,
 ) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk and dv."""
+    """out, lse, dq, dk, dv and the gradients of learnable tensors."""
     options = arguments(spec, q, **given)
     out, lse = tiled.forward(spec, q, k, v, **options)
     return out, lse, *tiled.backward(spec, q, k, v, out, lse, dout, dlse, **options)

@@ -33,10 +33,8 @@ class Table:
         starts = np.arange(0, self.size, SPAN)
         level = self.combine.reduceat(lines, starts, axis=-1)
         self.levels = [level]
-        while level.shape[-1] >= 1 << len(self.levels):
+        while 1 << len(self.levels) <= len(starts):
             half = 1 << (len(self.levels) - 1)
-            if level.shape[-1] <= half:
-                break
             level = self.combine(level[..., :-half], level[..., half:])
             self.levels.append(level)
 

@@ -77,8 +77,9 @@ def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
 
 
 def kernels_of(spec: AttentionSpec, arch: str) -> Iterator[Source]:
-    """Forward, and the backward kernels of both modes, free and deterministic."""
+    """Tables, forward, and the backward kernels of both modes, free and deterministic."""
     free = emit_kernels(spec, arch)
+    yield from free.summaries
     yield free.forward
     yield from free.backward
     files = {source.filename for source in free.backward}

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from flashgen import config, launch
+from flashgen.cli.captures import tensor_values
 from flashgen.cli.console import MISMATCH, busy, facts, seconds
 from flashgen.cli.inputs import Number, Shape, load_spec, parse_shape, scalar_values
 from flashgen.errors import InputError, LaunchError
@@ -67,11 +68,12 @@ def run(request: Request) -> None:
     values, examples = scalar_values(spec, request.path, request.scalars)
     backend, why = choose_backend(request.backend)
     operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, backend)
-    numbers: dict[str, Any] = {
-        "scalars": values,
-        "q_offset": request.q_offset,
-        "k_offset": request.k_offset,
-    }
+    offsets = {"q_offset": request.q_offset, "k_offset": request.k_offset}
+    device = "cuda" if backend == "gpu" else "cpu"
+    captured, captured_examples = tensor_values(
+        spec, request.path, sizes, **offsets, seed=request.seed, device=device
+    )
+    numbers: dict[str, Any] = {"scalars": values, "tensors": captured, **offsets}
     if request.dropout:
         numbers |= {"dropout_p": request.dropout, "rng": rng}
     q, k, v = operands
@@ -112,6 +114,7 @@ def run(request: Request) -> None:
             ("score_mod", f"{spec.score}" if spec.score_line else "none"),
             ("mask_mod", f"{spec.mask}" if spec.mask_line else "none"),
             *_scalar_rows(values, examples),
+            *_tensor_rows(spec, captured, captured_examples),
             *_dropout_rows(request, rng),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
             ("backend", f"{result.backend}, {why}"),
@@ -228,11 +231,12 @@ def _judge_gradients(
     same = reference.same_dtype_gradients(spec, *tensors, **numbers)
     kept = reference.kept_gradients(spec, *tensors, **numbers)
     factor = reference.GRADIENT_FACTOR
+    learned = [f"d{tensor.name}" for tensor in spec.tensors if tensor.grad]
+    names = ("dq", "dk", "dv", *learned)
+    found = (run.dq, run.dk, run.dv, *run.captured)
     return {
         name: reference.compare(got, ref, ordinary, factor=factor, kept=best)
-        for name, got, ref, ordinary, best in zip(
-            ("dq", "dk", "dv"), (run.dq, run.dk, run.dv), exact, same, kept, strict=True
-        )
+        for name, got, ref, ordinary, best in zip(names, found, exact, same, kept, strict=True)
     }
 
 
@@ -249,6 +253,19 @@ def _scalar_rows(values: dict[str, Number], examples: list[str]) -> list[tuple[s
     if examples:
         text += f"  ({', '.join(examples)}: the file's example)"
     return [("scalars", text)]
+
+
+def _tensor_rows(
+    spec: AttentionSpec, values: dict[str, Tensor], examples: list[str]
+) -> list[tuple[str, str]]:
+    """A line for each captured tensor: its shape, and where its values are from."""
+    rows = []
+    for tensor in spec.tensors:
+        text = f"{tensor.name} {list(values[tensor.name].shape)}, {tensor.dtype}"
+        text += ", learned" if tensor.grad else ""
+        text += ", the file's example" if tensor.name in examples else ", random"
+        rows.append(("captures", text))
+    return rows
 
 
 def _dropout_rows(request: Request, rng: Tensor) -> list[tuple[str, str]]:

@@ -179,7 +179,7 @@ class CPrinter:
         if isinstance(expr, sympy.Symbol):
             return expr in self._wide
         if isinstance(expr, Reading):
-            return expr.tensor.dtype == "int64"
+            return bool(expr.tensor.dtype == "int64")
         if self._overflows(expr):
             return True
         if isinstance(expr, sympy.Piecewise):

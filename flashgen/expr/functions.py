@@ -208,6 +208,11 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
         decided = all(signs) if self._least else any(signs)
         return True if decided else None
 
+    def _eval_is_positive(self) -> Any:
+        signs = [arg.is_positive for arg in self.args]
+        decided = all(signs) if self._least else any(signs)
+        return True if decided else None
+
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         """1 where this argument alone decides; equal arguments share, as torch's autograd does."""
         mine = self.args[argindex - 1]

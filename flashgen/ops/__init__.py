@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 from flashgen.errors import SpecError
 from flashgen.ops import backward, forward
 from flashgen.ops.backward import run_backward
-from flashgen.ops.checks import Problem, check, check_traced, is_constant
+from flashgen.ops.captures import check_learned
+from flashgen.ops.checks import Problem, check, check_traced
 from flashgen.ops.forward import draw_rng, run_forward
-from flashgen.ops.functions import Attend, attend_plain, is_plain
+from flashgen.ops.functions import Attend, are_plain, attend_plain, is_plain
 from flashgen.ops.numbers import (
     check_names,
     check_rng,
@@ -24,6 +25,7 @@ from flashgen.ops.numbers import (
 )
 from flashgen.ops.operator import Operator, operator_of
 from flashgen.ops.report import BackwardRun, ForwardRun, Report
+from flashgen.ops.symbols import is_constant
 from flashgen.ops.variants import with_dtype
 from flashgen.spec import AttentionSpec
 
@@ -115,16 +117,17 @@ class Attention:
 
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **rest: Any
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **rest: Any
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
     ) -> Tensor: ...
 
     def __call__(
         self,
+        /,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -138,12 +141,12 @@ class Attention:
         backend: str | None = None,
         arch: str | None = None,
         deterministic: bool | None = None,
-        **scalars: Any,
+        **captures: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of q over k and v, differentiable with respect to q, k and v.
+        """Attention of q over k and v, differentiable in these and in learned captured tensors.
 
         Under torch.autocast, q, k and v are cast to its dtype and the kernels of that dtype run, as
-        with torch's own attention.
+        with torch's own attention; captured tensors keep theirs.
 
         Args:
             q: [batch, heads_q, seq_q, head_dim], dtype of the spec, on the CPU or a CUDA device.
@@ -164,7 +167,9 @@ class Attention:
             arch: architecture to compile for; FLASHGEN_ARCH, else the GPU's own, else sm_80.
             deterministic: whether gradients have the same bits in every run; None does as
                 torch.use_deterministic_algorithms says.
-            scalars: a number for each of the spec's run-time scalars, by name.
+            captures: by name, a number for each of the spec's run-time scalars and a tensor for
+                each of its captured tensors: of the declared rank and dtype, on the device of q,
+                with any strides.
 
         Returns:
             out [batch, heads_q, seq_q, head_dim_v], dtype of q, with its axes ordered in memory as
@@ -179,7 +184,7 @@ class Attention:
         """
         options = (scale, q_offset, k_offset, backend, arch, deterministic)
         if torch.compiler.is_compiling():
-            result = self._traced(q, k, v, rng, dropout_p, options, scalars)
+            result = self._traced(q, k, v, rng, dropout_p, options, captures)
             return result if return_lse else result[0]
         operator = self._operator
         if _C._is_any_autocast_enabled():
@@ -188,23 +193,34 @@ class Attention:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
                 operator = self._of_dtype(dtype)
         self._used = operator
-        if scalars or operator.scalars:
-            check_names(operator.spec, scalars)
-            options = (*options, *[scalars[name] for name in operator.scalars])
+        captured: tuple[Any, ...] = ()
         plain = is_plain(q, k, v)
+        if captures or operator.captures:
+            check_names(operator.spec, captures)
+            options = (*options, *[captures[name] for name in operator.scalars])
+            captured = tuple([captures[name] for name in operator.tensors])
+            plain = plain and are_plain(captured)
+            if captured and torch.is_grad_enabled():
+                check_learned(operator.spec, captured)
         if not plain:
-            check_traced(operator.spec, q, k, v)
+            check_traced(operator.spec, q, k, v, captured)
             options = operator.normal(options)
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
         if not plain:
-            result = Attend.apply(operator, q, k, v, rng, dropout_p, options)  # type: ignore[no-untyped-call]
+            result = Attend.apply(operator, q, k, v, rng, dropout_p, options, *captured)  # type: ignore[no-untyped-call]
         elif (
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (captured and any(tensor.requires_grad for tensor in captured))
+            )
         ) or forward_ad._current_level >= 0:
-            result = attend_plain(operator, q, k, v, rng, dropout_p, options)
+            result = attend_plain(operator, q, k, v, rng, dropout_p, options, *captured)
         else:
-            result = operator.compute(q, k, v, rng, dropout_p, options)
+            result = operator.compute(q, k, v, rng, dropout_p, options, captured)
         return result if return_lse else result[0]
 
     def _of_dtype(self, dtype: torch.dtype) -> Operator:
@@ -224,18 +240,24 @@ class Attention:
         rng: Tensor | None,
         dropout_p: float | Tensor,
         options: tuple[Any, ...],
-        scalars: dict[str, Any],
+        captures: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile and torch.export see it: one node, checked when it runs."""
         overload = self._operator.overload
+        if self._operator.tensors or len(captures) != len(self._operator.scalars):
+            check_names(self.spec, captures)
+        captured: list[Any] = []
+        if self._operator.tensors:
+            captured = [captures[name] for name in self._operator.tensors]
+            captures = {name: captures[name] for name in self._operator.scalars}
+            if torch.is_grad_enabled():
+                check_learned(self.spec, captured)
         dtype = autocast_dtype(q)
         if dtype is not None:
             q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
             overload = getattr(torch.ops.flashgen, self._name_of_dtype(dtype)).default
         else:
-            check_traced(self.spec, q, k, v)
-        if len(scalars) != len(self._operator.scalars):
-            check_names(self.spec, scalars)
+            check_traced(self.spec, q, k, v, captured)
         p = None
         if isinstance(dropout_p, Tensor):
             p = dropout_p
@@ -258,6 +280,7 @@ class Attention:
             q,
             k,
             v,
+            *captured,
             rng,
             p,
             scale=scale,
@@ -266,7 +289,7 @@ class Attention:
             backend=backend,
             arch=arch,
             deterministic=deterministic,
-            **scalars,
+            **captures,
         )
         return result
 

@@ -15,6 +15,7 @@ import torch
 from flashgen.dropout import keep_scale, kept_levels
 from flashgen.errors import LaunchError
 from flashgen.launch import Param, pack
+from flashgen.ops.captures import numbers_of_captured
 from flashgen.ops.checks import Problem
 
 Tensor = torch.Tensor
@@ -30,12 +31,17 @@ def steps(tensor: Tensor) -> tuple[int, ...]:
     )
 
 
-def numbers_of(problem: Problem, tensors: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+def numbers_of(
+    problem: Problem,
+    tensors: Mapping[str, Tensor | None],
+    captured: Mapping[str, Tensor] | None = None,
+) -> dict[str, int | float]:
     """Every number that a kernel may ask for, by the name of its field.
 
     Args:
         tensors: by the names that kernels have for them: q, k, v, o, do, dq, dk, dv and others.
             The strides of those with four dimensions can be asked for.
+        captured: by the names that the spec has for them.
     """
     numbers: dict[str, int | float] = {
         name: getattr(problem, name)
@@ -53,7 +59,7 @@ def numbers_of(problem: Problem, tensors: Mapping[str, Tensor | None]) -> dict[s
     numbers["dropout_scale"] = keep_scale(problem.dropout_p)
     for name, value in problem.scalars.items():
         numbers[f"s_{name}"] = value
-    return numbers
+    return numbers | numbers_of_captured(captured or {})
 
 
 class Arguments:

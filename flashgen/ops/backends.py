@@ -132,7 +132,7 @@ def access_bytes(*tensors: Tensor) -> tuple[int, str]:
 def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     """The memory between a CPU tensor's first and last element, flat and shared, not copied.
 
-    numpy has no bfloat16: its bits come as uint16.
+    numpy has no bfloat16: its bits come as uint16; those of bool as uint8.
     """
     extent = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -140,6 +140,8 @@ def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     flat = tensor.detach().as_strided((extent,), (1,))
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
+    if flat.dtype == torch.bool:
+        return flat.view(torch.uint8).numpy()
     return flat.numpy()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from flashgen.errors import InputError
 from flashgen.ops import backends
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound
+from flashgen.ops.captures import check_deterministic, named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
 from flashgen.ops.report import BackwardRun, Report
+from flashgen.ops.tables import Tables
 from flashgen.ops.tiles import quiet, tiles_of
-from flashgen.ops.variants import without_dropout
+from flashgen.ops.variants import learning, without_dropout
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -40,6 +42,7 @@ class Backward:
         "_bound",
         "_built",
         "_crooked",
+        "_tables",
         "arch",
         "backend",
         "deterministic",
@@ -59,6 +62,11 @@ class Backward:
         deterministic: bool,
         *tensors: Tensor,
     ) -> None:
+        """
+        Args:
+            spec: its tensors with grad=True are those whose gradients are needed.
+            tensors: q, k, v, out and dout.
+        """
         self.drops = problem.dropout_p > 0
         self.spec = spec if self.drops else without_dropout(spec)
         self.problem = problem
@@ -70,6 +78,7 @@ class Backward:
         found = map(_obstacle, _READ.values(), tensors)
         self._crooked = dict(zip(_READ, found, strict=True))
         self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
+        self._tables: Tables | None = None  # for the kernels that read captured tensors
         self._built = 0.0
 
     def run(
@@ -82,11 +91,16 @@ class Backward:
         dout: Tensor,
         dlse: Tensor | None,
         rng: Tensor | None = None,
+        captured: Sequence[Tensor] = (),
         *,
         checkers: bool = True,
         order_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """dq, dk, dv, and what `reports` makes Reports of."""
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """dq, dk, dv and the needed gradients of captures; what `reports` makes Reports of.
+
+        Args:
+            captured: for each of the spec's tensors, in their order.
+        """
         read = {
             name: tensor.resolve_neg() if tensor.is_neg() else tensor
             for name, tensor in zip(_READ, (q, k, v, out, dout), strict=True)
@@ -94,11 +108,14 @@ class Backward:
         rng = rng.contiguous() if self.drops and rng is not None else None
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
+        by_name = named(self.spec, captured) if captured else {}
         if self.backend == "tiled" and not self.problem.is_empty:
-            return self._tiled(read, lse, dlse, rng)
+            return self._tiled(read, lse, dlse, rng, by_name)
         dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        sums = self._sums(by_name) if captured else {}
         if self.problem.is_empty:
-            return dq.zero_(), dk.zero_(), dv.zero_(), (self, (), (), 0.0, _EMPTY)
+            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *_rounded(sums, by_name))
+            return zeros, (self, (), (), 0.0, _EMPTY)
         copies = []
         for name, tensor in read.items():
             why = self._crooked[name] or backends.base_obstacle(_READ[name], tensor)
@@ -115,33 +132,51 @@ class Backward:
             "dk": dk,
             "dv": dv,
         }
+        if captured:
+            tensors |= pointers_of(by_name)
+            tensors |= {f"dc_{name}": total for name, total in sums.items()}
         bound = self._bound.get(copied := tuple(name for name, _ in copies))
         if bound is None:
-            bound = self._bind(copied, tensors)
-        sums = None
+            bound = self._bind(copied, tensors, by_name)
+        dq_sum = None
         for kernel in bound:
             if "dq_sum" in kernel.arguments.pointers:
-                sums = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
+                dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
+        emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
+        if self._tables is not None:
+            tensors |= self._tables.made(self.backend, by_name, self.index, **emulation)
         counted = []
         for kernel in bound:
             start = time.perf_counter()
-            counters = kernel.run(
-                self.backend, tensors, self.index, checkers=checkers, order_seed=order_seed
-            )
+            counters = kernel.run(self.backend, tensors, self.index, **emulation)
             counted.append((kernel.build, counters, time.perf_counter() - start))
-        if sums is not None:
-            copy_sums(sums, dq)
+        if dq_sum is not None:
+            copy_sums(dq_sum, dq)
         built, self._built = self._built, 0.0
-        return dq, dk, dv, (self, tuple(counted), tuple(text for _, text in copies), built, ALIGNED)
+        told = tuple(text for _, text in copies)
+        done = (self, tuple(counted), told, built, ALIGNED)
+        return ((dq, dk, dv, *_rounded(sums, by_name)) if sums else (dq, dk, dv)), done
 
-    def _bind(self, copied: tuple[str, ...], tensors: backends.Tensors) -> tuple[Bound, ...]:
+    def _sums(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Contiguous buffers for kernels to add the gradients of captured tensors to."""
+        return {
+            name: torch.zeros(captured[name].shape, dtype=torch.float32, device=self.device)
+            for name in (tensor.name for tensor in self.spec.tensors if tensor.grad)
+        }
+
+    def _bind(
+        self,
+        copied: tuple[str, ...],
+        tensors: backends.Tensors,
+        captured: Mapping[str, Tensor],
+    ) -> tuple[Bound, ...]:
         from flashgen.pipeline import build_backward
 
         start = time.perf_counter()
         kernels = build_backward(self.spec, self.arch, deterministic=self.deterministic)
         self._built = time.perf_counter() - start
         p = self.problem
-        numbers = numbers_of(p, tensors)
+        numbers = numbers_of(p, tensors, captured)
         bound = self._bound[copied] = tuple(
             Bound(
                 kernel,
@@ -150,11 +185,18 @@ class Backward:
             )
             for kernel in kernels
         )
+        if captured:
+            self._tables = Tables(self.spec, self.arch, captured, bound)
         return bound
 
     def _tiled(
-        self, read: dict[str, Tensor], lse: Tensor, dlse: Tensor | None, rng: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        self,
+        read: dict[str, Tensor],
+        lse: Tensor,
+        dlse: Tensor | None,
+        rng: Tensor | None,
+        captured: Mapping[str, Tensor],
+    ) -> tuple[tuple[Tensor, ...], Any]:
         from flashgen import tiled
 
         p = self.problem
@@ -174,13 +216,21 @@ class Backward:
                 q_offset=p.q_offset,
                 k_offset=p.k_offset,
                 scalars=dict(p.scalars),
+                tensors=captured,
                 dropout_p=p.dropout_p,
                 rng=rng,
                 **tiles_of(self.spec, self.arch, backward=True),
             )
-            dq, dk, dv = map(in_layout_of, (q, k, v), gradients)
+            of_operands = map(in_layout_of, (q, k, v), gradients[:3])
+            of_captures = (gradient.contiguous() for gradient in gradients[3:])
+            results = (*of_operands, *of_captures)
         seconds = time.perf_counter() - start
-        return dq, dk, dv, (self, ((None, None, seconds),), (), 0.0, _TILED)
+        return results, (self, ((None, None, seconds),), (), 0.0, _TILED)
+
+
+def _rounded(sums: Mapping[str, Tensor], captured: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Sums in float32 in the dtypes of what they are the gradients of."""
+    return tuple(total.to(captured[name].dtype) for name, total in sums.items())
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
@@ -223,13 +273,19 @@ def prepare(
     q_offset: int,
     k_offset: int,
     scalars: Mapping[str, object],
+    tensors: Mapping[str, object],
     dropout_p: float | Tensor,
     rng: Tensor | None,
     backend: str | None,
     arch: str | None,
     deterministic: bool | None,
+    needed: Sequence[bool] | None = None,
 ) -> Backward:
     """Checks a backward call and decides where it runs. Arguments as in `run_backward`.
+
+    Args:
+        needed: for each of the spec's tensors with grad=True, whether its gradient is; all are
+            when None.
 
     Raises:
         InputError: an argument is wrong.
@@ -244,6 +300,7 @@ def prepare(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars,
+        tensors=tensors,
         dropout_p=dropout_p,
         rng=rng,
     )
@@ -251,6 +308,12 @@ def prepare(
     where = backends.choose(backend, q.device)
     target = backends.target_of(arch, where, q.device)
     certain = settled(deterministic)
+    if needed is not None and not all(needed):
+        learned = [tensor.name for tensor in spec.tensors if tensor.grad]
+        chosen = zip(learned, needed, strict=True)
+        spec = learning(spec, frozenset(name for name, wanted in chosen if wanted))
+    if certain:
+        check_deterministic(spec, where)
     return Backward(spec, problem, where, target, certain, q, k, v, out, dout)
 
 
@@ -283,6 +346,7 @@ def run_backward(
     dlse: Tensor | None = None,
     *,
     scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
@@ -294,7 +358,9 @@ def run_backward(
     check_memory: bool = True,
     order_seed: int | None = None,
 ) -> BackwardRun:
-    """Gradients of q, k and v for those of out and lse; the forward call's own arguments otherwise.
+    """Gradients for those of out and lse; the forward call's own arguments otherwise.
+
+    They are those of q, k and v, and of the spec's captured tensors with grad=True.
 
     Args:
         out, lse: what the forward call gave.
@@ -321,14 +387,16 @@ def run_backward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars or {},
+        tensors=tensors or {},
         dropout_p=dropout_p,
         rng=rng,
         backend=backend,
         arch=arch,
         deterministic=deterministic,
     )
-    dq, dk, dv, done = call.run(
-        q, k, v, out, lse, dout, dlse, rng, checkers=check_memory, order_seed=order_seed
+    captured = tuple((tensors or {})[tensor.name] for tensor in spec.tensors)
+    (dq, dk, dv, *more), done = call.run(
+        q, k, v, out, lse, dout, dlse, rng, captured, checkers=check_memory, order_seed=order_seed
     )
     told, copies = reports(done)
-    return BackwardRun(dq, dk, dv, told, copies, call.deterministic)
+    return BackwardRun(dq, dk, dv, told, copies, call.deterministic, tuple(more))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flashgen.expr import COUNT_LIMIT, POSITION_LIMIT
+from flashgen.ops.captures import captured_of, check_captured, check_traced_captured
 from flashgen.ops.numbers import dropout_of, offset_of, refuse, scalars_of, scale_of
+from flashgen.ops.symbols import known
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -50,6 +52,7 @@ def check(
     q_offset: int,
     k_offset: int,
     scalars: Mapping[str, object],
+    tensors: Mapping[str, object] | None = None,
     dropout_p: float | Tensor = 0.0,
     rng: Tensor | None = None,
 ) -> Problem:
@@ -65,9 +68,7 @@ def check(
     _check_together(spec, q, k, v)
     for name, value in operands.items():
         _check_limits(name, value)
-    offsets = {"q_offset": q_offset, "k_offset": k_offset}
-    lengths = {"q_offset": q.shape[2], "k_offset": k.shape[2]}
-    return Problem(
+    problem = Problem(
         batch=q.shape[0],
         heads_q=q.shape[1],
         heads_kv=k.shape[1],
@@ -78,11 +79,18 @@ def check(
         scale=scale_of(spec, scale),
         scalars=scalars_of(spec, scalars),
         dropout_p=dropout_of(spec, dropout_p, rng, q.device),
-        **{name: offset_of(name, value, lengths[name]) for name, value in offsets.items()},
+        q_offset=offset_of("q_offset", q_offset, q.shape[2]),
+        k_offset=offset_of("k_offset", k_offset, k.shape[2]),
     )
+    if tensors or spec.tensors:
+        ends = problem.q_offset + problem.seq_q, problem.k_offset + problem.seq_k
+        check_captured(spec, captured_of(spec, tensors or {}), q, k, ends)
+    return problem
 
 
-def check_traced(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_traced(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[object] = ()
+) -> None:
     """What can be said of operands whose sizes are symbols and whose numbers are unknown.
 
     Sizes are compared only where they must be equal, so that a traced graph keeps serving other
@@ -94,6 +102,8 @@ def check_traced(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_kind(spec, name, value)
     _check_together(spec, q, k, v)
+    if captured:
+        check_traced_captured(spec, captured, q, k)
 
 
 def check_gradients(
@@ -193,22 +203,6 @@ def _check_memory(name: str, value: Tensor) -> None:
             f"shape {tuple(value.shape)}, strides {value.stride()}; expected a last stride of 1",
             f"{name}.contiguous()",
         )
-
-
-def known(fact: bool | torch.SymBool) -> bool:
-    """True when the fact is known to hold, for symbols too; a backed symbol gets a guard."""
-    if isinstance(fact, bool):
-        return fact
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes long to import
-
-    return guard_or_false(fact)
-
-
-def is_constant(fact: bool | torch.SymBool) -> bool:
-    """True when the fact holds whatever the values of symbols are; nothing is guarded."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
 
 
 def _check_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch
 from flashgen.ops import backends
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound, nearest_arch
+from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.report import ForwardRun, Report
+from flashgen.ops.tables import Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
@@ -45,6 +47,7 @@ class Forward:
         "_obstacle",
         "_out_model",
         "_swapped",
+        "_tables",
         "arch",
         "backend",
         "device",
@@ -75,6 +78,7 @@ class Forward:
         found = map(backends.stride_obstacle, _NAMES, (q, *kv))
         self._obstacle = next((text for text in found if text), None)
         self._bound: dict[int, Bound] = {}
+        self._tables: dict[int, Tables] = {}  # for the kernels that read captured tensors
         self._built = 0.0
 
     def run(
@@ -83,18 +87,24 @@ class Forward:
         k: Tensor,
         v: Tensor,
         rng: Tensor | None = None,
+        captured: Sequence[Tensor] = (),
         *,
         checkers: bool = True,
         order_seed: int | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """out, lse, and what `report` makes a Report of."""
+        """out, lse, and what `report` makes a Report of.
+
+        Args:
+            captured: for each of the spec's tensors, in their order.
+        """
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if self._is_empty:
             return self._nothing(q)
         rng = rng.contiguous() if self.drops and rng is not None else None
+        by_name = named(self.spec, captured) if captured else {}
         if self.backend == "tiled":
-            return self._tiled(q, k, v, rng)
+            return self._tiled(q, k, v, rng, by_name)
         out = torch.empty_like(self._out_model)
         if self._swapped:
             out = out.transpose(1, 2)
@@ -106,26 +116,33 @@ class Forward:
             width, reason = q.element_size(), self._reason(q, k, v, out)
         bound = self._bound.get(width)
         if bound is None:
-            bound = self._bind(width, {"q": q, "k": k, "v": v, "o": out})
+            bound = self._bind(width, {"q": q, "k": k, "v": v, "o": out}, by_name)
         built, self._built = self._built, 0.0
         start = perf_counter()
         counters = None
-        if self.backend == "gpu":
+        if self.backend == "gpu" and not by_name:
             bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
         else:
             tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng}
-            counters = bound.emulate(tensors, checkers=checkers, order_seed=order_seed)
+            emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
+            if by_name:
+                tensors |= pointers_of(by_name)
+                made = self._tables[width].made
+                tensors |= made(self.backend, by_name, self.index, **emulation)
+            counters = bound.run(self.backend, tensors, self.index, **emulation)
         seconds = perf_counter() - start
         return out, lse, (self, width, reason, bound.build, counters, built, seconds)
 
-    def _bind(self, width: int, tensors: backends.Tensors) -> Bound:
+    def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
         kernel = build(self.spec, self.arch, access_bytes=width)
         self._built = perf_counter() - start
         p = self.problem
         grid = kernel.plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
-        arguments = Arguments(kernel.source.params, numbers_of(p, tensors))
+        arguments = Arguments(kernel.source.params, numbers_of(p, tensors, captured))
         bound = self._bound[width] = Bound(kernel, arguments, grid)
+        if captured:
+            self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))
         return bound
 
     def _reason(self, *tensors: Tensor) -> str:
@@ -138,7 +155,12 @@ class Forward:
         return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0)
 
     def _tiled(
-        self, q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rng: Tensor | None,
+        captured: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Any]:
         from flashgen import tiled
 
@@ -154,6 +176,7 @@ class Forward:
                 q_offset=p.q_offset,
                 k_offset=p.k_offset,
                 scalars=dict(p.scalars),
+                tensors=captured,
                 dropout_p=p.dropout_p,
                 rng=rng,
                 **tiles_of(self.spec, self.arch),
@@ -180,6 +203,7 @@ def prepare(
     q_offset: int,
     k_offset: int,
     scalars: Mapping[str, object],
+    tensors: Mapping[str, object],
     dropout_p: float | Tensor,
     rng: Tensor | None,
     backend: str | None,
@@ -200,6 +224,7 @@ def prepare(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars,
+        tensors=tensors,
         dropout_p=dropout_p,
         rng=rng,
     )
@@ -214,6 +239,7 @@ def run_forward(
     v: Tensor,
     *,
     scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
@@ -227,6 +253,8 @@ def run_forward(
     """Runs the kernel of ``spec`` that fits these tensors. Arguments as in `flashgen.attention`.
 
     Args:
+        scalars, tensors: a number for each of the spec's scalars, a tensor for each of its captured
+            tensors, by name.
         check_memory: the emulator's checkers for memory and races.
         order_seed: the emulator runs blocks and warps in an order drawn from it.
 
@@ -245,12 +273,16 @@ def run_forward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars or {},
+        tensors=tensors or {},
         dropout_p=dropout_p,
         rng=rng,
         backend=backend,
         arch=arch,
     )
-    out, lse, done = forward.run(q, k, v, rng, checkers=check_memory, order_seed=order_seed)
+    captured = tuple((tensors or {})[tensor.name] for tensor in spec.tensors)
+    out, lse, done = forward.run(
+        q, k, v, rng, captured, checkers=check_memory, order_seed=order_seed
+    )
     return ForwardRun(out, lse, report(done), rng if forward.drops else None)
 
 

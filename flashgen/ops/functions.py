@@ -7,6 +7,7 @@ operator is a tangent of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,6 +24,11 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _C = torch._C
 # Also true for what torch.func.vjp leaves behind when it is over.
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+
+
+def are_plain(tensors: Sequence[Any]) -> bool:
+    """What `is_plain` asks of its arguments, for any number of them."""
+    return not tensors or all(type(t) in _PLAIN and not _is_wrapped(t) for t in tensors)
 
 
 def is_plain(q: Any, k: Any, v: Any) -> bool:
@@ -42,6 +48,16 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
     )
 
 
+def _save(ctx: Any, operator: Operator, dropout_p: Any, numbers: Any, *tensors: Any) -> None:
+    is_tensor = isinstance(dropout_p, Tensor)
+    ctx.operator = operator
+    ctx.numbers = numbers
+    ctx.dropout_p = None if is_tensor else dropout_p
+    ctx.save_for_backward(*tensors, dropout_p if is_tensor else None)
+    # None for a gradient of zeros: lse has one in most calls, and a kernel can do without.
+    ctx.set_materialize_grads(False)
+
+
 class Attend(torch.autograd.Function):
     """out and lse of one operator."""
 
@@ -54,45 +70,51 @@ class Attend(torch.autograd.Function):
         rng: Tensor | None,
         dropout_p: float | Tensor | None,
         numbers: tuple[Any, ...],
+        *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
             numbers: scale, q_offset, k_offset, backend, arch, deterministic, then the scalars.
+            captured: for each of the spec's tensors.
         """
-        if is_plain(q, k, v) and not q.is_meta:
-            return operator.compute(q, k, v, rng, dropout_p, numbers)
+        if is_plain(q, k, v) and are_plain(captured) and not q.is_meta:
+            return operator.compute(q, k, v, rng, dropout_p, numbers, captured)
         with _C._AutoDispatchBelowAutograd():
-            return operator.dispatch(q, k, v, rng, dropout_p, numbers)
+            return operator.dispatch(q, k, v, rng, dropout_p, numbers, captured)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        operator, q, k, v, rng, dropout_p, numbers = inputs
-        is_tensor = isinstance(dropout_p, Tensor)
-        ctx.operator = operator
-        ctx.numbers = numbers
-        ctx.dropout_p = None if is_tensor else dropout_p
-        ctx.save_for_backward(q, k, v, *output, rng, dropout_p if is_tensor else None)
-        # None for a gradient of zeros: lse has one in most calls, and a kernel can do without.
-        ctx.set_materialize_grads(False)
+        operator, q, k, v, rng, dropout_p, numbers, *captured = inputs
+        _save(ctx, operator, dropout_p, numbers, q, k, v, *output, rng, *captured)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * 7
-        q, k, v, out, lse, rng, dropout_p = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, rng, *captured, dropout_p = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         operator, numbers = ctx.operator, ctx.numbers
         given = (q, k, v, out, lse, dout, dlse, rng)
         p = ctx.dropout_p if dropout_p is None else dropout_p
-        if not torch.is_grad_enabled() and is_plain(q, k, v) and is_plain(out, lse, dout):
-            gradients = operator.compute_backward(*given, p, numbers)
+        _, need_q, need_k, need_v, _, _, _, *needs = ctx.needs_input_grad
+        needed = tuple([needs[place] for place in operator.learned]) if needs else ()
+        if (
+            not torch.is_grad_enabled()
+            and is_plain(q, k, v)
+            and is_plain(out, lse, dout)
+            and are_plain(captured)
+        ):
+            gradients = operator.compute_backward(*given, p, numbers, needed, captured)
         else:
-            gradients = Differentiate.apply(operator, *given, p, numbers)  # type: ignore[no-untyped-call]
-        _, need_q, need_k, need_v, *_ = ctx.needs_input_grad
-        dq, dk, dv = gradients
+            gradients = Differentiate.apply(operator, *given, p, numbers, needed, *captured)  # type: ignore[no-untyped-call]
+        dq, dk, dv, *rest = gradients
         asked = (dq if need_q else None, dk if need_k else None, dv if need_v else None)
-        return (None, *asked, None, None, None)
+        if not needs:
+            return (None, *asked, None, None, None)
+        learned = dict(zip(operator.learned, rest, strict=True))
+        of_captures = [learned[i] if need else None for i, need in enumerate(needs)]
+        return (None, *asked, None, None, None, *of_captures)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -100,13 +122,14 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        operator, *tensors = arguments[:6]
-        dims = in_dims[1:6]
+        operator, *tensors, numbers = arguments[:7]
+        captured = arguments[7:]
+        dims = (*in_dims[1:6], *in_dims[7:])
 
         def call(*tensors: Any) -> Any:
-            return Attend.apply(operator, *tensors, arguments[6])  # type: ignore[no-untyped-call]
+            return Attend.apply(operator, *tensors[:5], numbers, *tensors[5:])  # type: ignore[no-untyped-call]
 
-        return mapped.forward(operator.spec, call, info.batch_size, dims, tensors)
+        return mapped.forward(operator.spec, call, info.batch_size, dims, (*tensors, *captured))
 
 
 class AttendPlain(torch.autograd.Function):
@@ -122,9 +145,10 @@ class AttendPlain(torch.autograd.Function):
         rng: Tensor | None,
         dropout_p: float | Tensor | None,
         numbers: tuple[Any, ...],
+        *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        results = operator.compute(q, k, v, rng, dropout_p, numbers)
-        Attend.setup_context(ctx, (operator, q, k, v, rng, dropout_p, numbers), results)
+        results = operator.compute(q, k, v, rng, dropout_p, numbers, captured)
+        _save(ctx, operator, dropout_p, numbers, q, k, v, *results, rng, *captured)
         return results
 
     backward = Attend.backward
@@ -132,7 +156,7 @@ class AttendPlain(torch.autograd.Function):
 
 
 class Differentiate(torch.autograd.Function):
-    """dq, dk and dv of one operator."""
+    """dq, dk, dv and the gradients of captured tensors of one operator."""
 
     @staticmethod
     def forward(
@@ -147,12 +171,19 @@ class Differentiate(torch.autograd.Function):
         rng: Tensor | None,
         dropout_p: float | Tensor | None,
         numbers: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = (q, k, v, out, lse, dout, dlse, rng, dropout_p)
-        if is_plain(q, k, v) and is_plain(out, lse, dout) and not q.is_meta:
-            return operator.compute_backward(*given, numbers)
+        needed: tuple[bool, ...],
+        *captured: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """
+        Args:
+            needed: for each captured tensor with grad=True, whether its gradient is.
+        """
+        given = (q, k, v, out, lse, dout, dlse, rng, dropout_p, numbers, needed, captured)
+        plain = is_plain(q, k, v) and is_plain(out, lse, dout) and are_plain(captured)
+        if plain and not q.is_meta:
+            return operator.compute_backward(*given)
         with _C._AutoDispatchBelowAutograd():
-            return operator.dispatch_backward(*given, numbers)
+            return operator.dispatch_backward(*given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,13 +205,16 @@ class Differentiate(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        operator, *tensors = arguments[:10]
-        dims = in_dims[1:10]
+        operator, *tensors, numbers, needed = arguments[:12]
+        captured = arguments[12:]
+        dims = (*in_dims[1:10], *in_dims[12:])
 
         def call(*tensors: Any) -> Any:
-            return Differentiate.apply(operator, *tensors, arguments[10])  # type: ignore[no-untyped-call]
+            rest = (numbers, needed, *tensors[9:])
+            return Differentiate.apply(operator, *tensors[:9], *rest)  # type: ignore[no-untyped-call]
 
-        return mapped.backward(operator.spec, call, info.batch_size, dims, tensors)
+        given = (*tensors, *captured)
+        return mapped.backward(operator.spec, call, info.batch_size, dims, given, any(needed))
 
 
 # Function.apply looks for transforms of torch.func first, which takes several times as long as all
@@ -194,6 +228,6 @@ def refuse_forward_mode() -> NoReturn:
     raise InputError(
         "attention has no forward-mode derivative",
         where="torch.func.jvp or torch.autograd.forward_ad",
-        numbers="q, k or v carries a tangent",
+        numbers="q, k, v or a captured tensor carries a tangent",
         way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
     )

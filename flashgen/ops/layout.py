@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.ops.checks import known
+from flashgen.ops.symbols import known
 
 Tensor = torch.Tensor
 

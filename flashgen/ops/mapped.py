@@ -1,7 +1,8 @@
 """torch.vmap of the operator: one call over a larger batch where that is the same, else a loop.
 
 Every sample of a mapped call counts its own batch entries from 0, and dropout depends on them too.
-So samples can lie side by side in the batch only when nothing looks at it.
+So samples can lie side by side in the batch only when nothing looks at it; nor when they have
+captured tensors of their own, or gradients of one that all share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forward(
         call: the operator one level of mapping further down, of tensors like ``given``.
         size: of the mapped dimension.
         dims: where each of ``given`` is mapped, None where it is the same for all samples.
-        given: q, k, v, rng, dropout_p.
+        given: q, k, v, rng, dropout_p, then the captured tensors.
 
     Returns:
         out and lse with the mapped dimension first, and where it is.
@@ -45,9 +46,15 @@ def backward(
     size: int,
     dims: Sequence[int | None],
     given: Sequence[Any],
+    learns: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The same for the gradients; ``given`` is q, k, v, out, lse, dout, dlse, rng, dropout_p."""
-    return _map(spec, call, size, dims, given, operands=7)
+    """The same for the gradients.
+
+    Args:
+        given: q, k, v, out, lse, dout, dlse, rng, dropout_p, then the captured tensors.
+        learns: whether gradients of captured tensors are needed.
+    """
+    return _map(spec, call, size, dims, given, operands=7, learns=learns)
 
 
 def _map(
@@ -57,24 +64,26 @@ def _map(
     dims: Sequence[int | None],
     given: Sequence[Any],
     operands: int,
+    learns: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     first = [
         value.movedim(dim, 0) if dim is not None else value
         for value, dim in zip(given, dims, strict=True)
     ]
     is_mapped = [dim is not None for dim in dims]
-    *_, dropout_p = given
+    dropout_p, captured = given[operands + 1], given[operands + 2 :]
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
     looks = {B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)
-    if size and (drops or looks):
+    own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in spec.tensors)
+    pairs = tuple(zip(first, is_mapped, strict=True))
+    if size == 0:
+        # What a sample would give, and none of it.
+        sample = (value.new_zeros(value.shape[1:]) if mapped else value for value, mapped in pairs)
+        results = tuple(part[None][:0] for part in call(*sample))
+        return results, (0,) * len(results)
+    if drops or looks or own or learns:
         samples = [
-            call(
-                *(
-                    value[i] if mapped else value
-                    for value, mapped in zip(first, is_mapped, strict=True)
-                )
-            )
-            for i in range(size)
+            call(*(value[i] if mapped else value for value, mapped in pairs)) for i in range(size)
         ]
         results = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
         return results, (0,) * len(results)
@@ -85,8 +94,9 @@ def _map(
         for value, mapped in zip(first[:operands], is_mapped, strict=False)
     ]
     batch = int(first[0].shape[1 if is_mapped[0] else 0])  # of one sample
-    # Nothing is dropped here: no sample (an empty mapping) or no dropout.
+    parts = call(*folded, None, None, *captured)
     results = tuple(
-        part.reshape(size, batch, *part.shape[1:]) for part in call(*folded, None, None)
+        part.reshape(size, batch, *part.shape[1:]) if place < 3 else part.expand(size, *part.shape)
+        for place, part in enumerate(parts)
     )
     return results, (0,) * len(results)

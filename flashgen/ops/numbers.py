@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 import torch
 
+from flashgen import expr
 from flashgen.dropout import kept_levels
 from flashgen.errors import InputError
 from flashgen.expr import POSITION_LIMIT, SCALAR_LIMIT, Scalar
@@ -18,6 +19,7 @@ from flashgen.spec import AttentionSpec
 Tensor = torch.Tensor
 Number = int | float | bool
 
+_KINDS: dict[type, str] = {Scalar: "scalar", expr.Tensor: "tensor"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -87,26 +89,37 @@ def scalars_of(spec: AttentionSpec, given: Mapping[str, object]) -> dict[str, Nu
     Raises:
         InputError: one is missing, superfluous, or cannot take its value.
     """
-    check_names(spec, given)
+    check_names(spec, given, spec.scalars)
     return {scalar.name: scalar_value(scalar, given[scalar.name]) for scalar in spec.scalars}
 
 
-def check_names(spec: AttentionSpec, given: Mapping[str, object]) -> None:
-    """Raises InputError when ``given`` does not have exactly the spec's scalars."""
-    wanted = [scalar.name for scalar in spec.scalars]
-    missing = [name for name in wanted if name not in given]
-    extra = [name for name in given if name not in wanted]
+def check_names(
+    spec: AttentionSpec,
+    given: Mapping[str, object],
+    captures: Sequence[Scalar | expr.Tensor] | None = None,
+) -> None:
+    """Raises InputError when ``given`` does not have the names of ``captures``, each once.
+
+    Args:
+        captures: some of the spec's; all of its tensors and scalars when None.
+    """
+    if captures is None:
+        captures = (*spec.tensors, *spec.scalars)
+    kinds = {capture.name: _KINDS[type(capture)] for capture in captures}
+    missing = [name for name in kinds if name not in given]
+    extra = [name for name in given if name not in kinds]
     if missing or extra:
+        accepted = sorted(set(kinds.values())) or ["scalar"]
         what = (
-            f"the scalar {missing[0]!r} of the spec is missing"
+            f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
             if missing
-            else f"{extra[0]!r} is not a scalar of the spec"
+            else f"{extra[0]!r} is not a {' or '.join(accepted)} of the spec"
         )
-        call = "".join(f", {name}=..." for name in wanted)
+        call = "".join(f", {name}=..." for name in kinds)
         refuse(
             what,
             f"argument {(missing or extra)[0]}",
-            f"spec {spec.name} takes: {', '.join(wanted) or 'none'}; "
+            f"spec {spec.name} takes: {', '.join(kinds) or 'none'}; "
             f"given: {', '.join(given) or 'none'}",
             f"op(q, k, v{call})",
         )
@@ -136,7 +149,10 @@ def scalar_value(scalar: Scalar, given: object) -> Number:
     if value is None:
         way_out = f"{scalar.name}={_example(scalar)}"
         if isinstance(given, Tensor):
-            way_out = f"{scalar.name}.item(), a Python number; tensors are not captured"
+            way_out = (
+                f"{scalar.name}.item(), a Python number; or fg.Tensor({scalar.name!r}, ()) in the "
+                "spec, a number in a tensor"
+            )
         refuse(
             f"the scalar {scalar.name!r} cannot take this value",
             f"argument {scalar.name}",

@@ -7,6 +7,7 @@ earlier one has little left to do before the launch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from flashgen.ops.numbers import (
     scalar_value,
     scale_of,
 )
-from flashgen.ops.registry import free_name, register
+from flashgen.ops.registry import NEEDED, free_name, register
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -52,6 +53,8 @@ class Operator:
 
     Attributes:
         name: in torch.ops.flashgen.
+        scalars, tensors: names of what the spec captures.
+        learned: places among the tensors of those with grad=True.
         done, done_backward: what the last calls did, for reports; None before.
     """
 
@@ -59,6 +62,9 @@ class Operator:
         self.spec = spec
         self.dropout = spec.dropout
         self.scalars = tuple(scalar.name for scalar in spec.scalars)
+        self.tensors = tuple(tensor.name for tensor in spec.tensors)
+        self.learned = tuple(place for place, t in enumerate(spec.tensors) if t.grad)
+        self.captures = bool(self.scalars or self.tensors)
         self.done: Any = None
         self.done_backward: Any = None
         self._forwards: dict[Any, forward.Forward] = {}
@@ -105,10 +111,17 @@ class Operator:
     # Through torch's dispatcher.
 
     def dispatch(
-        self, q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: Any, numbers: Numbers
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rng: Tensor | None,
+        p: Any,
+        numbers: Numbers,
+        captured: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.overload(
-            q, k, v, rng, as_tensor(p), **self.keywords(numbers)
+            q, k, v, *captured, rng, as_tensor(p), **self.keywords(numbers)
         )
         return result
 
@@ -124,31 +137,44 @@ class Operator:
         rng: Tensor | None,
         p: Any,
         numbers: Numbers,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        result: tuple[Tensor, Tensor, Tensor] = self.overload_backward(
-            q, k, v, out, lse, dout, dlse, rng, as_tensor(p), **self.keywords(numbers)
-        )
+        needed: Sequence[bool] = (),
+        captured: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        named = self.keywords(numbers)
+        if not all(needed):
+            named[NEEDED] = list(needed)
+        given = (out, lse, dout, dlse, rng, as_tensor(p))
+        result: tuple[Tensor, ...] = self.overload_backward(q, k, v, *captured, *given, **named)
         return result
 
     # Around it.
 
     def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: Any, numbers: Numbers
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rng: Tensor | None,
+        p: Any,
+        numbers: Numbers,
+        captured: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """out and lse of ordinary tensors; everything is checked, once for each problem."""
         if type(p) is not float:
             p = 0.0 if p is None else probability_of(p)
         key = _key(q, k, v, rng, p, numbers)
+        if captured:
+            key = (key, _key_captured(captured))
         call = self._forwards.get(key)
         if call is None:
             backward.settled(numbers[5])  # wrong now or never: the backward call would be too late
             call = forward.prepare(
-                self.spec, q, k, v, dropout_p=p, rng=rng, **self._arguments(numbers)
+                self.spec, q, k, v, dropout_p=p, rng=rng, **self._arguments(numbers, captured)
             )
             _keep(self._forwards, key, call)
         elif rng is not None:
             check_rng(rng, q.device)
-        out, lse, self.done = call.run(q, k, v, rng)
+        out, lse, self.done = call.run(q, k, v, rng, captured)
         return out, lse
 
     def compute_backward(
@@ -163,13 +189,22 @@ class Operator:
         rng: Tensor | None,
         p: Any,
         numbers: Numbers,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients, in the same way."""
+        needed: tuple[bool, ...] = (),
+        captured: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        """The gradients, in the same way: dq, dk, dv, then those of captured tensors.
+
+        Args:
+            needed: for each captured tensor with grad=True, whether its gradient is; of the others
+                it is a tensor without elements.
+        """
         if type(p) is not float:
             p = 0.0 if p is None else probability_of(p)
         deterministic = backward.settled(numbers[5])
         rest = _key_backward(out, lse, dout, dlse)
-        key = (deterministic, _key(q, k, v, rng, p, numbers), rest)
+        key: Any = (deterministic, _key(q, k, v, rng, p, numbers), rest)
+        if captured:
+            key = (*key, _key_captured(captured), needed)
         call = self._backwards.get(key)
         if call is None:
             call = backward.prepare(
@@ -184,15 +219,21 @@ class Operator:
                 dropout_p=p,
                 rng=rng,
                 deterministic=deterministic,
-                **self._arguments(numbers),
+                needed=needed,
+                **self._arguments(numbers, captured),
             )
             _keep(self._backwards, key, call)
         elif rng is not None:
             check_rng(rng, q.device)
-        dq, dk, dv, self.done_backward = call.run(q, k, v, out, lse, dout, dlse, rng)
-        return dq, dk, dv
+        found, self.done_backward = call.run(q, k, v, out, lse, dout, dlse, rng, captured)
+        if all(needed):
+            return found
+        computed = iter(found[3:])
+        learned = zip(self.learned, needed, strict=True)
+        rest = (next(computed) if wanted else captured[i].new_empty(0) for i, wanted in learned)
+        return (*found[:3], *rest)
 
-    def _arguments(self, numbers: Numbers) -> dict[str, Any]:
+    def _arguments(self, numbers: Numbers, captured: Sequence[Tensor]) -> dict[str, Any]:
         scale, q_offset, k_offset, backend, arch, _, *scalars = numbers
         return {
             "scale": scale,
@@ -201,6 +242,7 @@ class Operator:
             "backend": backend,
             "arch": arch,
             "scalars": dict(zip(self.scalars, scalars, strict=True)),
+            "tensors": dict(zip(self.tensors, captured, strict=True)),
         }
 
 
@@ -231,6 +273,13 @@ def _key(q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: float, numbers:
             config.backend() if backend is None else None,
             config.arch() if arch is None else None,
         )
+    except RuntimeError:
+        return None
+
+
+def _key_captured(captured: Sequence[Tensor]) -> Any:
+    try:
+        return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
     except RuntimeError:
         return None
 

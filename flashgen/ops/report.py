@@ -91,6 +91,8 @@ class BackwardRun:
         reports: one per kernel, in launch order; one without a kernel when none was launched.
         copies: what was copied first because kernels cannot read it as it lies, and why.
         deterministic: whether equal bits in every run were asked for.
+        captured: the gradient of each tensor that the spec declares with grad=True, of the shape
+            and dtype of the one given.
     """
 
     dq: Tensor
@@ -99,6 +101,7 @@ class BackwardRun:
     reports: tuple[Report, ...]
     copies: tuple[str, ...]
     deterministic: bool
+    captured: tuple[Tensor, ...] = ()
 
     @property
     def backend(self) -> str:

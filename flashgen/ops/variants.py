@@ -1,10 +1,11 @@
-"""A spec with another dtype or without dropout: the same expressions, not read again."""
+"""A spec with another dtype, without dropout or with fewer gradients: the same expressions."""
 
 from __future__ import annotations
 
 import copy
 import functools
 
+from flashgen import expr
 from flashgen.spec import AttentionSpec
 
 
@@ -20,10 +21,24 @@ def without_dropout(spec: AttentionSpec) -> AttentionSpec:
     return _changed(spec, "dropout", False)
 
 
-def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
-    """What was read from the user's functions depends on neither option."""
-    if getattr(spec, option) == value:
+@functools.lru_cache(maxsize=1024)
+def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
+    """``spec`` with kernels that compute the gradients of these captured tensors only."""
+    if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
+    tensors = (
+        expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        for tensor in spec.tensors
+    )
+    return _with(spec, "tensors", tuple(tensors))
+
+
+def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
+    return spec if getattr(spec, option) == value else _with(spec, option, value)
+
+
+def _with(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
+    """What was read from the user's functions depends on none of these options."""
     changed = copy.copy(spec)
     object.__setattr__(changed, option, value)
     return changed

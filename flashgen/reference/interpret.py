@@ -133,7 +133,7 @@ def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     if coefficient.is_Rational and not coefficient.is_Integer:
         # One division by the denominator rounds once, where two factors would round twice.
         numerator = _multiply(run, [run.value(sympy.Integer(coefficient.p)), run.value(rest)])
-        return numerator.to(run.real) / int(coefficient.q)
+        return numerator.to(run.real) / float(coefficient.q)
     return _multiply(run, [run.value(arg) for arg in expr.args])
 
 

@@ -1,0 +1,142 @@
+"""Example tensors for specs that capture some: the spec file's own, else random ones.
+
+A spec file may define, at its top level, ::
+
+    def example_tensors(sizes, generator):
+        return {"length": [sizes.seq_k // 2] * sizes.batch}
+
+It is given the lengths that dimensions have in the run (`Lengths`) and a torch.Generator seeded by
+``--seed``, and returns a value for some or all of the tensors, by name: tensors, arrays or lists,
+which are converted to the declared dtype. Names that the spec does not capture are ignored.
+
+A tensor without such a value has the length of the run in each dimension that the call knows and
+`OWN_LENGTH` in one with a name of its own. Floats are normal numbers times a tenth, bools are true
+or false with equal probability, integers are anything from 0 to seq_k.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.cli.inputs import Shape
+from flashgen.errors import FlashgenError, InputError
+from flashgen.expr import Tensor as Capture
+from flashgen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+OWN_LENGTH = 64
+"""Of a dimension that has a name of its own."""
+
+_FLOAT_FACTOR = 0.1
+_SEED = 0x5EED  # apart from the generator that makes q, k and v
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The length of each dimension that the call knows.
+
+    Attributes:
+        seq_q, seq_k: up to the last global position, the offset included.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+
+def tensor_values(
+    spec: AttentionSpec,
+    path: str,
+    sizes: Shape,
+    *,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> tuple[dict[str, Tensor], list[str]]:
+    """A tensor for each that the spec of a file captures; the same for the same seed.
+
+    Returns:
+        The tensors, and the names of those that are the file's examples.
+
+    Raises:
+        InputError: the file's example_tensors is no function or does not work.
+    """
+    if not spec.tensors:
+        return {}, []
+    import torch
+
+    generator = torch.Generator().manual_seed(seed + _SEED)
+    lengths = Lengths(
+        sizes.batch,
+        sizes.heads_q,
+        sizes.heads_kv,
+        max(sizes.seq_q + q_offset, 1 if sizes.seq_q else 0),
+        max(sizes.seq_k + k_offset, 1 if sizes.seq_k else 0),
+    )
+    given = _given(path, lengths, generator)
+    values = {}
+    for tensor in spec.tensors:
+        value = given.get(tensor.name)
+        if value is None:
+            value = _random(tensor, lengths, generator)
+        dtype = getattr(torch, tensor.dtype)
+        try:
+            values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"example_tensors gives no tensor for {tensor.name}: {error}",
+                where=f"{path}, example_tensors",
+                numbers=f"given {value!r}"[:200],
+                way_out="a tensor, an array or a list of numbers",
+            ) from None
+    return values, [name for name in values if name in given]
+
+
+def _random(tensor: Capture, lengths: Lengths, generator: Generator) -> Tensor:
+    import torch
+
+    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in tensor.dims]
+    if tensor.dtype == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
+    high = min(max(lengths.seq_k, 1), torch.iinfo(dtype).max)
+    return torch.randint(high + 1, shape, generator=generator)
+
+
+def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:
+    """What the file's example_tensors returns; empty when it has none."""
+    file = path if Path(path).is_file() else path.rpartition(":")[0]
+    function: Callable[..., Any] | None = runpy.run_path(file).get("example_tensors")
+    if function is None:
+        return {}
+    where = f"{Path(file).as_posix()}, example_tensors"
+    try:
+        found = function(lengths, generator)
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"example_tensors raised {type(error).__name__}: {error}",
+            where=where,
+            numbers=f"given {lengths}",
+            way_out="def example_tensors(sizes, generator): return {name: values, ...}",
+        ) from error
+    if isinstance(found, Mapping):
+        return found
+    raise InputError(
+        "example_tensors does not return a dictionary",
+        where=where,
+        numbers=f"returned a {type(found).__name__}",
+        way_out='return {"ids": ...}, a value for each tensor by name',
+    )

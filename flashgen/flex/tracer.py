@@ -1,0 +1,330 @@
+"""Running a mod written for torch on tensors that stand for its arguments.
+
+A `TracedTensor` has a shape and a dtype and no memory. Whatever torch does with one arrives as an
+ATen operation, whose rule makes the traced values of flashgen from those of its operands. A
+`Tracer` is active meanwhile, so that captured tensors become arrays of elements as soon as torch
+sees them: slices and casts of them are then part of what is read, and not computed once and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import flashgen.expr as fg
+from flashgen.errors import SpecError
+from flashgen.expr import Scalar, Traced
+from flashgen.expr.limits import Limits, limits
+from flashgen.expr.names import check_name
+from flashgen.expr.source import is_library, shown_path
+from flashgen.expr.traced import Value, as_expr, captures_of
+from flashgen.flex.array import Array, Entry, Index, literal, single
+from flashgen.flex.indexing import getitem
+
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float32",  # cast at each call: kernels compute in float32
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+_SHAPE_READERS = ("shape", "size", "__len__", "numel", "nelement", "sym_size", "nbytes", "stride")
+_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
+
+
+@dataclass(eq=False)
+class Source:
+    """A captured tensor and what the spec calls it.
+
+    Attributes:
+        tensor: the one that the mod was read with.
+        place: its number in the reach of the mods; None when it cannot be found again.
+        constant: whether the mod makes it, the same at each call.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    place: int | None = None
+    constant: bool = False
+    known: dict[bool, fg.Tensor] = field(default_factory=dict)
+
+
+class TracedTensor(torch.Tensor):
+    """What a mod sees in place of a tensor."""
+
+    array: Array
+    tracer: Tracer
+
+    @staticmethod
+    def __new__(cls, array: Array, tracer: Tracer) -> TracedTensor:
+        made: TracedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, array.shape, dtype=array.dtype, device=tracer.device
+        )
+        made.array = array
+        made.tracer = tracer
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<traced tensor of shape {self.array.shape}, {self.array.dtype}>"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        from flashgen.flex.operations import run
+
+        leaves = pytree.tree_leaves((args, kwargs))
+        tracer = next(leaf.tracer for leaf in leaves if isinstance(leaf, TracedTensor))
+        return run(tracer, func, args, dict(kwargs or {}))
+
+
+class Tracer(TorchFunctionMode):
+    """What is found while mods are read.
+
+    Args:
+        device: of the queries.
+        bounds: of the positions, the least and the greatest value of each symbol.
+        reach: captured tensors that can be found again at another call, and their names.
+
+    Attributes:
+        sources: the captured tensors in order of first use.
+        sizes: run-time scalars that hold lengths of captured tensors: source and dimension.
+        assumed: integer expressions that are never negative within `bounds`, and of which the
+            reading made use.
+        rigid: whether it depends on the lengths of captured tensors.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        bounds: Mapping[sympy.Symbol, Limits],
+        reach: Sequence[torch.Tensor],
+        names: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.sources: list[Source] = []
+        self.sizes: dict[str, tuple[Source, int]] = {}
+        self.assumed: list[sympy.Expr] = []
+        self.rigid = False
+        self._bounds = bounds
+        self._places = {id(tensor): place for place, tensor in enumerate(reach)}
+        self._names = names
+        self._known: dict[int, TracedTensor] = {}
+        self._scalars: dict[str, Scalar] = {}
+        self._taken: set[str] = set()
+        self._parents: dict[int, Source] = {}
+
+    # What torch calls.
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = _name_of(func)
+        if name.startswith(_RANDOM) or name in _RANDOM:
+            self.refuse(
+                f"a mod cannot draw random numbers: torch.{name}",
+                way_out="dropout=True of fg.AttentionSpec for dropout; a captured tensor of noise",
+            )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.traced, (tuple(args), kwargs))
+        tensor = args[0] if args and isinstance(args[0], TracedTensor) else None
+        if tensor is not None and name in _SHAPE_READERS and tensor.array.data is None:
+            self.rigid = self.rigid or bool(tensor.array.shape)
+        if func is torch.Tensor.__getitem__:
+            assert tensor is not None
+            return getitem(self, tensor, args[1])
+        return pytree.tree_map_only(torch.Tensor, self.constant, func(*args, **kwargs))
+
+    # From tensors to arrays and back.
+
+    def wrap(self, array: Array) -> TracedTensor:
+        return TracedTensor(array, self)
+
+    def symbol(self, symbol: sympy.Symbol, dtype: torch.dtype) -> TracedTensor:
+        return self.wrap(single(Entry(Value(symbol)), dtype))
+
+    def traced(self, tensor: torch.Tensor) -> TracedTensor:
+        """``tensor`` as a captured one, unless it is traced already."""
+        if isinstance(tensor, TracedTensor):
+            return tensor
+        known = self._known.get(id(tensor))
+        if known is None:
+            source = self._source(tensor)
+            known = self._known[id(tensor)] = self.wrap(self._captured(source, learned=None))
+        return known
+
+    def operand(self, tensor: torch.Tensor) -> TracedTensor:
+        """An operand that only torch's own code has seen: a number that it made a tensor of."""
+        if isinstance(tensor, TracedTensor):
+            return tensor
+        if tensor.dim() == 0 and id(tensor) not in self._places:
+            return self.constant(tensor)
+        return self.traced(tensor)
+
+    def constant(self, tensor: torch.Tensor) -> TracedTensor:
+        """A tensor that the mod made out of numbers."""
+        if isinstance(tensor, TracedTensor):
+            return tensor
+        data = tensor.detach()
+        captured: list[Array] = []
+
+        def at(indices: tuple[Index, ...]) -> Entry:
+            if all(isinstance(index, int) for index in indices):
+                return literal(data[indices].item())
+            if not captured:
+                source = Source(data, self._free_name("table"), constant=True)
+                self.sources.append(source)
+                captured.append(self._captured(source, learned=False))
+            return captured[0].at(indices)
+
+        return self.wrap(Array(tuple(data.shape), data.dtype, at, _fixed(data.shape), data))
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        if tensor.dtype not in DTYPES:
+            self.refuse(
+                "a captured tensor of a dtype that kernels do not read",
+                numbers=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
+                way_out=f"one of {', '.join(sorted(set(DTYPES.values())))}",
+            )
+        place = self._places.get(id(tensor))
+        name = "" if place is None else self._names[place]
+        source = Source(tensor, self._free_name(name or f"c{len(self.sources)}"), place)
+        self.sources.append(source)
+        return source
+
+    def _captured(self, source: Source, learned: bool | None) -> Array:
+        tensor = source.tensor
+        grad = tensor.requires_grad if learned is None else learned
+
+        def at(indices: tuple[Index, ...]) -> Entry:
+            return Entry(_element(self._tensor(source, grad), indices))
+
+        sizes = tuple(functools.partial(self._size, source, dim) for dim in range(tensor.dim()))
+        return Array(
+            tuple(tensor.shape),
+            tensor.dtype,
+            at,
+            _fixed(tensor.shape) if source.constant else sizes,
+            detached=(lambda: self._captured(source, learned=False)) if grad else None,
+        )
+
+    def _tensor(self, source: Source, grad: bool) -> fg.Tensor:
+        if grad not in source.known:
+            name = source.name if not source.known else self._free_name(f"{source.name}_fixed")
+            dims = tuple(f"{name}_{dim}" for dim in range(source.tensor.dim()))
+            source.known[grad] = fg.Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
+        return source.known[grad]
+
+    def _size(self, source: Source, dim: int) -> Scalar:
+        for name, known in self.sizes.items():
+            if known == (source, dim):
+                return self._scalars[name]
+        name = self._free_name(f"{source.name}_size_{dim}")
+        self.sizes[name] = source, dim
+        self._scalars[name] = Scalar(name, "int32", minimum=1)
+        return self._scalars[name]
+
+    def _free_name(self, wanted: str) -> str:
+        """A name that a capture may have and that no other has."""
+        name = wanted.strip("_")
+        while "__" in name:
+            name = name.replace("__", "_")
+        try:
+            check_name("Tensor", name)
+        except SpecError:
+            name = f"{name}_value" if name.isidentifier() and name.isascii() else "c0"
+        free, count = name, 0
+        while free in self._taken:
+            count += 1
+            free = f"{name}_{count}"
+        self._taken.add(free)
+        return free
+
+    # Questions that rules ask.
+
+    def never_negative(self, expr: sympy.Expr) -> bool:
+        """True when a number is at least 0 for all positions of this call."""
+        whole, denominator = expr.as_numer_denom()
+        if not (denominator.is_Integer and denominator > 0):
+            return False
+        try:
+            if limits(whole, _EVERYWHERE)[0] >= 0:
+                return True
+            if limits(whole, self._bounds)[0] < 0:
+                return False
+        except TypeError:  # computed in floats
+            return False
+        self.assumed.append(whole)
+        return True
+
+    def refuse(self, what: str, *, numbers: str = "", way_out: str) -> NoReturn:
+        """Raise a SpecError at the user's line."""
+        raise SpecError(
+            what, where=user_location(), numbers=numbers or "while a mod is read", way_out=way_out
+        ) from None
+
+
+_EVERYWHERE = {fg.Q: (0, fg.POSITION_LIMIT), fg.K: (0, fg.POSITION_LIMIT)}
+"""Positions of flex_attention count from 0."""
+
+
+def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
+    """``tensor[indices]``; torch's dtypes say that an index is an integer, sympy cannot always."""
+    element = fg.Element(tensor.symbol, *map(as_expr, indices))
+    expr = sympy.Ne(element, 0) if tensor.dtype == "bool" else element
+    return Value(expr, captures_of(tensor, *indices))
+
+
+def _fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:
+    return tuple(functools.partial(int, length) for length in shape)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", "")
+    return str(name)
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that runs code of neither flashgen nor a library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame):
+        frame = frame.f_back
+    return frame
+
+
+def user_location() -> str:
+    frame = user_frame()
+    if frame is None:
+        return "unknown"
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+__all__ = ["Source", "TracedTensor", "Tracer", "user_location"]
