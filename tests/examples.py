@@ -1,0 +1,26 @@
+"""The run-time values with which tests run the specs of ``specs/``: the files' own examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shapes import Case
+
+import flashgen as fg
+from flashgen.cli.captures import tensor_values
+from flashgen.cli.inputs import Shape, example_scalars
+
+SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
+SPEC_IDS = [path.stem for path in SPECS]
+
+
+def spec_path(name: str) -> Path:
+    return SPECS[SPEC_IDS.index(name)]
+
+
+def values_of(path: Path, case: Case, **offsets: int) -> dict[str, Any]:
+    """Arguments ``scalars`` and ``tensors`` of the run and reference functions."""
+    sizes = Shape(case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k)
+    tensors, _ = tensor_values(fg.load(path), str(path), sizes, seed=case.scores, **offsets)
+    return {"scalars": dict(example_scalars(str(path))), "tensors": tensors}
