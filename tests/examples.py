@@ -19,8 +19,18 @@ def spec_path(name: str) -> Path:
     return SPECS[SPEC_IDS.index(name)]
 
 
-def values_of(path: Path, case: Case, **offsets: int) -> dict[str, Any]:
+def values_of(
+    path: Path, case: Case, device: Any = "cpu", q_offset: int = 0, k_offset: int = 0
+) -> dict[str, Any]:
     """Arguments ``scalars`` and ``tensors`` of the run and reference functions."""
     sizes = Shape(case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k)
-    tensors, _ = tensor_values(fg.load(path), str(path), sizes, seed=case.scores, **offsets)
+    tensors, _ = tensor_values(
+        fg.load(path),
+        str(path),
+        sizes,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        seed=case.scores,
+        device=str(device),
+    )
     return {"scalars": dict(example_scalars(str(path))), "tensors": tensors}

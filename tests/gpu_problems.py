@@ -15,14 +15,13 @@ import torch
 from shapes import HEADS, LAYOUTS, Case
 
 import flashgen as fg
+from examples import SPECS, values_of
 from flashgen import reference
-from flashgen.cli.inputs import example_scalars
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
-SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
 RNG = (0x0123456789ABCDEF, 42)  # seed and offset
 MOST_ELEMENTS = 1 << 22  # of an operand: comparing takes its time
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -64,6 +63,11 @@ class Problem:
     numbers: Mapping[str, Any]
     deterministic: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the results: `NAMES`, and the gradients of learned tensors."""
+        return (*NAMES, *(f"d{tensor.name}" for tensor in self.spec.tensors if tensor.grad))
+
     def forward(self, turn: int = 0, **more: Any) -> ForwardRun:
         given = {**self.numbers, **gpu.options(turn), **more}
         return run_forward(self.spec, self.q, self.k, self.v, **given)
@@ -74,13 +78,13 @@ class Problem:
         return run_backward(self.spec, *operands, **given)
 
     def results(self, turn: int = 0, **more: Any) -> tuple[Tensor, ...]:
-        """Out, lse, dq, dk and dv of the kernels."""
+        """What `names` says, of the kernels."""
         forward = self.forward(turn, **more)
         run = self.backward(forward, turn, **more)
-        return forward.out, forward.lse, run.dq, run.dk, run.dv
+        return forward.out, forward.lse, run.dq, run.dk, run.dv, *run.captured
 
     def operator(self, **more: Any) -> Callable[[], tuple[Tensor, ...]]:
-        """A call of the operator and of autograd that gives the same five, without checks anew."""
+        """A call of the operator and of autograd that gives the same, without checks anew."""
         attend = fg.attention(self.spec)
         leaves = [tensor.detach().requires_grad_() for tensor in (self.q, self.k, self.v)]
         given = {
@@ -89,10 +93,15 @@ class Problem:
             **self.numbers,
             **more,
         }
-        scalars = given.pop("scalars", {})
+        tensors = dict(given.pop("tensors", {}))
+        for tensor in self.spec.tensors:
+            if tensor.grad:
+                tensors[tensor.name] = tensors[tensor.name].detach().requires_grad_()
+                leaves.append(tensors[tensor.name])
+        values = {**given.pop("scalars", {}), **tensors}
 
         def call() -> tuple[Tensor, ...]:
-            out, lse = attend(*leaves, return_lse=True, **given, **scalars)
+            out, lse = attend(*leaves[:3], return_lse=True, **given, **values)
             if self.dlse is None:
                 gradients = torch.autograd.grad(out, leaves, self.dout)
             else:
@@ -118,7 +127,7 @@ class Problem:
         )
 
     def wrong(self, results: tuple[Tensor, ...] | None = None) -> list[str]:
-        """What breaks the error rule, a line for each of the five results; empty when nothing does.
+        """What breaks the error rule, a line for each result; empty when nothing does.
 
         Args:
             results: those of `results`, which is called for None.
@@ -128,12 +137,13 @@ class Problem:
         for place, (got, ref, same) in enumerate(
             zip(found, self.exact(), self.ordinary(), strict=True)
         ):
-            line = verdict_of(place, got, ref, same)
+            name = self.names[place]
+            line = verdict_of(name, got, ref, same)
             if line:
                 lines.append(line)
-            dtype = torch.float32 if NAMES[place] == "lse" else self.q.dtype
+            dtype = self.q.dtype if place < len(NAMES) and name != "lse" else torch.float32
             if got.dtype != dtype or got.device != self.q.device:
-                lines.append(f"{NAMES[place]} is {got.dtype} on {got.device}")
+                lines.append(f"{name} is {got.dtype} on {got.device}")
         return lines
 
     def to(self, device: torch.device) -> Problem:
@@ -144,19 +154,21 @@ class Problem:
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in self.numbers.items()
         }
+        captured = self.numbers["tensors"].items()
+        numbers["tensors"] = {name: tensor.to(device) for name, tensor in captured}
         return replace(self, **moved, dlse=dlse, numbers=numbers)
 
 
-def verdict_of(place: int, got: Tensor, exact: Tensor, ordinary: Tensor) -> str | None:
+def verdict_of(name: str, got: Tensor, exact: Tensor, ordinary: Tensor) -> str | None:
     """What the error rule says against a result, None when nothing.
 
     Args:
-        place: of the result in `NAMES`.
+        name: of the result, as in `Problem.names`.
     """
-    gradient = NAMES[place].startswith("d")
+    gradient = name.startswith("d")
     factor = reference.GRADIENT_FACTOR if gradient else reference.OUTPUT_FACTOR
     verdict = reference.compare(got, exact, ordinary, factor=factor)
-    return None if verdict.ok else f"{NAMES[place]} {verdict}"
+    return None if verdict.ok else f"{name} {verdict}"
 
 
 def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Problem:
@@ -176,7 +188,7 @@ def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Pr
         values = torch.randn(shape, generator=generator, device=gpu.DEVICE).to(dtype)
         return laid_out(values, layout)
 
-    numbers: dict[str, Any] = {"scalars": dict(example_scalars(str(path))), **offsets}
+    numbers: dict[str, Any] = values_of(path, case, device=gpu.DEVICE, **offsets) | offsets
     if mode.dropout_p:
         numbers["dropout_p"] = mode.dropout_p
         numbers["rng"] = torch.tensor(RNG, device=gpu.DEVICE)
@@ -188,7 +200,8 @@ def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Pr
         normal(case.heads_q, case.seq_q, dim_v, "contiguous"),
         normal(case.heads_q, case.seq_q, 1, "contiguous")[..., 0].float(),
         numbers,
-        mode.deterministic,
+        # Gradients of captured tensors are added up atomically: no deterministic mode yet.
+        mode.deterministic and not any(tensor.grad for tensor in spec.tensors),
     )
 
 

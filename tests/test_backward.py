@@ -65,14 +65,9 @@ def check_gradients(
         deterministic=deterministic,
         **numbers,
     )
-    exact = reference.gradients(spec, q, k, v, dout, dlse, **numbers)
-    same = reference.same_dtype_gradients(spec, q, k, v, dout, dlse, **numbers)
-    kept = reference.kept_gradients(spec, q, k, v, dout, dlse, **numbers)
-    learned = [tensor for tensor in spec.tensors if tensor.grad]
-    names = ("dq", "dk", "dv", *(f"d{tensor.name}" for tensor in learned))
     found = (run.dq, run.dk, run.dv, *run.captured)
-    for name, got, ref, ordinary, best in zip(names, found, exact, same, kept, strict=True):
-        verdict = reference.compare(got, ref, ordinary, factor=reference.GRADIENT_FACTOR, kept=best)
+    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
+    for name, verdict in verdicts.items():
         assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
     assert run.dq.dtype == run.dk.dtype == run.dv.dtype == q.dtype
     return run

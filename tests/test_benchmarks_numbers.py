@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.suite.cases import Case, flops, grid, llama, make
 from benchmarks.suite.device import Device, Span, driver_in
-from benchmarks.suite.forms import Mods, live_elements, symmetric_window
+from benchmarks.suite.forms import FORMS, Mods, live_elements
 from benchmarks.suite.parts.roofline import parse
 from benchmarks.suite.parts.sanitizer import errors_in
 from benchmarks.suite.parts.sparsity import window_of
@@ -69,7 +69,7 @@ def test_grid_has_16k_tokens_and_heads_times_head_dim_2048() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5, 0.99, 1.0])
 def test_a_window_is_the_narrowest_of_the_wanted_density(seq: int, share: float) -> None:
     def kept(window: int) -> int:
-        mods = symmetric_window(seq, seq, 1, {"window": window})
+        mods = FORMS["symmetric_window"].mods(seq, seq, 1, {"window": window})
         return live_elements(mods, 1, 1, seq, seq, torch.device("cpu"))
 
     window = window_of(seq, share)

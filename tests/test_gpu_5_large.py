@@ -11,7 +11,7 @@ import math
 import gpu_device as gpu
 import pytest
 import torch
-from gpu_problems import Mode, Problem, path_of, problem, verdict_of
+from gpu_problems import NAMES, Mode, Problem, path_of, problem, verdict_of
 from shapes import Case
 
 import flashgen as fg
@@ -66,7 +66,7 @@ def check_ends(one: Problem, pairs: list[tuple[int, int]]) -> None:
                 ):
                     rows = seen[place]
                     got = results[place][where][:, :, rows]
-                    line = verdict_of(place, got, exact[:, :, rows], same[:, :, rows])
+                    line = verdict_of(NAMES[place], got, exact[:, :, rows], same[:, :, rows])
                     failures.add(label, [line] if line else [])
     failures.tell()
 

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from shapes import Case
 from test_tiled import gradient_of, spec_of
-from tiled_calls import SPECS, arguments, both, forward
+from tiled_calls import arguments, both, forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
+from examples import SPECS
 from flashgen import reference, tiled
 from flashgen.analysis import analyse
 from flashgen.cli.inputs import example_scalars

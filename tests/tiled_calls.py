@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from flashgen import tiled
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
-SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
 
 
 def arguments(spec: AttentionSpec, q: Tensor, **given: Any) -> dict[str, Any]:

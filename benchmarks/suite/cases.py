@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.forms import FORMS, Form, Mods, symmetric_window
+from benchmarks.suite.forms import FORMS, Form, Mods
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ("forward", "backward", "both")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 WINDOWED = "symmetric_window"
-"""The spec of the part "sparsity"; it has no file in specs/."""
+"""The spec of the part "sparsity"."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Case:
 
     Attributes:
         group: which shapes it belongs to.
-        spec: name of a file in specs/, or `WINDOWED`.
+        spec: name of a file in specs/.
         scalars: the spec's run-time scalars, (name, value).
         key: one of the few shapes that slow compilers are asked to serve.
     """
@@ -50,9 +50,8 @@ class Case:
     @property
     def mods(self) -> Mods:
         """Mask and score in torch."""
-        given = dict(self.scalars)
-        make = symmetric_window if self.spec == WINDOWED else FORMS[self.spec].mods
-        return make(self.seq_q, self.seq_k, self.heads_q, given)
+        form = FORMS[self.spec]
+        return form.mods(self.seq_q, self.seq_k, self.heads_q, dict(self.scalars))
 
     @property
     def scores(self) -> int:

@@ -6,6 +6,7 @@ oracle of the suite share nothing with the compiler. A test compares each with i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,10 +108,63 @@ def _softcap(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mo
     return Mods(score=lambda s, b, h, q, k: CAP * torch.tanh(s / CAP))
 
 
-def symmetric_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    """|q - k| <= W: the mask of the part "sparsity"."""
+def _symmetric_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
     window = given["window"]
     return Mods(mask=lambda b, h, q, k: torch.abs(q - k) <= window)
+
+
+def _longformer(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    window, first = given["window"], given["global_tokens"]
+    return Mods(mask=lambda b, h, q, k: (torch.abs(q - k) <= window) | (k < first) | (q < first))
+
+
+def _block_diagonal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    chunk = given["chunk"]
+    return Mods(mask=lambda b, h, q, k: q // chunk == k // chunk)
+
+
+def _natten_2d(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    width, height, radius = given["width"], given["height"], given["radius"]
+
+    def near(a: Any, b: Any, length: int) -> Any:
+        return torch.abs(b - a.clamp(min=radius).clamp(max=length - 1 - radius)) <= radius
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        rows = near(q // width, k // width, height)
+        return rows & near(q % width, k % width, width)
+
+    return Mods(mask=mask)
+
+
+def _block_diffusion(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    clean, block = given["clean"], given["block"]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        q_noised, k_noised = q < clean, k < clean
+        i, j = q % clean // block, k % clean // block
+        itself = (i == j) & (q_noised == k_noised)
+        return itself | ((i > j) & q_noised & ~k_noised) | ((i >= j) & ~q_noised & ~k_noised)
+
+    return Mods(mask=mask)
+
+
+def _empty_rows(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(mask=lambda b, h, q, k: (q < seq_q // 2) & (k >= 0))
+
+
+def _distance_decay(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(score=lambda s, b, h, q, k: s / (1 + 1e-4 * (q - k) ** 2))
+
+
+def _squared(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(score=lambda s, b, h, q, k: s * s)
+
+
+def _canvas(tokens: int) -> dict[str, Any]:
+    """A canvas about as wide as high, with a neighbourhood of 13 x 13 where that fits."""
+    width = max(1, math.isqrt(tokens))
+    height = -(-tokens // width)
+    return {"width": width, "height": height, "radius": min(6, (min(width, height) - 1) // 2)}
 
 
 FORMS: dict[str, Form] = {
@@ -124,8 +178,16 @@ FORMS: dict[str, Form] = {
     "strided": Form(_strided, lambda n: {"stride": max(1, n // 64)}),
     "alibi": Form(_alibi),
     "softcap": Form(_softcap),
+    "symmetric_window": Form(_symmetric_window, lambda n: {"window": max(1, n // 8)}),
+    "longformer": Form(_longformer, lambda n: {"window": max(1, n // 16), "global_tokens": 64}),
+    "block_diagonal": Form(_block_diagonal, lambda n: {"chunk": max(1, n // 8)}),
+    "natten_2d": Form(_natten_2d, _canvas),
+    "block_diffusion": Form(_block_diffusion, lambda n: {"clean": max(1, n // 2), "block": 16}),
+    "empty_rows": Form(_empty_rows),
+    "distance_decay": Form(_distance_decay),
+    "squared": Form(_squared),
 }
-"""By the name of the spec's file."""
+"""By the name of the spec's file. Specs that capture tensors are not measured yet."""
 
 
 def live_elements(mods: Mods, batch: int, heads: int, seq_q: int, seq_k: int, device: Any) -> int:

@@ -35,7 +35,7 @@ STAMP = {
 SPEED = {
     **STAMP,
     "group": "which shapes the problem belongs to",
-    "spec": "name of a file in specs/, or symmetric_window for |q - k| <= window",
+    "spec": "name of a file in specs/",
     "scalars": "of the spec, name=value",
     "batch": "",
     "heads_q": "",

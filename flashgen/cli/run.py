@@ -227,17 +227,8 @@ def _judge_gradients(
 ) -> dict[str, Verdict]:
     from flashgen import reference
 
-    exact = reference.gradients(spec, *tensors, **numbers)
-    same = reference.same_dtype_gradients(spec, *tensors, **numbers)
-    kept = reference.kept_gradients(spec, *tensors, **numbers)
-    factor = reference.GRADIENT_FACTOR
-    learned = [f"d{tensor.name}" for tensor in spec.tensors if tensor.grad]
-    names = ("dq", "dk", "dv", *learned)
     found = (run.dq, run.dk, run.dv, *run.captured)
-    return {
-        name: reference.compare(got, ref, ordinary, factor=factor, kept=best)
-        for name, got, ref, ordinary, best in zip(names, found, exact, same, kept, strict=True)
-    }
+    return reference.judge_gradients(found, spec, *tensors, **numbers)
 
 
 def _dims(spec: AttentionSpec) -> str:

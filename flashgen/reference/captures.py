@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.expr import SCORE, TensorSymbol, elements_of
+from flashgen.expr import SCORE, Element, TensorSymbol, elements_of
 
 from .interpret import evaluate
 from .problem import Part, Problem
@@ -24,35 +24,45 @@ def learned_of(problem: Problem) -> dict[TensorSymbol, Tensor]:
     return {x.symbol: problem.values[x.symbol] for x in problem.spec.tensors if x.grad}
 
 
-def gradients_of_captures(
+def flows_to_captures(
     problem: Problem, part: Part, scores: Tensor, ds: Tensor, dead: Tensor
 ) -> tuple[Tensor, ...]:
-    """What one part adds to the gradient of each learnable tensor, in `problem.real`.
+    """What each position gives to each element of a learnable tensor that the score reads.
 
     Args:
         scores: s, before the score function.
         ds: gradient of s', before the factor ds'/ds; both [n, rows, seq_k].
         dead: where s' is -inf, by the mask or by the score function itself.
+
+    Returns:
+        For each of `_elements`, [n, rows, seq_k] in `problem.real`.
     """
+    slopes = (problem.slope_by(element, scores, part) for element in _elements(problem))
+    return tuple((ds.to(problem.real) * slope).masked_fill(dead, 0) for slope in slopes)
+
+
+def added_to_captures(
+    problem: Problem, part: Part, scores: Tensor, flows: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """``flows`` of one part added up where they belong: whole tensors, in `problem.real`."""
     real = problem.real
     leaves = {
         symbol: tensor.detach().to(real, copy=True).requires_grad_()
         for symbol, tensor in learned_of(problem).items()
     }
-    values = {**part.values, SCORE: scores.to(real), **leaves}
-    read, given = [], []
-    for element in elements_of(problem.spec.score):
-        if element.tensor not in leaves:
-            continue
-        slope = problem.slope_by(element, scores, part)
-        with torch.enable_grad():
-            read.append(evaluate(element, values, real))
-        flowing = (ds.to(real) * slope).masked_fill(dead, 0)
-        given.append(flowing.sum_to_size(read[-1].shape))
-    if not read:
+    if not flows:
         return tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+    values = {**part.values, SCORE: scores.to(real), **leaves}
+    with torch.enable_grad():
+        read = [evaluate(element, values, real) for element in _elements(problem)]
+    given = [flow.sum_to_size(x.shape) for flow, x in zip(flows, read, strict=True)]
     found = torch.autograd.grad(read, list(leaves.values()), given, allow_unused=True)
     return tuple(
         torch.zeros_like(leaf) if gradient is None else gradient
         for leaf, gradient in zip(leaves.values(), found, strict=True)
     )
+
+
+def _elements(problem: Problem) -> list[Element]:
+    learned = learned_of(problem)
+    return [e for e in elements_of(problem.spec.score) if e.tensor in learned]

@@ -29,7 +29,7 @@ import torch
 from flashgen.errors import InputError
 from flashgen.spec import AttentionSpec
 
-from .captures import gradients_of_captures, learned_of
+from .captures import added_to_captures, flows_to_captures, learned_of
 from .oracle import softmax_times_v
 from .problem import Number, Part, Problem, State, problem_of
 
@@ -164,6 +164,54 @@ def same_dtype_gradients(
     return total.results()
 
 
+def errors_of_summands(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: State | None = None,
+) -> tuple[Tensor, ...]:
+    """How far PyTorch's gradients of captured tensors are off, as their summands say.
+
+    The gradient of a tensor of few elements is a sum of very many numbers. Its one error may be
+    small by luck; the root of the sum of squares of the errors of what is added up is not.
+
+    Arguments and errors as in `gradients`.
+
+    Returns:
+        For each learnable tensor, in the order of spec.tensors, float64 of its shape.
+    """
+    exact, same = (
+        problem_of(
+            spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
+            scale=scale, dropout_p=dropout_p, rng=rng, exact=is_exact,
+        )
+        for is_exact in (True, False)
+    )  # fmt: skip
+    total = [torch.zeros(x.shape, dtype=torch.float64) for x in learned_of(exact).values()]
+    for part, ordinary in zip(exact.parts(), same.parts(), strict=True):
+        ours = _algorithm_3(exact, part, dout, dlse, kept=False)
+        with torch.enable_grad():
+            theirs = _autograd(same, ordinary, dout, dlse)
+        squares = tuple(
+            (b.double() - a).square() for a, b in zip(ours.flows, theirs.flows, strict=True)
+        )
+        for sums, added in zip(
+            total, added_to_captures(exact, part, ours.scores, squares), strict=True
+        ):
+            sums += added.to(sums.device)
+    return tuple(sums.sqrt() for sums in total)
+
+
 def _algorithm_3(
     problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None, *, kept: bool
 ) -> _OfPart:
@@ -194,13 +242,14 @@ def _algorithm_3(
     if dlse is not None:
         d = d - part.of_rows(dlse).to(problem.work)[..., None]
     ds = p * (dp - d)
-    captured = gradients_of_captures(problem, part, raw, ds, dead)
+    flows = flows_to_captures(problem, part, raw, ds, dead)
+    captured = added_to_captures(problem, part, raw, flows)
     if slope is not None:
         ds = ds * slope
     ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return _OfPart(dq, dk, dv, captured)
+    return _OfPart(dq, dk, dv, captured, flows, raw.detach())
 
 
 def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -> _OfPart:
@@ -216,12 +265,13 @@ def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -
     if dlse is not None:
         of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
     ds, dv = torch.autograd.grad(of, [scores, v], given)
-    captured = gradients_of_captures(problem, part, raw.detach(), ds, dead)
+    flows = flows_to_captures(problem, part, raw.detach(), ds, dead)
+    captured = added_to_captures(problem, part, raw.detach(), flows)
     if slope is not None:
         ds = (ds.to(problem.real) * slope).to(problem.work)
     ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return _OfPart(dq, dk, dv, captured)
+    return _OfPart(dq, dk, dv, captured, flows, raw.detach())
 
 
 @dataclass(frozen=True)
@@ -231,12 +281,16 @@ class _OfPart:
     Attributes:
         dq, dk, dv: of each pair, [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
         captured: of the learnable tensors, whole.
+        flows: what was added up to those, [n, seq_q, seq_k] for each element that the score reads.
+        scores: s, before the score function.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     captured: tuple[Tensor, ...]
+    flows: tuple[Tensor, ...]
+    scores: Tensor
 
 
 class _Gradients:

@@ -80,6 +80,7 @@ def compare(
     *,
     factor: float = OUTPUT_FACTOR,
     kept: Tensor | None = None,
+    summands: Tensor | None = None,
 ) -> Verdict:
     """Measures ``out`` by the error rule.
 
@@ -91,6 +92,8 @@ def compare(
         kept: for gradients, those of `kept_gradients`, whose error no backward pass avoids that
             starts from O and LSE: `KEPT_FACTOR` times its RMS adds to that of ``same`` as
             independent errors add, and its maximum counts where it is the larger one.
+        summands: for gradients of captured tensors, those of `errors_of_summands`: they count as
+            the error of ``same`` where they are the larger one.
 
     The RMS of the ordinary computation can be 0 by luck: with one key, softmax is exactly 1 and O
     is V itself. So the RMS allowed is never below 1.2 times the unit roundoff (half the spacing of
@@ -117,6 +120,9 @@ def compare(
         from_kept = (kept.double() - exact).abs()
         ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(from_kept))
         ordinary_max = max(ordinary_max, _max(from_kept))
+    if summands is not None:
+        ordinary_rms = max(ordinary_rms, _rms(summands))
+        ordinary_max = max(ordinary_max, _max(summands))
     once = torch.finfo(out.dtype).eps / 2 * _rms(exact[exact.isfinite()])
     return Verdict(
         max_error=_max(error),

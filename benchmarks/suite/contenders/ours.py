@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import flashgen as fg
-from benchmarks.suite.cases import ROOT, WINDOWED, Case
+from benchmarks.suite.cases import ROOT, Case
 from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
 from flashgen.arch import facts
@@ -61,21 +61,10 @@ def flashgens(device: Device) -> list[Flashgen]:
 
 
 @functools.cache
-def _spec(name: str) -> fg.AttentionSpec:
-    if name != WINDOWED:
-        return fg.load(ROOT / "specs" / f"{name}.py")
-    window = fg.Scalar("window", "int32", minimum=0)
-
-    def symmetric_window(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return fg.abs(q - k) <= window
-
-    return fg.AttentionSpec(mask_mod=symmetric_window, head_dim=64, name=WINDOWED)
-
-
-@functools.cache
 def spec_of(case: Case) -> fg.AttentionSpec:
     """The spec of a case, with its dtype and head dim."""
-    return _spec(case.spec).replace(dtype=case.dtype, head_dim=case.head_dim)
+    spec = fg.load(ROOT / "specs" / f"{case.spec}.py")
+    return spec.replace(dtype=case.dtype, head_dim=case.head_dim)
 
 
 def in_short(plan: Plan) -> str:
