@@ -154,7 +154,7 @@ class Problem:
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in self.numbers.items()
         }
-        captured = self.numbers["tensors"].items()
+        captured = self.numbers.get("tensors", {}).items()
         numbers["tensors"] = {name: tensor.to(device) for name, tensor in captured}
         return replace(self, **moved, dlse=dlse, numbers=numbers)
 

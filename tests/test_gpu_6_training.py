@@ -33,7 +33,7 @@ def one_of(p: float, dtype: str = "bfloat16") -> Problem:
 def stepped(one: Problem, compiled: bool) -> tuple[Tensor, ...]:
     """Out, lse and gradients of a step whose operands and loss have arithmetic of their own."""
     attend = fg.attention(one.spec)
-    numbers = {name: value for name, value in one.numbers.items() if name != "scalars"}
+    numbers = {n: value for n, value in one.numbers.items() if n not in ("scalars", "tensors")}
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (one.q, one.k, one.v)]
 
     def step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
