@@ -342,7 +342,7 @@ def test_a_module_learns_its_captures_when_compiled():
         {"gate": lambda t: 1.5},
         {"biass": lambda t: 1.5},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_a_wrong_capture_is_the_same_error_in_a_compiled_function(change):
     given = captured()
