@@ -165,6 +165,11 @@ __device__ __forceinline__ Partials score_partials() {
   return {1.0f};
 }
 
+// Where by0 is added up: the gradient of bias[b, h, q, k].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int b, int h, int q, int k) {
+  return sum_of_bias(p, b, h, q, k);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -622,7 +627,7 @@ dense_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
             if (d != 0.0f) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
-              atomicAdd(sum_of_bias(p, b, h, q, k), d * by.by0);
+              atomicAdd(place_of_by0(p, b, h, q, k), d * by.by0);
             }
           }
         }

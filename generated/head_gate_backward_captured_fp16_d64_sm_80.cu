@@ -164,6 +164,11 @@ __device__ __forceinline__ Partials score_partials(const Params& p, float score,
   return {score * t0 * (1.0f - t0)};
 }
 
+// Where by0 is added up: the gradient of gate[h].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int h) {
+  return sum_of_gate(p, h);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -628,5 +633,5 @@ head_gate_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 
   // 6. What was added up in registers, to global memory.
   by0 = column_sum(quad_sum(by0));
-  if (lane == 0) atomicAdd(sum_of_gate(p, h), by0);
+  if (lane == 0) atomicAdd(place_of_by0(p, h), by0);
 }

@@ -168,6 +168,16 @@ __device__ __forceinline__ Partials score_partials() {
   return {1.0f, -1.0f};
 }
 
+// Where by0 is added up: the gradient of a[q].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int q) {
+  return sum_of_a(p, q);
+}
+
+// Where by1 is added up: the gradient of c[k].
+__device__ __forceinline__ float* place_of_by1(const Params& p, int k) {
+  return sum_of_c(p, k);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -633,7 +643,7 @@ qk_offset_backward_captured_fp16_d64(const __grid_constant__ Params p) {
         }
         by1 = column_sum(by1);
         if (lane < 4 && by1 != 0.0f) {
-          atomicAdd(sum_of_c(p, k), by1);
+          atomicAdd(place_of_by1(p, k), by1);
         }
       }
     }
@@ -649,7 +659,7 @@ qk_offset_backward_captured_fp16_d64(const __grid_constant__ Params p) {
       const int q = q_first + 16 * g + 8 * r;
       const bool first = lane % 4 == 0 && q < p.q_offset + p.seq_q;
       const float all_by0 = quad_sum(by0[g][r]);
-      if (first) atomicAdd(sum_of_a(p, q), all_by0);
+      if (first) atomicAdd(place_of_by0(p, q), all_by0);
     }
   }
 }

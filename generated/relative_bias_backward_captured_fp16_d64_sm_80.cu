@@ -151,6 +151,11 @@ __device__ __forceinline__ Partials score_partials() {
   return {1.0f};
 }
 
+// Where by0 is added up: the gradient of table[q + seq_k - k - 1].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int q, int k) {
+  return sum_of_table(p, q + p.seq_k - k - 1);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -608,7 +613,7 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
             if (d != 0.0f) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
-              atomicAdd(sum_of_table(p, q + p.seq_k - k - 1), d * by.by0);
+              atomicAdd(place_of_by0(p, q, k), d * by.by0);
             }
           }
         }

@@ -151,6 +151,16 @@ __device__ __forceinline__ Partials score_partials() {
   return {1.0f, 1.0f};
 }
 
+// Where by0 is added up: the gradient of t[k].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int k) {
+  return sum_of_t(p, k);
+}
+
+// Where by1 is added up: the gradient of t[q].
+__device__ __forceinline__ float* place_of_by1(const Params& p, int q) {
+  return sum_of_t(p, q);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -616,7 +626,7 @@ symmetric_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
         }
         by0 = column_sum(by0);
         if (lane < 4 && by0 != 0.0f) {
-          atomicAdd(sum_of_t(p, k), by0);
+          atomicAdd(place_of_by0(p, k), by0);
         }
       }
     }
@@ -632,7 +642,7 @@ symmetric_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
       const int q = q_first + 16 * g + 8 * r;
       const bool first = lane % 4 == 0 && q < p.q_offset + p.seq_q;
       const float all_by1 = quad_sum(by1[g][r]);
-      if (first) atomicAdd(sum_of_t(p, q), all_by1);
+      if (first) atomicAdd(place_of_by1(p, q), all_by1);
     }
   }
 }

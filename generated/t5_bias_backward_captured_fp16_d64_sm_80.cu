@@ -166,6 +166,17 @@ __device__ __forceinline__ Partials score_partials() {
   return {1.0f};
 }
 
+// Where by0 is added up: the gradient of table[h, where(k - q > 0, 16, 0) + where(abs(k - q) < 8,
+// abs(k - q), where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q) >=
+// 23, 1, 0) + where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q) >=
+// 64, 1, 0) + where(abs(k - q) >= 91, 1, 0) + 8)].
+__device__ __forceinline__ float* place_of_by0(const Params& p, int h, int q, int k) {
+  return sum_of_table(p, h, (k - q > 0 ? 16 : 0) + (abs(k - q) < 8 ? abs(k - q) : (abs(k - q) >= 12
+      ? 1 : 0) + (abs(k - q) >= 16 ? 1 : 0) + (abs(k - q) >= 23 ? 1 : 0) + (abs(k - q) >= 32 ? 1 :
+      0) + (abs(k - q) >= 46 ? 1 : 0) + (abs(k - q) >= 64 ? 1 : 0) + (abs(k - q) >= 91 ? 1 : 0) +
+      8));
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -623,7 +634,7 @@ t5_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
             if (d != 0.0f) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
-              atomicAdd(sum_of_table(p, h, (k - q > 0 ? 16 : 0) + (abs(k - q) < 8 ? abs(k - q) : (abs(k - q) >= 12 ? 1 : 0) + (abs(k - q) >= 16 ? 1 : 0) + (abs(k - q) >= 23 ? 1 : 0) + (abs(k - q) >= 32 ? 1 : 0) + (abs(k - q) >= 46 ? 1 : 0) + (abs(k - q) >= 64 ? 1 : 0) + (abs(k - q) >= 91 ? 1 : 0) + 8)), d * by.by0);
+              atomicAdd(place_of_by0(p, h, q, k), d * by.by0);
             }
           }
         }

@@ -141,6 +141,11 @@ __device__ __forceinline__ Partials score_partials(float score) {
   return {score};
 }
 
+// Where by0 is added up: the gradient of t.
+__device__ __forceinline__ float* place_of_by0(const Params& p) {
+  return sum_of_t(p);
+}
+
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
@@ -605,5 +610,5 @@ temperature_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 
   // 6. What was added up in registers, to global memory.
   by0 = column_sum(quad_sum(by0));
-  if (lane == 0) atomicAdd(sum_of_t(p), by0);
+  if (lane == 0) atomicAdd(place_of_by0(p), by0);
 }

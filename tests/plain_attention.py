@@ -1,7 +1,8 @@
 """Attention and its gradients in plain PyTorch, written without flashgen's own reading of a spec.
 
-`PLAIN` has every spec of specs/ once more, on torch tensors. Autograd of `plain_attention` in
-float64 is what the oracle is held against.
+`PLAIN` has every spec of specs/ that captures no tensor once more, on torch tensors;
+tests/captured.py has variants that do. Autograd of `plain_attention` in float64 is what the oracle
+is held against.
 """
 
 from __future__ import annotations
@@ -47,6 +48,33 @@ PLAIN = {
         keep=lambda q, k, n: (k <= q) & (k > q - 3), scalars={"window": 3}
     ),
     "softcap": Plain(score=lambda s, h, q, k: 100 / (1 + torch.exp(-s / 25)) - 50),
+    "block_diagonal": Plain(keep=lambda q, k, n: q // 5 == k // 5, scalars={"chunk": 5}),
+    "block_diffusion": Plain(
+        keep=lambda q, k, n: torch.where(
+            k < 6,
+            (q < 6) & (q // 2 == k // 2),
+            torch.where(q < 6, q // 2 > (k % 6) // 2, (q % 6) // 2 >= (k % 6) // 2),
+        ),
+        scalars={"clean": 6, "block": 2},
+    ),
+    "distance_decay": Plain(score=lambda s, h, q, k: 10000 * s / (10000 + (k - q) ** 2)),
+    # n is Nk - Nq, and Nk that of the tests' case.
+    "empty_rows": Plain(keep=lambda q, k, n: (2 * q + 1 < k.shape[1] - n) & (k == k)),
+    "longformer": Plain(
+        keep=lambda q, k, n: (k < 2) | (q < 2) | ((k <= q + 1) & (k >= q - 1)),
+        scalars={"window": 1, "global_tokens": 2},
+    ),
+    "natten_2d": Plain(
+        keep=lambda q, k, n: (
+            (k // 4 >= (q // 4 - 1).clamp(0, 1)) & (k // 4 <= (q // 4 - 1).clamp(0, 1) + 2)
+            & (k % 4 >= (q % 4 - 1).clamp(0, 1)) & (k % 4 <= (q % 4 - 1).clamp(0, 1) + 2)
+        ),
+        scalars={"width": 4, "height": 4, "radius": 1},
+    ),
+    "squared": Plain(score=lambda s, h, q, k: s**2),
+    "symmetric_window": Plain(
+        keep=lambda q, k, n: (k <= q + 2) & (k >= q - 2), scalars={"window": 2}
+    ),
     "strided": Plain(
         keep=lambda q, k, n: (k <= q) & ((k > q - 3) | (k % 3 == q % 3)), scalars={"stride": 3}
     ),

@@ -43,7 +43,7 @@ def assert_close(found, expected, tolerance: float = 1e-12) -> None:
 
 
 def test_every_spec_is_written_again_here():
-    assert sorted(PLAIN) == sorted(SPECS)
+    assert sorted(PLAIN) == sorted(name for name in SPECS if not loaded(name).tensors)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.17])

@@ -19,10 +19,9 @@ from tiled_calls import arguments, both, forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
-from examples import SPECS
+from examples import SPECS, values_of
 from flashgen import reference, tiled
 from flashgen.analysis import analyse
-from flashgen.cli.inputs import example_scalars
 from flashgen.errors import SpecError
 from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.tiled.problem import Part
@@ -63,12 +62,15 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("offsets", [(0, 0), (37, 5), (-20, 9)])
 def test_tiles_are_classified_as_their_elements_say(path: Path, offsets: tuple[int, int]) -> None:
     spec = fg.load(path)
-    scalars = example_scalars(str(path))
+    case = Case(150, 210)
+    given = values_of(path, case, q_offset=max(offsets[0], 0), k_offset=max(offsets[1], 0))
     queries, keys = Axis(150, 32, offsets[0]), Axis(210, 24, offsets[1])
     env = {BATCH: 1, HEADS: 1, SEQ_Q: 150, SEQ_K: 210, B: 0, H: 0}
-    env |= {scalar.expr: scalars[scalar.name] for scalar in spec.scalars}
-    walk = Walk(analyse(spec).mask, env.items(), queries, keys)
-    values = {symbol: torch.tensor(value) for symbol, value in env.items()}
+    env |= {scalar.expr: given["scalars"][scalar.name] for scalar in spec.scalars}
+    tensors = {tensor.symbol: given["tensors"][tensor.name] for tensor in spec.tensors}
+    arrays = {symbol: tensor.numpy() for symbol, tensor in tensors.items()}
+    walk = Walk(analyse(spec).mask, {**env, **arrays}.items(), queries, keys)
+    values = {symbol: torch.tensor(value) for symbol, value in env.items()} | tensors
     values[Q] = torch.arange(150)[:, None] + offsets[0]
     values[K] = torch.arange(210)[None, :] + offsets[1]
     keep = reference.evaluate(spec.mask, values).expand(150, 210).numpy()
@@ -76,10 +78,12 @@ def test_tiles_are_classified_as_their_elements_say(path: Path, offsets: tuple[i
     def kind(tile: np.ndarray) -> int:
         return FULL if tile.all() else MIXED if tile.any() else EMPTY
 
+    exact = not spec.tensors and path.stem not in ("natten_2d", "block_diffusion")
     by_rows, by_keys = [], []
     for start, stop in queries.tiles():
-        tiles = [keep[start:stop, a:b] for a, b in keys.tiles()]
-        assert walk.of_queries(start, stop).tolist() == [kind(tile) for tile in tiles]
+        wanted = [kind(keep[start:stop, a:b]) for a, b in keys.tiles()]
+        for found, right in zip(walk.of_queries(start, stop).tolist(), wanted, strict=True):
+            assert found == right or (not exact and found == MIXED)
         by_rows.append(walk.of_queries(start, stop))
     for start, stop in keys.tiles():
         by_keys.append(walk.of_keys(start, stop))

@@ -11,7 +11,7 @@ from flashgen.analysis import Analysis
 from flashgen.expr import Element
 from flashgen.plan import Plan
 from flashgen.render.exponential import Exponential
-from flashgen.render.functions import SpecFunctions
+from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import Source
 from flashgen.render.walk import ScoreCode, walk_of
@@ -27,13 +27,13 @@ class Part:
         kind: "block": the element is the same for all of a block's scores, and a lane has one sum;
             "row": it goes with the query, a sum for each row; "column": it goes with the key, the
             warp's rows are added up in each step; "element": every score adds for itself.
-        place: C++ of where the sum goes.
+        place: the function that says where the sum goes.
         what: the element as the user wrote it.
     """
 
     sum: str
     kind: str
-    place: str
+    place: SpecFunction
     what: str
 
     @staticmethod
@@ -43,9 +43,8 @@ class Part:
             kind = "element"
         else:
             kind = "row" if fx.Q in uses else "column" if fx.K in uses else "block"
-        indices = ", ".join(["p", *map(functions.printer.index, element.indices)])
-        place = f"sum_of_{element.tensor.name}({indices})"
-        return Part(f"by{number}", kind, place, fx.shown(element))
+        name = f"by{number}"
+        return Part(name, kind, functions.place_of(name, element), fx.shown(element))
 
 
 def _index_symbols(*elements: Element) -> set[sympy.Basic]:
@@ -84,7 +83,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         functions,
         walk,
         score,
-        more=(derivatives,),
+        more=(derivatives, *(part.place for part in parts)),
         partials=Partials(
             derivatives.call(score="s[g][n][2 * r + c] * p.scale"),
             ", ".join(part.sum for part in parts),

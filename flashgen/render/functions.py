@@ -241,6 +241,17 @@ class SpecFunctions:
             [*self.printer.lets(block), f"return {{{texts}}};"],
         )
 
+    def place_of(self, name: str, element: fx.Element) -> SpecFunction:
+        """Where the derivatives ``name``, by ``element``, are added up."""
+        indices = ", ".join(["p", *map(self.printer.index, element.indices)])
+        return self._function(
+            f"place_of_{name}",
+            "float*",
+            comment(f"Where {name} is added up: the gradient of {shown(element)}."),
+            element.indices,
+            [f"return sum_of_{element.tensor.name}({indices});"],
+        )
+
     def _scoring(self, returns: str, block: Block, result: str, why: list[str]) -> SpecFunction:
         exprs = [value for _, value in block.lets] + list(block.results)
         return self._function(

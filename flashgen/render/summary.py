@@ -32,7 +32,11 @@ def summary(spec: AttentionSpec, tensor: Tensor, axis: int, plan: Plan) -> Sourc
         tensor=tensor,
         axis=axis,
         along=tensor.dims[axis],
-        others=[other for other in reversed(range(len(tensor.dims))) if other != axis],
+        others=[
+            (f"p.c_{tensor.name}_size_{other}", f"p.c_{tensor.name}_stride_{other}")
+            for other in reversed(range(len(tensor.dims)))
+            if other != axis
+        ],
         span=SPAN,
         stored=stored,
         value=value,

@@ -34,6 +34,10 @@ class Standard:
         rows = torch.arange(case.seq_q, **place)[:, None]
         keys = torch.arange(case.seq_k, **place)[None, :]
         dropped = None if mods.mask is None else ~mods.mask(b, h, rows, keys)
+        # Rows without a key, if the mask has any: softmax would make NaN of them.
+        empty = None if dropped is None else dropped.all(dim=-1, keepdim=True)
+        if empty is not None and not empty.any():
+            empty = None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             grouped = q.view(*groups, *q.shape[2:])
@@ -42,7 +46,11 @@ class Standard:
                 scores = mods.score(scores, b, h, rows, keys).to(q.dtype)
             if dropped is not None:
                 scores = scores.masked_fill(dropped, -math.inf)
-            out = torch.matmul(torch.softmax(scores, dim=-1), v[:, :, None])
-            return out.reshape(q.shape)
+            if empty is not None:
+                scores = scores.masked_fill(empty, 0)
+            weights = torch.softmax(scores, dim=-1)
+            if empty is not None:
+                weights = weights.masked_fill(empty, 0)
+            return torch.matmul(weights, v[:, :, None]).reshape(q.shape)
 
         return Prepared(attend, materialises=True)

@@ -1,0 +1,237 @@
+"""Masks and scores that nobody has seen: emitted kernels in the emulator against the oracle.
+
+Random expressions over every operator and over captured tensors of every kind, at random sizes,
+dtypes, offsets and dropout; forward and backward, gradients of captured tensors included, with all
+checkers on. `make test` tries 20, the slow tier 200.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from expr_trees import SCALARS, traced
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.errors import SpecError
+from flashgen.ops import run_backward, run_forward
+
+QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+FAST = settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=QUIET)
+SLOW = settings(FAST, max_examples=200)
+
+TENSORS = {
+    "ids": fg.Tensor("ids", ("batch", "tokens"), "int32"),
+    "length": fg.Tensor("length", ("batch",), "int64"),
+    "width": fg.Tensor("width", ("heads",), "int16"),
+    "keys": fg.Tensor("keys", ("batch", "seq_k"), "bool"),
+    "pairs": fg.Tensor("pairs", ("seq_q", "seq_k"), "bool"),
+    "table": fg.Tensor("table", ("places",), "float32", grad=True),
+    "rows": fg.Tensor("rows", ("heads", "seq_q"), "float16", grad=True),
+    "columns": fg.Tensor("columns", ("batch", 1, "seq_k"), "bfloat16", grad=True),
+    "gate": fg.Tensor("gate", ("heads",), "float32", grad=True),
+    "dense": fg.Tensor("dense", ("batch", "heads", "seq_q", "seq_k"), "float32", grad=True),
+    "t": fg.Tensor("t", (), "float32", grad=True),
+    "fixed": fg.Tensor("fixed", ("heads", 7), "float32"),
+}
+
+# Reads of tensors are leaves of the trees, by these names.
+READS = {
+    "ids_q": lambda b, h, q, k: TENSORS["ids"][b, q],
+    "ids_k": lambda b, h, q, k: TENSORS["ids"][b, k],
+    "length": lambda b, h, q, k: TENSORS["length"][b],
+    "width": lambda b, h, q, k: TENSORS["width"][h],
+    "keys": lambda b, h, q, k: TENSORS["keys"][b, k],
+    "pairs": lambda b, h, q, k: TENSORS["pairs"][q, k],
+    "table_distance": lambda b, h, q, k: TENSORS["table"][q - k + 40],
+    "table_bucket": lambda b, h, q, k: TENSORS["table"][fg.abs(q - k) // 7],
+    "table_id": lambda b, h, q, k: TENSORS["table"][TENSORS["ids"][b, k]],
+    "table_q": lambda b, h, q, k: TENSORS["table"][q],
+    "rows": lambda b, h, q, k: TENSORS["rows"][h, q],
+    "columns": lambda b, h, q, k: TENSORS["columns"][b, h, k],
+    "gate": lambda b, h, q, k: TENSORS["gate"][h],
+    "dense": lambda b, h, q, k: TENSORS["dense"][b, h, q, k],
+    "t": lambda b, h, q, k: TENSORS["t"],
+    "fixed": lambda b, h, q, k: TENSORS["fixed"][h, (q + k) % 7],
+}
+
+INTEGERS = st.recursive(
+    st.sampled_from(["q", "k", "q", "k", "ids_q", "ids_k", "length", "width", "h", 5, 20]),
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from(["+", "-", "-"]), inner, inner),
+        st.tuples(st.sampled_from(["//", "%"]), inner, st.sampled_from([3, 16, "step"])),
+        st.tuples(st.sampled_from(["minimum", "maximum"]), inner, inner),
+        st.tuples(st.just("abs"), inner),
+    ),
+    max_leaves=3,
+)
+COMPARISONS = st.tuples(st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), INTEGERS, INTEGERS)
+MASKS = st.recursive(
+    st.one_of(
+        COMPARISONS,
+        st.sampled_from(["keys", "pairs", (">=", "q", "k"), ("==", "ids_q", "ids_k"), "flag"]),
+        st.just(("<", "k", "length")),
+        st.just(("<=", ("abs", ("-", "q", "k")), "width")),
+    ),
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from(["&", "|", "^"]), inner, inner),
+        st.tuples(st.just("~"), inner),
+        st.tuples(st.just("where"), inner, inner, inner),
+    ),
+    max_leaves=4,
+)
+# Functions and their arguments are such that scores stay small: the error rule is about rounding.
+BOUNDED = st.recursive(
+    st.sampled_from(sorted(set(READS) - {"ids_q", "ids_k", "length", "width", "keys", "pairs"})),
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from(["+", "-", "*", "minimum", "maximum"]), inner, inner),
+        st.tuples(st.sampled_from(["tanh", "sigmoid", "sin", "cos", "abs"]), inner),
+        st.tuples(st.just("where"), COMPARISONS, inner, inner),
+        st.tuples(st.just("*"), st.just("slope"), inner),
+    ),
+    max_leaves=3,
+)
+SCORES = st.one_of(
+    st.none(),
+    st.tuples(st.sampled_from(["+", "-", "*"]), st.just("score"), BOUNDED),
+    st.tuples(st.just("+"), st.tuples(st.just("tanh"), st.just("score")), BOUNDED),
+    st.tuples(st.just("where"), COMPARISONS, st.just("score"), BOUNDED),
+    st.tuples(st.just("/"), st.just("score"), st.just(("+", 2, ("abs", "t")))),
+    BOUNDED,
+)
+PROBLEMS = st.fixed_dictionaries(
+    {
+        "mask": st.one_of(st.none(), MASKS, MASKS),
+        "score": SCORES,
+        "dtype": st.sampled_from(["float16", "bfloat16", "float32"]),
+        "head_dim": st.sampled_from([8, 40, 64]),
+        "sizes": st.tuples(
+            st.integers(1, 2),
+            st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+            st.integers(1, 150),
+            st.integers(1, 150),
+        ),
+        "offsets": st.sampled_from([(0, 0), (0, 0), (30, 0), (5, 17)]),
+        "dropout_p": st.sampled_from([0.0, 0.0, 0.2]),
+        "seed": st.integers(0, 1 << 20),
+    }
+)
+
+
+def mod_of(tree: Any, *, scored: bool) -> Any:
+    """A mask_mod or a score_mod."""
+    if tree is None:
+        return None
+
+    def leaves(b: Any, h: Any, q: Any, k: Any) -> dict[str, Any]:
+        reads = {name: read(b, h, q, k) for name, read in READS.items()}
+        return {**SCALARS, **reads, "b": b, "h": h, "q": q, "k": k}
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return traced(tree, leaves(b, h, q, k))
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return traced(tree, {**leaves(b, h, q, k), "score": score})
+
+    return score_mod if scored else mask_mod
+
+
+def spec_of(problem: dict[str, Any]) -> fg.AttentionSpec:
+    try:
+        return fg.AttentionSpec(
+            mod_of(problem["mask"], scored=False),
+            mod_of(problem["score"], scored=True),
+            head_dim=problem["head_dim"],
+            dtype=problem["dtype"],
+            dropout=problem["dropout_p"] > 0,
+            name="unseen",
+        )
+    except SpecError as error:
+        # Random products can be too large, and constants can meet.
+        assume(not re.search("64 bits|by 0|finite real|condition", error.what))
+        raise
+
+
+def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]:
+    """Scalars and tensors, some of them expanded or with other strides."""
+    batch, (heads, _), seq_q, seq_k = problem["sizes"]
+    generator = torch.Generator().manual_seed(problem["seed"])
+    q_end, k_end = seq_q + problem["offsets"][0], seq_k + problem["offsets"][1]
+    tokens = max(q_end, k_end)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    made = {
+        "ids": torch.sort(integers(4, batch, tokens)).values.int(),
+        "length": integers(seq_k + 2, batch),
+        "width": integers(60, heads).short(),
+        "keys": integers(5, batch, k_end) > 0,
+        "pairs": (integers(3, k_end, q_end) > 0).T,
+        "table": normal(90)[::2] / 2,
+        "rows": (normal(1, q_end) / 2).half().expand(heads, q_end),
+        "columns": (normal(batch, 1, k_end) / 2).bfloat16(),
+        "gate": normal(heads),
+        "dense": normal(1, heads, q_end, k_end) / 2,
+        "t": normal(1)[0],
+        "fixed": normal(heads, 7),
+    }
+    scalars = {"width": 9, "step": 6, "flag": True, "slope": 0.25}
+    return {
+        "tensors": {tensor.name: made[tensor.name] for tensor in spec.tensors},
+        "scalars": {scalar.name: scalars[scalar.name] for scalar in spec.scalars},
+        "q_offset": problem["offsets"][0],
+        "k_offset": problem["offsets"][1],
+    }
+
+
+def check(problem: dict[str, Any]) -> None:
+    spec = spec_of(problem)
+    note(f"{spec.mask} | {spec.score}")
+    batch, (heads_q, heads_kv), seq_q, seq_k = problem["sizes"]
+    generator = torch.Generator().manual_seed(problem["seed"] + 1)
+    dtype = getattr(torch, problem["dtype"])
+
+    def normal(heads: int, seq: int) -> torch.Tensor:
+        shape = (batch, heads, seq, problem["head_dim"])
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v = normal(heads_q, seq_q), normal(heads_kv, seq_k), normal(heads_kv, seq_k)
+    numbers = values_of(spec, problem)
+    if problem["dropout_p"]:
+        numbers |= {"dropout_p": problem["dropout_p"], "rng": torch.tensor([problem["seed"], 3])}
+    run = run_forward(spec, q, k, v, backend="emulator", **numbers)
+    exact = reference.attention(spec, q, k, v, **numbers)
+    same = reference.same_dtype(spec, q, k, v, **numbers)
+    for name, got, ref, ordinary in zip(
+        ("out", "lse"), (run.out, run.lse), exact, same, strict=True
+    ):
+        verdict = reference.compare(got, ref, ordinary)
+        assert verdict.ok, f"{name}: {verdict}"
+    dout, dlse = normal(heads_q, seq_q), normal(heads_q, seq_q)[..., 0].float()
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, dlse, backend="emulator", **numbers)
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
+    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
+    assert not wrong, "\n".join(wrong)
+
+
+@FAST
+@given(problem=PROBLEMS)
+def test_unseen_masks_and_scores_meet_the_error_rule(problem: dict[str, Any]) -> None:
+    check(problem)
+
+
+@pytest.mark.slow
+@SLOW
+@given(problem=PROBLEMS)
+def test_many_unseen_masks_and_scores_meet_the_error_rule(problem: dict[str, Any]) -> None:
+    check(problem)
