@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import runpy
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_an_emitted_file_is_clean_text(path: Path) -> None:
         assert not any(a == b == "" for a, b in itertools.pairwise(lines))
         assert str(ROOT) not in text
         assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
+
+
+def test_the_document_of_variants_is_what_the_specs_say() -> None:
+    script = runpy.run_path(str(ROOT / "docs/variants.py"))
+    assert (ROOT / "docs/variants.md").read_text() == script["document"]()
 
 
 def test_no_line_of_a_template_is_too_long_to_read() -> None:

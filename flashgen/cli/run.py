@@ -14,6 +14,7 @@ from flashgen.cli.captures import tensor_values
 from flashgen.cli.console import MISMATCH, busy, facts, seconds
 from flashgen.cli.inputs import Number, Shape, load_spec, parse_shape, scalar_values
 from flashgen.errors import InputError, LaunchError
+from flashgen.expr import shown
 from flashgen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def run(request: Request) -> None:
     facts(
         [
             ("spec", f"{spec.name}, {request.path}"),
-            ("score_mod", f"{spec.score}" if spec.score_line else "none"),
-            ("mask_mod", f"{spec.mask}" if spec.mask_line else "none"),
+            ("score_mod", shown(spec.score) if spec.score_line else "none"),
+            ("mask_mod", shown(spec.mask) if spec.mask_line else "none"),
             *_scalar_rows(values, examples),
             *_tensor_rows(spec, captured, captured_examples),
             *_dropout_rows(request, rng),

@@ -1,0 +1,136 @@
+"""Writes docs/variants.md: every spec of specs/, with its tile map and what the analysis found.
+
+python docs/variants.py            writes it
+python docs/variants.py --check    exit status 1 when it is not what would be written
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+import flashgen as fg
+from flashgen.analysis import Analysis, Interval, analyse, classify
+from flashgen.cli.captures import tensor_values
+from flashgen.cli.inputs import Shape, example_scalars
+from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, shown
+from flashgen.expr.tensor import SIZES
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs/variants.md"
+SEQ, TILE = 256, 16
+MARKS = {"empty": "·", "mixed": "▒", "full": "█"}
+
+HEAD = f"""# Variants
+
+Every file of [specs/](../specs): its formula, its tiles, and what the analysis made of it. Written
+by `python docs/variants.py`. A map shows {SEQ} queries (down) by {SEQ} keys (across), in tiles of
+{TILE} x {TILE}, with the file's example values: `{MARKS["empty"]}` empty, never loaded;
+`{MARKS["mixed"]}` mixed, the mask is evaluated; `{MARKS["full"]}` full, it is not.
+"""
+
+
+def main() -> None:
+    text = document()
+    if "--check" not in sys.argv:
+        TARGET.write_text(text)
+    elif not TARGET.is_file() or TARGET.read_text() != text:
+        sys.exit("docs/variants.md is not up to date: python docs/variants.py")
+
+
+def document() -> str:
+    parts = [HEAD]
+    for path in sorted((ROOT / "specs").glob("*.py")):
+        parts.append("\n".join(section(path)))
+    return "\n".join(parts) + "\n"
+
+
+def section(path: Path) -> Iterator[str]:
+    spec = fg.load(path)
+    analysis = analyse(spec)
+    yield f"## {path.stem}\n"
+    yield f"{docstring(path)}\n"
+    if not analysis.mask.always:
+        yield f"```\n{tile_map(path, spec, analysis)}\n```\n"
+    for line in findings(spec, analysis):
+        yield f"- {line}"
+    yield ""
+
+
+def docstring(path: Path) -> str:
+    """The file's own words; its formulas are indented, which Markdown shows as they are."""
+    found = ast.get_docstring(ast.parse(path.read_text()))
+    assert found is not None, f"{path.name} says what it is"
+    return found
+
+
+def tile_map(path: Path, spec: fg.AttentionSpec, analysis: Analysis) -> str:
+    sizes = Shape(1, 4, 4, SEQ, SEQ)
+    scalars = example_scalars(str(path))
+    tensors, _ = tensor_values(spec, str(path), sizes)
+    env: dict[sympy.Symbol, Any] = {BATCH: 1, HEADS: 4, SEQ_Q: SEQ, SEQ_K: SEQ, B: 0, H: 1}
+    env |= {scalar.expr: scalars[scalar.name] for scalar in spec.scalars}
+    env |= {tensor.symbol: tensors[tensor.name].numpy() for tensor in spec.tensors}
+    starts = range(0, SEQ, TILE)
+    return "\n".join(
+        " ".join(
+            MARKS[classify(analysis.mask, env, (q, q + TILE - 1), (k, k + TILE - 1))]
+            for k in starts
+        )
+        for q in starts
+    )
+
+
+def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
+    mask, score = analysis.mask, analysis.score
+    if mask.always:
+        yield "every tile is full"
+    else:
+        exact = (
+            "no others" if mask.reach_exact else "each tile in it is classified before it is loaded"
+        )
+        yield f"a tile of queries reaches keys {interval(mask.reach)}; {exact}"
+        if mask.full is not None and mask.full_exact:
+            yield f"tiles are full where all their keys are {interval(mask.full)}"
+        elif mask.must == sympy.false:
+            yield "no tile is known to be full"
+        else:
+            yield "a tile is full where its corners say so"
+        if mask.row is not None:
+            yield f"the keys of a row are one range, {interval(mask.row)}"
+    for symbol, axis in mask.summarised:
+        dim = next(t.dims[axis] for t in spec.tensors if t.symbol == symbol)
+        yield f"tiles are skipped by the least and greatest of `{symbol.name}` along {dim}"
+    if not score.identity:
+        yield f"`score_mod = {shown(spec.score)}`, derivative `{shown(score.derivative)}`"
+    for element, partial in score.learned:
+        yield f"gradient of `{shown(element)}`: `{shown(partial)}` times dS', {added_up(element)}"
+    free = [d for t in spec.tensors for d in t.dims if isinstance(d, str) and d not in SIZES]
+    if free:
+        yield f"dimensions of any length: {', '.join(dict.fromkeys(free))}"
+
+
+def added_up(element: fg.expr.Element) -> str:
+    """Where the kernel of captured gradients adds, by what the index depends on."""
+    symbols = {str(s) for index in element.indices for s in index.free_symbols}
+    if {"q", "k"} <= symbols or "score" in symbols:
+        return "added atomically by every score"
+    if "q" in symbols:
+        return "added up along the row in registers"
+    return "added up along the column by a warp" if "k" in symbols else "added up by a whole block"
+
+
+def interval(found: Interval) -> str:
+    """Half-open, as the kernels have it."""
+    lo = "the first" if found.lo is None else f"`{shown(found.lo)}`"
+    hi = "the last" if found.hi is None else f"below `{shown(found.hi)}`"
+    return f"from {lo} to {hi}"
+
+
+if __name__ == "__main__":
+    main()
