@@ -97,8 +97,13 @@ class CPrinter:
         return "float"
 
     def lets(self, block: Block) -> list[str]:
-        """One declaration per shared subexpression, without indentation."""
+        """One declaration per shared subexpression, without indentation.
+
+        What it notes of their types is for the printing of the block's results, after this.
+        """
         lines = []
+        self._known.clear()
+        self._wide.clear()  # another block's t0 is another variable
         for symbol, value in block.lets:
             kind = self.ctype(value)
             lines.append(f"const {kind} {symbol.name} = {self.expr(value)};")

@@ -216,30 +216,20 @@ class SpecFunctions:
     # The user's two functions.
 
     def score_mod(self) -> SpecFunction:
-        block = self.score.value
-        result = self.printer.float(block.results[0])
-        return self._scoring("float", block, result, [])
+        why = self._source(self.spec.score_line)
+        return self._scoring("score_mod", "float", why, self.score.value)
 
     def score_mod_and_slope(self) -> SpecFunction:
         """Value and derivative, with what is common to both computed once."""
-        block = self.score.value_and_derivative
-        value, slope = (self.printer.float(result) for result in block.results)
         derived = comment(f"Derivative by the score: {shown(self.score.derivative)}")
-        return self._scoring("Scored", block, f"{{{value}, {slope}}}", derived)
+        why = [*self._source(self.spec.score_line), *derived]
+        return self._scoring("score_mod", "Scored", why, self.score.value_and_derivative)
 
     def score_partials(self) -> SpecFunction:
         """The derivatives by the elements of learned tensors that the score reads."""
-        block = self.score.partials
-        texts = ", ".join(self.printer.float(result) for result in block.results)
         names = ", ".join(shown(element) for element, _ in self.score.learned)
-        exprs = [value for _, value in block.lets] + list(block.results)
-        return self._function(
-            "score_partials",
-            "Partials",
-            comment(f"Derivatives of score_mod by {names}."),
-            exprs,
-            [*self.printer.lets(block), f"return {{{texts}}};"],
-        )
+        why = comment(f"Derivatives of score_mod by {names}.")
+        return self._scoring("score_partials", "Partials", why, self.score.partials)
 
     def place_of(self, name: str, element: fx.Element) -> SpecFunction:
         """Where the derivatives ``name``, by ``element``, are added up."""
@@ -252,15 +242,12 @@ class SpecFunctions:
             [f"return sum_of_{element.tensor.name}({indices});"],
         )
 
-    def _scoring(self, returns: str, block: Block, result: str, why: list[str]) -> SpecFunction:
+    def _scoring(self, name: str, returns: str, why: list[str], block: Block) -> SpecFunction:
+        lets = self.printer.lets(block)  # first: the results are printed by what it notes
+        results = ", ".join(self.printer.float(result) for result in block.results)
         exprs = [value for _, value in block.lets] + list(block.results)
-        return self._function(
-            "score_mod",
-            returns,
-            [*self._source(self.spec.score_line), *why],
-            exprs,
-            [*self.printer.lets(block), f"return {result};"],
-        )
+        value = results if returns == "float" else f"{{{results}}}"
+        return self._function(name, returns, why, exprs, [*lets, f"return {value};"])
 
     def mask_mod(self) -> SpecFunction:
         block = analysis.share(self.mask.expr, name_costly=True)
