@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 from dataclasses import dataclass
 
 import torch
@@ -171,14 +172,7 @@ def errors_of_summands(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **numbers: Any,
 ) -> tuple[Tensor, ...]:
     """How far PyTorch's gradients of captured tensors are off, as their summands say.
 
@@ -190,13 +184,7 @@ def errors_of_summands(
     Returns:
         For each learnable tensor, in the order of spec.tensors, float64 of its shape.
     """
-    exact, same = (
-        problem_of(
-            spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-            scale=scale, dropout_p=dropout_p, rng=rng, exact=is_exact,
-        )
-        for is_exact in (True, False)
-    )  # fmt: skip
+    exact, same = (problem_of(spec, q, k, v, **numbers, exact=exact) for exact in (True, False))
     total = [torch.zeros(x.shape, dtype=torch.float64) for x in learned_of(exact).values()]
     for part, ordinary in zip(exact.parts(), same.parts(), strict=True):
         ours = _algorithm_3(exact, part, dout, dlse, kept=False)

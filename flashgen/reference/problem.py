@@ -196,14 +196,14 @@ def problem_of(
     k: Tensor,
     v: Tensor,
     *,
-    scalars: Mapping[str, Number] | None,
-    tensors: Mapping[str, Tensor] | None,
-    q_offset: int,
-    k_offset: int,
-    scale: float | None,
-    dropout_p: float,
-    rng: State | None,
     exact: bool,
+    scalars: Mapping[str, Number] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: State | None = None,
 ) -> Problem:
     """The arguments of one call, in float64 when ``exact``, else in the operands' dtype.
 
