@@ -44,7 +44,7 @@ def run(text: str, *, source: Source = SOURCE, order_seed: int | None = None) ->
         [tuple(params)],
         shared_bytes=source.plan.smem_bytes,
         order_seed=order_seed,
-        step_limit=20_000,
+        step_limit=5_000,
     )
     return out
 

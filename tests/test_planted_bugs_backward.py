@@ -89,7 +89,7 @@ def run(text: str, source: Source, order_seed: int | None = None) -> torch.Tenso
         [tuple(values)],
         shared_bytes=source.plan.smem_bytes,
         order_seed=order_seed,
-        step_limit=20_000,
+        step_limit=5_000,
     )
     return tensors[{"dq": "dq", "delta": "rows"}.get(source.role, "dk")]
 

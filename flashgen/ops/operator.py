@@ -246,6 +246,10 @@ class Operator:
         }
 
 
+_DEFAULTS = (None, 0, 0, None, None, None)
+"""scale, q_offset, k_offset, backend, arch, deterministic: of a call that says nothing of them."""
+
+
 def _key(q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: float, numbers: Numbers) -> Any:
     """Everything that checks and choices depend on, but for the contents of rng.
 
@@ -269,12 +273,19 @@ def _key(q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: float, numbers:
             v.device,
             rng is None,
             p,
-            repr(numbers),  # as text, because True == 1 == 1.0
+            _told(numbers),
             config.backend() if backend is None else None,
             config.arch() if arch is None else None,
         )
     except RuntimeError:
         return None
+
+
+def _told(numbers: Numbers) -> str | None:
+    """The numbers as text, because True == 1 == 1.0; None for the defaults of most calls."""
+    if numbers == _DEFAULTS and type(numbers[1]) is int and type(numbers[2]) is int:
+        return None
+    return repr(numbers)
 
 
 def _key_captured(captured: Sequence[Tensor]) -> Any:
