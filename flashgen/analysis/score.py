@@ -82,9 +82,27 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
     Where the score function jumps or bends it is that of torch's autograd.
     """
     if isinstance(by, sympy.Symbol):
-        return sympy.diff(score, by)
+        return _in_and_or(sympy.diff(score, by))
     stand_in = sympy.Dummy("element", real=True)
-    return sympy.diff(score.xreplace({by: stand_in}), stand_in).xreplace({stand_in: by})
+    found = sympy.diff(score.xreplace({by: stand_in}), stand_in)
+    return _in_and_or(found.xreplace({stand_in: by}))
+
+
+def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
+    """Without sympy's if-then-else of conditions, which it makes of a choice that is compared."""
+    while True:
+        inner = [ite for ite in expr.atoms(sympy.ITE) if not ite.args[0].has(sympy.ITE)]
+        if not inner:
+            return expr
+        expr = expr.xreplace(
+            {
+                ite: sympy.Or(
+                    sympy.And(ite.args[0], ite.args[1]),
+                    sympy.And(sympy.Not(ite.args[0]), ite.args[2]),
+                )
+                for ite in inner
+            }
+        )
 
 
 def share(*results: sympy.Basic, name_costly: bool = False) -> Block:
