@@ -25,6 +25,11 @@ HEAD_DIM_MAX = 256
 
 Mod = Callable[..., object]
 
+BOUNDARIES = tuple(
+    Tensor(f"cu_seqlens_{axis}", ("boundaries",), "int32") for axis in ("q", "k")
+)
+"""What a spec with packed sequences captures: the first row of each, and one beyond the last."""
+
 _GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
 
 
@@ -40,13 +45,17 @@ class AttentionSpec:
         head_dim_v: length of v vectors; head_dim when None.
         scale: factor on q.k, positive; 1 / sqrt(head_dim) when None.
         dropout: whether kernels drop elements of P; the probability is given with each call.
+        packed: whether each call has several sequences of own lengths, one behind the other in one
+            batch entry, with their boundaries in ``cu_seqlens_q`` and ``cu_seqlens_k``. To the
+            functions b is the sequence, and positions and lengths are those within it.
         name: identifier that kernels are named by; from the file or the function when None.
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars.
         score: sympy expression over SCORE and the same.
         scalars: the user's run-time numbers, sizes excluded, in order of first use.
-        tensors: the tensors that the functions capture, in order of first use.
+        tensors: the tensors that the functions capture, in order of first use; then, where
+            sequences are packed, their boundaries.
         mask_line, score_line: the user's Python, None where no function was given.
         file: the spec file that it was loaded from, None when it was made otherwise.
 
@@ -62,6 +71,7 @@ class AttentionSpec:
     head_dim_v: int | None = None
     scale: float | None = None
     dropout: bool = False
+    packed: bool = False
     name: str | None = None
 
     mask: sympy.Basic = field(init=False, repr=False)
@@ -86,6 +96,7 @@ class AttentionSpec:
         except SpecError as error:
             mistakes.append(error)
         used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
+        used += BOUNDARIES if self.packed is True else ()
         captures, clashes = _distinct(used, where)
         _raise_all(mistakes + clashes)
 
@@ -118,6 +129,7 @@ class AttentionSpec:
             self.dtype,
             self.scale,
             self.dropout,
+            self.packed,
             self.mask_line,
             self.score_line,
             self.file,
@@ -202,6 +214,12 @@ def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             "dropout says whether there is any; the probability is an argument of the call",
             f"dropout {spec.dropout!r}",
             "dropout=True, and op(..., dropout_p=0.1)",
+        )
+    if not isinstance(spec.packed, bool):
+        mistake(
+            "packed says whether sequences are packed; their boundaries are arguments of the call",
+            f"packed {spec.packed!r}",
+            "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
         )
     if spec.name is not None and not _is_name(spec.name):
         mistake(

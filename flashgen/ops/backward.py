@@ -15,6 +15,7 @@ from flashgen.ops.backends import ALIGNED, Bound
 from flashgen.ops.captures import check_deterministic, named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
+from flashgen.ops.packed import check_contents
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.tables import Tables
 from flashgen.ops.tiles import quiet, tiles_of
@@ -109,9 +110,14 @@ class Backward:
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
         by_name = named(self.spec, captured) if captured else {}
+        if self.spec.packed and self.device.type == "cpu":
+            check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
         if self.backend == "tiled" and not self.problem.is_empty:
             return self._tiled(read, lse, dlse, rng, by_name)
         dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        if self.spec.packed:  # rows beyond the last boundary are nobody's
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
         sums = self._sums(by_name) if captured else {}
         if self.problem.is_empty:
             zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *_rounded(sums, by_name))
@@ -181,7 +187,9 @@ class Backward:
             Bound(
                 kernel,
                 Arguments(kernel.source.params, numbers),
-                kernel.plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k),
+                kernel.plan.grid(
+                    *(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k), packed=self.spec.packed
+                ),
             )
             for kernel in kernels
         )

@@ -9,6 +9,7 @@ import torch
 from flashgen import expr
 from flashgen.expr.element import elements_of
 from flashgen.ops.numbers import check_names, refuse
+from flashgen.ops.packed import check_packed, entries_of
 from flashgen.ops.symbols import known
 from flashgen.spec import AttentionSpec
 
@@ -40,10 +41,11 @@ def check_captured(
     Raises:
         InputError: for the first thing that is wrong; it names the argument.
     """
-    check_kinds(spec, captured, q.device)
+    wanted = _check_sizes(spec, captured, q, k)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
-    wanted = {"batch": q.shape[0], "heads": q.shape[1], "heads_kv": k.shape[1]}
     lengths = {"seq_q": (q.shape[2], ends[0]), "seq_k": (k.shape[2], ends[1])}
+    if spec.packed:  # the lengths of sequences are the boundaries' to say
+        lengths = {"seq_q": (1, 1), "seq_k": (1, 1)}
     for tensor, value in _pairs(spec, captured):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]
@@ -56,7 +58,6 @@ def check_captured(
                     _refuse_size(tensor, value, axis, at_least)
             elif size == 0 and dim not in wanted and not nothing_runs:
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
-    _check_equal_lengths(spec, captured, wanted)
 
 
 def check_traced_captured(
@@ -67,9 +68,19 @@ def check_traced_captured(
     Raises:
         InputError: for the first thing that is wrong; it names the argument.
     """
+    _check_sizes(spec, captured, q, k)
+
+
+def _check_sizes(
+    spec: AttentionSpec, captured: Sequence[object], q: Tensor, k: Tensor
+) -> dict[str, int]:
+    """Checks what must be equal; the lengths of the dimensions that a call knows."""
     check_kinds(spec, captured, q.device)
-    wanted = {"batch": q.shape[0], "heads": q.shape[1], "heads_kv": k.shape[1]}
+    check_packed(spec, q, captured)
+    entries = entries_of(spec, q, captured)
+    wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
     _check_equal_lengths(spec, captured, wanted)
+    return wanted
 
 
 def check_kinds(spec: AttentionSpec, captured: Sequence[object], device: torch.device) -> None:

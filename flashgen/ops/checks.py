@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashgen.expr import COUNT_LIMIT, POSITION_LIMIT
 from flashgen.ops.captures import captured_of, check_captured, check_traced_captured
 from flashgen.ops.numbers import dropout_of, offset_of, refuse, scalars_of, scale_of
+from flashgen.ops.packed import entries_of
 from flashgen.ops.symbols import known
 from flashgen.spec import AttentionSpec
 
@@ -21,7 +22,11 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes and numbers of one call, checked."""
+    """The sizes and numbers of one call, checked.
+
+    Attributes:
+        batch: batch entries, or packed sequences; then seq_q and seq_k are of all of them.
+    """
 
     batch: int
     heads_q: int
@@ -68,6 +73,7 @@ def check(
     _check_together(spec, q, k, v)
     for name, value in operands.items():
         _check_limits(name, value)
+    captured = captured_of(spec, tensors or {}) if tensors or spec.tensors else ()
     problem = Problem(
         batch=q.shape[0],
         heads_q=q.shape[1],
@@ -82,10 +88,10 @@ def check(
         q_offset=offset_of("q_offset", q_offset, q.shape[2]),
         k_offset=offset_of("k_offset", k_offset, k.shape[2]),
     )
-    if tensors or spec.tensors:
+    if captured:
         ends = problem.q_offset + problem.seq_q, problem.k_offset + problem.seq_k
-        check_captured(spec, captured_of(spec, tensors or {}), q, k, ends)
-    return problem
+        check_captured(spec, captured, q, k, ends)
+    return replace(problem, batch=entries_of(spec, q, captured)) if spec.packed else problem
 
 
 def check_traced(

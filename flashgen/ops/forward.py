@@ -16,6 +16,7 @@ from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
 from flashgen.ops.numbers import probability_of
+from flashgen.ops.packed import check_contents
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.tables import Tables
 from flashgen.ops.tiles import quiet, tiles_of
@@ -103,12 +104,17 @@ class Forward:
             return self._nothing(q)
         rng = rng.contiguous() if self.drops and rng is not None else None
         by_name = named(self.spec, captured) if captured else {}
+        if self.spec.packed and self.device.type == "cpu":
+            check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
         if self.backend == "tiled":
             return self._tiled(q, k, v, rng, by_name)
         out = torch.empty_like(self._out_model)
         if self._swapped:
             out = out.transpose(1, 2)
         lse = torch.empty_like(self._lse_model)
+        if self.spec.packed:  # rows beyond the last boundary are nobody's: no key, as in empty rows
+            out.zero_()
+            lse.fill_(-math.inf)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
             width, reason = 16, ALIGNED
@@ -138,7 +144,8 @@ class Forward:
         kernel = build(self.spec, self.arch, access_bytes=width)
         self._built = perf_counter() - start
         p = self.problem
-        grid = kernel.plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+        sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+        grid = kernel.plan.grid(*sizes, packed=self.spec.packed)
         arguments = Arguments(kernel.source.params, numbers_of(p, tensors, captured))
         bound = self._bound[width] = Bound(kernel, arguments, grid)
         if captured:

@@ -75,6 +75,7 @@ def _map(
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
     looks = {B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)
     own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in spec.tensors)
+    own = own or spec.packed
     pairs = tuple(zip(first, is_mapped, strict=True))
     if size == 0:
         # What a sample would give, and none of it.

@@ -46,7 +46,9 @@ def plan_kernels(
         else:
             found[kernel] = chosen
     possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
-    allowed = [name for name in possible if name == "split" or not deterministic]
+    # The sums of "fused" lie in whole tiles of rows, which packed sequences do not begin at.
+    only_split = deterministic or spec.packed
+    allowed = [name for name in possible if name == "split" or not only_split]
     if not allowed:
         raise next(iter(missing.values()))
     costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
@@ -56,7 +58,7 @@ def plan_kernels(
         if "captured" not in found:
             raise missing["captured"]
         kernels = (*kernels, found["captured"])
-    return BackwardPlan(scheme, deterministic, kernels, _why(found, costs, scheme, deterministic))
+    return BackwardPlan(scheme, deterministic, kernels, _why(found, costs, scheme, deterministic, spec.packed))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,7 +69,11 @@ def _chosen(problem: Problem) -> Plan | None:
 
 
 def _why(
-    found: dict[str, Plan], costs: dict[str, float], scheme: str, deterministic: bool
+    found: dict[str, Plan],
+    costs: dict[str, float],
+    scheme: str,
+    deterministic: bool,
+    packed: bool,
 ) -> tuple[str, ...]:
     """What each scheme costs, and what decided."""
     notes = []
@@ -84,6 +90,8 @@ def _why(
         notes.append(f"captured: 2 products per score more, {found['captured'].cost:.4f} clk")
     if deterministic:
         notes.append("split, because every sum must have one order: atomic additions have none")
+    elif packed:
+        notes.append("split, because the sums of fused lie in whole tiles: packed rows do not")
     elif len(costs) > 1:
         notes.append(f"{scheme}, because its predicted cost is lower")
     else:

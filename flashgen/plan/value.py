@@ -164,15 +164,29 @@ class Plan:
         return tuple(line.name for line in self.derivation if line.binding)
 
     def grid(
-        self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        seq_k: int,
+        *,
+        packed: bool = False,
     ) -> tuple[int, int, int]:
         """Blocks of the launch: (tiles, heads, batch entries).
 
         Of query tiles and query heads, or, where `owns_keys`, of key tiles and key heads.
+
+        Args:
+            packed: the batch entries are sequences that lie one behind the other, seq_q and seq_k
+                their lengths together: (at most so many tiles of all of them, heads, 1).
         """
+        length, block, heads = seq_q, self.block_q, heads_q
         if self.owns_keys:
-            return -(-seq_k // self.block_k), heads_kv, batch
-        return -(-seq_q // self.block_q), heads_q, batch
+            length, block, heads = seq_k, self.block_k, heads_kv
+        if packed and self.kernel != "delta":
+            return length // block + batch, heads, 1
+        return -(-length // block), heads, 1 if packed else batch
 
     def traffic(
         self,

@@ -297,8 +297,8 @@ class _Gradients:
     def add(self, part: Part, of: _OfPart) -> None:
         dtype = self.sums[0].dtype
         self.sums[0][part.pairs, part.rows] = of.dq.to(dtype)
-        self.sums[1].index_add_(0, part.kv, of.dk.to(dtype))
-        self.sums[2].index_add_(0, part.kv, of.dv.to(dtype))
+        for total, gradient in zip(self.sums[1:], (of.dk, of.dv), strict=True):
+            total[:, part.keys].index_add_(0, part.kv, gradient.to(dtype))
         for total, gradient in zip(self.captured, of.captured, strict=True):
             total += gradient
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from flashgen.dropout import keep_mask, keep_scale, kept_levels
 from flashgen.errors import InputError
 from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
-from flashgen.spec import AttentionSpec
+from flashgen.spec import BOUNDARIES, AttentionSpec
 
 from .interpret import evaluate
 
@@ -29,12 +29,26 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Queries and keys that belong together: all of them, or those of one packed sequence.
+
+    Attributes:
+        first: what the first batch entry is called: the number of the sequence.
+        queries, keys: rows in q and in k.
+    """
+
+    first: int
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
 class Part:
     """Some (batch, head) pairs, counted through both, and some rows of queries.
 
     Attributes:
-        pairs, rows: which.
-        b, h: int64 [n], batch entry and query head of each pair.
+        pairs, rows, keys: which, in the operands.
+        entry, h: int64 [n], batch entry in the operands and query head of each pair.
         kv: int64 [n], which (batch entry, key head), counted through both, each pair reads.
         q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
         values: what the symbols of the mods are here.
@@ -45,7 +59,8 @@ class Part:
 
     pairs: slice
     rows: slice
-    b: Tensor
+    keys: slice
+    entry: Tensor
     h: Tensor
     kv: Tensor
     q: Tensor
@@ -58,7 +73,7 @@ class Part:
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """The part [n, rows, ...] of a tensor [batch, heads_q, seq_q, ...]."""
-        return tensor[self.b, self.h, self.rows]
+        return tensor[self.entry, self.h, self.rows]
 
     def masked(self, scores: Tensor) -> Tensor:
         """``scores`` with -inf where the mask is false."""
@@ -77,7 +92,7 @@ class Problem:
 
     Attributes:
         factor: on q.k.
-        values: sizes, scalars and captured tensors, as the mods see them.
+        values: batch and heads, scalars and captured tensors, as the mods see them.
         p: probability of dropping.
         state: seed and offset; None without dropout.
         work: dtype of products, scores and probabilities.
@@ -99,28 +114,42 @@ class Problem:
 
     def parts(self) -> Iterator[Part]:
         """All queries in parts of at most `_SCORES_AT_ONCE` scores; none where there is no key."""
-        batch, heads, seq_q, _ = self.q.shape
-        seq_k = self.k.shape[2]
-        if seq_k == 0:
-            return
-        rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
-        together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
-        for pair in range(0, batch * heads, together):
-            for row in range(0, seq_q, rows):
-                yield self._part(
-                    slice(pair, min(pair + together, batch * heads)),
-                    slice(row, min(row + rows, seq_q)),
-                )
+        pairs = self.q.shape[0] * self.q.shape[1]
+        for of in self._rows():
+            seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
+            if seq_k == 0:
+                continue
+            rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
+            together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
+            for pair in range(0, pairs, together):
+                for row in range(0, seq_q, rows):
+                    yield self._part(
+                        of,
+                        slice(pair, min(pair + together, pairs)),
+                        slice(row, min(row + rows, seq_q)),
+                    )
 
-    def _part(self, pairs: slice, rows: slice) -> Part:
-        device, heads = self.q.device, self.q.shape[1]
-        heads_kv, seq_k = self.k.shape[1:3]
+    def _rows(self) -> Iterator[Rows]:
+        if not self.spec.packed:
+            yield Rows(0, slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+            return
+        ends = [self.values[boundary.symbol].tolist() for boundary in BOUNDARIES]
+        for i in range(len(ends[0]) - 1):
+            yield Rows(i, *(slice(end[i], end[i + 1]) for end in ends))
+
+    def _part(self, of: Rows, pairs: slice, rows: slice) -> Part:
+        """``rows`` are counted from the first of those of ``of``, as positions are."""
+        device, heads, heads_kv = self.q.device, self.q.shape[1], self.k.shape[1]
+        seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
         pair = torch.arange(pairs.start, pairs.stop, device=device)
-        b, h = pair // heads, pair % heads
+        entry, h = pair // heads, pair % heads
         h_kv = h // (heads // heads_kv)
+        here = slice(of.queries.start + rows.start, of.queries.start + rows.stop)
         values = {
             **self.values,
-            B: b[:, None, None],
+            SEQ_Q: torch.tensor(seq_q, device=device),
+            SEQ_K: torch.tensor(seq_k, device=device),
+            B: (entry + of.first)[:, None, None],
             H: h[:, None, None],
             Q: torch.arange(rows.start, rows.stop, device=device)[:, None] + self.q_offset,
             K: torch.arange(seq_k, device=device) + self.k_offset,
@@ -131,20 +160,21 @@ class Problem:
             mask = evaluate(self.spec.mask, values, self.real).expand(shape)
         kept = None
         if self.state is not None:
-            numbers = np.arange(pairs.start, pairs.stop)
+            numbers = np.arange(pairs.start, pairs.stop) + of.first * heads
             bits = keep_mask(
                 self.p, *self.state, numbers, range(rows.start, rows.stop), range(seq_k)
             )
             kept = torch.from_numpy(bits).to(device)
         return Part(
             pairs=pairs,
-            rows=rows,
-            b=b,
+            rows=here,
+            keys=of.keys,
+            entry=entry,
             h=h,
-            kv=b * heads_kv + h_kv,
-            q=self.q[b, h, rows].to(self.work),
-            k=self.k[b, h_kv].to(self.work),
-            v=self.v[b, h_kv].to(self.work),
+            kv=entry * heads_kv + h_kv,
+            q=self.q[entry, h, here].to(self.work),
+            k=self.k[entry, h_kv, of.keys].to(self.work),
+            v=self.v[entry, h_kv, of.keys].to(self.work),
             values=values,
             mask=mask,
             kept=kept,
@@ -210,11 +240,13 @@ def problem_of(
     Raises:
         InputError: scalars or tensors that are not the spec's, a wrong probability or state.
     """
-    batch, heads, seq_q, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     work = torch.float64 if exact else q.dtype
     real = torch.promote_types(work, torch.float32)
     factor = scale if scale is not None else spec.scale
-    sizes = {BATCH: batch, HEADS: heads, SEQ_Q: seq_q, SEQ_K: k.shape[2]}
+    if spec.packed:
+        batch = len((tensors or {})[BOUNDARIES[0].name]) - 1
+    sizes = {BATCH: batch, HEADS: heads}
     values = {symbol: torch.tensor(size, device=q.device) for symbol, size in sizes.items()}
     return Problem(
         spec=spec,

@@ -59,6 +59,8 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
     grid = f"ceil(seq_q / {plan.block_q}), heads_q, batch"
     if plan.owns_keys:
         grid = f"ceil(seq_k / {plan.block_k}), heads_kv, batch"
+    if spec.packed and plan.kernel != "delta":
+        grid = grid.replace("ceil", "floor").replace(")", ") + batch").replace(", batch", ", 1")
     if plan.kernel == "summary":
         grid = "lines of the tensor"
     launch = (

@@ -21,7 +21,7 @@ from flashgen.expr import shown
 from flashgen.expr.tensor import MOST_DIMS
 from flashgen.render.readers import Reader, extreme, reader
 from flashgen.render.text import COLUMNS, comment, comments, wrap_code
-from flashgen.spec import AttentionSpec
+from flashgen.spec import BOUNDARIES, AttentionSpec
 
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
@@ -170,6 +170,8 @@ class SpecFunctions:
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype)
+        if spec.packed:
+            self.printer.tensors |= {tensor.symbol for tensor in BOUNDARIES}
 
     @property
     def tensors(self) -> tuple[fx.Tensor, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashgen.analysis import SPAN
 from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
+from flashgen.render.packed import Packed, first_row
 from flashgen.render.params import params_of
 from flashgen.render.readers import place_of_sum
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
@@ -46,6 +49,7 @@ def kernel(
     if plan.kernel == "captured":
         readers += tuple(place_of_sum(tensor) for tensor in read if tensor.grad)
     params = params_of(spec, plan.kernel, read, tables)
+    packed = Packed.of(params, owns_keys=plan.owns_keys) if spec.packed and functions else None
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more
     printed = functions.printer.helpers if functions else set()
     text = render_template(
@@ -67,6 +71,9 @@ def kernel(
         partials=partials,
         forward=plan.kernel == "forward",
         dropout=spec.dropout,
+        packed=packed,
+        parameter="packed" if packed else "p",
+        first_row=partial(first_row, packed is not None),
         **fields,
     )
     return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan)
