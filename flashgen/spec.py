@@ -25,9 +25,7 @@ HEAD_DIM_MAX = 256
 
 Mod = Callable[..., object]
 
-BOUNDARIES = tuple(
-    Tensor(f"cu_seqlens_{axis}", ("boundaries",), "int32") for axis in ("q", "k")
-)
+BOUNDARIES = tuple(Tensor(f"cu_seqlens_{axis}", ("boundaries",), "int32") for axis in ("q", "k"))
 """What a spec with packed sequences captures: the first row of each, and one beyond the last."""
 
 _GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")

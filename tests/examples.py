@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from shapes import Case
 import flashgen as fg
 from flashgen.cli.captures import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
+from flashgen.spec import AttentionSpec
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
@@ -17,6 +19,11 @@ SPEC_IDS = [path.stem for path in SPECS]
 
 def spec_path(name: str) -> Path:
     return SPECS[SPEC_IDS.index(name)]
+
+
+def fitted(spec: AttentionSpec, case: Case) -> Case:
+    """Packed sequences lie behind each other in one batch entry."""
+    return replace(case, batch=1) if spec.packed else case
 
 
 def values_of(

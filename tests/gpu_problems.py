@@ -15,7 +15,7 @@ import torch
 from shapes import HEADS, LAYOUTS, Case
 
 import flashgen as fg
-from examples import SPECS, values_of
+from examples import SPECS, fitted, values_of
 from flashgen import reference
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.spec import AttentionSpec
@@ -180,6 +180,7 @@ def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Pr
         head_dim_v=dim_v,
         dropout=mode.dropout_p > 0,
     )
+    case = fitted(spec, case)
     generator = torch.Generator(gpu.DEVICE).manual_seed(case.scores % 1000 + case.head_dim)
     dtype = getattr(torch, case.dtype)
 

@@ -19,7 +19,7 @@ import torch
 from shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 
 import flashgen as fg
-from examples import SPEC_IDS, SPECS, spec_path, values_of
+from examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
 from flashgen import reference
 from flashgen.dropout import keep_mask
 from flashgen.ops import BackwardRun, run_backward, run_forward
@@ -52,6 +52,7 @@ def check_gradients(
 ) -> BackwardRun:
     """Run one problem and hold the three gradients against the oracle."""
     spec = loaded(path, case, dropout_p)
+    case = fitted(spec, case)
     numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
     if dropout_p:
         numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}

@@ -15,7 +15,7 @@ import torch
 from shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 
 import flashgen as fg
-from examples import SPEC_IDS, SPECS, spec_path, values_of
+from examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
 from flashgen import reference
 from flashgen.ops import run_forward
 from flashgen.spec import AttentionSpec
@@ -34,6 +34,7 @@ def loaded(path: Path, case: Case) -> AttentionSpec:
 def check_case(path: Path, case: Case, **offsets: int) -> None:
     """Run one problem and hold the output and the LSE against the oracle."""
     spec = loaded(path, case)
+    case = fitted(spec, case)
     values = values_of(path, case, **offsets) | offsets
     q, k, v = case.tensors(seed=case.scores % 1000)
     run = run_forward(spec, q, k, v, backend="emulator", **values)

@@ -12,7 +12,7 @@ from shapes import Case, covering
 from tiled_calls import both, forward
 
 import flashgen as fg
-from examples import SPECS, values_of
+from examples import SPECS, fitted, values_of
 from flashgen import reference, tiled
 from flashgen.dropout import keep_mask
 from flashgen.reference.verdict import RMS_ELEMENTS
@@ -68,6 +68,7 @@ def acceptable(verdict: reference.Verdict, dtype: torch.dtype, factor: float) ->
 def check(path: Path, case: Case, **options) -> None:
     """One problem, forward and backward, by the error rule."""
     spec = loaded(path, case).replace(dropout="dropout_p" in options)
+    case = fitted(spec, case)
     offsets = {name: options[name] for name in ("q_offset", "k_offset") if name in options}
     options = values_of(path, case, **offsets) | options
     q, k, v = case.tensors(seed=case.scores % 1000)

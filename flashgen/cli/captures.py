@@ -11,7 +11,8 @@ which are converted to the declared dtype. Names that the spec does not capture 
 
 A tensor without such a value has the length of the run in each dimension that the call knows and
 `OWN_LENGTH` in one with a name of its own. Floats are normal numbers times a tenth, bools are true
-or false with equal probability, integers are anything from 0 to seq_k.
+or false with equal probability, integers are anything from 0 to seq_k. Packed sequences are
+`SEQUENCES`, of random lengths, with some rows left over behind the last.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 from flashgen.cli.inputs import Shape
 from flashgen.errors import FlashgenError, InputError
 from flashgen.expr import Tensor as Capture
-from flashgen.spec import AttentionSpec
+from flashgen.spec import BOUNDARIES, AttentionSpec
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 OWN_LENGTH = 64
 """Of a dimension that has a name of its own."""
+
+SEQUENCES = 4
+"""How many sequences are packed."""
 
 _FLOAT_FACTOR = 0.1
 _SEED = 0x5EED  # apart from the generator that makes q, k and v
@@ -84,9 +88,12 @@ def tensor_values(
     )
     given = _given(path, lengths, generator)
     values = {}
+    packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
     for tensor in spec.tensors:
         value = given.get(tensor.name)
-        if value is None:
+        if value is None and tensor in packed:
+            value = _boundaries(packed[tensor], generator)
+        elif value is None:
             value = _random(tensor, lengths, generator)
         dtype = getattr(torch, tensor.dtype)
         try:
@@ -112,6 +119,14 @@ def _random(tensor: Capture, lengths: Lengths, generator: Generator) -> Tensor:
         return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
     high = min(max(lengths.seq_k, 1), torch.iinfo(dtype).max)
     return torch.randint(high + 1, shape, generator=generator)
+
+
+def _boundaries(length: int, generator: Generator) -> Tensor:
+    import torch
+
+    end = length - length // 16
+    cuts = torch.randint(end + 1, (SEQUENCES - 1,), generator=generator).sort().values
+    return torch.cat([cuts.new_tensor([0]), cuts, cuts.new_tensor([end])])
 
 
 def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:

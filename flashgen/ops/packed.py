@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def check_contents(
     longest = {}
     for boundary, total in zip(BOUNDARIES, (seq_q, seq_k), strict=True):
         ends = captured[boundary.name].tolist()
-        steps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        steps = [after - before for before, after in itertools.pairwise(ends)]
         if ends[0] < 0 or ends[-1] > total or min(steps, default=0) < 0:
             refuse(
                 f"{boundary.name} does not ascend from 0 to the length of the operand",

@@ -58,7 +58,9 @@ def plan_kernels(
         if "captured" not in found:
             raise missing["captured"]
         kernels = (*kernels, found["captured"])
-    return BackwardPlan(scheme, deterministic, kernels, _why(found, costs, scheme, deterministic, spec.packed))
+    return BackwardPlan(
+        scheme, deterministic, kernels, _why(found, costs, scheme, deterministic, spec.packed)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,11 +56,14 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             lines.append(f"  mask_mod  = {shown(spec.mask)}")
         if spec.score_line is not None or spec.mask_line is not None:
             lines.append("")
-    grid = f"ceil(seq_q / {plan.block_q}), heads_q, batch"
+    axis, block, heads = ("q", plan.block_q, "heads_q")
     if plan.owns_keys:
-        grid = f"ceil(seq_k / {plan.block_k}), heads_kv, batch"
-    if spec.packed and plan.kernel != "delta":
-        grid = grid.replace("ceil", "floor").replace(")", ") + batch").replace(", batch", ", 1")
+        axis, block, heads = ("k", plan.block_k, "heads_kv")
+    grid = f"ceil(seq_{axis} / {block}), {heads}, batch"
+    if spec.packed:
+        grid = f"seq_{axis} / {block} + batch, {heads}, 1"
+        if plan.kernel == "delta":
+            grid = f"ceil(seq_{axis} / {block}), {heads}, 1"
     if plan.kernel == "summary":
         grid = "lines of the tensor"
     launch = (
@@ -87,6 +90,10 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     learned = [tensor.name for tensor in spec.tensors if tensor.grad]
     words["learned"] = ", ".join(learned)
     lines = [line.format(**words) for line in _FORMULAS[kernel]]
+    if spec.packed and kernel not in ("delta", "summary"):
+        lines.append(
+            "of each sequence b by itself: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], keys alike"
+        )
     if spec.dropout and kernel not in ("delta", "summary"):
         lines.append("Z = kept(seed, offset, b, h, q, k) / keep probability")
     return lines

@@ -16,7 +16,7 @@ _PER_ROW = {"lse": 1, "rows": 2}
 
 @dataclass(frozen=True)
 class Packed:
-    """Fields of the templates; ``parameter`` is the kernel's, of which ``p`` is one sequence's view.
+    """What the templates say of packed sequences.
 
     Attributes:
         axis, block: which axis' tiles blocks own, and the constant with a tile's length.
@@ -37,7 +37,9 @@ class Packed:
                 views.append(f"p.{name}_stride_b = 0;")
         for name, count in _PER_ROW.items():
             if name in fields:
-                views.append(f"p.{name} += {count} * first_q;" if count > 1 else f"p.{name} += first_q;")
+                views.append(
+                    f"p.{name} += {count} * first_q;" if count > 1 else f"p.{name} += first_q;"
+                )
         return Packed(*(("k", "BLOCK_K") if owns_keys else ("q", "BLOCK_Q")), tuple(views))
 
 

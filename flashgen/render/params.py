@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from flashgen.expr import Tensor
@@ -49,15 +50,27 @@ def params_of(
     """
     captures = [param for tensor in read for param in params_of_tensor(tensor)]
     captures += [param_of_table(tensor, axis) for tensor, axis in tables]
-    if role == "forward":
-        return (*_forward(spec), *captures)
-    if role == "delta":
-        return tuple(_delta())
     if role == "captured":
-        sums = [param for tensor in read if tensor.grad for param in params_of_gradient(tensor)]
-        return (*_backward(spec, (), summed=False), *captures, *sums)
-    gradients = ("dq",) if role == "dq" else ("dk", "dv")
-    return (*_backward(spec, gradients, summed=role == "fused"), *captures)
+        captures += [param for t in read if t.grad for param in params_of_gradient(t)]
+    params = _of_role(spec, role)
+    return (*(map(_of_all_sequences, params) if spec.packed else params), *captures)
+
+
+def _of_role(spec: AttentionSpec, role: str) -> list[Param]:
+    """What every kernel of this role takes."""
+    if role == "forward":
+        return _forward(spec)
+    if role == "delta":
+        return _delta()
+    gradients = {"captured": (), "dq": ("dq",)}.get(role, ("dk", "dv"))
+    return _backward(spec, gradients, summed=role == "fused")
+
+
+def _of_all_sequences(param: Param) -> Param:
+    """What a size means where sequences are packed in one batch entry."""
+    sizes = {"batch": "sequences", "seq_q": "rows of all sequences", "seq_k": "keys of all"}
+    what = sizes.get(param.name, param.what.replace("[batch, ", "[1, "))
+    return dataclasses.replace(param, what=what)
 
 
 def _forward(spec: AttentionSpec) -> list[Param]:

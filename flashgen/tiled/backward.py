@@ -18,6 +18,7 @@ from flashgen.spec import AttentionSpec
 from .chunks import Workspace
 from .elements import add_at
 from .problem import Modified, Number, Part, Problem, exp_
+from .sequences import sequences
 
 Tensor = torch.Tensor
 
@@ -61,33 +62,45 @@ def backward(
     for float64 operands everything is float64. The order of summation is fixed, so that equal
     arguments give equal bits.
     """
-    problem = Problem(
-        spec,
-        q,
-        k,
-        scale=scale,
-        q_offset=q_offset,
-        k_offset=k_offset,
-        scalars=scalars,
-        tensors=tensors or {},
-        dropout_p=dropout_p,
-        rng=rng,
-        block_q=block_q,
-        block_k=block_k,
-        backward=True,
-    )
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    captured = [torch.zeros(x.numel(), dtype=problem.real) for x in problem.learned]
-    if problem.is_empty:
-        for gradient in gradients:
-            gradient.zero_()
-    else:
-        work = Workspace(problem.real)
+    if spec.packed:
+        _zero(*gradients)
+    work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    learned = [(tensors or {})[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
+    captured = [torch.zeros(x.numel(), dtype=work.dtype) for x in learned]
+    for sequence in sequences(spec, q, k, tensors or {}):
+        of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
+        of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
+        of_dlse = None if dlse is None else sequence.of_queries(dlse)[0]
+        problem = Problem(
+            spec,
+            of_q,
+            of_k,
+            scale=scale,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            scalars=scalars,
+            tensors=tensors or {},
+            dropout_p=dropout_p,
+            rng=rng,
+            block_q=block_q,
+            block_k=block_k,
+            backward=True,
+            sequence=sequence.place,
+        )
+        if problem.is_empty:
+            _zero(dq, dk, dv)
+            continue
         for part in problem.parts():
-            operands = _operands(part, q, k, v, out, lse, dout, dlse)
-            _chunk(part, work, operands, gradients, captured)
-    whole = zip(captured, problem.learned, strict=True)
+            operands = _operands(part, of_q, of_k, of_v, of_out, of_lse, of_dout, of_dlse)
+            _chunk(part, work, operands, (dq, dk, dv), captured)
+    whole = zip(captured, learned, strict=True)
     return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
+
+
+def _zero(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,18 @@ def budget() -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one problem, none of them 0."""
+    """Of one problem, none of them 0.
+
+    Attributes:
+        first: what mods call the first batch entry: 0, or the number of a packed sequence.
+    """
 
     batch: int
     heads_q: int
     heads_kv: int
     seq_q: int
     seq_k: int
+    first: int = 0
 
     @property
     def group(self) -> int:
@@ -95,9 +100,9 @@ class Chunk:
 
     @cached_property
     def batch_and_head(self) -> tuple[Tensor, Tensor]:
-        """b and h (of query heads), int64 [pairs, group], on the CPU."""
-        group = self.sizes.group
-        b = torch.arange(self.batch.start, self.batch.stop)
+        """b and h (of query heads) as mods see them, int64 [pairs, group], on the CPU."""
+        group, first = self.sizes.group, self.sizes.first
+        b = torch.arange(first + self.batch.start, first + self.batch.stop)
         h = torch.arange(self.heads.start * group, self.heads.stop * group)
         shape = len(b), len(self.heads), group
         return (

@@ -16,6 +16,7 @@ from flashgen.spec import AttentionSpec
 
 from .chunks import Workspace
 from .problem import Number, Part, Problem, exp_
+from .sequences import sequences
 
 Tensor = torch.Tensor
 
@@ -59,28 +60,40 @@ def forward(
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64.
     """
-    problem = Problem(
-        spec,
-        q,
-        k,
-        scale=scale,
-        q_offset=q_offset,
-        k_offset=k_offset,
-        scalars=scalars,
-        tensors=tensors or {},
-        dropout_p=dropout_p,
-        rng=rng,
-        block_q=block_q,
-        block_k=block_k,
-    )
     out = _empty_like_q(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=problem.real)
-    if problem.is_empty:
-        return out.zero_(), lse.fill_(-math.inf)
-    work = Workspace(problem.real)
-    for part in problem.parts():
-        _chunk(part, work, q, k, v, out, lse)
+    work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=work.dtype)
+    if spec.packed:
+        _without_keys(out, lse)
+    for sequence in sequences(spec, q, k, tensors or {}):
+        of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
+        of_k, of_v = sequence.of_keys(k, v)
+        problem = Problem(
+            spec,
+            of_q,
+            of_k,
+            scale=scale,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            scalars=scalars,
+            tensors=tensors or {},
+            dropout_p=dropout_p,
+            rng=rng,
+            block_q=block_q,
+            block_k=block_k,
+            sequence=sequence.place,
+        )
+        if problem.is_empty:
+            _without_keys(of_out, of_lse)
+            continue
+        for part in problem.parts():
+            _chunk(part, work, of_q, of_k, of_v, of_out, of_lse)
     return out, lse
+
+
+def _without_keys(out: Tensor, lse: Tensor) -> None:
+    out.zero_()
+    lse.fill_(-math.inf)
 
 
 def _empty_like_q(q: Tensor, dim: int) -> Tensor:

@@ -180,12 +180,18 @@ class Problem:
         block_q: int | None,
         block_k: int | None,
         backward: bool = False,
+        sequence: tuple[int, int] | None = None,
     ) -> None:
+        """
+        Args:
+            sequence: for one of several packed sequences, its number, and how many there are.
+        """
         self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
         self.code = code_of(spec, self.real)
-        self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        first, self._entries = sequence or (0, q.shape[0])
+        self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = scale
         planned = tiles_of(spec, backward=backward)
         self.queries = Axis(q.shape[2], block_q or planned[0], q_offset)
@@ -196,11 +202,6 @@ class Problem:
         self._spec = spec
         self._scalars = scalars
         self.tensors = {x.symbol: tensors[x.name].detach() for x in spec.tensors}
-
-    @property
-    def learned(self) -> list[Tensor]:
-        """The captured tensors whose gradients are wanted."""
-        return [self.tensors[tensor.symbol] for tensor in self._spec.tensors if tensor.grad]
 
     @cached_property
     def walked(self) -> tuple[tuple[TensorSymbol, Any], ...]:
@@ -232,7 +233,7 @@ class Problem:
 
     def _numbers(self) -> dict[sympy.Symbol, Number]:
         sizes = self.sizes
-        lengths = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.seq_k)
+        lengths = (self._entries, sizes.heads_q, sizes.seq_q, sizes.seq_k)
         numbers: dict[sympy.Symbol, Number] = dict(
             zip((BATCH, HEADS, SEQ_Q, SEQ_K), lengths, strict=True)
         )

@@ -1,0 +1,56 @@
+"""How many tiles a kernel computed, counted by the emulator, and how many there are to compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen import reference
+from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.ops import Report
+from flashgen.spec import AttentionSpec
+
+# Multiplications of one mma instruction, by the end of its shape.
+_WORK = {"m16n8k16": 16 * 8 * 16, "m16n8k8": 16 * 8 * 8}
+# Products of a tile of scores with Q or K, and with V or dO.
+_PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2)}
+
+
+def visited(report: Report) -> float:
+    """Tiles that a 16-bit kernel computed: its multiplications by those of one tile."""
+    assert report.counters is not None
+    assert report.kernel is not None
+    plan = report.kernel.plan
+    done = sum(
+        count * next(work for shape, work in _WORK.items() if f".{shape}." in name)
+        for name, count in report.counters.opcodes.items()
+        if name.startswith("mma.")
+    )
+    with_q, with_v = _PRODUCTS[plan.kernel]
+    depth = with_q * plan.head_dim + with_v * plan.head_dim_v
+    return done / (plan.block_q * plan.block_k * depth)
+
+
+def present(report: Report, keep: torch.Tensor) -> int:
+    """Tiles with an element that is kept; bool [..., seq_q, seq_k]."""
+    assert report.kernel is not None
+    plan = report.kernel.plan
+    rows, columns = -keep.shape[-2] % plan.block_q, -keep.shape[-1] % plan.block_k
+    whole = torch.nn.functional.pad(keep, (0, columns, 0, rows))
+    tiles = whole.unflatten(-1, (-1, plan.block_k)).unflatten(-3, (-1, plan.block_q))
+    return int(tiles.any(-1).any(-2).sum())
+
+
+def kept(
+    spec: AttentionSpec, batch: int, heads: int, seq_q: int, seq_k: int, values: dict[str, Any]
+) -> torch.Tensor:
+    """The mask of every element, bool [batch, heads, seq_q, seq_k]."""
+    sizes = {BATCH: batch, HEADS: heads, SEQ_Q: seq_q, SEQ_K: seq_k}
+    known = {symbol: torch.tensor(size) for symbol, size in sizes.items()}
+    known |= {s.expr: torch.tensor(values["scalars"][s.name]) for s in spec.scalars}
+    known |= {t.symbol: values["tensors"][t.name] for t in spec.tensors}
+    axes = ((B, batch), (H, heads), (Q, seq_q), (K, seq_k))
+    for place, (symbol, size) in enumerate(axes):
+        known[symbol] = torch.arange(size).view([-1 if i == place else 1 for i in range(4)])
+    return reference.evaluate(spec.mask, known).expand(batch, heads, seq_q, seq_k)
