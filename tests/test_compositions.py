@@ -1,0 +1,154 @@
+"""What is expressed together works together: published models' attention, in one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from shapes import DTYPES, Case
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.ops import run_backward, run_forward
+
+Tensor = torch.Tensor
+RNG = torch.tensor([1234, 5])
+
+slope = fg.Tensor("slope", ("heads",), "float32")
+table = fg.Tensor("table", ("distance",), "float32", grad=True)
+ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+length = fg.Tensor("length", ("batch",), "int64")
+bias = fg.Tensor("bias", ("batch", "heads", "seq_q", "seq_k"), "float32", grad=True)
+window = fg.Scalar("window", "int32")
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def causal_window(b, h, q, k):
+    return (q >= k) & (q - k < window)
+
+
+def document(b, h, q, k):
+    return ids[b, q] == ids[b, k]
+
+
+def padding(b, h, q, k):
+    return k < length[b]
+
+
+def softcap(score, b, h, q, k):
+    return 30 * fg.tanh(score / 30)
+
+
+def alibi(score, b, h, q, k):
+    return score + slope[h] * (k - q)
+
+
+def relative(score, b, h, q, k):
+    return score + table[q - k + fg.seq_k - 1]
+
+
+def pair_bias(score, b, h, q, k):
+    return score + bias[b, h, q, k]
+
+
+def captured(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
+    """A value for each tensor above."""
+    sizes = case.batch, case.heads_q, case.seq_q, case.seq_k
+    return {
+        "slope": torch.tensor([2.0 ** -(h + 1) for h in range(case.heads_q)]),
+        "table": torch.randn(case.seq_q + case.seq_k, generator=generator),
+        "ids": torch.randint(4, (case.batch, max(sizes[2:])), generator=generator).sort(1)[0].int(),
+        "length": torch.randint(1, case.seq_k + 1, (case.batch,), generator=generator),
+        "bias": torch.randn(sizes, generator=generator),
+    }
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A spec's options and the sizes to try it on."""
+
+    case: Case
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+    dropout_p: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+COMPOSITIONS = {
+    "gemma2": Composition(Case(130, 130, 2, 4, 2, head_dim=64), causal_window, softcap),
+    "alibi_dropout": Composition(Case(113, 203, 1, 4, 4, head_dim=64), causal, alibi, 0.15),
+    "t5_documents": Composition(Case(127, 140, 2, 2, 1, head_dim=64), document, relative, 0.1),
+    "alphafold": Composition(Case(96, 150, 2, 4, 4, head_dim=32), padding, pair_bias),
+    "deepseek": Composition(Case(128, 217, 1, 2, 2, head_dim=192, head_dim_v=128), causal),
+}
+
+
+# Each with one dtype in `make test`, with the others in the slow tier.
+PAIRS = [
+    pytest.param(name, dtype, marks=[] if (i - j) % 3 == 0 else pytest.mark.slow)
+    for i, name in enumerate(COMPOSITIONS)
+    for j, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_a_composition_meets_the_error_rule(name: str, dtype: str) -> None:
+    of = COMPOSITIONS[name]
+    case = Case(**{**vars(of.case), "dtype": dtype})
+    spec = fg.AttentionSpec(
+        of.mask,
+        of.score,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
+        dtype=dtype,
+        dropout=of.dropout_p > 0,
+        name=name,
+        **of.options,
+    )
+    check(spec, case, of.dropout_p)
+
+
+# Those that test_forward.py and test_backward.py have too are in the slow tier here.
+HEAD_DIMS = [
+    pytest.param(dim, marks=[] if dim in (24, 80, 112) else pytest.mark.slow)
+    for dim in (8, 24, 40, 80, 96, 112, 256)
+]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_any_head_dim_that_is_a_multiple_of_eight_works(head_dim: int) -> None:
+    dtype = DTYPES[head_dim // 8 % 3]
+    spec = fg.AttentionSpec(causal, softcap, head_dim=head_dim, dtype=dtype, name="dims")
+    check(spec, Case(70, 90, 1, 2, 1, dtype, head_dim), 0.0)
+
+
+def check(spec: fg.AttentionSpec, case: Case, dropout_p: float) -> None:
+    generator = torch.Generator().manual_seed(case.scores)
+    known = captured(case, generator)
+    values: dict[str, Any] = {
+        "scalars": {scalar.name: 37 for scalar in spec.scalars},
+        "tensors": {tensor.name: known[tensor.name] for tensor in spec.tensors},
+    }
+    if dropout_p:
+        values |= {"dropout_p": dropout_p, "rng": RNG}
+    q, k, v = case.tensors()
+    run = run_forward(spec, q, k, v, backend="emulator", **values)
+    exact = reference.attention(spec, q, k, v, **values)
+    same = reference.same_dtype(spec, q, k, v, **values)
+    for got, ref, ordinary in zip((run.out, run.lse), exact, same, strict=True):
+        verdict = reference.compare(got, ref, ordinary)
+        assert verdict.ok, verdict
+    dout = torch.randn(run.out.shape, generator=generator).to(q.dtype)
+    dlse = torch.randn(run.lse.shape, generator=generator)
+    grads = (q, k, v, run.out, run.lse, dout, dlse)
+    back = run_backward(spec, *grads, backend="emulator", **values)
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    judged = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
+    for name, verdict in judged.items():
+        assert verdict.ok, f"{name}: {verdict}"
