@@ -25,6 +25,7 @@ from flashgen.version import __version__
 if TYPE_CHECKING:
     from flashgen.config import debug
     from flashgen.errors import (
+        CertificateError,
         CompileError,
         EmulatorError,
         FlashgenError,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionSpec",
+    "CertificateError",
     "CompileError",
     "EmulatorError",
     "FlashgenError",

@@ -60,6 +60,10 @@ class PlanError(FlashgenError):
     """No tiling satisfies the constraints of the architecture."""
 
 
+class CertificateError(FlashgenError):
+    """Something that a plan or its kernels rest on could not be proved."""
+
+
 class RenderError(FlashgenError):
     """A template and the plan disagree, or a committed file differs from what would be emitted."""
 

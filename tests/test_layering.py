@@ -34,6 +34,7 @@ PIPELINE = (
 )
 # Those beside it, and all that they may import of flashgen.
 BESIDE = {
+    "certify": {"errors", "arch", "expr", "spec", "analysis", "plan"},
     "emulator": {"errors"},
     "reference": {"errors", "dropout", "expr", "spec"},
     "tiled": set(PIPELINE) - {"render", "compile", "launch", "pipeline"},
@@ -57,6 +58,7 @@ OUTSIDE = {
     "spec": {"sympy"},
     "analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
     "plan": {"sympy"},
+    "certify": {"sympy"},
     "cprint": {"sympy"},
     "render": {"sympy", "jinja2"},
     "compile": {"cuda", "filelock"},

@@ -128,6 +128,9 @@ def plan(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: sums in a fixed order.")
     ] = False,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Prove what the plans and kernels rest on.")
+    ] = False,
 ) -> None:
     """Print the tiles, warps and shared memory, and how they are derived."""
     from flashgen import config
@@ -141,6 +144,13 @@ def plan(
         write(str(plan_backward(loaded, target, sram=sram, deterministic=deterministic)))
     else:
         write(str(plan_spec(loaded, target, sram=sram, policy=policy)))
+    if certify:
+        from flashgen.certify import certify as certificates
+
+        for each in certificates(
+            loaded, target, sram=sram, policy=policy, deterministic=deterministic
+        ):
+            write(f"\n{each}")
 
 
 @app.command()

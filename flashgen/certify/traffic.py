@@ -1,0 +1,128 @@
+"""That tiling moves Theta(N^2 d^2 / M) numbers, and standard attention Theta(N d + N^2).
+
+Theorem 2 of Dao et al., "FlashAttention", 2022, with its Algorithms 0 and 1; sizes in elements.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from flashgen.certify.value import Certificate, Step, vanishes
+from flashgen.plan import Plan
+
+N, D, M = sympy.symbols("N d M", positive=True)
+
+# Algorithm 1: K and V once; for each of the N / Bc tiles of keys Q, O, l and m are read, O, l and m
+# written. Algorithm 0: S and P are written and read back, Q, K and V are read, O is written.
+BC = M / (4 * D)
+ALGORITHM_1 = 2 * N * D + (N / BC) * (3 * N * D + 4 * N)
+ALGORITHM_0 = (2 * N * D + N**2) + 2 * N**2 + (N**2 + 2 * N * D)
+
+
+def tiled() -> Certificate:
+    """Algorithm 1, for d <= M <= N d, as the theorem has it."""
+    ratio = sympy.expand(ALGORITHM_1 / (N**2 * D**2 / M))
+    # d = 1 + u and M = N d (1 - w): every d >= 1 and every M up to N d.
+    u = sympy.Symbol("u", nonnegative=True)
+    w = sympy.Symbol("w", nonnegative=True)
+    inside = sympy.simplify(ratio.subs(M, N * D * (1 - w)).subs(D, 1 + u))
+    below = sympy.expand(sympy.simplify(30 - inside))
+    return Certificate(
+        "traffic",
+        "Algorithm 1 moves Theta(N^2 d^2 / M) elements, for d <= M <= N d",
+        (
+            Step(
+                "T = 2 N d + (N / Bc) (3 N d + 4 N) with Bc = M / 4d: "
+                f"T = {sympy.expand(ALGORITHM_1)}"
+            ),
+            Step(
+                f"T / (N^2 d^2 / M) = {ratio}",
+                vanishes(ratio - (12 + 16 / D + 2 * M / (N * D))),
+            ),
+            Step("above 12, because what is added is positive", bool((ratio - 12).is_positive)),
+            Step(
+                "at most 30: with d = 1 + u and M = N d (1 - w), 0 <= w < 1, what is left of 30 is "
+                f"{below}, not negative",
+                _nonnegative(below),
+            ),
+            Step(
+                "Bc rounded up is less than M / 4d + 1, at most twice M / 4d where M >= 4d: the "
+                "constants change by at most 2",
+                bool((2 * BC - (BC + 1)).subs(M, 4 * D * (1 + u)).simplify().is_nonnegative),
+            ),
+        ),
+    )
+
+
+def standard() -> Certificate:
+    """Algorithm 0."""
+    ratio = sympy.simplify(ALGORITHM_0 / (N * D + N**2))
+    return Certificate(
+        "standard",
+        "standard attention moves Theta(N d + N^2) elements",
+        (
+            Step(
+                "S = Q K^T: 2 N d read, N^2 written; P = softmax(S): 2 N^2; O = P V: N^2 + N d "
+                f"read, N d written: T = {sympy.expand(ALGORITHM_0)}"
+            ),
+            Step(f"T / (N d + N^2) = {ratio} for all N and d", bool(ratio == 4)),
+        ),
+    )
+
+
+def of_plan(plan: Plan, smem: int) -> Certificate:
+    """The bytes of this forward kernel, without a mask, and where they lie between the two.
+
+    Args:
+        smem: M, the shared memory that the plan was made for, in bytes.
+    """
+    e, block = plan.itemsize, plan.block_q
+    dims = plan.head_dim + plan.head_dim_v
+    tiles = sympy.Symbol("tiles", positive=True)
+    formula = e * N * dims + tiles * e * N * dims + 4 * N
+    steps = [
+        Step(
+            f"a head moves {formula} B, tiles = ceil(N / {block}): Q is read and O written once, K "
+            "and V once for each tile of queries, LSE written"
+        )
+    ]
+    lengths = (1, block - 1, block, 1000, 4096, 16 * block + 1)
+    counted = [
+        plan.traffic(1, 1, 1, n, n).issued == int(formula.subs({tiles: -(-n // block), N: n}))
+        for n in lengths
+    ]
+    steps.append(
+        Step(
+            f"the same as the plan's own count of its loops, at N = {', '.join(map(str, lengths))}",
+            all(counted),
+        )
+    )
+    leading = sympy.limit(formula.subs(tiles, N / block) / N**2, N, sympy.oo)
+    d = sympy.Rational(dims, 2)
+    constant = leading / e / (d**2 / sympy.Rational(smem, e))
+    steps.append(
+        Step(
+            f"as N grows, {leading} N^2 B: {float(constant):.3g} N^2 d^2 / M elements, with "
+            f"d = {d} and M = {smem:,} B = {smem // e:,} elements",
+            bool(leading == sympy.Rational(e * dims, block)),
+        )
+    )
+    return Certificate("plan", "this plan moves Theta(N^2 d / block_q) bytes", tuple(steps))
+
+
+def _nonnegative(expr: sympy.Expr) -> bool:
+    """A sum whose terms cannot be negative."""
+    return all(sympy.factor(term).is_nonnegative for term in _grouped(expr))
+
+
+def _grouped(expr: sympy.Expr) -> list[sympy.Expr]:
+    """Its terms, with those of one denominator together."""
+    by_denominator: dict[sympy.Expr, sympy.Expr] = {}
+    for term in sympy.Add.make_args(expr):
+        _, denominator = sympy.fraction(sympy.together(term))
+        by_denominator[denominator] = by_denominator.get(denominator, sympy.S.Zero) + term
+    # What is constant goes with the fractions: 16 - 16 / (1 + u) is not negative, its parts are.
+    constant = by_denominator.pop(sympy.S.One, sympy.S.Zero)
+    number = constant.as_coeff_Add()[0]
+    fractions = sympy.together(sympy.Add(number, *by_denominator.values()))
+    return [fractions, constant - number]
