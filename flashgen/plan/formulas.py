@@ -74,6 +74,17 @@ QUANTITIES = {
     "overlap": "how many warps per scheduler are out of step with each other",
     "occupied": "share of the schedulers that have a warp",
     "barriers": "clocks lost at barriers per score element",
+    "cost": "clocks of one SM per score element; per row for delta",
+    "sms": "SMs of the product",
+    "slots": "blocks that run at the same time",
+    "steps": "steps of the main loops of all blocks",
+    "makespan": "steps until the last block is done, when each free slot takes the next one",
+    "quantisation": "by how much slots that have no block at times make the launch longer",
+    "scores": "score elements that the launch computes; rows for delta",
+    "bytes": "of operands and results, each once",
+    "work": "clocks of the launch if all SMs were busy until its end",
+    "hbm": "clocks in which its bytes come from global memory",
+    "time": "clocks of the launch",
 }
 
 SYMBOLS = {name: sympy.Symbol(name, positive=True) for name in QUANTITIES}

@@ -263,6 +263,11 @@ class Plan:
         return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
 
 
+def broken(line: Line) -> list[str]:
+    """A derivation line on as many lines of print as it needs."""
+    return _broken(_parts(line))
+
+
 def _parts(line: Line) -> list[str]:
     """A derivation line in the pieces between which it may be broken."""
     value = counted(line.value) + (f" {line.unit}" if line.unit else "")

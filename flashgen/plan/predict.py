@@ -1,0 +1,149 @@
+"""How long a launch takes by the model, for sizes that are known: a prediction, not a measurement.
+
+The plan's cost is clocks of one busy SM per score element. A launch has a number of blocks, which
+the SMs take in turns: the last turn may leave some of them idle, and where a mask gives blocks
+different lengths, the last one may begin late. And no kernel is done before its bytes have come
+from global memory once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashgen.arch import facts
+from flashgen.plan.derive import printed
+from flashgen.plan.formulas import Formula, Number, Steps
+from flashgen.plan.traffic import LSE_BYTES, Visited
+from flashgen.plan.value import Line, Plan, broken
+
+SLOTS = Formula("slots", "sms*blocks")
+QUANTISATION = Formula("quantisation", "makespan*slots/steps")
+WORK = Formula("work", "cost*scores/sms", "clk")
+HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
+TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
+STEPS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
+
+ROW_BYTES = 8  # LSE and delta
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The model's word on one launch.
+
+    Attributes:
+        plan: of the kernel.
+        lines: how the time comes about, with the numbers.
+        seconds: predicted, at the clock of the product that the architecture's facts name.
+        bound: "work" or "hbm".
+        quantisation: by how much the blocks' turns make it longer; 1 when all SMs end together.
+    """
+
+    plan: Plan
+    lines: tuple[Line, ...]
+    seconds: float
+    bound: str
+    quantisation: float
+
+    def __str__(self) -> str:
+        product = facts(self.plan.arch).product
+        head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us predicted for one {product}"
+        lines = [f"predicted {head}, bound by {self.bound}"]
+        for line in self.lines:
+            lines += broken(line)
+        return "\n".join(lines)
+
+
+def predict(
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    visited: Visited | None = None,
+) -> Prediction:
+    """The time of one launch of a kernel with these sizes.
+
+    Args:
+        visited: for each tile that a block owns, those that it walks, as in `Plan.traffic`, the
+            same for every batch entry and head; None for all of them.
+
+    Raises:
+        ValueError: visited is for another number of tiles.
+    """
+    arch = facts(plan.arch)
+    tiles, heads, entries = plan.grid(batch, heads_q, heads_kv, seq_q, seq_k)
+    lengths = _lengths(plan, tiles, heads_q // heads_kv, seq_q, seq_k, visited)
+    slots = arch.sms * plan.blocks_per_sm
+    at: dict[str, Number] = {
+        "sms": arch.sms,
+        "blocks": plan.blocks_per_sm,
+        "steps": max(1, sum(lengths) * heads * entries),
+        "makespan": makespan(lengths, heads * entries, slots),
+        "cost": plan.cost,
+        "scores": _scores(plan, sum(lengths) * heads * entries, batch * heads_q * seq_q),
+        "bytes": _bytes(plan, batch, heads_q, heads_kv, seq_q, seq_k),
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    values = Steps(*STEPS)(dict(at))
+    lines = tuple(printed(formula, values) for formula in STEPS)
+    bound = "hbm" if values["hbm"] >= values["work"] else "work"
+    return Prediction(
+        plan, lines, values["time"] / arch.clock_hz, bound, float(values["quantisation"])
+    )
+
+
+def makespan(lengths: Sequence[int], times: int, slots: int) -> int:
+    """Steps until all blocks are done, when each free slot takes the next one.
+
+    Args:
+        lengths: steps of the blocks of one head, in the order of the tiles; longer ones go first.
+        times: how often they are repeated, head by head.
+        slots: blocks that run at the same time.
+    """
+    ordered = sorted(lengths, reverse=True)
+    if not ordered:
+        return 1
+    if ordered[0] == ordered[-1]:
+        return max(1, ordered[0] * -(-len(ordered) * times // slots))
+    ends = [0] * slots
+    for _ in range(times):
+        for length in ordered:
+            heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def _lengths(
+    plan: Plan, tiles: int, group: int, seq_q: int, seq_k: int, visited: Visited | None
+) -> list[int]:
+    """Steps of each block of a head; where blocks own keys, over the query heads of a group."""
+    if plan.kernel in ("delta", "summary"):
+        return [1] * tiles
+    times = group if plan.owns_keys else 1
+    if visited is None:
+        walked = -(-seq_q // plan.block_q) if plan.owns_keys else -(-seq_k // plan.block_k)
+        return [walked * times] * tiles
+    found = [len(list(each)) * times for each in visited]
+    if len(found) != tiles:
+        raise ValueError(f"visited has {len(found)} tiles, the launch has {tiles}")
+    return found
+
+
+def _scores(plan: Plan, steps: int, rows: int) -> int:
+    return rows if plan.kernel == "delta" else steps * plan.block_q * plan.block_k
+
+
+def _bytes(plan: Plan, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
+    """Every byte of the operands and results once."""
+    queries, keys = batch * heads_q * seq_q, batch * heads_kv * seq_k
+    qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    operands = queries * qk + keys * (qk + v)
+    if plan.kernel == "forward":
+        return operands + queries * (v + LSE_BYTES)
+    if plan.kernel == "delta":
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES)
+    results = {"dkdv": keys * (qk + v), "dq": queries * qk, "captured": 0}
+    both = results["dkdv"] + queries * plan.head_dim * 4  # dQ's sums are float32
+    return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

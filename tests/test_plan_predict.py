@@ -1,0 +1,74 @@
+"""The predicted time of a launch: its arithmetic is what it prints, and its turns are counted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import flashgen as fg
+from flashgen.plan import plan, plan_backward
+from flashgen.plan.formulas import evaluate
+from flashgen.plan.predict import makespan, predict
+
+SPEC = fg.AttentionSpec(head_dim=64)
+
+
+def test_every_line_is_its_own_arithmetic() -> None:
+    for each in (plan(SPEC), *plan_backward(SPEC, deterministic=True).kernels):
+        found = predict(each, 2, 8, 4, 1000, 3000)
+        values = {line.name: line.value for line in found.lines}
+        for line in found.lines:
+            assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
+        assert values["time"] == pytest.approx(
+            max(values["work"] * values["quantisation"], values["hbm"])
+        )
+        assert found.seconds > 0
+        assert "predicted" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "times", "slots", "expected"),
+    [
+        ([5, 5, 5], 1, 3, 5),
+        ([5, 5, 5], 1, 2, 10),
+        ([1, 2, 3, 4], 1, 2, 5),
+        ([4, 1, 1], 2, 2, 6),
+        ([], 3, 2, 1),
+        ([7], 10, 4, 21),
+    ],
+)
+def test_blocks_are_handed_out_in_turns(
+    lengths: list[int], times: int, slots: int, expected: int
+) -> None:
+    assert makespan(lengths, times, slots) == expected
+
+
+def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        lengths = [chance.randrange(1, 40) for _ in range(chance.randrange(1, 30))]
+        times, slots = chance.randrange(1, 5), chance.randrange(1, 20)
+        found = makespan(lengths, times, slots)
+        least = max(max(lengths), -(-sum(lengths) * times // slots))
+        assert least <= found < least + max(lengths)
+
+
+def test_a_launch_that_fills_its_turns_has_no_loss() -> None:
+    chosen = plan(SPEC)
+    slots = 108 * chosen.blocks_per_sm
+    full = predict(chosen, 1, slots, slots, chosen.block_q, 4096)
+    one_more = predict(chosen, 1, slots + 1, slots + 1, chosen.block_q, 4096)
+    assert full.quantisation == 1
+    assert one_more.quantisation == pytest.approx(2 * slots / (slots + 1))
+
+
+def test_half_of_the_tiles_take_half_of_the_work() -> None:
+    chosen = plan(SPEC)
+    n = 64 * chosen.block_q
+    tiles = -(-n // chosen.block_k)
+    some = [range(tiles // 2)] * 64
+    whole, half = predict(chosen, 8, 8, 8, n, n), predict(chosen, 8, 8, 8, n, n, some)
+    assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
+    with pytest.raises(ValueError, match="the launch has 64"):
+        predict(chosen, 1, 1, 1, n, n, [range(2)])
