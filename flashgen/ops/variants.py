@@ -26,11 +26,12 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     """``spec`` with kernels that compute the gradients of these captured tensors only."""
     if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
-    tensors = (
-        expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+    tensors = {
+        tensor.name: expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
         for tensor in spec.tensors
-    )
-    return _with(spec, "tensors", tuple(tensors))
+    }
+    changed = _with(spec, "tensors", tuple(tensors.values()))
+    return changed if spec.sink is None else _with(changed, "sink", tensors[spec.sink.name])
 
 
 def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:

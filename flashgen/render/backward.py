@@ -10,6 +10,7 @@ from flashgen.render.captured import captured
 from flashgen.render.exponential import Exponential
 from flashgen.render.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.render.kernel import kernel
+from flashgen.render.sink import EMPTY_ROW, EMPTY_ROW_WITH_SINK
 from flashgen.render.source import Source
 from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
@@ -98,6 +99,8 @@ def _delta(spec: AttentionSpec, plan: Plan) -> Source:
         lanes=lanes,
         uneven=granules % lanes != 0,
         unit=" * LOG2E" if plan.itemsize == 2 else "",
+        sink=spec.sink if plan.sink_bytes else None,
+        **(EMPTY_ROW if spec.sink is None else EMPTY_ROW_WITH_SINK),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flashgen.expr import Tensor
 from flashgen.render.readers import param_of_table, params_of_gradient, params_of_tensor
+from flashgen.render.sink import sums_of_sink
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
@@ -52,7 +53,7 @@ def params_of(
     if role == "forward":
         return (*_forward(spec), *captures)
     if role == "delta":
-        return tuple(_delta())
+        return (*_delta(), *captures, *([sums_of_sink()] if captures else []))
     if role == "captured":
         sums = [param for tensor in read if tensor.grad for param in params_of_gradient(tensor)]
         return (*_backward(spec, (), summed=False), *captures, *sums)

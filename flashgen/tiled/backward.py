@@ -15,6 +15,7 @@ import torch
 
 from flashgen.spec import AttentionSpec
 
+from . import sinks
 from .chunks import Workspace
 from .elements import add_at
 from .problem import Modified, Number, Part, Problem, exp_
@@ -78,14 +79,20 @@ def backward(
     )
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     captured = [torch.zeros(x.numel(), dtype=problem.real) for x in problem.learned]
+    place = problem.learned_sink
     if problem.is_empty:
         for gradient in gradients:
             gradient.zero_()
+        if place is not None and dlse is not None:
+            found = sinks.gradient_without_keys(problem.learned[place], dlse.to(problem.real))
+            captured[place] += found.flatten()
     else:
         work = Workspace(problem.real)
         for part in problem.parts():
             operands = _operands(part, q, k, v, out, lse, dout, dlse)
             _chunk(part, work, operands, gradients, captured)
+            if place is not None:
+                sinks.add_gradient(captured[place], part, operands.lse, operands.delta)
     whole = zip(captured, problem.learned, strict=True)
     return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
 
@@ -97,8 +104,8 @@ class _Operands:
     Attributes:
         q, k, v, dout: [pairs, rows, columns].
         lse: [pairs, seq_q * group, 1].
-        delta: D - dLSE, the same shape; 0 for a fully masked row.
-        some_masked: a row is fully masked.
+        delta: D - dLSE, the same shape; 0 where LSE is -inf.
+        some_masked: a row is, or with a sink, which LSE does not tell, may be fully masked.
     """
 
     q: Tensor
@@ -134,7 +141,7 @@ def _operands(
         dout=dout,
         lse=lse,
         delta=delta.masked_fill_(masked, 0),
-        some_masked=bool(masked.any()),
+        some_masked=part.problem.sink is not None or bool(masked.any()),
     )
 
 

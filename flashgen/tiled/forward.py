@@ -14,6 +14,7 @@ import torch
 
 from flashgen.spec import AttentionSpec
 
+from . import sinks
 from .chunks import Workspace
 from .problem import Number, Part, Problem, exp_
 
@@ -54,7 +55,7 @@ def forward(
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] in the dtype of q, with its axes ordered in memory
         as q's are; lse [batch, heads_q, seq_q], natural log, undropped, float32 (float64 for
-        float64 operands). A row without a kept key has out 0 and lse -inf.
+        float64 operands). A row without a kept key has out 0 and lse -inf, or the spec's sink.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64.
@@ -76,6 +77,9 @@ def forward(
     out = _empty_like_q(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=problem.real)
     if problem.is_empty:
+        if problem.sink is not None:
+            lse = sinks.lse_without_keys(problem.sink, tuple(q.shape[:3]), problem.real)
+            return out.zero_(), lse
         return out.zero_(), lse.fill_(-math.inf)
     work = Workspace(problem.real)
     for part in problem.parts():
@@ -152,13 +156,16 @@ def _query_tile(
             o.mul_(correction).baddbmm_(p, v[:, keys])
         row_max = new_max
 
+    alone = sinks.logits(part, rows.stop - rows.start)  # LSE of a row without keys
     if row_max is None or row_sum is None:
         out.zero_()
-        lse.fill_(-math.inf)
+        lse.copy_(alone)
         return
-    torch.add(row_max, row_sum.log(), out=lse)
     empty = row_max == lowest
-    lse.masked_fill_(empty, -math.inf)
+    if problem.sink is not None:
+        row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
+    torch.add(row_max, row_sum.log(), out=lse)
+    torch.where(empty, alone, lse, out=lse)
     if problem.dropout_scale is not None:
         row_sum.div_(problem.dropout_scale)
     torch.div(o, row_sum.masked_fill_(empty, math.inf), out=out)
