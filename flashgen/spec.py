@@ -146,12 +146,13 @@ class AttentionSpec:
         """Pickled by what was read from the functions: lambdas and closures are fine."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         free = self.mask.free_symbols | self.score.free_symbols
+        unread = None if self.sink is None or self.sink.symbol in free else self.sink.name
+        read = [tensor for tensor in self.tensors if tensor.name != unread]
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
             ("score_mod", self.score, self.score_line),
         ):
             if lines is not None:
-                read = (t for t in self.tensors if t is not self.sink or t.symbol in free)
                 options[mod] = StoredMod(Trace(expr, (*self.scalars, *read), lines))
         return _restored, (options, self.named, self.file)
 

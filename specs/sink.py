@@ -4,8 +4,8 @@
 
 A head that finds nothing gives its weight to the sink, and with that 0.
 
-Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.2 (a learned bias in the
-denominator of the softmax of each head); Miller, "Attention Is Off By One", 2023 (t = 0).
+Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (a learned bias in the denominator of
+the softmax of each head); Miller, "Attention Is Off By One", 2023 (t = 0).
 """
 
 import flashgen as fg

@@ -274,7 +274,8 @@ def test_a_whole_warp_does_not_wait_for_the_lanes_that_another_misses(
     seed: int | None,
 ) -> None:
     """Some lanes of warp 0 take a way round that lies behind the exchange, and come back to it."""
-    ptx = """.visible .entry k(.param .u64 p) { .reg .b32 %t, %s, %x; .reg .b64 %p, %q; .reg .pred %p1;
+    ptx = """.visible .entry k(.param .u64 p) {
+        .reg .b32 %t, %x; .reg .b64 %p, %q; .reg .pred %p1;
         mov.u32 %t, %tid.x; mov.u32 %x, %t; setp.lt.u32 %p1, %t, 5; @%p1 bra ROUND;
         BACK: shfl.sync.bfly.b32 %x, %x, 1, 0x1f, -1; ld.param.u64 %p, [p];
         mul.wide.u32 %q, %t, 4; add.u64 %p, %p, %q; st.global.b32 [%p], %x; ret;

@@ -23,8 +23,8 @@ class BackwardTraffic:
         q, k, v, o, do: read.
         lse: read by "delta", LSE and, where the caller gives it, dLSE.
         rows_read, rows_written: (LSE, delta) of the queries, which "delta" writes for the others.
-        dq, dk, dv: written.
-        sink, dsink: its logit, read by "delta" for each query, and the sums of its gradient, written.
+        dq, dk, dv: written; dsink: by "delta", sums over the rows of a warp.
+        sink: its logit, read by "delta" for each query, where it makes the sink's gradient.
         added: to dQ's sums, atomically, by "fused".
         scores: elements of S that are computed; those of a partial tile too.
     """

@@ -10,7 +10,7 @@ from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.params import params_of
 from flashgen.render.readers import place_of_sum, reader
-from flashgen.render.sink import SinkCode
+from flashgen.render.sink import logit_of
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk
 from flashgen.spec import AttentionSpec
@@ -73,7 +73,7 @@ def kernel(
         partials=partials,
         forward=plan.kernel == "forward",
         dropout=spec.dropout,
-        sink=None if sink is None else SinkCode.of(sink),
+        sink=logit_of(sink),
         **fields,
     )
     return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan)

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flashgen.expr import Tensor
 from flashgen.render.source import Param
-
-EMPTY_ROW = {
-    "empty": "lse == __int_as_float(0xff800000)",
-    "empty_why": "A fully masked row has LSE = -inf. With +inf instead, exp(S - LSE) is 0 in all of it.",
-}
-"""How the delta kernel tells a row without keys, and why it does."""
-
-# Such a row has the sink for its LSE, below which its scores lie. Of a sink below every score, as
-# the lowest finite number is, exp(S - LSE) would be infinite or NaN before it is masked.
-EMPTY_ROW_WITH_SINK = {
-    "empty": "lse < -1e30f",
-    "empty_why": "LSE below every score: no key is kept. With +inf instead, exp(S - LSE) is 0.",
-}
+from flashgen.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class SinkCode:
-    """C++ of a kernel that reads the sink.
+def logit_of(sink: Tensor | None) -> str | None:
+    """C++ of the sink of head h; None without a sink."""
+    if sink is None:
+        return None
+    return f"read_{sink.name}(p, h)" if sink.dims else f"read_{sink.name}(p)"
 
-    Attributes:
-        name: of the tensor.
-        logit: that of head h.
+
+def empty_row(spec: AttentionSpec) -> tuple[str, str]:
+    """How the delta kernel tells a row without keys by its LSE, and why it has to.
+
+    With a sink LSE of such a row is the sink, below which its scores lie: exp(S - LSE) is 0 there.
+    But beside a sink below every score, as the lowest float is, it is infinite or NaN.
     """
-
-    name: str
-    logit: str
-
-    @staticmethod
-    def of(sink: Tensor) -> SinkCode:
-        return SinkCode(sink.name, f"read_{sink.name}({', '.join(['p', *('h' for _ in sink.dims)])})")
+    if spec.sink is None:
+        why = (
+            "A fully masked row has LSE = -inf. With +inf instead, exp(S - LSE) is 0 in all of it."
+        )
+        return "lse == __int_as_float(0xff800000)", why
+    why = "LSE below every score: no key is kept. With +inf instead, exp(S - LSE) is 0."
+    return "lse < -1e30f", why
 
 
 def sums_of_sink() -> Param:
