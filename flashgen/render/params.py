@@ -53,7 +53,8 @@ def params_of(
     if role == "forward":
         return (*_forward(spec), *captures)
     if role == "delta":
-        return (*_delta(), *captures, *([sums_of_sink()] if captures else []))
+        sums = [sums_of_sink()] if read else []  # it reads nothing but the sink
+        return (*_delta(), *captures, *sums)
     if role == "captured":
         sums = [param for tensor in read if tensor.grad for param in params_of_gradient(tensor)]
         return (*_backward(spec, (), summed=False), *captures, *sums)

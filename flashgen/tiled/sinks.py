@@ -57,7 +57,7 @@ def add_gradient(total: Tensor, part: Part, lse: Tensor, delta: Tensor) -> None:
 
 def lse_without_keys(sink: Tensor, rows: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """LSE of a call without keys, [batch, heads, seq_q]: the sink in every row."""
-    return sink.to(dtype).reshape(1, -1, 1).expand(rows).contiguous()
+    return sink.detach().to(dtype).reshape(1, -1, 1).expand(rows).contiguous()
 
 
 def gradient_without_keys(sink: Tensor, dlse: Tensor) -> Tensor:
