@@ -110,6 +110,9 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
         yield f"`score_mod = {shown(spec.score)}`, derivative `{shown(score.derivative)}`"
     for element, partial in score.learned:
         yield f"gradient of `{shown(element)}`: `{shown(partial)}` times dS', {added_up(element)}"
+    if spec.sink is not None:
+        learned = "; its gradient is added up in a fixed order" if spec.sink.grad else ""
+        yield f"`{spec.sink.name}` joins the denominator of each head's softmax{learned}"
     free = [d for t in spec.tensors for d in t.dims if isinstance(d, str) and d not in SIZES]
     if free:
         yield f"dimensions of any length: {', '.join(dict.fromkeys(free))}"

@@ -14,6 +14,7 @@ import sympy
 
 from .errors import FlashgenError, SpecError
 from .expr import SCORE, Scalar, SourceLines, Tensor, trace_mask, trace_score
+from .expr.sink import sink_of
 from .expr.source import shown_path, user_location
 from .expr.stored import StoredMod
 from .expr.trace import Trace
@@ -47,13 +48,16 @@ class AttentionSpec:
             batch entry, with their boundaries in ``cu_seqlens_q`` and ``cu_seqlens_k``. To the
             functions b is the sequence, and positions and lengths are those within it.
         name: identifier that kernels are named by; from the file or the function when None.
+        sink: a logit for each head that joins the softmax's denominator: a Tensor of floats with
+            dims ("heads",), (1,) or (), given at the call like a captured one. True stands for
+            ``Tensor("sink", ("heads",), "float32", grad=True)``, None and False for no sink.
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars.
         score: sympy expression over SCORE and the same.
         scalars: the user's run-time numbers, sizes excluded, in order of first use.
         tensors: the tensors that the functions capture, in order of first use; then, where
-            sequences are packed, their boundaries.
+            sequences are packed, their boundaries; the sink comes last where they do not read it.
         mask_line, score_line: the user's Python, None where no function was given.
         file: the spec file that it was loaded from, None when it was made otherwise.
 
@@ -71,6 +75,7 @@ class AttentionSpec:
     dropout: bool = False
     packed: bool = False
     name: str | None = None
+    sink: Any = None  # a Tensor or None once the spec is made
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
@@ -84,7 +89,11 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         where = user_location()
         mistakes = _option_mistakes(self, where)
-        mask, score = None, None
+        mask, score, sink = None, None, None
+        try:
+            sink = sink_of(self.sink)
+        except SpecError as error:
+            mistakes.append(error)
         try:
             mask = _traced(self.mask_mod, trace_mask)
         except SpecError as error:
@@ -95,6 +104,7 @@ class AttentionSpec:
             mistakes.append(error)
         used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
+        used += [] if sink is None else [sink]
         captures, clashes = _distinct(used, where)
         _raise_all(mistakes + clashes)
 
@@ -109,6 +119,7 @@ class AttentionSpec:
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
             "name": self.name or _name_of(self.mask_mod, self.score_mod),
+            "sink": sink,
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
@@ -128,6 +139,7 @@ class AttentionSpec:
             self.scale,
             self.dropout,
             self.packed,
+            None if self.sink is None else self.sink.name,
             self.mask_line,
             self.score_line,
             self.file,
@@ -142,12 +154,15 @@ class AttentionSpec:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled by what was read from the functions: lambdas and closures are fine."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        free = self.mask.free_symbols | self.score.free_symbols
+        unread = None if self.sink is None or self.sink.symbol in free else self.sink.name
+        read = [tensor for tensor in self.tensors if tensor.name != unread]
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
             ("score_mod", self.score, self.score_line),
         ):
             if lines is not None:
-                options[mod] = StoredMod(Trace(expr, (*self.scalars, *self.tensors), lines))
+                options[mod] = StoredMod(Trace(expr, (*self.scalars, *read), lines))
         return _restored, (options, self.named, self.file)
 
     def replace(self, **changes: Any) -> AttentionSpec:

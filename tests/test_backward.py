@@ -75,8 +75,9 @@ def check_gradients(
 
 
 def learns(path: Path) -> bool:
-    """Gradients of captured tensors are added up atomically: there is no deterministic mode yet."""
-    return any(tensor.grad for tensor in fg.load(path).tensors)
+    """Gradients of what scores read are added up atomically: there is no deterministic mode yet."""
+    spec = fg.load(path)
+    return any(t.grad and t.symbol in spec.score.free_symbols for t in spec.tensors)
 
 
 def turns(number: int) -> tuple[float, bool]:

@@ -267,3 +267,20 @@ def test_compaction_by_ballot() -> None:
     assert count[0] == kept.size
     assert (out[: kept.size] == kept).all()
     assert (out[kept.size :] == 0).all()
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_whole_warp_does_not_wait_for_the_lanes_that_another_misses(
+    seed: int | None,
+) -> None:
+    """Some lanes of warp 0 take a way round that lies behind the exchange, and come back to it."""
+    ptx = """.visible .entry k(.param .u64 p) {
+        .reg .b32 %t, %x; .reg .b64 %p, %q; .reg .pred %p1;
+        mov.u32 %t, %tid.x; mov.u32 %x, %t; setp.lt.u32 %p1, %t, 5; @%p1 bra ROUND;
+        BACK: shfl.sync.bfly.b32 %x, %x, 1, 0x1f, -1; ld.param.u64 %p, [p];
+        mul.wide.u32 %q, %t, 4; add.u64 %p, %p, %q; st.global.b32 [%p], %x; ret;
+        ROUND: add.u32 %x, %x, 250; setp.lt.u32 %p1, %x, 1000; @%p1 bra ROUND; bra BACK; }"""
+    out = np.zeros(64, np.uint32)
+    run_ptx(ptx, "k", 1, 64, out, order_seed=seed)
+    sent = np.arange(64) + np.where(np.arange(64) < 5, 1000, 0)
+    assert (out == sent[np.arange(64) ^ 1]).all()

@@ -83,6 +83,7 @@ def arguments(spec: fg.AttentionSpec, lengths: str) -> dict[str, Any]:
         "ids": torch.randint(3, (count, 160), generator=generator, dtype=torch.int32).sort(1)[0],
         "gate": torch.rand(count, 4, generator=generator) + 0.5,
         "bias": torch.randn(70, generator=generator),
+        "sink": torch.randn(4, generator=generator),
     }
     scalars = {scalar.name: 40 for scalar in spec.scalars}
     return {"scalars": scalars, "tensors": {t.name: known[t.name] for t in spec.tensors}}
@@ -142,6 +143,28 @@ def test_kernels_meet_the_error_rule(mods: str, lengths: str) -> None:
 def test_dropout_offsets_and_another_length_of_v_compose(dtype: str) -> None:
     spec = spec_of("bottom_right", dtype=dtype, dropout=True, head_dim_v=40)
     check(spec, "mixed", "emulator", dropout_p=0.3, rng=RNG, q_offset=5, k_offset=2)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("lengths", ["mixed", "none"])
+def test_a_sink_joins_every_sequence(lengths: str, backend: str) -> None:
+    check(spec_of("bottom_right", sink=True), lengths, backend)
+
+
+def test_a_sink_without_any_key_is_the_lse_of_every_row_of_a_sequence() -> None:
+    spec = spec_of("full", sink=True)
+    q, k, v = torch.ones(1, 4, 7, 16).half(), *torch.ones(2, 1, 2, 0, 16).half()
+    sink = torch.tensor([0.5, 1.0, 2.0, 3.0], requires_grad=True)
+    boundaries = {"cu_seqlens_q": ends([2, 3]), "cu_seqlens_k": ends([0, 0])}
+    for backend in ("emulator", "tiled"):
+        out, lse = fg.attention(spec)(
+            q, k, v, sink=sink, **boundaries, return_lse=True, backend=backend
+        )
+        assert not out.any()
+        assert torch.equal(lse[0, :, :5], sink.detach()[:, None].expand(4, 5))
+        assert (lse[:, :, 5:] == -torch.inf).all()
+        (gradient,) = torch.autograd.grad(lse[:, :, :6].exp().sum(), sink)
+        torch.testing.assert_close(gradient, 5 * sink.detach().exp())
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

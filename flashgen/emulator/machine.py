@@ -166,11 +166,13 @@ class Machine(Reports):
         pc = chosen.pc
         if len(self.cohorts) == 1:
             return chosen
-        same = [
-            c
-            for c in self.cohorts
-            if c.pc == pc and (c.waits is None or isinstance(c.waits, WaitsForWarp))
-        ]
+        same = [c for c in self.cohorts if c.pc == pc and c.waits is None]
+        # Lanes that wait for the rest of their warp go with that. Warps that nobody here belongs to
+        # stay: taken along, they would be told to wait again, and with them those that need not.
+        for c in self.cohorts:
+            waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
+            if waits and any(np.isin(c.rows, other.rows).any() for other in same):
+                same.append(c)
         if len(same) == 1:
             return chosen
         merged = merge(same, self.program.live_list(pc))

@@ -174,8 +174,8 @@ class Attention:
         Returns:
             out [batch, heads_q, seq_q, head_dim_v], dtype of q, with its axes ordered in memory as
             q's are; with return_lse also lse [batch, heads_q, seq_q], float32, natural log. A row
-            without a kept key has out 0 and lse -inf; so has every row when seq_k is 0. Gradients
-            flow through both.
+            without a kept key has out 0 and lse -inf, or the spec's sink; so has every row when
+            seq_k is 0. Gradients flow through both.
 
         Raises:
             InputError: an argument is wrong; nothing has run then. Also from a second derivative

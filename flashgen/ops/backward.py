@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashgen.errors import InputError
-from flashgen.ops import backends
+from flashgen.ops import backends, sinks
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound
 from flashgen.ops.captures import check_deterministic, named, pointers_of
@@ -120,6 +120,7 @@ class Backward:
                 gradient.zero_()
         sums = self._sums(by_name) if captured else {}
         if self.problem.is_empty:
+            sinks.add_without_keys(self.spec, sums, by_name, dlse)
             zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *_rounded(sums, by_name))
             return zeros, (self, (), (), 0.0, _EMPTY)
         copies = []
@@ -146,6 +147,8 @@ class Backward:
             bound = self._bind(copied, tensors, by_name)
         dq_sum = None
         for kernel in bound:
+            if sinks.SUMS in kernel.arguments.pointers:
+                tensors[sinks.SUMS] = sinks.sums_for(kernel, q)
             if "dq_sum" in kernel.arguments.pointers:
                 dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
         emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
@@ -158,6 +161,9 @@ class Backward:
             counted.append((kernel.build, counters, time.perf_counter() - start))
         if dq_sum is not None:
             copy_sums(dq_sum, dq)
+        sink_sums = tensors.get(sinks.SUMS)
+        if sink_sums is not None:
+            sinks.add_sums(sums[self.spec.sink.name], sink_sums)
         built, self._built = self._built, 0.0
         told = tuple(text for _, text in copies)
         done = (self, tuple(counted), told, built, ALIGNED)

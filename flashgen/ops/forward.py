@@ -18,6 +18,7 @@ from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.packed import check_contents
 from flashgen.ops.report import ForwardRun, Report
+from flashgen.ops.sinks import lse_without_keys
 from flashgen.ops.tables import Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import without_dropout
@@ -101,7 +102,7 @@ class Forward:
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if self._is_empty:
-            return self._nothing(q)
+            return self._nothing(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
         by_name = named(self.spec, captured) if captured else {}
         if self.spec.packed and self.device.type == "cpu":
@@ -156,9 +157,12 @@ class Forward:
         bases = map(backends.base_obstacle, _NAMES, tensors)
         return self._obstacle or next(text for text in bases if text)
 
-    def _nothing(self, q: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def _nothing(self, q: Tensor, captured: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
         out = empty_rows(q, self.problem.head_dim_v).zero_()
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        if self.spec.sink is None:
+            lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        else:
+            lse = lse_without_keys(self.spec, named(self.spec, captured), q)
         return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0)
 
     def _tiled(

@@ -82,6 +82,13 @@ def check_contents(
                 )
 
 
+def nobodys(captured: Mapping[str, Tensor], seq_q: int) -> Tensor:
+    """Bool [seq_q], true for rows before the first boundary and behind the last."""
+    ends = captured[BOUNDARIES[0].name]
+    row = torch.arange(seq_q, device=ends.device)
+    return (row < ends[0]) | (row >= ends[-1])
+
+
 def _given(spec: AttentionSpec, captured: Sequence[Any]) -> tuple[Any, ...]:
     names = [tensor.name for tensor in spec.tensors]
     return tuple(captured[names.index(boundary.name)] for boundary in BOUNDARIES)

@@ -26,19 +26,21 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     """``spec`` with kernels that compute the gradients of these captured tensors only."""
     if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
-    tensors = (
-        expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+    tensors = {
+        tensor.name: expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
         for tensor in spec.tensors
-    )
-    return _with(spec, "tensors", tuple(tensors))
+    }
+    sink = None if spec.sink is None else tensors[spec.sink.name]
+    return _with(spec, tensors=tuple(tensors.values()), sink=sink)
 
 
 def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
-    return spec if getattr(spec, option) == value else _with(spec, option, value)
+    return spec if getattr(spec, option) == value else _with(spec, **{option: value})
 
 
-def _with(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
+def _with(spec: AttentionSpec, **options: object) -> AttentionSpec:
     """What was read from the user's functions depends on none of these options."""
     changed = copy.copy(spec)
-    object.__setattr__(changed, option, value)
+    for option, value in options.items():
+        object.__setattr__(changed, option, value)
     return changed

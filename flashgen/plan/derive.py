@@ -60,6 +60,7 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         access_bytes=problem.access_bytes,
         **layout(problem.kernel, at),
         smem_bytes=int(at["smem"]),
+        sink_bytes=problem.sink_bytes,
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),
         blocks_per_sm=tile.blocks,

@@ -60,6 +60,7 @@ QUANTITIES = {
     "dropout_ops": "instructions per score element for dropout's random bits and selection",
     "macs": "multiply-adds per score element",
     "reads": "bytes of fragments read from shared memory per score element",
+    "logit": "bytes of a sink's logit",
     "row_bytes": "bytes to and from global memory per row",
     "products": "instructions per score element for the matrix products",
     "rest": "instructions per score element for everything else",

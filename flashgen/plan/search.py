@@ -37,6 +37,7 @@ class Problem:
     pending: float  # 0 in the forward kernel, whose formulas have their own
     score_ops: int
     dropout_ops: int
+    sink_bytes: int
 
     @functools.cached_property
     def model(self) -> KernelModel:

@@ -19,6 +19,8 @@ DELTA_REGISTERS = 64  # the loads of several rows are on their way at once
 
 # O and dO, LSE and dLSE in; LSE and delta out.
 ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
+# With the gradient of a sink: its logit in, and out a sum of each warp's rows.
+ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
 DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 
 # The kernel of tables of extremes: a block makes the table of one line, level by level.
@@ -37,7 +39,11 @@ def delta(spec: AttentionSpec, arch: Arch) -> Plan:
         "blocks": DELTA_BLOCKS,
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    steps = (REGISTER_LIMIT, ROW_TRAFFIC, DELTA_COST)
+    row_traffic = ROW_TRAFFIC
+    if spec.sink is not None and spec.sink.grad:
+        at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
+        row_traffic = ROW_TRAFFIC_OF_SINK
+    steps = (REGISTER_LIMIT, row_traffic, DELTA_COST)
     note = (
         f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
         f"an SM per row. Bound by memory: each byte is moved once."
@@ -92,6 +98,7 @@ def _plan(
         registers_needed=registers,
         blocks_per_sm=int(at["blocks"]),
         cost=float(at.get("cost", 0.0)),
+        sink_bytes=int(at.get("logit", 0)),
         derivation=tuple(printed(formula, at) for formula in steps),
         refused=(),
         notes=(note,),

@@ -22,6 +22,7 @@ class Traffic:
     Attributes:
         q, k, v: read by the blocks. K and V are read once by every query tile that reaches them.
         o, lse: written.
+        sink: its logit, read by every lane of a block.
         compulsory: each byte that is touched at all, once.
         scores: elements of S that are computed; those of a partial tile too.
     """
@@ -33,10 +34,11 @@ class Traffic:
     lse: int
     compulsory: int
     scores: int
+    sink: int = 0
 
     @property
     def issued(self) -> int:
-        return self.q + self.k + self.v + self.o + self.lse
+        return self.q + self.k + self.v + self.o + self.lse + self.sink
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -72,14 +74,16 @@ def traffic(
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     kv_touched = sum(rows_of_tile(k_tile, plan.block_k, seq_k) for k_tile in touched)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * v_row, pairs * seq_q * LSE_BYTES
+    logits = heads_q * plan.sink_bytes
     return Traffic(
         q=q,
         k=pairs * k_rows * qk_row,
         v=pairs * k_rows * v_row,
         o=o,
         lse=lse,
-        compulsory=q + o + lse + batch * heads_kv * kv_touched * (qk_row + v_row),
+        compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + v_row),
         scores=pairs * steps * plan.block_q * plan.block_k,
+        sink=batch * logits * q_tiles * plan.threads,
     )
 
 

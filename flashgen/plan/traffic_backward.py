@@ -11,7 +11,7 @@ from flashgen.plan.traffic import LSE_BYTES, Visited, rows_of_tile
 if TYPE_CHECKING:
     from flashgen.plan.value import Plan
 
-SUM_BYTES = 4  # float32, in which dQ is summed atomically
+SUM_BYTES = 4  # float32, in which dQ is summed atomically, and the gradient of a sink by warps
 QUAD = 4  # lanes that hold a row of an accumulator: in "dq" each asks for the row's LSE and delta
 
 
@@ -23,7 +23,8 @@ class BackwardTraffic:
         q, k, v, o, do: read.
         lse: read by "delta", LSE and, where the caller gives it, dLSE.
         rows_read, rows_written: (LSE, delta) of the queries, which "delta" writes for the others.
-        dq, dk, dv: written.
+        dq, dk, dv: written; dsink: by "delta", sums over the rows of a warp.
+        sink: its logit, read by "delta" for each query, where it makes the sink's gradient.
         added: to dQ's sums, atomically, by "fused".
         scores: elements of S that are computed; those of a partial tile too.
     """
@@ -39,16 +40,19 @@ class BackwardTraffic:
     dq: int = 0
     dk: int = 0
     dv: int = 0
+    sink: int = 0
+    dsink: int = 0
     added: int = 0
     scores: int = 0
 
     @property
     def read(self) -> int:
-        return self.q + self.k + self.v + self.o + self.do + self.lse + self.rows_read
+        operands = self.q + self.k + self.v + self.o + self.do
+        return operands + self.lse + self.rows_read + self.sink
 
     @property
     def written(self) -> int:
-        return self.rows_written + self.dq + self.dk + self.dv
+        return self.rows_written + self.dq + self.dk + self.dv + self.dsink
 
     def __add__(self, other: BackwardTraffic) -> BackwardTraffic:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -70,11 +74,14 @@ def backward_traffic(
     qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
     if plan.kernel == "delta":
         queries = pairs * seq_q
+        sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
         return BackwardTraffic(
             o=queries * v_row,
             do=queries * v_row,
             lse=queries * LSE_BYTES * (2 if dlse else 1),
             rows_written=queries * ROW_BYTES,
+            sink=queries * plan.sink_bytes,
+            dsink=sums * SUM_BYTES,
         )
 
     owned, walked = plan.block_q, plan.block_k

@@ -97,6 +97,8 @@ class Plan:
         smem_do, smem_rows, smem_p, smem_ds: the same of dO, of (LSE, delta) per query row, and of P
             and dS, [block_k, block_q]; 0 where the kernel has no such tile.
         smem_bytes: of dynamic shared memory per block.
+        sink_bytes: of the sink's logit, in the kernels that read it: "forward", and "delta" where
+            it makes the sink's gradient; else 0.
         registers: per thread that the compiler may use, set by the launch bounds.
         registers_needed: per thread by the model, at most `registers`.
         blocks_per_sm: resident blocks that the launch bounds ask for.
@@ -136,6 +138,7 @@ class Plan:
     smem_rows: int = 0
     smem_p: int = 0
     smem_ds: int = 0
+    sink_bytes: int = 0
 
     @property
     def owns_keys(self) -> bool:

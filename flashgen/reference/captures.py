@@ -63,6 +63,26 @@ def added_to_captures(
     )
 
 
+def with_sink(
+    problem: Problem, part: Part, added: tuple[Tensor, ...], of_sink: Tensor
+) -> tuple[Tensor, ...]:
+    """``added`` of one part, to which each row gives its share to the gradient of the sink.
+
+    Args:
+        added: for each learnable tensor, the sink perhaps among them, in `problem.real`.
+        of_sink: [n, rows, 1].
+    """
+    sink = problem.spec.sink
+    total = dict(zip(learned_of(problem), added, strict=True))
+    if sink.symbol in total:
+        whole = total[sink.symbol]
+        places = torch.zeros_like(part.h) if whole.numel() == 1 else part.h
+        shares = of_sink.sum((1, 2)).to(whole.dtype)
+        given = whole.new_zeros(whole.numel()).index_add_(0, places, shares)
+        total[sink.symbol] = whole + given.view(whole.shape)
+    return tuple(total.values())
+
+
 def _elements(problem: Problem) -> list[Element]:
     learned = learned_of(problem)
     return [e for e in elements_of(problem.spec.score) if e.tensor in learned]

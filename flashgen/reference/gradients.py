@@ -13,6 +13,8 @@ and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one)
 
     dT[i] = sum of P * (dP - D + dLSE) * ds'/dT[i]     T a captured tensor, i one of its elements
 
+A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
+
 dK and dV are sums over the query heads of a group. Where s' is -inf, by the mask or by the score
 function itself, dS and the summands of dT are 0, whatever the derivative of the score function is
 there.
@@ -30,7 +32,7 @@ import torch
 from flashgen.errors import InputError
 from flashgen.spec import AttentionSpec
 
-from .captures import added_to_captures, flows_to_captures, learned_of
+from .captures import added_to_captures, flows_to_captures, learned_of, with_sink
 from .oracle import softmax_times_v
 from .problem import Number, Part, Problem, State, problem_of
 
@@ -193,10 +195,12 @@ def errors_of_summands(
         squares = tuple(
             (b.double() - a).square() for a, b in zip(ours.flows, theirs.flows, strict=True)
         )
-        for sums, added in zip(
-            total, added_to_captures(exact, part, ours.scores, squares), strict=True
-        ):
-            sums += added.to(sums.device)
+        added = added_to_captures(exact, part, ours.scores, squares)
+        if ours.of_sink is not None and theirs.of_sink is not None:
+            squares_of_sink = (theirs.of_sink.double() - ours.of_sink).square()
+            added = with_sink(exact, part, added, squares_of_sink)
+        for sums, each in zip(total, added, strict=True):
+            sums += each.to(sums.device)
     return tuple(sums.sqrt() for sums in total)
 
 
@@ -213,8 +217,11 @@ def _algorithm_3(
     scores, slope = problem.score_and_slope(raw, part)
     scores = part.masked(scores)
     dead = scores == -math.inf
-    empty = dead.all(dim=-1, keepdim=True)
-    p = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
+    if part.sink is not None:
+        scores = torch.cat([scores, part.sink.expand(*scores.shape[:2], 1)], dim=-1)
+    empty = (scores == -math.inf).all(dim=-1, keepdim=True)
+    weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
+    p = weights[..., : dead.shape[-1]]
 
     dp = part.dropped(do @ part.v.transpose(1, 2))
     if kept:
@@ -223,7 +230,8 @@ def _algorithm_3(
         in_float32 = do.float() @ part.v.float().transpose(1, 2)
         dp = part.dropped(in_float32.to(problem.work))
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
-        p = torch.exp(scores - lse).masked_fill(empty, 0)
+        weights = torch.exp(scores - lse).masked_fill(empty, 0)
+        p = weights[..., : dead.shape[-1]]
     else:
         d = (p * dp).sum(dim=-1, keepdim=True)
     dv = part.dropped(p).transpose(1, 2) @ do
@@ -232,12 +240,16 @@ def _algorithm_3(
     ds = p * (dp - d)
     flows = flows_to_captures(problem, part, raw, ds, dead)
     captured = added_to_captures(problem, part, raw, flows)
+    of_sink = None
+    if part.sink is not None:
+        of_sink = -weights[..., -1:] * d
+        captured = with_sink(problem, part, captured, of_sink)
     if slope is not None:
         ds = ds * slope
     ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return _OfPart(dq, dk, dv, captured, flows, raw.detach())
+    return _OfPart(dq, dk, dv, captured, flows, raw.detach(), of_sink)
 
 
 def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -> _OfPart:
@@ -247,19 +259,26 @@ def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -
     modified, slope = problem.score_and_slope(raw.detach(), part)
     scores = part.masked(modified).detach().requires_grad_()
     dead = scores == -math.inf
-    out, lse = softmax_times_v(scores, v, part, problem.real)
+    sink = None
+    if part.sink is not None:
+        sink = part.sink.expand(*scores.shape[:2], 1).clone().requires_grad_()
+    out, lse = softmax_times_v(scores, v, part, problem.real, sink)
 
     of, given = [out], [part.of_rows(dout).to(problem.work)]
     if dlse is not None:
         of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
-    ds, dv = torch.autograd.grad(of, [scores, v], given)
+    leaves = [scores, v] if sink is None else [scores, v, sink]
+    ds, dv, *rest = torch.autograd.grad(of, leaves, given)
     flows = flows_to_captures(problem, part, raw.detach(), ds, dead)
     captured = added_to_captures(problem, part, raw.detach(), flows)
+    of_sink = rest[0] if rest else None
+    if of_sink is not None:
+        captured = with_sink(problem, part, captured, of_sink)
     if slope is not None:
         ds = (ds.to(problem.real) * slope).to(problem.work)
     ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return _OfPart(dq, dk, dv, captured, flows, raw.detach())
+    return _OfPart(dq, dk, dv, captured, flows, raw.detach(), of_sink)
 
 
 @dataclass(frozen=True)
@@ -271,6 +290,7 @@ class _OfPart:
         captured: of the learnable tensors, whole.
         flows: what was added up to those, [n, seq_q, seq_k] for each element that the score reads.
         scores: s, before the score function.
+        of_sink: what each row gives to the sink's gradient, [n, seq_q, 1]; None without a sink.
     """
 
     dq: Tensor
@@ -279,6 +299,7 @@ class _OfPart:
     captured: tuple[Tensor, ...]
     flows: tuple[Tensor, ...]
     scores: Tensor
+    of_sink: Tensor | None
 
 
 class _Gradients:

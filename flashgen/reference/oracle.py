@@ -52,7 +52,8 @@ def attention(
 
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] and lse [batch, heads_q, seq_q], natural log and
-        without dropout, both float64. A row without a kept key has out 0 and lse -inf.
+        without dropout, both float64. A row without a kept key has out 0 and lse -inf, or the
+        spec's sink, which is one of the summands of every row's lse.
 
     Raises:
         InputError: a scalar or tensor that is missing or superfluous, a tensor of another number of
@@ -106,20 +107,29 @@ def _attend(problem: Problem) -> tuple[Tensor, Tensor]:
     for part in problem.parts():
         scores = problem.score((part.q @ part.k.transpose(1, 2)) * problem.factor, part)
         here = (part.pairs, part.rows)
-        out[here], lse[here] = softmax_times_v(part.masked(scores), part.v, part, problem.real)
+        sink = None if part.sink is None else part.sink.expand(*scores.shape[:2], 1)
+        scores = part.masked(scores)
+        out[here], lse[here] = softmax_times_v(scores, part.v, part, problem.real, sink)
     return out.view(batch, heads, seq_q, dim_v), lse.view(batch, heads, seq_q)
 
 
 def softmax_times_v(
-    scores: Tensor, v: Tensor, part: Part, real: torch.dtype
+    scores: Tensor, v: Tensor, part: Part, real: torch.dtype, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Dropout of softmax(scores), times v, and the log of softmax's normaliser.
 
     A row of -inf gives 0 and -inf. It is taken out before softmax, not only after, because
     autograd would multiply the NaN that softmax makes of it by 0.
+
+    Args:
+        sink: [n, rows, 1] in ``real``, a column of scores whose weights are left out of the
+            product; None for no such column.
     """
+    dtype, seq_k = scores.dtype, scores.shape[-1]
+    if sink is not None:
+        scores = torch.cat([scores, sink], dim=-1)  # in the wider dtype of the two
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     scores = scores.masked_fill(empty, 0)
     lse = torch.logsumexp(scores.to(real), dim=-1).masked_fill(empty[..., 0], -math.inf)
     weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
-    return part.dropped(weights) @ v, lse
+    return part.dropped(weights[..., :seq_k].to(dtype)) @ v, lse

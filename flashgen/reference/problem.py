@@ -52,6 +52,7 @@ class Part:
         kv: int64 [n], which (batch entry, key head), counted through both, each pair reads.
         q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
         values: what the symbols of the mods are here.
+        sink: the sink's logit, [n, 1, 1] in `Problem.real`; None without a sink.
         mask: bool [n, rows, seq_k], true where the mask keeps; None where there is no mask.
         kept: bool of the same shape, what dropout keeps; None without dropout.
         kept_scale: factor on kept elements.
@@ -67,6 +68,7 @@ class Part:
     k: Tensor
     v: Tensor
     values: Mapping[sympy.Symbol, Tensor]
+    sink: Tensor | None
     mask: Tensor | None
     kept: Tensor | None
     kept_scale: float
@@ -113,12 +115,16 @@ class Problem:
     real: torch.dtype
 
     def parts(self) -> Iterator[Part]:
-        """All queries in parts of at most `_SCORES_AT_ONCE` scores; none where there is no key."""
+        """All queries in parts of at most `_SCORES_AT_ONCE` scores.
+
+        None where there is neither a key nor a sink.
+        """
         pairs = self.q.shape[0] * self.q.shape[1]
         for of in self._rows():
             seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
-            if seq_k == 0:
+            if seq_k == 0 and self.spec.sink is None:
                 continue
+            seq_k = max(1, seq_k)
             rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
             together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
             for pair in range(0, pairs, together):
@@ -176,10 +182,18 @@ class Problem:
             k=self.k[entry, h_kv, of.keys].to(self.work),
             v=self.v[entry, h_kv, of.keys].to(self.work),
             values=values,
+            sink=self._sink(h),
             mask=mask,
             kept=kept,
             kept_scale=keep_scale(self.p),
         )
+
+    def _sink(self, h: Tensor) -> Tensor | None:
+        """Of the heads ``h`` [n], as [n, 1, 1]."""
+        if self.spec.sink is None:
+            return None
+        sink = self.values[self.spec.sink.symbol].detach().reshape(-1).to(self.real)
+        return (sink.expand(len(h)) if len(sink) == 1 else sink[h]).view(-1, 1, 1)
 
     def score(self, scores: Tensor, part: Part) -> Tensor:
         """s' of s, unmasked, in the dtype of ``scores``."""

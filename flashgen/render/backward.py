@@ -10,6 +10,7 @@ from flashgen.render.captured import captured
 from flashgen.render.exponential import Exponential
 from flashgen.render.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.render.kernel import kernel
+from flashgen.render.sink import empty_row
 from flashgen.render.source import Source
 from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
@@ -88,6 +89,7 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
 def _delta(spec: AttentionSpec, plan: Plan) -> Source:
     granules = plan.head_dim_v * plan.itemsize // 16
     lanes = delta_lanes(granules)
+    empty, why = empty_row(spec)
     return kernel(
         "backward_delta.cu.j2",
         spec,
@@ -98,6 +100,9 @@ def _delta(spec: AttentionSpec, plan: Plan) -> Source:
         lanes=lanes,
         uneven=granules % lanes != 0,
         unit=" * LOG2E" if plan.itemsize == 2 else "",
+        sink=spec.sink if plan.sink_bytes else None,
+        empty=empty,
+        empty_why=why,
     )
 
 

@@ -8,13 +8,13 @@ from flashgen.render.text import comments
 from flashgen.spec import AttentionSpec
 from flashgen.version import __version__
 
-_FORWARD = "S = {score}    P = {masked}    O = {p} V    LSE = log(sum(exp(S)))"
+_FORWARD = "S = {score}    P = {masked}    O = {p} V    LSE = {lse}"
 _SCORES = "S = {score}    P = {kept}exp(S - LSE){end}    dP = {z}dO V^T"
 _DELTA = "delta = rowsum(dO * O) - dLSE"
 _DS = f"{_DELTA}    dS = P * (dP - delta){{slope}}"
 _FORMULAS = {
     "forward": (_FORWARD,),
-    "delta": (_DELTA,),
+    "delta": (f"{_DELTA}{{dsink}}",),
     "dkdv": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q"),
     "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
     "dq": (_SCORES, _DS, "dQ = scale dS K"),
@@ -87,7 +87,15 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         "end": " : 0" if masked else "",
         "slope": " * score_mod'" if spec.score_line is not None else "",
     }
-    learned = [tensor.name for tensor in spec.tensors if tensor.grad]
+    words |= {"lse": "log(sum(exp(S)))", "dsink": ""}
+    if spec.sink is not None:
+        name = spec.sink.name
+        words["masked"] = "{kept}exp(S - LSE){end}".format(**words)
+        words["lse"] = f"log(exp({name}) + sum(exp(S)))"
+        if spec.sink.grad:
+            words["dsink"] = f"    d{name} = -sum of exp({name} - LSE) * delta"
+    read = spec.score.free_symbols
+    learned = [tensor.name for tensor in spec.tensors if tensor.grad and tensor.symbol in read]
     words["learned"] = ", ".join(learned)
     lines = [line.format(**words) for line in _FORMULAS[kernel]]
     if spec.packed and kernel not in ("delta", "summary"):

@@ -30,6 +30,12 @@ class Softmax:
     lse: str
     inverse: str | None
     divide: str
+    of_sink: str
+    lse_with_sink: str
+
+    def with_sink(self) -> Softmax:
+        """The same with LSE of keys and sink."""
+        return dataclasses.replace(self, lse=self.lse_with_sink)
 
     def with_dropout(self) -> Softmax:
         """The same, with O divided by the keep probability too."""
@@ -52,6 +58,8 @@ SOFTMAX_HALF = Softmax(
     lse="fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2)",
     inverse="rcp(divisor)",
     divide="* inverse",
+    of_sink="exp2_approx(fmaf(sink, LOG2E, -row_max[g][r]))",
+    lse_with_sink="log_sum(row_max[g][r], key_sum, sink)",
 )
 # At float32 the last bit shows: the difference is taken first, where it is exact or nearly so, and
 # neither the exponential nor the division is an approximation.
@@ -68,6 +76,8 @@ SOFTMAX_FLOAT32 = Softmax(
     lse="log_sum(row_max[g][r], exp_scale, sum)",
     inverse=None,
     divide="/ divisor",
+    of_sink="expf(fmaf(-row_max[g][r], exp_scale, sink))",
+    lse_with_sink="log_sum(row_max[g][r], exp_scale, key_sum, sink)",
 )
 
 
@@ -80,6 +90,8 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     functions = SpecFunctions(spec, analysis)
     precise = plan.dtype == "float32"
     softmax = SOFTMAX_FLOAT32 if precise else SOFTMAX_HALF
+    if spec.sink is not None:
+        softmax = softmax.with_sink()
     return kernel(
         "forward_sm80.cu.j2",
         spec,
@@ -92,4 +104,5 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         qk_tail=plan.itemsize == 2 and plan.head_dim % 16 == 8,
         pv_tail=plan.head_dim_v % 16 == 8,
         transposed=False,
+        sink=spec.sink,
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from flashgen.analysis import SPAN
+from flashgen.expr import Tensor
 from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.packed import Packed, first_row
 from flashgen.render.params import params_of
-from flashgen.render.readers import place_of_sum
+from flashgen.render.readers import place_of_sum, reader
+from flashgen.render.sink import logit_of
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk
 from flashgen.spec import AttentionSpec
@@ -28,6 +30,7 @@ def kernel(
     helpers: frozenset[str] = frozenset(),
     more: tuple[SpecFunction, ...] = (),
     partials: object = None,
+    sink: Tensor | None = None,
     **fields: object,
 ) -> Source:
     """One emitted file.
@@ -37,6 +40,7 @@ def kernel(
         helpers: device functions of math.cuh.j2 that the template itself calls.
         more: functions of the spec besides those of walk and score.
         partials: the function that gives several derivatives, where there is one.
+        sink: the spec's, for a kernel that reads it whatever the functions read.
         fields: what this template alone is given.
 
     Raises:
@@ -46,6 +50,8 @@ def kernel(
     read = functions.tensors if functions else ()
     readers = functions.readers if functions else ()
     tables = functions.tables if functions else ()
+    if sink is not None and sink.name not in {each.tensor.name for each in readers}:
+        read, readers = (*read, sink), (*readers, reader(sink))
     if plan.kernel == "captured":
         readers += tuple(place_of_sum(tensor) for tensor in read if tensor.grad)
     params = params_of(spec, plan.kernel, read, tables)
@@ -74,6 +80,7 @@ def kernel(
         packed=packed,
         parameter="packed" if packed else "p",
         first_row=partial(first_row, packed is not None),
+        sink=logit_of(sink),
         **fields,
     )
     return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flashgen.expr import Tensor
 from flashgen.render.readers import param_of_table, params_of_gradient, params_of_tensor
+from flashgen.render.sink import sums_of_sink
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
@@ -50,6 +51,8 @@ def params_of(
     """
     captures = [param for tensor in read for param in params_of_tensor(tensor)]
     captures += [param_of_table(tensor, axis) for tensor, axis in tables]
+    if role == "delta" and read:
+        captures.append(sums_of_sink())  # it reads nothing but the sink
     if role == "captured":
         captures += [param for t in read if t.grad for param in params_of_gradient(t)]
     params = _of_role(spec, role)

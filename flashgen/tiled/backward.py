@@ -15,6 +15,7 @@ import torch
 
 from flashgen.spec import AttentionSpec
 
+from . import sinks
 from .chunks import Workspace
 from .elements import add_at
 from .problem import Modified, Number, Part, Problem, exp_
@@ -88,12 +89,18 @@ def backward(
             backward=True,
             sequence=sequence.place,
         )
+        place = problem.learned_sink
         if problem.is_empty:
             _zero(dq, dk, dv)
+            if place is not None and of_dlse is not None:
+                found = sinks.gradient_without_keys(learned[place], of_dlse.to(work.dtype))
+                captured[place] += found.flatten()
             continue
         for part in problem.parts():
             operands = _operands(part, of_q, of_k, of_v, of_out, of_lse, of_dout, of_dlse)
             _chunk(part, work, operands, (dq, dk, dv), captured)
+            if place is not None:
+                sinks.add_gradient(captured[place], part, operands.lse, operands.delta)
     whole = zip(captured, learned, strict=True)
     return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
 
@@ -110,8 +117,8 @@ class _Operands:
     Attributes:
         q, k, v, dout: [pairs, rows, columns].
         lse: [pairs, seq_q * group, 1].
-        delta: D - dLSE, the same shape; 0 for a fully masked row.
-        some_masked: a row is fully masked.
+        delta: D - dLSE, the same shape; 0 where LSE is -inf.
+        some_masked: a row is, or with a sink, which LSE does not tell, may be fully masked.
     """
 
     q: Tensor
@@ -147,7 +154,7 @@ def _operands(
         dout=dout,
         lse=lse,
         delta=delta.masked_fill_(masked, 0),
-        some_masked=bool(masked.any()),
+        some_masked=part.problem.sink is not None or bool(masked.any()),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from flashgen.spec import AttentionSpec
 
+from . import sinks
 from .chunks import Workspace
 from .problem import Number, Part, Problem, exp_
 from .sequences import sequences
@@ -55,7 +56,7 @@ def forward(
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] in the dtype of q, with its axes ordered in memory
         as q's are; lse [batch, heads_q, seq_q], natural log, undropped, float32 (float64 for
-        float64 operands). A row without a kept key has out 0 and lse -inf.
+        float64 operands). A row without a kept key has out 0 and lse -inf, or the spec's sink.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64.
@@ -64,7 +65,7 @@ def forward(
     work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse = torch.empty(q.shape[:3], dtype=work.dtype)
     if spec.packed:
-        _without_keys(out, lse)
+        _without_keys(out, lse, None)
     for sequence in sequences(spec, q, k, tensors or {}):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
         of_k, of_v = sequence.of_keys(k, v)
@@ -84,16 +85,19 @@ def forward(
             sequence=sequence.place,
         )
         if problem.is_empty:
-            _without_keys(of_out, of_lse)
+            _without_keys(of_out, of_lse, problem.sink)
             continue
         for part in problem.parts():
             _chunk(part, work, of_q, of_k, of_v, of_out, of_lse)
     return out, lse
 
 
-def _without_keys(out: Tensor, lse: Tensor) -> None:
+def _without_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
     out.zero_()
-    lse.fill_(-math.inf)
+    if sink is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(sinks.lse_without_keys(sink, tuple(lse.shape), lse.dtype))
 
 
 def _empty_like_q(q: Tensor, dim: int) -> Tensor:
@@ -165,13 +169,16 @@ def _query_tile(
             o.mul_(correction).baddbmm_(p, v[:, keys])
         row_max = new_max
 
+    alone = sinks.logits(part, rows.stop - rows.start)  # LSE of a row without keys
     if row_max is None or row_sum is None:
         out.zero_()
-        lse.fill_(-math.inf)
+        lse.copy_(alone)
         return
-    torch.add(row_max, row_sum.log(), out=lse)
     empty = row_max == lowest
-    lse.masked_fill_(empty, -math.inf)
+    if problem.sink is not None:
+        row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
+    torch.add(row_max, row_sum.log(), out=lse)
+    torch.where(empty, alone, lse, out=lse)
     if problem.dropout_scale is not None:
         row_sum.div_(problem.dropout_scale)
     torch.div(o, row_sum.masked_fill_(empty, math.inf), out=out)

@@ -162,6 +162,7 @@ class Problem:
         narrow: the operands' dtype where P and dS are rounded to it, else None.
         dropout_scale: what kept elements of P are multiplied by; None without dropout.
         tensors: the captured ones.
+        sink: the one that joins the softmax's denominator; None without one.
     """
 
     def __init__(
@@ -202,6 +203,14 @@ class Problem:
         self._spec = spec
         self._scalars = scalars
         self.tensors = {x.symbol: tensors[x.name].detach() for x in spec.tensors}
+        self.sink = None if spec.sink is None else self.tensors[spec.sink.symbol]
+
+    @property
+    def learned_sink(self) -> int | None:
+        """The sink's place among learned tensors; None where its gradient is not wanted."""
+        names = [tensor.name for tensor in self._spec.tensors if tensor.grad]
+        sink = self._spec.sink
+        return None if sink is None or not sink.grad else names.index(sink.name)
 
     @cached_property
     def walked(self) -> tuple[tuple[TensorSymbol, Any], ...]:
