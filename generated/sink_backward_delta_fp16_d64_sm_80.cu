@@ -150,9 +150,9 @@ sink_backward_delta_fp16_d64(const __grid_constant__ Params p) {
       ((float2*)p.rows)[head + row] = {empty ? __int_as_float(0x7f800000) : lse * LOG2E,
                                        empty ? 0.0f : float(sum - dlse)};
       // The sink is like a key whose V is 0: its dP is 0, and dS = -P * delta. Rows without keys
-      // take part. A sink of -inf is none.
-      const float sink = read_sink(p, h);
-      if (sink != __int_as_float(0xff800000)) sink_sum -= expf(sink - lse) * (sum - dlse);
+      // take part, where LSE is the sink; not those with LSE -inf: beside a sink of -inf, which is
+      // none, or in no sequence.
+      if (lse != __int_as_float(0xff800000)) sink_sum -= expf(read_sink(p, h) - lse) * (sum - dlse);
     }
   }
 

@@ -64,7 +64,8 @@ def gradients(
         spec, q, k, v, scalars, tensors, q_offset, k_offset, scale, dropout_p, rng: as in
             `attention`.
         dout: [batch, heads_q, seq_q, head_dim_v], gradient of out, any floating dtype.
-        dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. Rows without a key ignore it.
+        dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. That of a row without a key goes
+            to the sink, and is ignored without one.
 
     Returns:
         dq, dk and dv, then the gradient of each learnable tensor, in the order of spec.tensors;
