@@ -200,8 +200,7 @@ def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Pr
         normal(case.heads_q, case.seq_q, dim_v, "contiguous"),
         normal(case.heads_q, case.seq_q, 1, "contiguous")[..., 0].float(),
         numbers,
-        # Gradients of captured tensors are added up atomically: no deterministic mode yet.
-        mode.deterministic and not any(tensor.grad for tensor in spec.tensors),
+        mode.deterministic,
     )
 
 

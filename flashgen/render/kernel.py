@@ -8,7 +8,7 @@ from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.params import params_of
-from flashgen.render.readers import place_of_sum
+from flashgen.render.readers import SUMS, place_of_sum
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk
 from flashgen.spec import AttentionSpec
@@ -43,8 +43,9 @@ def kernel(
     read = functions.tensors if functions else ()
     readers = functions.readers if functions else ()
     tables = functions.tables if functions else ()
-    if plan.kernel == "captured":
-        readers += tuple(place_of_sum(tensor) for tensor in read if tensor.grad)
+    if plan.of_captured:
+        sums = SUMS[plan.kernel]
+        readers += tuple(place_of_sum(tensor, sums) for tensor in read if tensor.grad)
     params = params_of(spec, plan.kernel, read, tables)
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more
     printed = functions.printer.helpers if functions else set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashgen.expr import Tensor
-from flashgen.render.readers import param_of_table, params_of_gradient, params_of_tensor
+from flashgen.render.readers import SUMS, param_of_table, params_of_gradient, params_of_tensor
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
@@ -53,8 +53,9 @@ def params_of(
         return (*_forward(spec), *captures)
     if role == "delta":
         return tuple(_delta())
-    if role == "captured":
-        sums = [param for tensor in read if tensor.grad for param in params_of_gradient(tensor)]
+    if role in SUMS:
+        learned = (tensor for tensor in read if tensor.grad)
+        sums = [param for tensor in learned for param in params_of_gradient(tensor, SUMS[role])]
         return (*_backward(spec, (), summed=False), *captures, *sums)
     gradients = ("dq",) if role == "dq" else ("dk", "dv")
     return (*_backward(spec, gradients, summed=role == "fused"), *captures)
