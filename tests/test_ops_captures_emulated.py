@@ -82,6 +82,19 @@ def test_kernels_for_gradients_that_nobody_needs_are_not_run():
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
 
 
+def test_kernels_that_make_tables_of_extremes_are_reported():
+    qkv, given = [t.requires_grad_() for t in operands(13)], captured(13)
+    out = OP(*qkv, **given, backend="emulator")
+    tables = OP.report.tables
+    assert [table.kernel.source.role for table in tables] == ["summary"] * 2  # of ids and keep
+    assert tables[0].counters.global_write_bytes > 0
+    torch.autograd.grad(out.sum(), qkv)
+    roles = [report.kernel.source.role for report in OP.backward_reports]
+    assert roles[:3] == ["summary", "summary", "delta"]
+    OP(*qkv, **given)  # on the CPU path
+    assert OP.report.tables == ()
+
+
 def test_strides_are_of_the_tensor_and_of_a_contiguous_gradient():
     tensor = torch.zeros(3, 5, 7).permute(2, 0, 1)[:, :1]
     scalar = torch.zeros(())

@@ -17,7 +17,7 @@ from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
-from flashgen.ops.tables import Tables
+from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import learning, without_dropout
 from flashgen.spec import AttentionSpec
@@ -147,9 +147,10 @@ class Backward:
             if "dq_sum" in kernel.arguments.pointers:
                 dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
         emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
+        counted: list[Counted] = []
         if self._tables is not None:
-            tensors |= self._tables.made(self.backend, by_name, self.index, **emulation)
-        counted = []
+            made, counted = self._tables.made(self.backend, by_name, self.index, **emulation)
+            tensors |= made
         for kernel, again in _launches(bound):
             if again and isinstance(sums, ExactSums):
                 tensors |= sums.measured(self._meetings)
@@ -251,7 +252,7 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def reports(done: Any) -> tuple[tuple[Report, ...], tuple[str, ...]]:
-    """The Reports of what `Backward.run` did, one per kernel, and what was copied."""
+    """The Reports of what `Backward.run` did, one per launch, and what was copied."""
     call, counted, copies, built, reason = done
     if not counted:
         return (Report("none", call.arch, 0, reason),), ()

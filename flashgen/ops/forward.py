@@ -17,7 +17,7 @@ from flashgen.ops.checks import Problem, check
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.report import ForwardRun, Report
-from flashgen.ops.tables import Tables
+from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
@@ -120,6 +120,7 @@ class Forward:
         built, self._built = self._built, 0.0
         start = perf_counter()
         counters = None
+        tabled: list[Counted] = []
         if self.backend == "gpu" and not by_name:
             bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
         else:
@@ -128,10 +129,12 @@ class Forward:
             if by_name:
                 tensors |= pointers_of(by_name)
                 made = self._tables[width].made
-                tensors |= made(self.backend, by_name, self.index, **emulation)
+                tables, tabled = made(self.backend, by_name, self.index, **emulation)
+                tensors |= tables
+                start = perf_counter()
             counters = bound.run(self.backend, tensors, self.index, **emulation)
         seconds = perf_counter() - start
-        return out, lse, (self, width, reason, bound.build, counters, built, seconds)
+        return out, lse, (self, width, reason, bound.build, counters, built, seconds, tabled)
 
     def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
@@ -152,7 +155,7 @@ class Forward:
     def _nothing(self, q: Tensor) -> tuple[Tensor, Tensor, Any]:
         out = empty_rows(q, self.problem.head_dim_v).zero_()
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0)
+        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [])
 
     def _tiled(
         self,
@@ -183,14 +186,18 @@ class Forward:
             )
             out = in_layout_of(q, out)
         seconds = perf_counter() - start
-        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds)
+        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [])
 
 
 def report(done: Any) -> Report:
     """The Report of what `Forward.run` did."""
-    forward, width, reason, kernel, counters, built, seconds = done
+    forward, width, reason, kernel, counters, built, seconds, tabled = done
     backend = "none" if reason is _EMPTY else forward.backend
-    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds)
+    tables = tuple(
+        Report(backend, forward.arch, width, reason, of_table, counted, run_seconds=spent)
+        for of_table, counted, spent in tabled
+    )
+    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds, tables)
 
 
 def prepare(
