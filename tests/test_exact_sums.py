@@ -147,7 +147,7 @@ class Call:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_the_same_bits_in_twenty_orders_of_blocks(name: str) -> None:
-    call = Call(name, Case(150, 60, 2, 4, 2, "float16", 32), 0.2)
+    call = Call(name, Case(130, 30, 2, 3, 1, "float16", 32), 0.2)
     runs = [call.backward(check_memory=False, order_seed=seed) for seed in range(ORDERS)]
     for run in runs[1:]:
         assert all(map(torch.equal, run.captured, runs[0].captured))

@@ -67,10 +67,16 @@ def _index_symbols(*elements: Element) -> set[sympy.Basic]:
 
 @dataclass(frozen=True)
 class Partials:
-    """The function of all derivatives: its call, and the names of what it returns."""
+    """The function of all derivatives: its call, and the names of what it returns.
+
+    Attributes:
+        quad_sums, column_sums: sums are taken over the lanes of a row; over the rows of a warp.
+    """
 
     call: str
     fields: str
+    quad_sums: bool
+    column_sums: bool
 
 
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -117,6 +123,8 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         partials=Partials(
             derivatives.call(score="s[g][n][2 * r + c] * p.scale"),
             ", ".join(part.sum for part in parts),
+            quad_sums=not by_kind.keys().isdisjoint(("row", "block")),
+            column_sums=not by_kind.keys().isdisjoint(("column", "block")),
         ),
         parts=parts,
         exact=exact,

@@ -33,7 +33,7 @@ def kernel(
         functions: of the spec; None for a kernel that uses none, as are walk and score.
         helpers: device functions of math.cuh.j2 that the template itself calls.
         more: functions of the spec besides those of walk and score.
-        partials: the function that gives several derivatives, where there is one.
+        partials: the function that gives the derivatives by captured tensors, in their kernel.
         fields: what this template alone is given.
 
     Raises:
