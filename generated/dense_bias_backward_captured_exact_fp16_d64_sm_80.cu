@@ -11,42 +11,43 @@
 //
 //   score_mod = score + bias[b, h, q, k]
 //
-// plan      captured_exact  block_q 128  block_k 32  warps 4  blocks per SM 3
+// plan      captured_exact  block_q 128  block_k 48  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
 //           Launched twice: for the greatest contribution, then to add whole numbers of a unit.
 //               Where up to 2^n contributions meet in one element, a unit is at most 2^(n - 60) of
 //               the greatest: for n = 36, 2^-24 of it, what float32 rounds off.
 //           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 32*(2*(64 + 64 + 64)) = 45,056 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 3*(45056 + 1024) = 138,240 B of 167,936 B
+//             = 2*128*(64 + 64) + 48*(2*(64 + 64 + 64)) = 51,200 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 2*(51200 + 1024) = 104,448 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168
+//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = 60 + 4*row_groups + extra + block_k*row_groups*(1 + pending)
-//             = 60 + 4*2 + 16 + 32*2*(1 + 0.125) = 156 of 168
+//             = 60 + 4*2 + 46 + 48*2*(1 + 0.125) = 222 of 255  (binds)
 //           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
-//             d_qk)) = (min(166912, 167936/3 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
-//             = 57.7778
+//             d_qk)) = (min(166912, 167936/2 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
+//             = 130.6667
 //           block_k <= (register_limit - (60 + 4*row_groups + extra))/(row_groups*(1 + pending))
-//             = (168 - (60 + 4*2 + 16))/(2*(1 + 0.125)) = 37.3333
+//             = (255 - (60 + 4*2 + 46))/(2*(1 + 0.125)) = 62.6667
 //           tensor = factors*macs/tensor_rate = 1*128/1024 = 0.1250 clk
-//           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (16 + 2*(64 + 64)/128)/128 = 0.1406 clk
+//           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (13.33 + 2*(64 + 64)/128)/128
+//             = 0.1198 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/47.41 = 0.0422 clk
-//           issue = (products + rest)/128 = (3 + 30.14)/128 = 0.2589 clk
+//           issue = (products + rest)/128 = (2.833 + 29.57)/128 = 0.2532 clk
 //           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.04219 + max(0.125, 0.1406) + 0.0625 + 30.14/128 = 0.4808 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*32*3) = 0.0488 clk
+//             = 0.04219 + max(0.125, 0.1198) + 0.0625 + 29.57/128 = 0.4607 clk
+//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*48*2) = 0.0488 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2589 + (0.4808 - 0.2589)/max(1, 3))/1 + 0.04883 = 0.3817 clk  (binds)
-//           refused block_k 48, blocks per SM 2: fits, but costs 0.4058 clk against 0.3817
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4603 clk against
-//               0.3817
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 45,056 B
+//             = (0.2532 + (0.4607 - 0.2532)/max(1, 2))/1 + 0.04883 = 0.4058 clk  (binds)
+//           refused block_k 64: needs 258 registers per thread, 255 allowed
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4258 clk against
+//               0.4058
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 51,200 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 32;  // keys per step of the main loop
+constexpr int BLOCK_K = 48;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
 constexpr int WARPS = 4;
@@ -62,8 +63,8 @@ constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;  // two buffers
-constexpr int SMEM_V = 40960;
-constexpr int SMEM_BYTES = 45056;
+constexpr int SMEM_V = 45056;
+constexpr int SMEM_BYTES = 51200;
 constexpr int K_BYTES = 16 * GRANULES * BLOCK_K;  // of one buffer
 
 static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
@@ -375,7 +376,7 @@ struct ExactSum {
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dense_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);

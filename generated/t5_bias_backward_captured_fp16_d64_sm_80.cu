@@ -22,12 +22,12 @@
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168
 //           registers = 60 + 4*row_groups + extra + block_k*row_groups*(1 + pending)
-//             = 60 + 4*2 + 16 + 32*2*(1 + 0.125) = 156 of 168
+//             = 60 + 4*2 + 26 + 32*2*(1 + 0.125) = 166 of 168
 //           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
 //             d_qk)) = (min(166912, 167936/3 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
 //             = 57.7778
 //           block_k <= (register_limit - (60 + 4*row_groups + extra))/(row_groups*(1 + pending))
-//             = (168 - (60 + 4*2 + 16))/(2*(1 + 0.125)) = 37.3333
+//             = (168 - (60 + 4*2 + 26))/(2*(1 + 0.125)) = 32.8889
 //           tensor = factors*macs/tensor_rate = 1*128/1024 = 0.1250 clk
 //           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (16 + 2*(64 + 64)/128)/128 = 0.1406 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/47.41 = 0.0422 clk

@@ -9,10 +9,10 @@ import sympy
 import torch
 
 from flashgen import expr as fx
+from flashgen.analysis import kind_of_sum
 from flashgen.expr import Element
 from flashgen.ops.checks import Problem
 from flashgen.pipeline import Build
-from flashgen.render.captured import kind_of
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -137,7 +137,7 @@ def _meetings(element: Element, build: Build, problem: Problem, shape: Sequence[
         "row": (p.seq_q, 1),
         "column": (warps, p.seq_k),
         "block": (warps, 1),
-    }[kind_of(element)]
+    }[kind_of_sum(element)]
     apart = _told_apart(element, problem, shape)
     counts = ((fx.B, p.batch), (fx.H, p.heads_q), (fx.Q, by_rows), (fx.K, by_columns))
     return math.prod(count for symbol, count in counts if symbol not in apart)

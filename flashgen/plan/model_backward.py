@@ -228,6 +228,9 @@ def _captured(name: str, itemsize: int, fixed: str) -> KernelModel:
     )
 
 
+OF_CAPTURED = ("captured", "captured_exact")
+"""The kernels for gradients of learned tensors."""
+
 MODELS = {
     ("dkdv", 2): _dkdv(2, "56"),
     ("dkdv", 4): _dkdv(4, "80"),
@@ -236,7 +239,7 @@ MODELS = {
     ("dq", 2): _dq(2, "52 + 4*row_groups"),
     ("dq", 4): _dq(4, "68 + 8*row_groups"),
     ("captured", 2): _captured("captured", 2, "60 + 4*row_groups"),
-    ("captured", 4): _captured("captured", 4, "76 + 8*row_groups"),
+    ("captured", 4): _captured("captured", 4, "80 + 8*row_groups"),
     ("captured_exact", 2): _captured("captured_exact", 2, "60 + 4*row_groups"),
-    ("captured_exact", 4): _captured("captured_exact", 4, "76 + 8*row_groups"),
+    ("captured_exact", 4): _captured("captured_exact", 4, "80 + 8*row_groups"),
 }

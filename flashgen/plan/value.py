@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from flashgen.plan.formulas import Number, counted
-from flashgen.plan.model_backward import dq_row_warps
+from flashgen.plan.model_backward import OF_CAPTURED, dq_row_warps
 from flashgen.plan.traffic import Traffic, Visited, traffic
 from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
@@ -146,7 +146,7 @@ class Plan:
     @property
     def of_captured(self) -> bool:
         """It makes the gradients of learned tensors."""
-        return self.kernel in ("captured", "captured_exact")
+        return self.kernel in OF_CAPTURED
 
     @property
     def launches(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen import expr as fx
-from flashgen.analysis import Analysis
+from flashgen.analysis import Analysis, kind_of_sum
 from flashgen.expr import Element
 from flashgen.plan import Plan
 from flashgen.render.exponential import Exponential
@@ -25,9 +25,9 @@ class Part:
 
     Attributes:
         sum: name of its sum, and of its field in ``Partials``.
-        kind: "block": the element is the same for all of a block's scores, and a lane has one sum;
-            "row": it goes with the query, a sum for each row; "column": it goes with the key, the
-            warp's rows are added up in each step; "element": every score adds for itself.
+        kind: as `analysis.kind_of_sum` has it. For "block" a lane has one sum; for "row" one for
+            each row; for "column" the warp's rows are added up in each step; for "element" every
+            score adds for itself.
         place: the function that says where the sum goes.
         add: the function that adds to it, given the place and the number.
         what: the element as the user wrote it.
@@ -51,14 +51,6 @@ class Exact:
 
     name: str
     tensor: str
-
-
-def kind_of(element: Element) -> str:
-    """How what belongs to an element is added up, as `Part.kind` has it."""
-    uses = _index_symbols(element)
-    if fx.SCORE in uses or {fx.Q, fx.K} <= uses:
-        return "element"
-    return "row" if fx.Q in uses else "column" if fx.K in uses else "block"
 
 
 def _index_symbols(*elements: Element) -> set[sympy.Basic]:
@@ -100,7 +92,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     parts = [
         Part(
             sum=f"by{n}",
-            kind=kind_of(element),
+            kind=kind_of_sum(element),
             place=functions.place_of(f"by{n}", element, SUMS[plan.kernel]),
             add=adds.get(element.tensor.name, "atomicAdd"),
             what=fx.shown(element),
