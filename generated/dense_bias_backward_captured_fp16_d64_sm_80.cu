@@ -10,39 +10,40 @@
 //
 //   score_mod = score + bias[b, h, q, k]
 //
-// plan      captured  block_q 128  block_k 32  warps 4  blocks per SM 3
+// plan      captured  block_q 128  block_k 48  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
 //           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 32*(2*(64 + 64 + 64)) = 45,056 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 3*(45056 + 1024) = 138,240 B of 167,936 B
+//             = 2*128*(64 + 64) + 48*(2*(64 + 64 + 64)) = 51,200 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 2*(51200 + 1024) = 104,448 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168
+//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = 60 + 4*row_groups + extra + block_k*row_groups*(1 + pending)
-//             = 60 + 4*2 + 16 + 32*2*(1 + 0.125) = 156 of 168
+//             = 60 + 4*2 + 46 + 48*2*(1 + 0.125) = 222 of 255  (binds)
 //           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
-//             d_qk)) = (min(166912, 167936/3 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
-//             = 57.7778
+//             d_qk)) = (min(166912, 167936/2 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
+//             = 130.6667
 //           block_k <= (register_limit - (60 + 4*row_groups + extra))/(row_groups*(1 + pending))
-//             = (168 - (60 + 4*2 + 16))/(2*(1 + 0.125)) = 37.3333
+//             = (255 - (60 + 4*2 + 46))/(2*(1 + 0.125)) = 62.6667
 //           tensor = factors*macs/tensor_rate = 1*128/1024 = 0.1250 clk
-//           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (16 + 2*(64 + 64)/128)/128 = 0.1406 clk
+//           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (13.33 + 2*(64 + 64)/128)/128
+//             = 0.1198 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/47.41 = 0.0422 clk
-//           issue = (products + rest)/128 = (3 + 30.14)/128 = 0.2589 clk
+//           issue = (products + rest)/128 = (2.833 + 29.57)/128 = 0.2532 clk
 //           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.04219 + max(0.125, 0.1406) + 0.0625 + 30.14/128 = 0.4808 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*32*3) = 0.0488 clk
+//             = 0.04219 + max(0.125, 0.1198) + 0.0625 + 29.57/128 = 0.4607 clk
+//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*48*2) = 0.0488 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2589 + (0.4808 - 0.2589)/max(1, 3))/1 + 0.04883 = 0.3817 clk  (binds)
-//           refused block_k 48, blocks per SM 2: fits, but costs 0.4058 clk against 0.3817
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4603 clk against
-//               0.3817
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 45,056 B
+//             = (0.2532 + (0.4607 - 0.2532)/max(1, 2))/1 + 0.04883 = 0.4058 clk  (binds)
+//           refused block_k 64: needs 258 registers per thread, 255 allowed
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4258 clk against
+//               0.4058
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 51,200 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 32;  // keys per step of the main loop
+constexpr int BLOCK_K = 48;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
 constexpr int WARPS = 4;
@@ -58,8 +59,8 @@ constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;  // two buffers
-constexpr int SMEM_V = 40960;
-constexpr int SMEM_BYTES = 45056;
+constexpr int SMEM_V = 45056;
+constexpr int SMEM_BYTES = 51200;
 constexpr int K_BYTES = 16 * GRANULES * BLOCK_K;  // of one buffer
 
 static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
@@ -198,15 +199,6 @@ __device__ __forceinline__ void load_granule(unsigned to, const char* from, bool
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Write one granule of O.
-__device__ __forceinline__ void store_granule(Element* to, unsigned from) {
-  unsigned x, y, z, w;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
 // Hide how a value came about, so that the compiler keeps it in a register through the main loop
 // instead of computing it again in every step.
 template <typename T>
@@ -265,21 +257,6 @@ __device__ __forceinline__ void copy_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// All threads copy ROWS rows of G granules from shared to global memory, those below `valid_rows`.
-template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * G; i += THREADS) {
-    const int row = i / G;
-    const int column = i % G;
-    if (row < valid_rows) {
-      store_granule(to + row * stride + column * (16 / ELEMENT_BYTES),
-                    tile + granule_offset<G>(row, column));
-    }
-  }
-}
-
 struct FragmentA {
   unsigned x[4];
 };
@@ -293,13 +270,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const Fra
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
-  unsigned packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
 }
 
 // Four 8 x 8 matrices, 8 rows of one granule each; lane l points to row l%8 of matrix l/8.
@@ -320,15 +290,10 @@ template <int G>
 __device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
   return granule_offset<G>(first_row + lane % 16, lane / 16);
 }
-// for two B tiles of K (keys 0-7, two granules; then keys 8-15),
+// and for two B tiles (keys 0-7, two granules; then keys 8-15).
 template <int G>
 __device__ __forceinline__ unsigned b_lane_offset(int lane) {
   return granule_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-// and for two B tiles of V, transposed on the way (keys 0-7, 8-15; then of the next granule).
-template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return granule_offset<G>(lane % 16, lane / 16);
 }
 
 // A: rows row..row+15, granules column and column+1
@@ -345,44 +310,6 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
   b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-}
-
-// B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
-  unsigned x[4];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at_column<G>(lane_address, 2 * d) + 16 * G * key) : "memory");
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
-template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
-  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
-  asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// A column of the accumulator lies in every fourth lane.
-__device__ __forceinline__ float column_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 4);
-  x += __shfl_xor_sync(0xffffffffu, x, 8);
-  return x + __shfl_xor_sync(0xffffffffu, x, 16);
 }
 
 // One instruction, with an error below 2^-22 of the result.
@@ -415,48 +342,9 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
   }
 }
 
-// sum += A B, where DEPTH rows of B are the depth. operand(a, g, n) gives the fragment of A for row
-// group g and depth step n. TILES groups of 8 columns are summed, from the `first` pair of them on:
-// one of SHARES such shares, the last of which may be cut short or empty.
-template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
-  constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
-  constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // no share is cut short
-#pragma unroll
-  for (int n = 0; n < DEPTH / P_KEYS; ++n) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
-      const int pair = first + d;
-      if (WHOLE || 2 * pair + 1 < COLUMNS) {
-        FragmentB b[2];
-        load_v<G>(b, b_lane, P_KEYS * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          mma(sum[g][2 * d], a[g], b[0]);
-          mma(sum[g][2 * d + 1], a[g], b[1]);
-        }
-      }
-    }
-  }
-}
-
-// A operand from accumulators: 8 columns each of TILES tiles become the depth.
-template <int GROUPS, int TILES>
-struct Accumulated {
-  const float (&s)[GROUPS][TILES][4];
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][n * (P_KEYS / 8)]);
-  }
-};
-
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dense_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);

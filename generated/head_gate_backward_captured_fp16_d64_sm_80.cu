@@ -197,15 +197,6 @@ __device__ __forceinline__ void load_granule(unsigned to, const char* from, bool
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Write one granule of O.
-__device__ __forceinline__ void store_granule(Element* to, unsigned from) {
-  unsigned x, y, z, w;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
 // Hide how a value came about, so that the compiler keeps it in a register through the main loop
 // instead of computing it again in every step.
 template <typename T>
@@ -264,21 +255,6 @@ __device__ __forceinline__ void copy_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// All threads copy ROWS rows of G granules from shared to global memory, those below `valid_rows`.
-template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * G; i += THREADS) {
-    const int row = i / G;
-    const int column = i % G;
-    if (row < valid_rows) {
-      store_granule(to + row * stride + column * (16 / ELEMENT_BYTES),
-                    tile + granule_offset<G>(row, column));
-    }
-  }
-}
-
 struct FragmentA {
   unsigned x[4];
 };
@@ -292,13 +268,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const Fra
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
-  unsigned packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
 }
 
 // Four 8 x 8 matrices, 8 rows of one granule each; lane l points to row l%8 of matrix l/8.
@@ -319,15 +288,10 @@ template <int G>
 __device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
   return granule_offset<G>(first_row + lane % 16, lane / 16);
 }
-// for two B tiles of K (keys 0-7, two granules; then keys 8-15),
+// and for two B tiles (keys 0-7, two granules; then keys 8-15).
 template <int G>
 __device__ __forceinline__ unsigned b_lane_offset(int lane) {
   return granule_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-// and for two B tiles of V, transposed on the way (keys 0-7, 8-15; then of the next granule).
-template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return granule_offset<G>(lane % 16, lane / 16);
 }
 
 // A: rows row..row+15, granules column and column+1
@@ -344,32 +308,6 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
   b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-}
-
-// B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
-  unsigned x[4];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at_column<G>(lane_address, 2 * d) + 16 * G * key) : "memory");
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
-template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
-  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
-  asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
@@ -413,45 +351,6 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
     }
   }
 }
-
-// sum += A B, where DEPTH rows of B are the depth. operand(a, g, n) gives the fragment of A for row
-// group g and depth step n. TILES groups of 8 columns are summed, from the `first` pair of them on:
-// one of SHARES such shares, the last of which may be cut short or empty.
-template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
-  constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
-  constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // no share is cut short
-#pragma unroll
-  for (int n = 0; n < DEPTH / P_KEYS; ++n) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
-      const int pair = first + d;
-      if (WHOLE || 2 * pair + 1 < COLUMNS) {
-        FragmentB b[2];
-        load_v<G>(b, b_lane, P_KEYS * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          mma(sum[g][2 * d], a[g], b[0]);
-          mma(sum[g][2 * d + 1], a[g], b[1]);
-        }
-      }
-    }
-  }
-}
-
-// A operand from accumulators: 8 columns each of TILES tiles become the depth.
-template <int GROUPS, int TILES>
-struct Accumulated {
-  const float (&s)[GROUPS][TILES][4];
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][n * (P_KEYS / 8)]);
-  }
-};
 
 // ---- kernel ------------------------------------------------------------------------------------
 

@@ -201,9 +201,7 @@ def problem(path: Path, case: Case, mode: Mode = MODES[0], **offsets: int) -> Pr
         normal(case.heads_q, case.seq_q, dim_v, "contiguous"),
         normal(case.heads_q, case.seq_q, 1, "contiguous")[..., 0].float(),
         numbers,
-        # Gradients of what scores read are added up atomically: no deterministic mode yet.
-        mode.deterministic
-        and not any(t.grad and t.symbol in spec.score.free_symbols for t in spec.tensors),
+        mode.deterministic,
     )
 
 

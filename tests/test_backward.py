@@ -74,12 +74,6 @@ def check_gradients(
     return run
 
 
-def learns(path: Path) -> bool:
-    """Gradients of what scores read are added up atomically: there is no deterministic mode yet."""
-    spec = fg.load(path)
-    return any(t.grad and t.symbol in spec.score.free_symbols for t in spec.tensors)
-
-
 def turns(number: int) -> tuple[float, bool]:
     """Dropout and determinism, so that four kinds in a row meet all their combinations."""
     return (0.0, 0.17)[number % 2], bool(number // 2 % 2)
@@ -110,7 +104,6 @@ def covering_of(number: int) -> Iterator[tuple[Case, float, bool]]:
         kind = number * KINDS_OF_A_SPEC + place
         dtype, head_dim = KINDS[kind * 5 % len(KINDS)]
         dropout_p, fixed = turns(kind)
-        fixed = fixed and not learns(SPECS[number])
         yield with_rows(replace(case, dtype=dtype, head_dim=head_dim)), dropout_p, fixed
 
 
@@ -141,7 +134,7 @@ def test_values_may_be_longer_or_shorter_than_keys(
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_offsets_shift_the_positions_that_mods_see(path: Path) -> None:
     q_offset, k_offset = OFFSETS[SPECS.index(path) % len(OFFSETS)]
-    fixed = SPECS.index(path) % 2 == 0 and not learns(path)
+    fixed = SPECS.index(path) % 2 == 0
     check_gradients(path, Case(113, 103), 0.1, fixed, q_offset=q_offset, k_offset=k_offset)
 
 
@@ -311,4 +304,4 @@ def test_gradients_meet_the_error_rule_on_the_whole_product(
             batch, heads_q, heads_kv = 1, 1, 1
         case = Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
         dropout_p, fixed = turns(turn + number)
-        check_gradients(path, with_rows(case), dropout_p, fixed and not learns(path))
+        check_gradients(path, with_rows(case), dropout_p, fixed)

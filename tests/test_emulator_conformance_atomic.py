@@ -144,6 +144,11 @@ extern "C" __global__ void reductions(const float* in, float* sum, int* low, u64
     atomicMin(low, (int)(in[i] * 100));
     atomicOr(bits, 1ull << (i % 64));
 }
+extern "C" __global__ void whole_numbers(const float* in, u64* sum, unsigned* greatest) {
+    float x = in[blockIdx.x * blockDim.x + threadIdx.x];
+    atomicAdd(sum, (u64)__float2ll_rn(x));
+    atomicMax(greatest, __float_as_uint(fabsf(x)));
+}
 """
 
 
@@ -193,6 +198,27 @@ def test_reductions_without_a_result() -> None:
     assert bits[0] == M64
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_of_64_bits_carry_and_borrow_in_any_order(seed: int | None) -> None:
+    values = np.random.default_rng(5).normal(scale=2.0**40, size=192).astype(np.float32)
+    total, greatest = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
+    run(CUDA, "whole_numbers", (3,), (64,), values, total, greatest, seed=seed)
+    assert total.view(np.int64)[0] == sum(round(float(x)) for x in values)
+    assert greatest.view(np.float32)[0] == np.abs(values).max()
+
+
+@pytest.mark.parametrize(
+    ("number", "want"), [(3, 192), (-3, -192), (0x01234567_FFFFFFFF, 64 * 0x01234567_FFFFFFFF)]
+)
+@pytest.mark.parametrize("form", ["red.global.add.u64", "red.relaxed.gpu.global.add.u64"])
+def test_red_on_64_bits_under_contention(form: str, number: int, want: int) -> None:
+    ptx = f""".visible .entry k(.param .u64 p) {{ .reg .b64 %v; .reg .b64 %p;
+        mov.b64 %v, {number & M64}; ld.param.u64 %p, [p]; {form} [%p], %v; ret; }}"""
+    out = np.zeros(1, np.uint64)
+    run_ptx(ptx, "k", 1, 64, out)
+    assert out.view(np.int64)[0] == want
+
+
 @pytest.mark.parametrize(
     ("opcode", "want"),
     [
@@ -200,6 +226,7 @@ def test_reductions_without_a_result() -> None:
         ("red.relaxed.gpu.global.add.f32", np.float32(sum(range(64)))),
         ("red.add.f32", np.float32(sum(range(64)))),
         ("red.global.max.s32", np.float32(63.0)),  # the bits of positive floats order as integers
+        ("red.global.max.u32", np.float32(63.0)),
         ("red.global.gpu.or.b32", None),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import runpy
 from pathlib import Path
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "generated"
 SPECS = sorted((ROOT / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
+LEARNED = [path for path in SPECS if any(tensor.grad for tensor in fg.load(path).tensors)]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
@@ -104,6 +106,16 @@ def test_backward_kernels_of_every_head_dim_pass_the_static_gates(head_dim: int)
     spec = fg.load(ROOT / "specs/causal.py").replace(head_dim=head_dim)
     for built in both_ways(spec, "sm_80"):
         check_gates(built)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("path", LEARNED, ids=[path.stem for path in LEARNED])
+def test_kernels_of_exact_sums_pass_the_static_gates(path: Path, head_dim: int) -> None:
+    (*_, exact) = build_backward(fg.load(path).replace(head_dim=head_dim), deterministic=True)
+    assert exact.source.role == "captured_exact"
+    check_gates(exact)
+    assert ".add.u64" in exact.ptx
+    assert not re.search(r"(atom|red)\S*\.f32", exact.ptx)
 
 
 @pytest.mark.slow

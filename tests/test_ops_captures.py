@@ -338,17 +338,6 @@ def test_the_tiled_backend_is_deterministic_with_captures(how):
         torch.use_deterministic_algorithms(False)
 
 
-def test_kernels_that_sum_in_any_order_are_refused_when_the_order_must_be_fixed():
-    qkv, given = operands(False), captured()
-    options = {"tensors": given, "scalars": {"window": 2}}
-    run = run_forward(SPEC, *qkv, **options)
-    rest = (*qkv, run.out, run.lse, run.out)
-    with pytest.raises(InputError, match="cannot be summed in a fixed order") as caught:
-        run_backward(SPEC, *rest, **options, backend="emulator", deterministic=True)
-    assert "bias, gate, table" in caught.value.numbers
-    assert run_backward(SPEC, *rest, **options, deterministic=True).deterministic
-
-
 # ---- what is refused ---------------------------------------------------------------------------
 
 

@@ -63,6 +63,16 @@ def test_opcheck_passes_all_its_tests(drops, learned):
     assert set(found.values()) == {"SUCCESS"}
 
 
+def test_opcheck_passes_where_sums_must_be_exact():
+    operator = operator_of(SPEC)
+    options = {"window": 2, "backend": "emulator", "deterministic": True}
+    given = (*operands(False), *captured(False).values())
+    out, lse = operator.overload(*given, window=2)
+    backward = (*given, out, lse, out, lse)
+    found = opcheck(operator.overload_backward, backward, options, test_utils=TESTS)
+    assert set(found.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("needed", [None, [True, False, True], [False, False, False]])
 def test_opcheck_passes_for_the_backward_operator(needed):
     operator = operator_of(SPEC)

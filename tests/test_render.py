@@ -43,15 +43,32 @@ def test_the_same_spec_gives_the_same_bytes_in_every_process() -> None:
     assert len(digests) == 1
 
 
+def unused(text: str) -> list[str]:
+    """Functions and constants that nothing else in the file mentions."""
+    found = re.findall(r"(?:__forceinline__ [\w ]+?[ *&]|\nconstexpr int )(\w+)\b", text)
+    assert found
+    return [name for name in found if len(re.findall(rf"\b{name}\b", text)) < 2]
+
+
 def test_every_function_in_an_emitted_file_is_called() -> None:
     for name in ("full", "causal", "dilated_window", "softcap"):
         for dtype in ("float16", "float32"):
             for head_dim in (40, 64):
-                text = emitted(name, dtype=dtype, head_dim=head_dim)
-                functions = re.findall(r"__forceinline__ [\w ]+?[ *&](\w+)\(", text)
-                assert functions
-                unused = [f for f in functions if len(re.findall(rf"\b{f}\b", text)) < 2]
-                assert not unused, f"{name} {dtype} d{head_dim}: {unused} is never called"
+                found = unused(emitted(name, dtype=dtype, head_dim=head_dim))
+                assert not found, f"{name} {dtype} d{head_dim}: {found} is never called"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["dense_bias", "symmetric_bias", "head_gate"])
+def test_kernels_of_captured_gradients_have_what_they_call_alone(
+    name: str, deterministic: bool
+) -> None:
+    spec = fg.load(ROOT / f"specs/{name}.py")
+    for dtype in ("float16", "float32"):
+        for head_dim in (40, 64):
+            changed = spec.replace(dtype=dtype, head_dim=head_dim, dropout=True)
+            (*_, captured) = fg.emit(changed, deterministic=deterministic).backward
+            assert not unused(captured.text), f"{captured.filename} never uses these"
 
 
 def test_the_users_line_stands_above_the_code_made_from_it() -> None:

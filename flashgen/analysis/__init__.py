@@ -17,7 +17,7 @@ from ..spec import AttentionSpec
 from .evaluate import evaluate
 from .extremes import SPAN
 from .intervals import FAR, Interval, Walk, full, reach, row_interval
-from .score import Block, ScoreAnalysis, analyse_score, derivative, share
+from .score import Block, ScoreAnalysis, analyse_score, derivative, kind_of_sum, share
 from .tiles import may, must
 
 
@@ -132,6 +132,7 @@ __all__ = [
     "derivative",
     "evaluate",
     "full",
+    "kind_of_sum",
     "limits",
     "may",
     "must",

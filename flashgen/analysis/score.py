@@ -13,6 +13,8 @@ from ..expr import (
     Element,
     FloorDiv,
     FloorMod,
+    K,
+    Q,
     TensorSymbol,
     elements_of,
     is_condition,
@@ -173,3 +175,16 @@ def _let_symbol(number: int, expr: sympy.Basic) -> sympy.Symbol:
     if is_condition(expr):
         return sympy.Symbol(name)
     return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)
+
+
+def kind_of_sum(element: Element) -> str:
+    """What has an element of a tensor in common, by the positions in its indices.
+
+    Returns:
+        "block": all scores of a block; "row": those of a query; "column": those of a key;
+        "element": each score may have another.
+    """
+    uses = {symbol for index in element.indices for symbol in index.free_symbols}
+    if SCORE in uses or {Q, K} <= uses:
+        return "element"
+    return "row" if Q in uses else "column" if K in uses else "block"

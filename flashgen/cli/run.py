@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashgen.ops import BackwardRun, ForwardRun
+    from flashgen.pipeline import Build
     from flashgen.reference import Verdict
 
 _TIMED_LAUNCHES = 20
@@ -274,20 +275,21 @@ def _backward_rows(run: BackwardRun, total: float | None) -> list[tuple[str, str
         if report.kernel is None:
             rows.append(("backward", report.access_reason))
             continue
-        plan, used = report.kernel.plan, report.kernel.binary.resources
-        tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
-        spills = "" if used.clean else f", SPILLS {used.spill_store_bytes:,} B"
         time = "" if total is not None else f", {seconds(report.run_seconds)}"
-        rows.append(
-            (
-                "backward",
-                f"{report.kernel.source.name}: {tile}, {plan.warps} warps, "
-                f"{used.registers} registers{spills}{time}",
-            )
-        )
+        rows.append(("backward", _launched(report.kernel) + time))
     if total is not None:
         rows.append(("backward", f"{seconds(total)} together"))
     return rows
+
+
+def _launched(kernel: Build) -> str:
+    """A kernel, its tile and its registers, in a line."""
+    plan, used = kernel.plan, kernel.binary.resources
+    tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
+    spills = "" if used.clean else f", SPILLS {used.spill_store_bytes:,} B"
+    parts = [tile] if plan.block_q else []  # a table of extremes has no tile
+    parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
+    return f"{kernel.source.name}: {', '.join(parts)}"
 
 
 def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tuple[str, str]]:
@@ -303,7 +305,9 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
     with_checkers = ""
     if result.backend == "emulator":
         with_checkers = f", memory and race checkers {'on' if checkers else 'off'}"
+    tables = [report.kernel for report in result.report.tables if report.kernel]
     return [
+        *(("table", _launched(kernel)) for kernel in tables),
         ("kernel", f"{result.source.name}, {result.source.filename}"),
         ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
         ("access", f"{result.report.access_bytes} B at once: {result.report.access_reason}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from flashgen.errors import InputError
 from flashgen.ops import backends, sinks
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound
-from flashgen.ops.captures import check_deterministic, named, pointers_of
+from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
 from flashgen.ops.packed import check_contents
 from flashgen.ops.report import BackwardRun, Report
-from flashgen.ops.tables import Tables
+from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
+from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import learning, without_dropout
 from flashgen.spec import AttentionSpec
@@ -43,6 +44,7 @@ class Backward:
         "_bound",
         "_built",
         "_crooked",
+        "_meetings",
         "_tables",
         "arch",
         "backend",
@@ -80,6 +82,8 @@ class Backward:
         self._crooked = dict(zip(_READ, found, strict=True))
         self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
         self._tables: Tables | None = None  # for the kernels that read captured tensors
+        # Where gradients are summed exactly: how many contributions may meet in an element.
+        self._meetings: dict[str, int] = {}
         self._built = 0.0
 
     def run(
@@ -118,10 +122,10 @@ class Backward:
         if self.spec.packed:  # rows beyond the last boundary are nobody's
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-        sums = self._sums(by_name) if captured else {}
+        sums = (ExactSums if self.deterministic else FloatSums)(self.spec, by_name)
         if self.problem.is_empty:
             sinks.add_without_keys(self.spec, sums, by_name, dlse)
-            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *_rounded(sums, by_name))
+            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
             return zeros, (self, (), (), 0.0, _EMPTY)
         copies = []
         for name, tensor in read.items():
@@ -141,7 +145,7 @@ class Backward:
         }
         if captured:
             tensors |= pointers_of(by_name)
-            tensors |= {f"dc_{name}": total for name, total in sums.items()}
+            tensors |= sums.pointers
         bound = self._bound.get(copied := tuple(name for name, _ in copies))
         if bound is None:
             bound = self._bind(copied, tensors, by_name)
@@ -152,10 +156,13 @@ class Backward:
             if "dq_sum" in kernel.arguments.pointers:
                 dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
         emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
+        counted: list[Counted] = []
         if self._tables is not None:
-            tensors |= self._tables.made(self.backend, by_name, self.index, **emulation)
-        counted = []
-        for kernel in bound:
+            made, counted = self._tables.made(self.backend, by_name, self.index, **emulation)
+            tensors |= made
+        for kernel, again in _launches(bound):
+            if again and isinstance(sums, ExactSums):
+                tensors |= sums.measured(self._meetings)
             start = time.perf_counter()
             counters = kernel.run(self.backend, tensors, self.index, **emulation)
             counted.append((kernel.build, counters, time.perf_counter() - start))
@@ -163,18 +170,11 @@ class Backward:
             copy_sums(dq_sum, dq)
         sink_sums = tensors.get(sinks.SUMS)
         if sink_sums is not None:
-            sinks.add_sums(sums[self.spec.sink.name], sink_sums)
+            sinks.add_sums(self.spec, sums, by_name, sink_sums)
         built, self._built = self._built, 0.0
         told = tuple(text for _, text in copies)
         done = (self, tuple(counted), told, built, ALIGNED)
-        return ((dq, dk, dv, *_rounded(sums, by_name)) if sums else (dq, dk, dv)), done
-
-    def _sums(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous buffers for kernels to add the gradients of captured tensors to."""
-        return {
-            name: torch.zeros(captured[name].shape, dtype=torch.float32, device=self.device)
-            for name in (tensor.name for tensor in self.spec.tensors if tensor.grad)
-        }
+        return (dq, dk, dv, *sums.gradients()), done
 
     def _bind(
         self,
@@ -201,6 +201,9 @@ class Backward:
         )
         if captured:
             self._tables = Tables(self.spec, self.arch, captured, bound)
+        for kernel in kernels:
+            if kernel.plan.kernel == "captured_exact":
+                self._meetings = meetings_of(kernel, p, captured, packed=self.spec.packed)
         return bound
 
     def _tiled(
@@ -242,9 +245,11 @@ class Backward:
         return results, (self, ((None, None, seconds),), (), 0.0, _TILED)
 
 
-def _rounded(sums: Mapping[str, Tensor], captured: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Sums in float32 in the dtypes of what they are the gradients of."""
-    return tuple(total.to(captured[name].dtype) for name, total in sums.items())
+def _launches(bound: Iterable[Bound]) -> Iterator[tuple[Bound, bool]]:
+    """Kernels in the order of their launches, and whether each was launched before."""
+    for kernel in bound:
+        for turn in range(kernel.build.plan.launches):
+            yield kernel, turn > 0
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
@@ -261,7 +266,7 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def reports(done: Any) -> tuple[tuple[Report, ...], tuple[str, ...]]:
-    """The Reports of what `Backward.run` did, one per kernel, and what was copied."""
+    """The Reports of what `Backward.run` did, one per launch, and what was copied."""
     call, counted, copies, built, reason = done
     if not counted:
         return (Report("none", call.arch, 0, reason),), ()
@@ -326,8 +331,6 @@ def prepare(
         learned = [tensor.name for tensor in spec.tensors if tensor.grad]
         chosen = zip(learned, needed, strict=True)
         spec = learning(spec, frozenset(name for name, wanted in chosen if wanted))
-    if certain:
-        check_deterministic(spec, where)
     return Backward(spec, problem, where, target, certain, q, k, v, out, dout)
 
 

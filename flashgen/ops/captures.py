@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from flashgen import expr
-from flashgen.expr.element import elements_of
 from flashgen.ops.numbers import check_names, refuse
 from flashgen.ops.packed import check_packed, entries_of
 from flashgen.ops.symbols import known
@@ -100,24 +99,6 @@ def check_learned(spec: AttentionSpec, captured: Sequence[object]) -> None:
                 f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
                 f"{tensor.name}.detach()",
             )
-
-
-def check_deterministic(spec: AttentionSpec, backend: str) -> None:
-    """Raises InputError when gradients of captured tensors cannot have the same bits every time.
-
-    Kernels add them up in the order in which blocks happen to run.
-    """
-    learned = {tensor.name for tensor in spec.tensors if tensor.grad}
-    read = {element.tensor.name for element in elements_of(spec.score)}
-    if backend != "tiled" and learned & read:
-        name = min(learned & read)
-        refuse(
-            f"the gradient of {name} cannot be summed in a fixed order yet",
-            f"argument {name}, argument deterministic or torch.use_deterministic_algorithms",
-            f"spec {spec.name}, gradients of {', '.join(sorted(learned & read))}; "
-            f"backend {backend!r}",
-            f"deterministic=False, {name}.detach(), or CPU tensors with the backend 'tiled'",
-        )
 
 
 def _pairs(

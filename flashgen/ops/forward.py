@@ -19,7 +19,7 @@ from flashgen.ops.numbers import probability_of
 from flashgen.ops.packed import check_contents
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
-from flashgen.ops.tables import Tables
+from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
@@ -127,6 +127,7 @@ class Forward:
         built, self._built = self._built, 0.0
         start = perf_counter()
         counters = None
+        tabled: list[Counted] = []
         if self.backend == "gpu" and not by_name:
             bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
         else:
@@ -135,10 +136,12 @@ class Forward:
             if by_name:
                 tensors |= pointers_of(by_name)
                 made = self._tables[width].made
-                tensors |= made(self.backend, by_name, self.index, **emulation)
+                tables, tabled = made(self.backend, by_name, self.index, **emulation)
+                tensors |= tables
+                start = perf_counter()
             counters = bound.run(self.backend, tensors, self.index, **emulation)
         seconds = perf_counter() - start
-        return out, lse, (self, width, reason, bound.build, counters, built, seconds)
+        return out, lse, (self, width, reason, bound.build, counters, built, seconds, tabled)
 
     def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
@@ -163,7 +166,7 @@ class Forward:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
             lse = lse_without_keys(self.spec, named(self.spec, captured), q)
-        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0)
+        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [])
 
     def _tiled(
         self,
@@ -194,14 +197,18 @@ class Forward:
             )
             out = in_layout_of(q, out)
         seconds = perf_counter() - start
-        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds)
+        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [])
 
 
 def report(done: Any) -> Report:
     """The Report of what `Forward.run` did."""
-    forward, width, reason, kernel, counters, built, seconds = done
+    forward, width, reason, kernel, counters, built, seconds, tabled = done
     backend = "none" if reason is _EMPTY else forward.backend
-    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds)
+    tables = tuple(
+        Report(backend, forward.arch, width, reason, of_table, counted, run_seconds=spent)
+        for of_table, counted, spent in tabled
+    )
+    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds, tables)
 
 
 def prepare(

@@ -30,6 +30,8 @@ class Report:
         counters: the emulator's; None otherwise.
         build_seconds: until the binary was there, from any cache.
         run_seconds: of the emulator or the tiled algorithms; on a GPU, of queueing the launch.
+        tables: of the kernels that ran before a forward kernel, for its tables of extremes of
+            captured tensors.
     """
 
     backend: str
@@ -40,6 +42,7 @@ class Report:
     counters: Any = None
     build_seconds: float = 0.0
     run_seconds: float = 0.0
+    tables: tuple[Report, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class BackwardRun:
 
     Attributes:
         dq, dk, dv: shapes, dtype and order of axes of q, k and v.
-        reports: one per kernel, in launch order; one without a kernel when none was launched.
+        reports: one per launch, in their order; one without a kernel when none was launched.
         copies: what was copied first because kernels cannot read it as it lies, and why.
         deterministic: whether equal bits in every run were asked for.
         captured: the gradient of each tensor that the spec declares with grad=True, of the shape

@@ -8,6 +8,7 @@ import torch
 
 from flashgen.ops.backends import Bound
 from flashgen.ops.packed import nobodys
+from flashgen.ops.sums import Sums
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -25,23 +26,16 @@ def lse_without_keys(spec: AttentionSpec, captured: Mapping[str, Tensor], q: Ten
 
 
 def add_without_keys(
-    spec: AttentionSpec,
-    totals: Mapping[str, Tensor],
-    captured: Mapping[str, Tensor],
-    dlse: Tensor | None,
+    spec: AttentionSpec, sums: Sums, captured: Mapping[str, Tensor], dlse: Tensor | None
 ) -> None:
-    """Adds the gradient of the sink of a call with seq_k 0, where it is needed.
-
-    Args:
-        totals: float32, by the names of the tensors whose gradients are needed.
-    """
+    """Adds the gradient of the sink of a call with seq_k 0, where it is needed."""
     from flashgen.tiled import sinks
 
     if spec.sink is not None and spec.sink.grad and dlse is not None:
         name = spec.sink.name
         if spec.packed:
             dlse = dlse.masked_fill(nobodys(captured, dlse.shape[2]), 0)
-        totals[name].add_(sinks.gradient_without_keys(captured[name], dlse.float()))
+        sums.add(name, sinks.gradient_without_keys(captured[name], dlse.float()))
 
 
 def sums_for(kernel: Bound, q: Tensor) -> Tensor:
@@ -50,11 +44,14 @@ def sums_for(kernel: Bound, q: Tensor) -> Tensor:
     return q.new_empty((batch, heads, tiles, kernel.build.plan.warps), dtype=torch.float32)
 
 
-def add_sums(total: Tensor, sums: Tensor) -> None:
-    """Adds the warps' sums to a float32 tensor of the sink's shape, in one order.
+def add_sums(
+    spec: AttentionSpec, sums: Sums, captured: Mapping[str, Tensor], of_warps: Tensor
+) -> None:
+    """Adds what the warps of the delta kernel wrote, in one order.
 
     Args:
-        total: of one element for each head, or one for all of them.
+        of_warps: of `sums_for`.
     """
-    of_heads = sums.sum((0, 2, 3))
-    total.add_((of_heads if total.numel() == len(of_heads) else of_heads.sum()).view(total.shape))
+    name = spec.sink.name
+    of_heads, sink = of_warps.sum((0, 2, 3)), captured[name]
+    sums.add(name, (of_heads if sink.numel() == len(of_heads) else of_heads.sum()).view(sink.shape))

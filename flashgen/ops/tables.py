@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,11 +12,15 @@ from flashgen.analysis import SPAN
 from flashgen.ops.arguments import Arguments
 from flashgen.ops.backends import Bound
 from flashgen.ops.captures import numbers_of_captured, pointers_of
+from flashgen.pipeline import Build
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
 _PREFIX = "m_"
+
+Counted = tuple[Build, Any, float]
+"""A kernel that ran, the emulator's counters or None, and the seconds that it took."""
 
 
 class Tables:
@@ -54,14 +59,16 @@ class Tables:
 
     def made(
         self, backend: str, captured: Mapping[str, Tensor], index: int, **options: Any
-    ) -> dict[str, Tensor | None]:
-        """Runs the kernels; the tables by the names of kernels' pointers."""
+    ) -> tuple[dict[str, Tensor | None], list[Counted]]:
+        """Runs the kernels; the tables by the names of kernels' pointers, and what was counted."""
         tables: dict[str, Tensor | None] = {}
-        given = pointers_of(captured)
+        given, counted = pointers_of(captured), []
         for name, bound, model in self._kernels:
+            start = time.perf_counter()
             tables[name] = torch.empty_like(model, memory_format=torch.contiguous_format)
-            bound.run(backend, {**given, name: tables[name]}, index, **options)
-        return tables
+            counters = bound.run(backend, {**given, name: tables[name]}, index, **options)
+            counted.append((bound.build, counters, time.perf_counter() - start))
+        return tables, counted
 
 
 def _shape(tensor: Tensor, axis: int) -> tuple[int, int, int, int]:
@@ -72,6 +79,5 @@ def _shape(tensor: Tensor, axis: int) -> tuple[int, int, int, int]:
 
 
 def _dtype(tensor: Tensor) -> torch.dtype:
-    if tensor.dtype.is_floating_point:
-        return torch.float32
+    """Of the extremes of a tensor of integers or bools."""
     return torch.int64 if tensor.dtype == torch.int64 else torch.int32

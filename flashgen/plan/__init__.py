@@ -105,8 +105,8 @@ def plan_backward(
     Args:
         arch, sram: as for `plan`.
         deterministic: only kernels whose sums have one order.
-        spare_registers: per thread and kernel ("dkdv", "dq", "fused", "captured"), kept free
-            beyond what the model asks for.
+        spare_registers: per thread and kernel ("dkdv", "dq", "fused", "captured",
+            "captured_exact"), kept free beyond what the model asks for.
 
     Raises:
         PlanError: the architecture is unknown, an option is wrong, or no tile fits.

@@ -3,7 +3,8 @@
 Two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention): one kernel that
 makes all gradients with five products per score and adds its share of dQ atomically, or two that
 recompute the scores, with seven products and every sum in one order. Where the score function reads
-learned tensors, another kernel makes their gradients.
+learned tensors, another kernel makes their gradients: with atomic additions in float32, or, where
+every run must give the same bits, with sums of whole numbers, which have no order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from flashgen.plan.value import BackwardPlan, Plan
 from flashgen.spec import AttentionSpec
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
-KERNELS = ("dkdv", "dq", "fused", "captured")
+KERNELS = ("dkdv", "dq", "fused", "captured", "captured_exact")
+
+# Sums of 64 bits hold 2^n contributions of up to 2^(62 - n) units. The unit is a power of 4, and
+# the greatest contribution is known by its exponent: either may cost a factor of 2.
+EXACT_NOTE = (
+    "Launched twice: for the greatest contribution, then to add whole numbers of a unit. Where up "
+    "to 2^n contributions meet in one element, a unit is at most 2^(n - 60) of the greatest: for n "
+    "= 36, 2^-24 of it, what float32 rounds off."
+)
 
 
 def plan_kernels(
@@ -38,7 +47,8 @@ def plan_kernels(
     learns = any(
         tensor.grad and tensor.symbol in spec.score.free_symbols for tensor in spec.tensors
     )
-    for kernel in KERNELS if learns else KERNELS[:-1]:
+    of_captured = "captured_exact" if deterministic else "captured"
+    for kernel in ("dkdv", "dq", "fused", *((of_captured,) if learns else ())):
         problem = problem_of(spec, arch, sram, 16, spare.get(kernel, 0), kernel)
         chosen = _chosen(problem)
         if chosen is None:
@@ -55,9 +65,9 @@ def plan_kernels(
     scheme = min(allowed, key=lambda name: (costs[name], name))
     kernels = (delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
     if learns:
-        if "captured" not in found:
-            raise missing["captured"]
-        kernels = (*kernels, found["captured"])
+        if of_captured not in found:
+            raise missing[of_captured]
+        kernels = (*kernels, found[of_captured])
     return BackwardPlan(
         scheme, deterministic, kernels, _why(found, costs, scheme, deterministic, spec.packed)
     )
@@ -67,7 +77,8 @@ def plan_kernels(
 def _chosen(problem: Problem) -> Plan | None:
     """The plan of one kernel, with the cheapest tile that fits."""
     tile = cheapest(problem)
-    return None if tile is None else made(problem, tile, "derived", ())
+    notes = (EXACT_NOTE,) if problem.kernel == "captured_exact" else ()
+    return None if tile is None else made(problem, tile, "derived", notes)
 
 
 def _why(
@@ -88,8 +99,10 @@ def _why(
         else:
             lacking = " and ".join(part for part in parts if part not in found)
             notes.append(f"{name}: no tile of {lacking} fits")
-    if "captured" in found:
-        notes.append(f"captured: 2 products per score more, {found['captured'].cost:.4f} clk")
+    for plan in found.values():
+        if plan.of_captured:
+            products = f"{2 * plan.launches} products per score more"
+            notes.append(f"{plan.kernel}: {products}, {plan.cost * plan.launches:.4f} clk")
     if deterministic:
         notes.append("split, because every sum must have one order: atomic additions have none")
     elif packed:

@@ -16,6 +16,7 @@ _ORDER = {
     "fused": _KEYS,
     "dq": ("smem_q", "smem_do", "smem_k", "smem_v"),
     "captured": ("smem_q", "smem_do", "smem_k", "smem_v"),
+    "captured_exact": ("smem_q", "smem_do", "smem_k", "smem_v"),
 }
 
 

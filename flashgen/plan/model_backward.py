@@ -214,10 +214,10 @@ def _dq(itemsize: int, fixed: str) -> KernelModel:
     )
 
 
-def _captured(itemsize: int, fixed: str) -> KernelModel:
+def _captured(name: str, itemsize: int, fixed: str) -> KernelModel:
     own, scores = f"{fixed} + extra", "row_groups*(1 + pending)"
     return KernelModel(
-        name="captured",
+        name=name,
         owns="block_q",
         sizes=(Formula("columns", "0"),),
         smem=SMEM_DQ,
@@ -228,6 +228,9 @@ def _captured(itemsize: int, fixed: str) -> KernelModel:
     )
 
 
+OF_CAPTURED = ("captured", "captured_exact")
+"""The kernels for gradients of learned tensors."""
+
 MODELS = {
     ("dkdv", 2): _dkdv(2, "56"),
     ("dkdv", 4): _dkdv(4, "80"),
@@ -235,6 +238,8 @@ MODELS = {
     ("fused", 4): _fused(4, "80", "2*dq_columns + 24"),
     ("dq", 2): _dq(2, "52 + 4*row_groups"),
     ("dq", 4): _dq(4, "68 + 8*row_groups"),
-    ("captured", 2): _captured(2, "60 + 4*row_groups"),
-    ("captured", 4): _captured(4, "76 + 8*row_groups"),
+    ("captured", 2): _captured("captured", 2, "60 + 4*row_groups"),
+    ("captured", 4): _captured("captured", 4, "80 + 8*row_groups"),
+    ("captured_exact", 2): _captured("captured_exact", 2, "60 + 4*row_groups"),
+    ("captured_exact", 4): _captured("captured_exact", 4, "80 + 8*row_groups"),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sympy
 
-from flashgen.analysis import Block, analyse_score, row_interval
+from flashgen.analysis import Block, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.expr import SCORE, elements_of
+from flashgen.plan.model_backward import OF_CAPTURED
 from flashgen.plan.search import Problem
 from flashgen.spec import AttentionSpec
 
@@ -29,6 +30,8 @@ BACKWARD_NEWER_REGISTERS = {2: 8, 4: 16}  # by element size
 BACKWARD_CONSUMER_REGISTERS = 16  # on sm_86 and sm_89, which the compiler schedules differently
 BACKWARD_DROPOUT_REGISTERS = 28
 UNEQUAL_REGISTERS = 8
+# For each index but one of an element that every score adds to by itself: strides are of 64 bits.
+PLACE_REGISTERS = 10
 
 # Registers that a backward kernel takes per accumulator of S and dP besides it. A fragment of
 # float32 is three times as large as one of 16 bits; random bits are made for several elements.
@@ -125,4 +128,15 @@ def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     score = BACKWARD_SCORE_REGISTERS if has_score else 0
     dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = UNEQUAL_REGISTERS if spec.head_dim != d_v else 0
-    return newer + score + mask + unequal + dropout
+    return newer + score + mask + unequal + dropout + _place_registers(spec, kernel)
+
+
+def _place_registers(spec: AttentionSpec, kernel: str) -> int:
+    """Of a kernel for learned tensors: what finding the places of sums takes."""
+    if kernel not in OF_CAPTURED:
+        return 0
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    read = (each for each in elements_of(spec.score) if each.tensor in learned)
+    return PLACE_REGISTERS * max(
+        (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
+    )

@@ -97,7 +97,7 @@ def backward_traffic(
     walked_rows = sum(rows_of_tile(n, walked, walked_seq) for tiles in walk for n in tiles)
     visits = sum(len(tiles) for tiles in walk)
     scores = pairs * visits * plan.block_q * plan.block_k
-    if plan.kernel in ("dq", "captured"):
+    if plan.kernel == "dq" or plan.of_captured:
         return BackwardTraffic(
             q=pairs * own_rows * qk_row,
             do=pairs * own_rows * v_row,

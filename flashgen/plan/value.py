@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from flashgen.plan.formulas import Number, counted
-from flashgen.plan.model_backward import dq_row_warps
+from flashgen.plan.model_backward import OF_CAPTURED, dq_row_warps
 from flashgen.plan.traffic import Traffic, Visited, traffic
 from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
@@ -75,7 +75,8 @@ class Plan:
 
     Attributes:
         kernel: "forward", or a part of backward: "delta" (rowsum(dO * O)), "dkdv", "dq", or "fused"
-            for dK, dV and dQ at once, and "captured" for the gradients of learned tensors;
+            for dK, dV and dQ at once, and "captured" for the gradients of learned tensors, or
+            "captured_exact" for the same in sums that have no order;
             or, before all of these, "summary" for a captured tensor's table of extremes.
         arch: that the kernel is compiled for.
         path: the code path, which names the templates.
@@ -144,6 +145,16 @@ class Plan:
     def owns_keys(self) -> bool:
         """A block owns block_k keys, rather than block_q queries."""
         return self.kernel in ("dkdv", "fused")
+
+    @property
+    def of_captured(self) -> bool:
+        """It makes the gradients of learned tensors."""
+        return self.kernel in OF_CAPTURED
+
+    @property
+    def launches(self) -> int:
+        """How often a pass launches it: exact sums need to know the greatest of what they add."""
+        return 2 if self.kernel == "captured_exact" else 1
 
     @property
     def row_groups(self) -> int:
@@ -308,8 +319,10 @@ class BackwardPlan:
     Attributes:
         scheme: "fused": one kernel makes all gradients, with dQ summed by atomic additions in
             float32; "split": dQ has a kernel of its own, whose sums have one order.
-        deterministic: gradients must be the same, bit by bit, each time: only "split" is.
-        kernels: in the order of their launches: ("delta", "fused") or ("delta", "dkdv", "dq").
+        deterministic: gradients must be the same, bit by bit, each time: only "split" is, and of
+            the kernels for learned tensors only "captured_exact".
+        kernels: in the order of their launches: ("delta", "fused") or ("delta", "dkdv", "dq"), and
+            where the score reads learned tensors "captured" or "captured_exact".
         notes: the predicted costs of both schemes, and what decided.
     """
 
@@ -321,7 +334,7 @@ class BackwardPlan:
     @property
     def cost(self) -> float:
         """Predicted clocks of one SM per score element; delta's are per row, and not counted."""
-        return sum(each.cost for each in self.kernels if each.kernel != "delta")
+        return sum(each.cost * each.launches for each in self.kernels if each.kernel != "delta")
 
     @property
     def of_keys(self) -> Plan:

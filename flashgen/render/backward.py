@@ -18,7 +18,7 @@ from flashgen.spec import AttentionSpec
 
 def walk_of_kernel(role: str) -> Walk:
     """The axis along which the kernel of this role walks tiles: what its analysis is made for."""
-    return (KEYS if role in ("forward", "dq", "captured") else QUERIES).walk
+    return (QUERIES if role in ("dkdv", "fused") else KEYS).walk
 
 
 def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -32,7 +32,7 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     if plan.kernel == "delta":
         return _delta(spec, plan)
-    if plan.kernel == "captured":
+    if plan.of_captured:
         return captured(spec, analysis, plan)
     by_queries = plan.owns_keys
     functions = SpecFunctions(spec, analysis, QUERIES if by_queries else KEYS)

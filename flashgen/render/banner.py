@@ -12,6 +12,10 @@ _FORWARD = "S = {score}    P = {masked}    O = {p} V    LSE = {lse}"
 _SCORES = "S = {score}    P = {kept}exp(S - LSE){end}    dP = {z}dO V^T"
 _DELTA = "delta = rowsum(dO * O) - dLSE"
 _DS = f"{_DELTA}    dS = P * (dP - delta){{slope}}"
+_CAPTURED = (
+    _SCORES,
+    f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
+)
 _FORMULAS = {
     "forward": (_FORWARD,),
     "delta": (f"{_DELTA}{{dsink}}",),
@@ -19,10 +23,8 @@ _FORMULAS = {
     "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
     "dq": (_SCORES, _DS, "dQ = scale dS K"),
     "summary": ("table = the least and the greatest element of every range of spans",),
-    "captured": (
-        _SCORES,
-        f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
-    ),
+    "captured": _CAPTURED,
+    "captured_exact": (*_CAPTURED, "sums of whole numbers: the same bits each time"),
 }
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen import expr as fx
-from flashgen.analysis import Analysis
+from flashgen.analysis import Analysis, kind_of_sum
 from flashgen.expr import Element
 from flashgen.plan import Plan
 from flashgen.render.exponential import Exponential
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.kernel import kernel
+from flashgen.render.readers import SUMS
 from flashgen.render.source import Source
 from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
@@ -24,27 +25,32 @@ class Part:
 
     Attributes:
         sum: name of its sum, and of its field in ``Partials``.
-        kind: "block": the element is the same for all of a block's scores, and a lane has one sum;
-            "row": it goes with the query, a sum for each row; "column": it goes with the key, the
-            warp's rows are added up in each step; "element": every score adds for itself.
+        kind: as `analysis.kind_of_sum` has it. For "block" a lane has one sum; for "row" one for
+            each row; for "column" the warp's rows are added up in each step; for "element" every
+            score adds for itself.
         place: the function that says where the sum goes.
+        add: the function that adds to it, given the place and the number.
         what: the element as the user wrote it.
     """
 
     sum: str
     kind: str
     place: SpecFunction
+    add: str
     what: str
 
-    @staticmethod
-    def of(number: int, element: Element, functions: SpecFunctions) -> Part:
-        uses = _index_symbols(element)
-        if fx.SCORE in uses or {fx.Q, fx.K} <= uses:
-            kind = "element"
-        else:
-            kind = "row" if fx.Q in uses else "column" if fx.K in uses else "block"
-        name = f"by{number}"
-        return Part(name, kind, functions.place_of(name, element), fx.shown(element))
+
+@dataclass(frozen=True)
+class Exact:
+    """What a kernel of exact sums keeps for one learned tensor.
+
+    Attributes:
+        name: of the variable.
+        tensor: name of the tensor.
+    """
+
+    name: str
+    tensor: str
 
 
 def _index_symbols(*elements: Element) -> set[sympy.Basic]:
@@ -53,14 +59,22 @@ def _index_symbols(*elements: Element) -> set[sympy.Basic]:
 
 @dataclass(frozen=True)
 class Partials:
-    """The function of all derivatives: its call, and the names of what it returns."""
+    """The function of all derivatives: its call, and the names of what it returns.
+
+    Attributes:
+        quad_sums, column_sums: sums are taken over the lanes of a row; over the rows of a warp.
+    """
 
     call: str
     fields: str
+    quad_sums: bool
+    column_sums: bool
 
 
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The kernel that adds up the gradients of the learned tensors that the score reads.
+
+    Two forms of one template: "captured" adds floats atomically, "captured_exact" whole numbers.
 
     Raises:
         RenderError: when the template asks for a field that it is not given.
@@ -70,7 +84,21 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     walk = walk_of(functions)
     derivatives = functions.score_partials()
     elements = [element for element, _ in analysis.score.learned]
-    parts = [Part.of(number, element, functions) for number, element in enumerate(elements)]
+    learned = dict.fromkeys(element.tensor.name for element in elements)
+    exact = [Exact(f"exact{n}", tensor) for n, tensor in enumerate(learned)]
+    if plan.kernel == "captured":
+        exact = []
+    adds = {each.tensor: f"{each.name}.add" for each in exact}
+    parts = [
+        Part(
+            sum=f"by{n}",
+            kind=kind_of_sum(element),
+            place=functions.place_of(f"by{n}", element, SUMS[plan.kernel]),
+            add=adds.get(element.tensor.name, "atomicAdd"),
+            what=fx.shown(element),
+        )
+        for n, element in enumerate(elements)
+    ]
     placed = _index_symbols(*elements)
     by_kind: dict[str, list[Element]] = {part.kind: [] for part in parts}
     for element, part in zip(elements, parts, strict=True):
@@ -87,8 +115,11 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         partials=Partials(
             derivatives.call(score="s[g][n][2 * r + c] * p.scale"),
             ", ".join(part.sum for part in parts),
+            quad_sums=not by_kind.keys().isdisjoint(("row", "block")),
+            column_sums=not by_kind.keys().isdisjoint(("column", "block")),
         ),
         parts=parts,
+        exact=exact,
         exponential=Exponential.of(plan, score, "g][e / 2", value="value"),
         qk_tail=plan.itemsize == 2 and 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
         pv_tail=False,

@@ -233,12 +233,12 @@ class SpecFunctions:
         why = comment(f"Derivatives of score_mod by {names}.")
         return self._scoring("score_partials", "Partials", why, self.score.partials)
 
-    def place_of(self, name: str, element: fx.Element) -> SpecFunction:
-        """Where the derivatives ``name``, by ``element``, are added up."""
+    def place_of(self, name: str, element: fx.Element, kind: str) -> SpecFunction:
+        """Where the derivatives ``name``, by ``element``, are added up; a sum of type ``kind``."""
         indices = ", ".join(["p", *map(self.printer.index, element.indices)])
         return self._function(
             f"place_of_{name}",
-            "float*",
+            f"{kind}*",
             comment(f"Where {name} is added up: the gradient of {shown(element)}."),
             element.indices,
             [f"return sum_of_{element.tensor.name}({indices});"],

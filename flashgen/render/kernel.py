@@ -12,7 +12,7 @@ from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.packed import Packed, first_row
 from flashgen.render.params import params_of
-from flashgen.render.readers import place_of_sum, reader
+from flashgen.render.readers import SUMS, place_of_sum, reader
 from flashgen.render.sink import logit_of
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk
@@ -39,7 +39,7 @@ def kernel(
         functions: of the spec; None for a kernel that uses none, as are walk and score.
         helpers: device functions of math.cuh.j2 that the template itself calls.
         more: functions of the spec besides those of walk and score.
-        partials: the function that gives several derivatives, where there is one.
+        partials: the function that gives the derivatives by captured tensors, in their kernel.
         sink: the spec's, for a kernel that reads it whatever the functions read.
         fields: what this template alone is given.
 
@@ -52,8 +52,9 @@ def kernel(
     tables = functions.tables if functions else ()
     if sink is not None and sink.name not in {each.tensor.name for each in readers}:
         read, readers = (*read, sink), (*readers, reader(sink))
-    if plan.kernel == "captured":
-        readers += tuple(place_of_sum(tensor) for tensor in read if tensor.grad)
+    if plan.of_captured:
+        sums = SUMS[plan.kernel]
+        readers += tuple(place_of_sum(tensor, sums) for tensor in read if tensor.grad)
     params = params_of(spec, plan.kernel, read, tables)
     packed = Packed.of(params, owns_keys=plan.owns_keys) if spec.packed and functions else None
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more

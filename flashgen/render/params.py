@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from flashgen.expr import Tensor
-from flashgen.render.readers import param_of_table, params_of_gradient, params_of_tensor
+from flashgen.render.readers import SUMS, param_of_table, params_of_gradient, params_of_tensor
 from flashgen.render.sink import sums_of_sink
 from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
@@ -53,8 +53,9 @@ def params_of(
     captures += [param_of_table(tensor, axis) for tensor, axis in tables]
     if role == "delta" and read:
         captures.append(sums_of_sink())  # it reads nothing but the sink
-    if role == "captured":
-        captures += [param for t in read if t.grad for param in params_of_gradient(t)]
+    if role in SUMS:
+        learned = (tensor for tensor in read if tensor.grad)
+        captures += [param for t in learned for param in params_of_gradient(t, SUMS[role])]
     params = _of_role(spec, role)
     return (*(map(_of_all_sequences, params) if spec.packed else params), *captures)
 
@@ -65,7 +66,7 @@ def _of_role(spec: AttentionSpec, role: str) -> list[Param]:
         return _forward(spec)
     if role == "delta":
         return _delta()
-    gradients = {"captured": (), "dq": ("dq",)}.get(role, ("dk", "dv"))
+    gradients = () if role in SUMS else ("dq",) if role == "dq" else ("dk", "dv")
     return _backward(spec, gradients, summed=role == "fused")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashgen.expr import Tensor
 from flashgen.render.source import Param
-from flashgen.render.text import comment, wrap_code
+from flashgen.render.text import COLUMNS, comment, wrap_code
 
 # An index per dimension, in order.
 INDICES = "ijklmnrs"
@@ -24,6 +24,10 @@ _TYPES = {
     "uint8": ("unsigned char", "int", "{}"),
     "bool": ("unsigned char", "int", "{}"),
 }
+
+# Of each kernel for the gradients of learned tensors: the type of the sums that it adds to.
+EXACT_SUM = "unsigned long long"
+SUMS = {"captured": "float", "captured_exact": EXACT_SUM}
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,18 @@ def reader(tensor: Tensor) -> Reader:
     )
 
 
-def place_of_sum(tensor: Tensor) -> Reader:
-    """``sum_of_bias(p, i, j)``: where the gradient of the element that is read so is added up."""
+def place_of_sum(tensor: Tensor, kind: str) -> Reader:
+    """``sum_of_bias(p, i, j)``: where the gradient of the element that is read so is added up.
+
+    Args:
+        kind: one of SUMS, the type of the sum.
+    """
     place, before = _place(f"dc_{tensor.name}", tensor)
     return Reader(
         tensor=tensor,
-        returns="float*",
+        returns=f"{kind}*",
         comment=tuple(comment(f"Where the gradient of {tensor.name} is added up.")),
-        signature=_signature("float*", f"sum_of_{tensor.name}", tensor),
+        signature=_signature(f"{kind}*", f"sum_of_{tensor.name}", tensor),
         body=(*before, f"return {place};"),
     )
 
@@ -133,7 +141,8 @@ def stored_and_read(tensor: Tensor) -> tuple[str, str]:
 
 def _signature(returns: str, name: str, tensor: Tensor) -> str:
     parameters = ["const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)])]
-    return f"__device__ __forceinline__ {returns} {name}({', '.join(parameters)}) {{"
+    head, tail = f"__device__ __forceinline__ {returns} {name}(", f"{', '.join(parameters)}) {{"
+    return head + tail if len(head + tail) <= COLUMNS else f"{head}\n    {tail}"
 
 
 def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
@@ -165,11 +174,18 @@ def params_of_tensor(tensor: Tensor) -> list[Param]:
     ]
 
 
-def params_of_gradient(tensor: Tensor) -> list[Param]:
-    """Where the gradient of a learned tensor is added up."""
+def params_of_gradient(tensor: Tensor, kind: str) -> list[Param]:
+    """Where the gradient of a learned tensor is added up, in sums of a type of SUMS."""
     name = f"dc_{tensor.name}"
     what = f"{_shape(tensor)}, zeros before the launch"
-    return [Param(name, "pointer", f"float* {name};", what), *_strides(name, tensor)]
+    params = [Param(name, "pointer", f"{kind}* {name};", what), *_strides(name, tensor)]
+    if kind == EXACT_SUM:
+        greatest, root = f"greatest_{tensor.name}", f"root_{tensor.name}"
+        what = "bits of the greatest |x| to be added, 0 before the launch"
+        params.append(Param(greatest, "pointer", f"unsigned* {greatest};", what))
+        what = "square root of the number of units in 1; null: not known yet"
+        params.append(Param(root, "pointer", f"const float* {root};", what))
+    return params
 
 
 def _strides(field: str, tensor: Tensor) -> list[Param]:

@@ -48,7 +48,7 @@ class Source:
 
     @property
     def role(self) -> str:
-        """What the kernel computes: "forward", or the backward's "delta", "dkdv", "fused", "dq"."""
+        """What the kernel computes: "forward", or a part of backward, as `Plan.kernel` has it."""
         return self.plan.kernel
 
 
