@@ -82,7 +82,7 @@ def meetings(name: str, case: Case, offset: int = 0, **shapes: tuple[int, ...]) 
     )  # fmt: skip
     build = build_backward(spec, deterministic=True)[-1]
     assert (build.plan.block_q, build.plan.warps) == (128, 4), "what the numbers below are for"
-    return meetings_of(build, problem, tensors)
+    return meetings_of(build, problem, tensors, packed=False)
 
 
 def test_contributions_are_counted_by_what_is_summed_before() -> None:
@@ -110,6 +110,30 @@ def test_positions_past_the_end_of_a_tensor_meet_in_its_last_element() -> None:
     assert meetings("symmetric_bias", case, t=(69,)) == {"t": 300 + 70 * warps}
     assert meetings("symmetric_bias", case, 5, t=(304,)) == {"t": 300 + warps}
     assert meetings("symmetric_bias", case, -1, t=(400,)) == {"t": 300 + warps}
+
+
+def test_packed_sequences_share_their_rows_and_keys() -> None:
+    t = fg.Tensor("t", ("seq_q", "seq_k"), "float32", grad=True)
+    kinds = {
+        "element": lambda s, b, h, q, k: s + t[q - k, 0],
+        "apart": lambda s, b, h, q, k: s + t[q, k],
+        "row": lambda s, b, h, q, k: s + t[q, 0],
+        "block": lambda s, b, h, q, k: s + t[b, h],
+    }
+    found = {}
+    boundaries = torch.tensor([0, 100, 150, 300], dtype=torch.int32)
+    tensors = {"t": torch.zeros(300, 300), "cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
+    for name, score in kinds.items():
+        spec = fg.AttentionSpec(score_mod=score, packed=True, name=name)
+        problem = check(
+            spec, *Case(300, 300, 1, 2, 2).tensors(), scale=None, q_offset=0, k_offset=0,
+            scalars={}, tensors=tensors, dropout_p=0.0, rng=None,
+        )  # fmt: skip
+        build = build_backward(spec, deterministic=True)[-1]
+        assert (build.plan.block_q, build.plan.warps) == (128, 4), "what the numbers are for"
+        found[name] = meetings_of(build, problem, tensors, packed=True)["t"]
+    # At most 300 // 128 + 3 tiles of queries; b and h tell the blocks' elements apart.
+    assert found == {"element": 2 * 300 * 300, "apart": 2 * 3, "row": 2 * 3, "block": 5 * 4}
 
 
 # ---- emitted kernels ---------------------------------------------------------------------------
