@@ -56,18 +56,21 @@ if TYPE_CHECKING:
     )
     from flashgen.expr import absolute as abs
     from flashgen.flex import flex_attention
-    from flashgen.ops import attention
+    from flashgen.ops import Layout, attention
     from flashgen.pipeline import build, emit
     from flashgen.plan import plan
+    from flashgen.sparse import BlockSparse
     from flashgen.spec import AttentionSpec, load
 
 __all__ = [
     "AttentionSpec",
+    "BlockSparse",
     "CompileError",
     "EmulatorError",
     "FlashgenError",
     "InputError",
     "LaunchError",
+    "Layout",
     "PlanError",
     "RenderError",
     "Scalar",
@@ -103,6 +106,8 @@ __all__ = [
 # Where a name is defined, as module or module:name; all others are in expr.
 _HOME = {
     "AttentionSpec": "spec",
+    "BlockSparse": "sparse",
+    "Layout": "ops",
     "abs": "expr:absolute",
     "attention": "ops",
     "build": "pipeline",

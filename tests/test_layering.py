@@ -23,6 +23,7 @@ PIPELINE = (
     "arch",
     "dropout",
     "expr",
+    "sparse",
     "spec",
     "analysis",
     "plan",
@@ -35,7 +36,7 @@ PIPELINE = (
 # Those beside it, and all that they may import of flashgen.
 BESIDE = {
     "emulator": {"errors"},
-    "reference": {"errors", "dropout", "expr", "spec"},
+    "reference": {"errors", "dropout", "expr", "sparse", "spec"},
     "tiled": set(PIPELINE) - {"render", "compile", "launch", "pipeline"},
     "ops": {*PIPELINE, "emulator", "reference", "tiled"},
     "flex": {*PIPELINE, "emulator", "reference", "tiled", "ops"},
@@ -54,6 +55,7 @@ OUTSIDE = {
     "arch": set(),
     "dropout": {"numpy"},
     "expr": {"sympy", "mpmath"},
+    "sparse": {"sympy"},
     "spec": {"sympy"},
     "analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
     "plan": {"sympy"},

@@ -8,6 +8,7 @@ import torch
 
 from flashgen import expr
 from flashgen.expr.element import elements_of
+from flashgen.ops.block_sparse import check_layout
 from flashgen.ops.numbers import check_names, refuse
 from flashgen.ops.symbols import known
 from flashgen.spec import AttentionSpec
@@ -57,6 +58,7 @@ def check_captured(
             elif size == 0 and dim not in wanted and not nothing_runs:
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
     _check_equal_lengths(spec, captured, wanted)
+    check_layout(spec, captured, (q.shape[2], k.shape[2]), ends)  # type: ignore[arg-type]
 
 
 def check_traced_captured(

@@ -72,6 +72,7 @@ def problem_of(
         pending=_pending(spec, kernel),
         score_ops=_score_ops(spec) if kernel == "forward" else _slope_ops(spec),
         dropout_ops=_dropout_ops(spec, kernel),
+        layout=spec.block_sparse.described if spec.block_sparse else "",
     )
 
 
@@ -108,7 +109,8 @@ def _pending(spec: AttentionSpec, kernel: str) -> float:
 
 def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     has_score, d_v = spec.score != SCORE, spec.head_dim_v or spec.head_dim
-    is_interval = row_interval(spec.mask) is not None
+    # The elements of a layout's mixed tiles are asked for one by one, whatever the mask is.
+    is_interval = row_interval(spec.mask) is not None and spec.block_sparse is None
     if kernel == "forward":
         newer = NEWER_REGISTERS if arch.major >= 9 else 0
         mask = 0 if is_interval else MASK_REGISTERS

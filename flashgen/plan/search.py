@@ -37,6 +37,7 @@ class Problem:
     pending: float  # 0 in the forward kernel, whose formulas have their own
     score_ops: int
     dropout_ops: int
+    layout: str = ""  # a block-sparse layout in words; "" where there is none
 
     @functools.cached_property
     def model(self) -> KernelModel:
