@@ -12,6 +12,9 @@ which are converted to the declared dtype. Names that the spec does not capture 
 A tensor without such a value has the length of the run in each dimension that the call knows and
 `OWN_LENGTH` in one with a name of its own. Floats are normal numbers times a tenth, bools are true
 or false with equal probability, integers are anything from 0 to seq_k.
+
+A block-sparse layout that is given with the call is "layout", bool [batch or 1, heads or 1, row blocks,
+column blocks]; without a value of the file's a random half of its blocks is live.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.cli.inputs import Shape
 from flashgen.errors import FlashgenError, InputError
 from flashgen.expr import Tensor as Capture
+from flashgen.sparse import COMPRESSED, LAYOUT
 from flashgen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -84,10 +88,13 @@ def tensor_values(
     )
     given = _given(path, lengths, generator)
     values = {}
+    own = COMPRESSED if spec.block_sparse is not None else ()  # made of the live blocks, below
     for tensor in spec.tensors:
+        if tensor.name in own:
+            continue
         value = given.get(tensor.name)
         if value is None:
-            value = _random(tensor, lengths, generator)
+            value = _random(tensor, _dims(spec, tensor, lengths), lengths, generator)
         dtype = getattr(torch, tensor.dtype)
         try:
             values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
@@ -98,13 +105,27 @@ def tensor_values(
                 numbers=f"given {value!r}"[:200],
                 way_out="a tensor, an array or a list of numbers",
             ) from None
-    return values, [name for name in values if name in given]
+    examples = [name for name in values if name in given]
+    if spec.block_sparse is None:
+        return values, examples
+    from flashgen.ops.block_sparse import with_layout
+
+    return dict(with_layout(spec, values)), examples
 
 
-def _random(tensor: Capture, lengths: Lengths, generator: Generator) -> Tensor:
+def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str | int, ...]:
+    """The dimensions of a tensor, a layout's in numbers of blocks."""
+    if spec.block_sparse is None or tensor.name != LAYOUT:
+        return tensor.dims
+    return (*tensor.dims[:2], *spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k))
+
+
+def _random(
+    tensor: Capture, dims: tuple[str | int, ...], lengths: Lengths, generator: Generator
+) -> Tensor:
     import torch
 
-    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in tensor.dims]
+    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in dims]
     if tensor.dtype == "bool":
         return torch.rand(shape, generator=generator) < 0.5
     dtype: torch.dtype = getattr(torch, tensor.dtype)

@@ -109,8 +109,7 @@ def _pending(spec: AttentionSpec, kernel: str) -> float:
 
 def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     has_score, d_v = spec.score != SCORE, spec.head_dim_v or spec.head_dim
-    # The elements of a layout's mixed tiles are asked for one by one, whatever the mask is.
-    is_interval = row_interval(spec.mask) is not None and spec.block_sparse is None
+    is_interval = row_interval(spec.mask) is not None
     if kernel == "forward":
         newer = NEWER_REGISTERS if arch.major >= 9 else 0
         mask = 0 if is_interval else MASK_REGISTERS

@@ -70,7 +70,7 @@ class LayoutFunctions:
             "  if (tile == listed) return tile;",
             "}",
         )
-        made = self._function("next_tile", "int", why, body, self._listed.uses | live.uses)
+        made = self._function("next_common_tile", "int", why, body, self._listed.uses | live.uses)
         self.functions += (made,)
         return made
 

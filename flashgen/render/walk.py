@@ -4,7 +4,7 @@ The choices, each by what the analysis could prove:
 
 - ``tile_reach``: where the loop starts and ends. Without bounds it walks every tile.
 - ``next_live_tile``: which tile is loaded next, by ``tile_may``, when the bounds are not exact;
-  with a block-sparse layout ``next_listed_tile``, or ``next_tile`` by both.
+  with a block-sparse layout ``next_listed_tile``, or ``next_common_tile`` by both.
 - ``tile_full`` or ``tile_must``: which tiles skip the mask; the range where it is exact.
 - ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; one range per row
   where the mask is one and there is no layout.
