@@ -22,11 +22,11 @@ from .expr.source import lines_of, user_location
 LAYOUT = "layout"
 _LINES = ("batch", "heads")
 TENSORS = (
-    Tensor(LAYOUT, (*_LINES, "layout_rows", "layout_columns"), "bool"),
-    Tensor("layout_row_counts", (*_LINES, "layout_rows"), "int32"),
-    Tensor("layout_row_blocks", (*_LINES, "layout_rows", "layout_columns"), "int32"),
-    Tensor("layout_column_counts", (*_LINES, "layout_columns"), "int32"),
-    Tensor("layout_column_blocks", (*_LINES, "layout_columns", "layout_rows"), "int32"),
+    Tensor(LAYOUT, (*_LINES, "blocks_q", "blocks_k"), "bool"),
+    Tensor("layout_row_counts", (*_LINES, "blocks_q"), "int32"),
+    Tensor("layout_row_blocks", (*_LINES, "blocks_q", "blocks_k"), "int32"),
+    Tensor("layout_column_counts", (*_LINES, "blocks_k"), "int32"),
+    Tensor("layout_column_blocks", (*_LINES, "blocks_k", "blocks_q"), "int32"),
 )
 """What kernels read of a layout: the live blocks as they are, and listed for each row of blocks and
 for each column of blocks, in ascending order with their counts."""
@@ -212,7 +212,7 @@ def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
             return live
         if type(live).__name__ in ("bool_", "bool"):  # numpy's
             return bool(live)
-        wrong = f"returned a {type(live).__name__}"
+        wrong = f"returned {live!r}"[:80]
     except Exception as error:
         wrong, cause = f"raised {type(error).__name__}: {error}", error
     raise SpecError(

@@ -123,7 +123,7 @@ def check_names(
             what,
             f"argument {(missing or extra)[0]}",
             f"spec {spec.name} takes: {', '.join(asked) or 'none'}; "
-            f"given: {', '.join(given) or 'none'}",
+            f"given: {', '.join(name for name in given if name not in own) or 'none'}",
             f"op(q, k, v{call})",
         )
 
