@@ -181,7 +181,8 @@ __device__ __forceinline__ int read_layout_column_counts(const Params& p, int i,
 }
 
 // The spec's layout_column_blocks: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_column_blocks(const Params& p, int i, int j, int k, int l) {
+__device__ __forceinline__ int read_layout_column_blocks(
+    const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_column_blocks_size_0) *
       p.c_layout_column_blocks_stride_0 + inside(j, p.c_layout_column_blocks_size_1) *
       p.c_layout_column_blocks_stride_1 + inside(k, p.c_layout_column_blocks_size_2) *

@@ -13,8 +13,9 @@ A tensor without such a value has the length of the run in each dimension that t
 `OWN_LENGTH` in one with a name of its own. Floats are normal numbers times a tenth, bools are true
 or false with equal probability, integers are anything from 0 to seq_k.
 
-A block-sparse layout that is given with the call is "layout", bool [batch or 1, heads or 1, row blocks,
-column blocks]; without a value of the file's a random half of its blocks is live.
+A block-sparse layout that is given with the call is "layout", a bool for each block of queries and
+of keys: [batch or 1, heads or 1, blocks_q, blocks_k]. Without a value of the file's a random half
+of the blocks is live.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def stored_and_read(tensor: Tensor) -> tuple[str, str]:
 
 def _signature(returns: str, name: str, tensor: Tensor) -> str:
     parameters = ["const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)])]
-    return f"__device__ __forceinline__ {returns} {name}({', '.join(parameters)}) {{"
+    line = f"__device__ __forceinline__ {returns} {name}({', '.join(parameters)}) {{"
+    return line if len(line) <= COLUMNS else line.replace("(", "(\n    ", 1)
 
 
 def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
