@@ -17,7 +17,7 @@ from flashgen.dropout import keep_mask, keep_scale
 from flashgen.errors import PlanError
 from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
 from flashgen.plan import plan, plan_backward
-from flashgen.sparse import LAYOUT, BlockSparse
+from flashgen.sparse import COMPRESSED, LAYOUT, BlockSparse
 from flashgen.sparse import TENSORS as LAYOUT_TENSORS
 from flashgen.spec import AttentionSpec
 
@@ -197,7 +197,9 @@ class Problem:
         self._rng = rng
         self._spec = spec
         self._scalars = scalars
-        self.tensors = {x.symbol: tensors[x.name].detach() for x in spec.tensors}
+        unread = COMPRESSED if spec.block_sparse is not None else ()
+        read = (tensor for tensor in spec.tensors if tensor.name not in unread)
+        self.tensors = {x.symbol: tensors[x.name].detach() for x in read}
         self.layout = self._live_blocks(tensors)
 
     def _live_blocks(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -207,7 +209,8 @@ class Problem:
             return None
         live = tensors.get(LAYOUT)
         if live is None:
-            sizes, ends = self.sizes, (axis.offset + axis.length for axis in self.axes)
+            axes, sizes = (self.queries, self.keys), self.sizes
+            ends = (axis.offset + axis.length for axis in axes)
             rows, columns = sparse.blocks(*ends)
             table = bytearray(sparse.table(sizes.batch, sizes.heads_q, rows, columns))
             live = torch.frombuffer(table, dtype=torch.bool) if table else torch.empty(0).bool()
@@ -219,10 +222,6 @@ class Problem:
     @property
     def sparse(self) -> BlockSparse | None:
         return self._spec.block_sparse
-
-    @property
-    def axes(self) -> tuple[Axis, Axis]:
-        return self.queries, self.keys
 
     @property
     def learned(self) -> list[Tensor]:
