@@ -114,8 +114,26 @@ def blocks_of(sparse: BlockSparse, block_mask: Any) -> Tensor:
             f"fg.BlockSparse(block_q={block_mask.BLOCK_SIZE[0]}, "
             f"block_k={block_mask.BLOCK_SIZE[1]}), or create_block_mask(..., BLOCK_SIZE={size})",
         )
-    live: Tensor = block_mask.to_dense().bool()
-    return live
+    partial, full = dense_blocks(block_mask)
+    return partial | full
+
+
+def dense_blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
+    """The partial and the full blocks of a torch BlockMask, bool [B, H, rows, columns] each."""
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
+    if block_mask.full_kv_num_blocks is None:
+        return partial, torch.zeros_like(partial)
+    return partial, _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+
+
+def _dense(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
+    """The blocks of lists as bools: the first so many of each line of ``blocks``."""
+    listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
+    # What is not listed goes to a column more.
+    places = torch.where(listed, blocks, columns).long()
+    live = places.new_zeros((*places.shape[:-1], columns + 1), dtype=torch.bool)
+    return live.scatter(-1, places, True)[..., :columns]
 
 
 def check_layout(
