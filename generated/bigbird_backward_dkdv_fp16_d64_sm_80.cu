@@ -9,12 +9,12 @@
 //   delta = rowsum(dO * O) - dLSE    dS = P * (dP - delta)
 //   dV = P^T dO    dK = scale dS^T Q
 //
-//   layout    = bigbird at specs/bigbird.py:17, blocks of 32 queries x 32 keys
+//   layout    = bigbird at specs/bigbird.py:16, blocks of 32 queries x 32 keys
 //
 // plan      dkdv  block_q 112  block_k 128  warps 8  blocks per SM 1
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
-//           walks a block-sparse layout: bigbird at specs/bigbird.py:17, blocks of 32 queries x
+//           walks a block-sparse layout: bigbird at specs/bigbird.py:16, blocks of 32 queries x
 //               32 keys; clk are of tiles that it lists
 //           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + exchanged*block_k) +
 //             16) = 2*128*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*128) + 16) = 77,568 B of 166,912 B

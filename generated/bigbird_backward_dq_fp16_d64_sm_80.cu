@@ -9,12 +9,12 @@
 //   delta = rowsum(dO * O) - dLSE    dS = P * (dP - delta)
 //   dQ = scale dS K
 //
-//   layout    = bigbird at specs/bigbird.py:17, blocks of 32 queries x 32 keys
+//   layout    = bigbird at specs/bigbird.py:16, blocks of 32 queries x 32 keys
 //
 // plan      dq  block_q 128  block_k 48  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
-//           walks a block-sparse layout: bigbird at specs/bigbird.py:17, blocks of 32 queries x
+//           walks a block-sparse layout: bigbird at specs/bigbird.py:16, blocks of 32 queries x
 //               32 keys; clk are of tiles that it lists
 //           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
 //             = 2*128*(64 + 64) + 48*(2*(64 + 64 + 64)) = 51,200 B of 166,912 B

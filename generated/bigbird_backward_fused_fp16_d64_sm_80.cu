@@ -9,12 +9,12 @@
 //   delta = rowsum(dO * O) - dLSE    dS = P * (dP - delta)
 //   dV = P^T dO    dK = scale dS^T Q    dQ = scale dS K
 //
-//   layout    = bigbird at specs/bigbird.py:17, blocks of 32 queries x 32 keys
+//   layout    = bigbird at specs/bigbird.py:16, blocks of 32 queries x 32 keys
 //
 // plan      fused  block_q 96  block_k 64  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
-//           walks a block-sparse layout: bigbird at specs/bigbird.py:17, blocks of 32 queries x
+//           walks a block-sparse layout: bigbird at specs/bigbird.py:16, blocks of 32 queries x
 //               32 keys; clk are of tiles that it lists
 //           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + max(1,
 //               exchanged)*block_k) + 16)

@@ -7,12 +7,12 @@
 //
 //   S = scale Q K^T    P = softmax(layout ? S : -inf)    O = P V    LSE = log(sum(exp(S)))
 //
-//   layout    = bigbird at specs/bigbird.py:17, blocks of 32 queries x 32 keys
+//   layout    = bigbird at specs/bigbird.py:16, blocks of 32 queries x 32 keys
 //
 // plan      block_q 128  block_k 96  warps 4  stages 1  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element
-//           walks a block-sparse layout: bigbird at specs/bigbird.py:17, blocks of 32 queries x
+//           walks a block-sparse layout: bigbird at specs/bigbird.py:16, blocks of 32 queries x
 //               32 keys; clk are of tiles that it lists
 //           smem = e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)
 //             = 2*max(128*64 + 1*96*(64 + 64), 128*64) = 40,960 B of 166,912 B

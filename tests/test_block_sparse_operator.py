@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing._internal.optests import opcheck
 
 import flashgen as fg
+from examples import spec_path
 from flashgen import reference
 from flashgen.analysis import analyse
 from flashgen.errors import InputError, SpecError
@@ -42,6 +45,18 @@ def of_head(b: int, h: int, i: int, j: int) -> bool:
 
 
 STATIC = fg.attention(sparse_spec(16, 16, causal, of_head, head_dim=8, dtype="float32"))
+
+
+def halvings() -> Callable[[int], int]:
+    """A function that sees itself, through its closure."""
+
+    def halving(i: int) -> int:
+        return 0 if i < 1 else 1 + halving(i // 2)
+
+    return halving
+
+
+halving = halvings()
 
 
 @pytest.fixture(autouse=True)
@@ -281,14 +296,27 @@ def test_every_sample_of_a_vmap_has_its_own_layout() -> None:
 
 
 def test_specs_of_layouts_can_be_pickled_and_copied() -> None:
-    importable = sparse_spec(16, 16, causal, diagonals, head_dim=8, dtype="float32")
-    for spec in (SPEC, importable):
-        assert pickle.loads(pickle.dumps(spec)) == spec
+    specs = (
+        SPEC,
+        sparse_spec(16, 16, causal, diagonals),
+        sparse_spec(16, 16, causal, lambda i, j, s=2: halving(i) == halving(j) - s + 2),
+        fg.load(spec_path("bigbird")),
+    )
+    for spec in specs:
+        found = pickle.loads(pickle.dumps(spec))
+        assert found == spec
         assert copy.deepcopy(spec) == spec
-    local = sparse_spec(16, 16, causal, lambda i, j: i == j)
-    assert copy.deepcopy(local) == local
-    with pytest.raises(SpecError, match="only as a function of an importable module"):
-        pickle.dumps(local)
+        if spec.block_sparse.is_static:
+            tables = [each.block_sparse.table(1, 2, 5, 6) for each in (spec, found)]
+            assert tables[0] == tables[1]
+
+
+def test_code_of_another_python_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = sparse_spec(16, 16, None, lambda i, j: i == j)
+    data = pickle.dumps(spec)
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
+    with pytest.raises(SpecError, match="in the same version of Python alone"):
+        pickle.loads(data)
 
 
 def test_equal_functions_of_a_layout_make_equal_specs() -> None:

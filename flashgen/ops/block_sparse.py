@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flashgen.expr import POSITION_LIMIT
 from flashgen.ops.numbers import refuse
 from flashgen.sparse import COMPRESSED, LAYOUT, NAMES, BlockSparse
 from flashgen.spec import AttentionSpec
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_POSITIONS = 2**31
 _AXES = "[batch or 1, heads or 1, row blocks, column blocks]"
 
 
@@ -156,14 +156,14 @@ def check_layout(
     for what, size, count, length, end in zip(
         ("queries", "keys"), (sparse.block_q, sparse.block_k), blocks, lengths, ends, strict=True
     ):
-        needed = -(-end // size)
-        if length and not needed <= count <= _POSITIONS // size:
+        needed, most = -(-end // size), -(-POSITION_LIMIT // size)
+        if length and not needed <= count <= most:
             few = count < needed
             refuse(
                 f"the layout has too {'few' if few else 'many'} blocks of {what}",
                 "argument layout",
                 f"shape {tuple(layout.live.shape)}; the {what} end at {end:,}, in blocks of "
-                f"{size}: {f'at least {needed:,}' if few else f'at most {_POSITIONS // size:,}'}",
+                f"{size}: {f'at least {needed:,}' if few else f'at most {most:,}'}",
                 "a block for every position up to the last one, those before q_offset and k_offset "
                 "included"
                 if few

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 
-from .errors import SpecError
-from .expr import POSITION_LIMIT, B, Element, FloorDiv, H, K, Q, Tensor
-from .expr.source import lines_of, user_location
+from flashgen.errors import SpecError
+from flashgen.expr import POSITION_LIMIT, B, Element, FloorDiv, H, K, Q, Tensor
+from flashgen.expr.source import lines_of, user_location
+
+from .functions import meaning, put_together, taken_apart
 
 LAYOUT = "layout"
 _LINES = ("batch", "heads")
@@ -137,7 +138,7 @@ class BlockSparse:
 
     @functools.cached_property
     def _key(self) -> Hashable:
-        return _meaning(self.layout, ()), self.block_q, self.block_k
+        return meaning(self.layout), self.block_q, self.block_k
 
     def __repr__(self) -> str:
         sizes = f"block_q={self.block_q}, block_k={self.block_k}"
@@ -149,15 +150,12 @@ class BlockSparse:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.layout is not None and not _is_importable(self.layout):
-            raise SpecError(
-                "a layout can be pickled only as a function of an importable module",
-                where=self.where,
-                numbers=repr(self),
-                way_out="def it at the top level of a module, or layout=None and fg.Layout.of(...) "
-                "given with each call",
-            )
-        return BlockSparse, (self.layout, self.block_q, self.block_k)
+        """Pickled with the code of its function: lambdas and functions of spec files are fine."""
+        return _restored, (taken_apart(self.layout), self.block_q, self.block_k)
+
+
+def _restored(layout: Any, block_q: int, block_k: int) -> BlockSparse:
+    return BlockSparse(put_together(layout), block_q, block_k)
 
 
 def check_names(names: list[str], where: str) -> None:
@@ -221,55 +219,3 @@ def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
         numbers=f"called with {place}",
         way_out="return True or False, as in return j <= i",
     ) from cause
-
-
-class _Same:
-    """An object whose meaning cannot be looked into: equal to itself alone."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _meaning(value: Any, above: tuple[object, ...]) -> Hashable:
-    """Equal for two functions of the same code over the same values: a file may be loaded twice.
-
-    Args:
-        above: the functions that lead to this one.
-    """
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return type(value), repr(value)
-    if type(value) in (tuple, frozenset):
-        parts = sorted(value, key=repr) if type(value) is frozenset else value
-        return type(value), tuple(_meaning(part, above) for part in parts)
-    if isinstance(value, types.ModuleType):
-        return types.ModuleType, value.__name__
-    if not isinstance(value, types.FunctionType):
-        return _Same(value)
-    if value in above:
-        return "again", above.index(value)
-    above = (*above, value)
-    code, cells = value.__code__, value.__closure__ or ()
-    outer = [cell.cell_contents for cell in cells if cell != types.CellType()]
-    outer += [value.__globals__[name] for name in _names(code) if name in value.__globals__]
-    defaults = _meaning(value.__defaults__, above)
-    return code, defaults, tuple(_meaning(each, above) for each in outer)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Every name that the code, and code inside it, may read of its module, in one order."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return sorted({*code.co_names, *(name for each in inner for name in _names(each))})
-
-
-def _is_importable(function: Any) -> bool:
-    module = inspect.getmodule(function)
-    found: Any = module
-    for name in getattr(function, "__qualname__", "<none>").split("."):
-        found = getattr(found, name, None)
-    return found is function
