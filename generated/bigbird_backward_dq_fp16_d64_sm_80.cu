@@ -218,7 +218,7 @@ __device__ __forceinline__ bool layout_full(
   return __all_sync(0xffffffffu, live);
 }
 
-// Whether the score's block is live. C's division does: what is negative is block 0.
+// Whether the score's block is live. Negative positions are in block 0.
 __device__ __forceinline__ bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
 }

@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ import flashgen as fg
 from examples import spec_path
 from flashgen import reference
 from flashgen.analysis import analyse
+from flashgen.cli.captures import tensor_values
+from flashgen.cli.inputs import Shape
 from flashgen.errors import InputError, SpecError
 from flashgen.ops.operator import operator_of
 from flashgen.tiled.walk import EMPTY, FULL, MIXED, Axis, Layout, Walk
@@ -155,6 +158,29 @@ def test_positions_of_a_layout_are_global() -> None:
     seen = kept.any(3).expand(2, 4, 40)
     torch.testing.assert_close(got[seen], wanted[seen], atol=1e-5, rtol=0)
     assert not got[~seen].any()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_plan_says_that_a_layout_is_walked(backward: bool) -> None:
+    make = fg.plan.plan_backward if backward else fg.plan
+    walked = str(make(sparse_spec(16, 32, None, diagonals)))
+    assert "walks a block-sparse layout: diagonals at tests/test_block_sparse_operator.py" in walked
+    assert "blocks of 16 queries" in " ".join(walked.split())
+    assert "layout" not in str(make(fg.AttentionSpec()))
+
+
+def test_the_command_line_makes_a_random_layout_where_the_file_has_no_example(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "sparse.py"
+    file.write_text("import flashgen as fg\nspec = fg.AttentionSpec(block_sparse=fg.BlockSparse())")
+    found, examples = tensor_values(
+        fg.load(file), str(file), Shape(2, 4, 2, 100, 130), q_offset=50, seed=3
+    )
+    assert examples == []
+    assert found["layout"].shape == (2, 4, 3, 3)
+    assert 0 < found["layout"].sum() < 72
+    assert torch.equal(found["layout_row_counts"], found["layout"].sum(-1).int())
 
 
 # ---- refusals ----------------------------------------------------------------------------------

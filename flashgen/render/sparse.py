@@ -76,7 +76,7 @@ class LayoutFunctions:
 
     def element(self, mask: SpecFunction | None) -> SpecFunction:
         """Whether one score is kept, by the mask and by the layout."""
-        why = "Whether the score's block is live. C's division does: what is negative is block 0."
+        why = "Whether the score's block is live. Negative positions are in block 0."
         body = ("return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
         uses = frozenset({fx.B, fx.H, fx.Q, fx.K})
         inside = self._function("in_layout", "bool", why, body, uses)
