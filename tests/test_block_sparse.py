@@ -149,11 +149,11 @@ def triangle(block: int, seq: int) -> Tensor:
 )
 def test_a_layout_that_says_what_causal_says_gives_its_bits(mask: Any, block: int) -> None:
     """Of kernels with the same tiles, forward and backward."""
-    case = Case(230, 230, 1, 2, 1)
+    case = Case(150, 150, 1, 2, 1)
     found = []
     for spec, tensors in (
         (AttentionSpec(causal), {}),
-        (sparse_spec(block, block, mask), {"layout": triangle(block, 230)}),
+        (sparse_spec(block, block, mask), {"layout": triangle(block, 150)}),
     ):
         forward, backward = run_both(spec, case, deterministic=True, tensors=tensors)
         plans = [report.kernel.plan for report in (forward.report, *backward.reports)]
@@ -167,10 +167,10 @@ def test_a_layout_that_says_what_causal_says_gives_its_bits(mask: Any, block: in
 
 
 def test_blocks_of_16_on_a_causal_grid_give_the_bits_of_that_mask() -> None:
-    case = Case(200, 200, 1, 1, 1)
+    operands = Case(200, 200).tensors()
     grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16)
-    spec = sparse_spec(16, 16)
-    wanted, _ = run_both(grid, case, deterministic=True)
-    got, _ = run_both(spec, case, deterministic=True, tensors={"layout": triangle(16, 200)})
+    live = {"layout": triangle(16, 200)}
+    wanted = run_forward(grid, *operands, backend="emulator")
+    got = run_forward(sparse_spec(16, 16), *operands, tensors=live, backend="emulator")
     assert torch.equal(wanted.out, got.out)
     assert torch.equal(wanted.lse, got.lse)
