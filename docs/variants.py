@@ -20,6 +20,7 @@ from flashgen.cli.captures import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
 from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, shown
 from flashgen.expr.tensor import SIZES
+from flashgen.sparse import NAMES as LAYOUT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/variants.md"
@@ -55,7 +56,7 @@ def section(path: Path) -> Iterator[str]:
     analysis = analyse(spec)
     yield f"## {path.stem}\n"
     yield f"{docstring(path)}\n"
-    if not analysis.mask.always:
+    if spec.keep != sympy.true:
         yield f"```\n{tile_map(path, spec, analysis)}\n```\n"
     for line in findings(spec, analysis):
         yield f"- {line}"
@@ -76,20 +77,58 @@ def tile_map(path: Path, spec: fg.AttentionSpec, analysis: Analysis) -> str:
     env: dict[sympy.Symbol, Any] = {BATCH: 1, HEADS: 4, SEQ_Q: SEQ, SEQ_K: SEQ, B: 0, H: 1}
     env |= {scalar.expr: scalars[scalar.name] for scalar in spec.scalars}
     env |= {tensor.symbol: tensors[tensor.name].numpy() for tensor in spec.tensors}
+    live = live_blocks(spec, tensors)
+
+    def mark(q: int, k: int) -> str:
+        ends = (q, q + TILE - 1), (k, k + TILE - 1)
+        kind = classify(analysis.mask, env, *ends)
+        blocks = {place for place in live if all(a <= b for a, b in overlaps(place, ends))}
+        if spec.block_sparse is not None and kind != "empty":
+            some = {live[place] for place in blocks}
+            kind = "empty" if True not in some else "mixed" if False in some else kind
+        return MARKS[kind]
+
     starts = range(0, SEQ, TILE)
-    return "\n".join(
-        " ".join(
-            MARKS[classify(analysis.mask, env, (q, q + TILE - 1), (k, k + TILE - 1))]
-            for k in starts
-        )
-        for q in starts
-    )
+    return "\n".join(" ".join(mark(q, k) for k in starts) for q in starts)
+
+
+Ends = tuple[tuple[int, int], tuple[int, int]]
+
+
+def live_blocks(spec: fg.AttentionSpec, tensors: dict[str, Any]) -> dict[Ends, bool]:
+    """Whether each block is live, by its first and last query and key; for batch 0 and head 1."""
+    sparse = spec.block_sparse
+    if sparse is None:
+        return {}
+    rows, columns = sparse.blocks(SEQ, SEQ)
+    if sparse.is_static:
+        table = list(sparse.table(1, 4, rows, columns))
+        line = table[rows * columns :] if sparse.by_head else table
+    else:
+        given = tensors["layout"]
+        line = given[0, min(1, given.shape[1] - 1)].flatten().tolist()
+    q, k = sparse.block_q, sparse.block_k
+    return {
+        ((i * q, i * q + q - 1), (j * k, j * k + k - 1)): bool(line[i * columns + j])
+        for i in range(rows)
+        for j in range(columns)
+    }
+
+
+def overlaps(one: Ends, other: Ends) -> Iterator[tuple[int, int]]:
+    """On each axis, what must be in order where two rectangles meet."""
+    for (a_lo, a_hi), (b_lo, b_hi) in zip(one, other, strict=True):
+        yield max(a_lo, b_lo), min(a_hi, b_hi)
 
 
 def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
-    mask, score = analysis.mask, analysis.score
+    mask, score, sparse = analysis.mask, analysis.score, spec.block_sparse
+    if sparse is not None:
+        size = f"{sparse.block_q} x {sparse.block_k}"
+        origin = "that a function gives" if sparse.is_static else "given with each call"
+        yield f"of a layout {origin}, in blocks of {size}, the lists of live blocks are walked"
     if mask.always:
-        yield "every tile is full"
+        yield "every tile is full" if sparse is None else "a tile is full where its blocks are live"
     else:
         exact = (
             "no others" if mask.reach_exact else "each tile in it is classified before it is loaded"
@@ -113,7 +152,8 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
     if spec.sink is not None:
         learned = "; its gradient is added up in a fixed order" if spec.sink.grad else ""
         yield f"`{spec.sink.name}` joins the denominator of each head's softmax{learned}"
-    free = [d for t in spec.tensors for d in t.dims if isinstance(d, str) and d not in SIZES]
+    tensors = [t for t in spec.tensors if sparse is None or t.name not in LAYOUT_NAMES]
+    free = [d for t in tensors for d in t.dims if isinstance(d, str) and d not in SIZES]
     if free:
         yield f"dimensions of any length: {', '.join(dict.fromkeys(free))}"
 

@@ -57,19 +57,22 @@ if TYPE_CHECKING:
     )
     from flashgen.expr import absolute as abs
     from flashgen.flex import flex_attention
-    from flashgen.ops import attention
+    from flashgen.ops import Layout, attention
     from flashgen.pipeline import build, emit
     from flashgen.plan import plan
+    from flashgen.sparse import BlockSparse
     from flashgen.spec import AttentionSpec, load
 
 __all__ = [
     "AttentionSpec",
+    "BlockSparse",
     "CertificateError",
     "CompileError",
     "EmulatorError",
     "FlashgenError",
     "InputError",
     "LaunchError",
+    "Layout",
     "PlanError",
     "RenderError",
     "Scalar",
@@ -105,6 +108,8 @@ __all__ = [
 # Where a name is defined, as module or module:name; all others are in expr.
 _HOME = {
     "AttentionSpec": "spec",
+    "BlockSparse": "sparse",
+    "Layout": "ops",
     "abs": "expr:absolute",
     "attention": "ops",
     "build": "pipeline",

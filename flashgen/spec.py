@@ -19,6 +19,10 @@ from .expr.source import shown_path, user_location
 from .expr.stored import StoredMod
 from .expr.trace import Trace
 from .expr.traced import Capture
+from .sparse import NAMES as LAYOUT_NAMES
+from .sparse import TENSORS as LAYOUT_TENSORS
+from .sparse import BlockSparse
+from .sparse import check_names as check_layout_names
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_STEP = 8
@@ -51,13 +55,17 @@ class AttentionSpec:
         sink: a logit for each head that joins the softmax's denominator: a Tensor of floats with
             dims ("heads",), (1,) or (), given at the call like a captured one. True stands for
             ``Tensor("sink", ("heads",), "float32", grad=True)``, None and False for no sink.
+        block_sparse: which blocks of scores are computed; None: all that the mask keeps. What a
+            layout leaves out is masked out, whatever mask_mod says.
 
     Attributes:
-        mask: sympy Boolean over B, H, Q, K, sizes and scalars.
+        mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod, without the layout.
+        keep: the same with the condition that the block is live; what scores are kept.
         score: sympy expression over SCORE and the same.
         scalars: the user's run-time numbers, sizes excluded, in order of first use.
-        tensors: the tensors that the functions capture, in order of first use; then, where
-            sequences are packed, their boundaries; the sink comes last where they do not read it.
+        tensors: the tensors that a call gives: those that the functions capture, in order of first
+            use; then, where sequences are packed, their boundaries; the sink, where the functions
+            do not read it; and a layout that is no function.
         mask_line, score_line: the user's Python, None where no function was given.
         file: the spec file that it was loaded from, None when it was made otherwise.
 
@@ -76,8 +84,10 @@ class AttentionSpec:
     packed: bool = False
     name: str | None = None
     sink: Any = None  # a Tensor or None once the spec is made
+    block_sparse: BlockSparse | None = None
 
     mask: sympy.Basic = field(init=False, repr=False)
+    keep: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
     scalars: tuple[Scalar, ...] = field(init=False, repr=False)
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
@@ -106,23 +116,39 @@ class AttentionSpec:
         used += BOUNDARIES if self.packed is True else ()
         used += [] if sink is None else [sink]
         captures, clashes = _distinct(used, where)
+        sparse = self.block_sparse
+        if isinstance(sparse, BlockSparse):
+            try:
+                check_layout_names([capture.name for capture in captures], where)
+            except SpecError as error:
+                mistakes.append(error)
         _raise_all(mistakes + clashes)
 
+        kept = sympy.true if mask is None else mask.expr
+        given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
         derived: dict[str, Any] = {
-            "mask": sympy.true if mask is None else mask.expr,
+            "mask": kept,
+            "keep": kept if sparse is None else sympy.And(kept, sparse.live),
             "score": SCORE if score is None else score.expr,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
-            "tensors": tuple(c for c in captures if isinstance(c, Tensor)),
+            "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
             "mask_line": None if mask is None else mask.lines,
             "score_line": None if score is None else score.lines,
             "named": self.name is not None,
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
-            "name": self.name or _name_of(self.mask_mod, self.score_mod),
             "sink": sink,
+            "name": self.name
+            or _name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+
+    @property
+    def read_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that kernels may read: `tensors`, and a layout that is a function."""
+        static = self.block_sparse is not None and self.block_sparse.is_static
+        return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -140,6 +166,7 @@ class AttentionSpec:
             self.dropout,
             self.packed,
             None if self.sink is None else self.sink.name,
+            self.block_sparse,
             self.mask_line,
             self.score_line,
             self.file,
@@ -155,14 +182,17 @@ class AttentionSpec:
         """Pickled by what was read from the functions: lambdas and closures are fine."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         free = self.mask.free_symbols | self.score.free_symbols
-        unread = None if self.sink is None or self.sink.symbol in free else self.sink.name
-        read = [tensor for tensor in self.tensors if tensor.name != unread]
+        own = set(LAYOUT_NAMES) if self.block_sparse is not None else set()
+        if self.sink is not None and self.sink.symbol not in free:
+            own.add(self.sink.name)
+        captures: tuple[Capture, ...]
+        captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
             ("score_mod", self.score, self.score_line),
         ):
             if lines is not None:
-                options[mod] = StoredMod(Trace(expr, (*self.scalars, *read), lines))
+                options[mod] = StoredMod(Trace(expr, captures, lines))
         return _restored, (options, self.named, self.file)
 
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -233,6 +263,13 @@ def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             "packed says whether sequences are packed; their boundaries are arguments of the call",
             f"packed {spec.packed!r}",
             "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+        )
+    sparse = spec.block_sparse
+    if sparse is not None and not isinstance(sparse, BlockSparse):
+        mistake(
+            "block_sparse says which blocks of scores are computed",
+            f"given a {type(sparse).__name__}",
+            "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
         )
     if spec.name is not None and not _is_name(spec.name):
         mistake(

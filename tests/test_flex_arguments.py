@@ -8,7 +8,7 @@ import pytest
 import torch
 from flex_mods import MAKERS, causal_mask, noise, operands, torch_answer
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import flashgen as fg
 from flashgen import InputError
@@ -148,15 +148,6 @@ def test_block_masks() -> None:
     sliced.mask_mod = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     out = fg.flex_attention(q[:, :, :128], k, v, block_mask=sliced)
     close(out, torch_answer(q, k, v, causal_mask, None)[0][:, :, :128])
-
-    counts, indices = causal.kv_num_blocks, causal.kv_indices
-    blocks = BlockMask.from_kv_blocks(counts, indices, seq_lengths=(300, 300))
-    with pytest.raises(NotImplementedError, match="without a mask_mod"):
-        fg.flex_attention(q, k, v, block_mask=blocks)
-    blocks = BlockMask.from_kv_blocks(counts, indices, mask_mod=causal_mask, seq_lengths=(300, 300))
-    close(
-        fg.flex_attention(q, k, v, block_mask=blocks), torch_answer(q, k, v, causal_mask, None)[0]
-    )
 
     other = create_block_mask(causal_mask, 2, 4, 300, 300, device="cpu")
     with pytest.raises(ValueError, match="another H"):

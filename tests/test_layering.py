@@ -23,6 +23,7 @@ PIPELINE = (
     "arch",
     "dropout",
     "expr",
+    "sparse",
     "spec",
     "analysis",
     "plan",
@@ -36,7 +37,7 @@ PIPELINE = (
 BESIDE = {
     "certify": {"errors", "arch", "expr", "spec", "analysis", "plan"},
     "emulator": {"errors"},
-    "reference": {"errors", "dropout", "expr", "spec"},
+    "reference": {"errors", "dropout", "expr", "sparse", "spec"},
     "tiled": set(PIPELINE) - {"render", "compile", "launch", "pipeline"},
     "ops": {*PIPELINE, "emulator", "reference", "tiled"},
     "flex": {*PIPELINE, "emulator", "reference", "tiled", "ops"},
@@ -55,6 +56,7 @@ OUTSIDE = {
     "arch": set(),
     "dropout": {"numpy"},
     "expr": {"sympy", "mpmath"},
+    "sparse": {"sympy"},
     "spec": {"sympy"},
     "analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
     "plan": {"sympy"},

@@ -160,6 +160,31 @@ def _squared(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mo
     return Mods(score=lambda s, b, h, q, k: s * s)
 
 
+def _butterfly(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        differ = (q // 64) ^ (k // 64)
+        return (differ & (differ - 1)) == 0  # one bit at most
+
+    return Mods(mask=mask)
+
+
+def _bigbird(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        i, j = q // 32, k // 32
+        mixed = ((i * 73856093) ^ (j * 19349663) ^ 2020) % 65536 * 40503 % 65536
+        return (abs(i - j) <= 1) | (i < 1) | (j < 1) | (mixed < 8192)
+
+    return Mods(mask=mask)
+
+
+def _local_global(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        i, j = q // 32, k // 32
+        return (q >= k) & ((i - j < 2) | (j < 1) | (j % 4 == 3))
+
+    return Mods(mask=mask)
+
+
 def _canvas(tokens: int) -> dict[str, Any]:
     """A canvas about as wide as high, with a neighbourhood of 13 x 13 where that fits."""
     width = max(1, math.isqrt(tokens))
@@ -186,6 +211,9 @@ FORMS: dict[str, Form] = {
     "empty_rows": Form(_empty_rows),
     "distance_decay": Form(_distance_decay),
     "squared": Form(_squared),
+    "butterfly": Form(_butterfly),
+    "bigbird": Form(_bigbird),
+    "local_global": Form(_local_global),
 }
 """By the name of the spec's file. Specs that capture tensors are not measured yet."""
 

@@ -13,6 +13,10 @@ A tensor without such a value has the length of the run in each dimension that t
 `OWN_LENGTH` in one with a name of its own. Floats are normal numbers times a tenth, bools are true
 or false with equal probability, integers are anything from 0 to seq_k. Packed sequences are
 `SEQUENCES`, of random lengths, with some rows left over behind the last.
+
+A block-sparse layout that is given with the call is "layout", a bool for each block of queries and
+of keys: [batch or 1, heads or 1, blocks_q, blocks_k]. Without a value of the file's a random half
+of the blocks is live.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.cli.inputs import Shape
 from flashgen.errors import FlashgenError, InputError
 from flashgen.expr import Tensor as Capture
+from flashgen.sparse import COMPRESSED, LAYOUT
 from flashgen.spec import BOUNDARIES, AttentionSpec
 
 if TYPE_CHECKING:
@@ -89,12 +94,15 @@ def tensor_values(
     given = _given(path, lengths, generator)
     values = {}
     packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
+    own = COMPRESSED if spec.block_sparse is not None else ()  # made of the live blocks, below
     for tensor in spec.tensors:
+        if tensor.name in own:
+            continue
         value = given.get(tensor.name)
         if value is None and tensor in packed:
             value = _boundaries(packed[tensor], generator)
         elif value is None:
-            value = _random(tensor, lengths, generator)
+            value = _random(tensor, _dims(spec, tensor, lengths), lengths, generator)
         dtype = getattr(torch, tensor.dtype)
         try:
             values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
@@ -105,13 +113,27 @@ def tensor_values(
                 numbers=f"given {value!r}"[:200],
                 way_out="a tensor, an array or a list of numbers",
             ) from None
-    return values, [name for name in values if name in given]
+    examples = [name for name in values if name in given]
+    if spec.block_sparse is None:
+        return values, examples
+    from flashgen.ops.block_sparse import with_layout
+
+    return dict(with_layout(spec, values)), examples
 
 
-def _random(tensor: Capture, lengths: Lengths, generator: Generator) -> Tensor:
+def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str | int, ...]:
+    """The dimensions of a tensor, a layout's in numbers of blocks."""
+    if spec.block_sparse is None or tensor.name != LAYOUT:
+        return tensor.dims
+    return (*tensor.dims[:2], *spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k))
+
+
+def _random(
+    tensor: Capture, dims: tuple[str | int, ...], lengths: Lengths, generator: Generator
+) -> Tensor:
     import torch
 
-    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in tensor.dims]
+    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in dims]
     if tensor.dtype == "bool":
         return torch.rand(shape, generator=generator) < 0.5
     dtype: torch.dtype = getattr(torch, tensor.dtype)

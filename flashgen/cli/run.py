@@ -15,6 +15,7 @@ from flashgen.cli.console import MISMATCH, busy, facts, seconds
 from flashgen.cli.inputs import Number, Shape, load_spec, parse_shape, scalar_values
 from flashgen.errors import InputError, LaunchError
 from flashgen.expr import shown
+from flashgen.sparse import COMPRESSED
 from flashgen.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def run(request: Request) -> None:
             ("spec", f"{spec.name}, {request.path}"),
             ("score_mod", shown(spec.score) if spec.score_line else "none"),
             ("mask_mod", shown(spec.mask) if spec.mask_line else "none"),
+            *([("layout", spec.block_sparse.described)] if spec.block_sparse else []),
             *_scalar_rows(values, examples),
             *_tensor_rows(spec, captured, captured_examples),
             *_dropout_rows(request, rng),
@@ -253,7 +255,8 @@ def _tensor_rows(
 ) -> list[tuple[str, str]]:
     """A line for each captured tensor: its shape, and where its values are from."""
     rows = []
-    for tensor in spec.tensors:
+    own = COMPRESSED if spec.block_sparse is not None else ()
+    for tensor in (tensor for tensor in spec.tensors if tensor.name not in own):
         text = f"{tensor.name} {list(values[tensor.name].shape)}, {tensor.dtype}"
         text += ", learned" if tensor.grad else ""
         text += ", the file's example" if tensor.name in examples else ", random"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashgen.flex.blocks import blocks_beside
 from flashgen.flex.checks import (
     FlexUnsupported,
     FlexValueError,
@@ -51,8 +52,10 @@ def flex_attention(
         key: [batch, heads_kv, seq_k, head_dim].
         value: [batch, heads_kv, seq_k, head_dim_v].
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the new score.
-        block_mask: a BlockMask of torch. Its mask_mod says what is kept; its blocks, which follow
-            from that, are not looked at.
+        block_mask: a BlockMask of torch. Where its blocks follow from its mask_mod, as
+            create_block_mask makes them, that alone is computed; blocks without a mask_mod, or that
+            leave out what it keeps, are a block-sparse layout. They are compared with it once for
+            each BlockMask.
         scale: factor on the scores before score_mod; 1 / sqrt(head_dim) when None.
         enable_gqa: whether heads may be a multiple of heads_kv.
         return_lse: whether to return the log of the softmax's normaliser too.
@@ -112,15 +115,14 @@ def _attend(
         scale = query.shape[3] ** -0.5
     dims = query.shape[3], value.shape[3]
     query, key, value = map(_padded, (query, key, value))
-    operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype])
-    out, lse = operator(
-        query,
-        key,
-        value,
-        scale=scale,
-        return_lse=True,
-        **reading.captures(reach, query.device),
-    )
+    captures = reading.captures(reach, query.device)
+    lengths = (*query.shape[:3], key.shape[2])
+    blocks = blocks_beside(block_mask, reading.of_mask_mod, captures, lengths)
+    sparse = None if blocks is None else blocks.sparse
+    if blocks is not None:
+        captures["layout"] = blocks.layout
+    operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype], sparse)
+    out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     if return_aux is not None:

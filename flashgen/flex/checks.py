@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ class FlexUnsupported(InputError, NotImplementedError):
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_LARGE_BLOCK = 1 << 30
+LARGE_BLOCK = 1 << 30
 """torch's block size for "no structure at all"."""
 
 
@@ -125,7 +125,7 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
 
 
 def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """The mask_mod that a BlockMask carries, None for one that keeps everything."""
+    """The mask_mod that a BlockMask carries, None for one of blocks alone."""
     from torch.nn.attention import flex_attention as flex
 
     if block_mask is None:
@@ -145,7 +145,7 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
             numbers=f"shape {tuple(block_mask.shape)}",
             way_out="sliced.mask_mod = the mask_mod of the whole one, with its offset",
         )
-    if tuple(block_mask.BLOCK_SIZE) == (_LARGE_BLOCK, _LARGE_BLOCK):
+    if tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
         return None if mask_mod is flex.noop_mask else mask_mod
     _check_lengths(block_mask, query, key)
     _check_counts(block_mask, query)
@@ -157,11 +157,7 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
             numbers=f"shape {tuple(block_mask.shape)}",
             way_out=f"block_mask.to({str(query.device)!r})",
         )
-    if mask_mod is not flex.noop_mask:
-        return mask_mod
-    if not _is_complete(block_mask):
-        _refuse_structure(block_mask)
-    return None
+    return None if mask_mod is flex.noop_mask else mask_mod
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -192,21 +188,3 @@ def _check_counts(block_mask: Any, query: torch.Tensor) -> None:
                 numbers=f"{axis}={length}, query {tuple(query.shape)}",
                 way_out=f"create_block_mask with {axis}={wanted}, or {axis}=None for any",
             )
-
-
-def _is_complete(block_mask: Any) -> bool:
-    """True when every block is there."""
-    counts = block_mask.kv_num_blocks
-    if block_mask.full_kv_num_blocks is not None:
-        counts = counts + block_mask.full_kv_num_blocks
-    blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
-    return bool((counts == blocks).all())
-
-
-def _refuse_structure(block_mask: Any) -> NoReturn:
-    raise FlexUnsupported(
-        "a BlockMask of blocks alone, without a mask_mod, is not supported yet",
-        where="argument block_mask",
-        numbers=f"shape {tuple(block_mask.shape)}, blocks of {tuple(block_mask.BLOCK_SIZE)}",
-        way_out="BlockMask.from_kv_blocks(..., mask_mod=...) with a mask_mod that says the same",
-    )

@@ -25,6 +25,7 @@ from flashgen.flex.array import Array, Entry, condition, literal, number
 from flashgen.flex.key import Key, Reach
 from flashgen.flex.tracer import DTYPES, Source, TracedTensor, Tracer
 from flashgen.ops import Attention, attention
+from flashgen.sparse import BlockSparse
 from flashgen.spec import AttentionSpec
 
 Mod = Callable[..., Any]
@@ -92,6 +93,8 @@ class Reading:
     """A mask_mod and a score_mod as flashgen's.
 
     Attributes:
+        of_mask_mod: what the mask_mod alone keeps, true where there is none; ``mask`` is also false
+            where the score_mod gives minus infinity.
         tensors: the captured tensors by the names that the spec has for them.
         sizes: the lengths of captured tensors that it is given as numbers: tensor and dimension.
         assumed: integer expressions that must not be negative at the positions of a call.
@@ -101,6 +104,7 @@ class Reading:
 
     mask: StoredMod | None
     score: StoredMod | None
+    of_mask_mod: sympy.Basic
     name: str
     tensors: dict[str, Captured]
     sizes: dict[str, tuple[Captured, int]]
@@ -123,8 +127,10 @@ class Reading:
             self._checked.add(sizes)
         return True
 
-    def operator(self, head_dim: int, head_dim_v: int, dtype: str) -> Attention:
-        options = head_dim, head_dim_v, dtype
+    def operator(
+        self, head_dim: int, head_dim_v: int, dtype: str, block_sparse: BlockSparse | None = None
+    ) -> Attention:
+        options = head_dim, head_dim_v, dtype, block_sparse
         if options not in self._operators:
             spec = AttentionSpec(
                 mask_mod=self.mask,
@@ -133,12 +139,13 @@ class Reading:
                 head_dim_v=head_dim_v,
                 dtype=dtype,
                 name=self.name,
+                block_sparse=block_sparse,
             )
             self._operators[options] = attention(spec)
         return self._operators[options]
 
     def captures(self, reach: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:
-        """The arguments of the operator."""
+        """The arguments of the operator, but for a layout."""
         given: dict[str, Any] = {}
         for name, captured in self.tensors.items():
             given[name] = captured.as_argument(reach, device)
@@ -197,6 +204,7 @@ def _read(
     if score_mod is not None:
         score = _traced(tracer, "score_mod", score_mod)
     made_mask = None if mask is None else condition(_finite(mask.value, mask))
+    of_mask_mod = sympy.true if made_mask is None else made_mask.expr
     made_score = None if score is None else number(score.value)
     if score is not None and score.lost is not None:
         _check_lost(score.lost, score_mod)
@@ -216,6 +224,7 @@ def _read(
     return Reading(
         mask=_stored(made_mask, lines),
         score=_stored(made_score, score_mod),
+        of_mask_mod=of_mask_mod,
         name=_name_of(mask_mod, score_mod),
         tensors={name: captured for name, captured in tensors.items() if name in used},
         sizes={

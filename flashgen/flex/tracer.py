@@ -29,6 +29,7 @@ from flashgen.expr.source import is_library, shown_path
 from flashgen.expr.traced import Value, as_expr, captures_of
 from flashgen.flex.array import Array, Entry, Index, literal, single
 from flashgen.flex.indexing import getitem
+from flashgen.sparse import NAMES as LAYOUT_NAMES
 
 DTYPES = {
     torch.float32: "float32",
@@ -259,6 +260,8 @@ class Tracer(TorchFunctionMode):
             check_name("Tensor", name)
         except SpecError:
             name = f"{name}_value" if name.isidentifier() and name.isascii() else "c0"
+        if name in LAYOUT_NAMES:  # the blocks of a BlockMask may come beside the mods
+            name = f"{name}_value"
         free, count = name, 0
         while free in self._taken:
             count += 1

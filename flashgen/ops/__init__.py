@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from flashgen.errors import SpecError
 from flashgen.ops import backward, forward
 from flashgen.ops.backward import run_backward
+from flashgen.ops.block_sparse import Layout, with_layout
 from flashgen.ops.captures import check_learned
 from flashgen.ops.checks import Problem, check, check_traced
 from flashgen.ops.forward import draw_rng, run_forward
@@ -33,6 +34,7 @@ __all__ = [
     "Attention",
     "BackwardRun",
     "ForwardRun",
+    "Layout",
     "Problem",
     "Report",
     "attention",
@@ -169,7 +171,10 @@ class Attention:
                 torch.use_deterministic_algorithms says.
             captures: by name, a number for each of the spec's run-time scalars and a tensor for
                 each of its captured tensors: of the declared rank and dtype, on the device of q,
-                with any strides.
+                with any strides. Where the spec's block_sparse has no function, also layout: a bool
+                tensor [batch or 1, heads or 1, rows, columns] of blocks from global position 0 on,
+                a flashgen.Layout, which many calls can share, or a torch BlockMask with the
+                spec's block size, whose partial and full blocks are computed.
 
         Returns:
             out [batch, heads_q, seq_q, head_dim_v], dtype of q, with its axes ordered in memory as
@@ -196,6 +201,8 @@ class Attention:
         captured: tuple[Any, ...] = ()
         plain = is_plain(q, k, v)
         if captures or operator.captures:
+            if operator.walks:
+                captures = {**with_layout(operator.spec, captures)}
             check_names(operator.spec, captures)
             options = (*options, *[captures[name] for name in operator.scalars])
             captured = tuple([captures[name] for name in operator.tensors])
@@ -244,6 +251,8 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile and torch.export see it: one node, checked when it runs."""
         overload = self._operator.overload
+        if self._operator.walks:
+            captures = {**with_layout(self.spec, captures)}
         if self._operator.tensors or len(captures) != len(self._operator.scalars):
             check_names(self.spec, captures)
         captured: list[Any] = []

@@ -12,6 +12,7 @@ from flashgen.errors import InputError
 from flashgen.ops import backends, sinks
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound
+from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
@@ -44,6 +45,7 @@ class Backward:
         "_bound",
         "_built",
         "_crooked",
+        "_layout",
         "_meetings",
         "_tables",
         "arch",
@@ -79,6 +81,7 @@ class Backward:
         self.device = tensors[0].device
         self.index = backends.index_of(self.device) if backend == "gpu" else 0
         found = map(_obstacle, _READ.values(), tensors)
+        self._layout = static_layout(spec, problem, self.device)
         self._crooked = dict(zip(_READ, found, strict=True))
         self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
         self._tables: Tables | None = None  # for the kernels that read captured tensors
@@ -116,6 +119,8 @@ class Backward:
         by_name = named(self.spec, captured) if captured else {}
         if self.spec.packed and self.device.type == "cpu":
             check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
+        if self._layout:
+            by_name |= self._layout
         if self.backend == "tiled" and not self.problem.is_empty:
             return self._tiled(read, lse, dlse, rng, by_name)
         dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
@@ -143,7 +148,7 @@ class Backward:
             "dk": dk,
             "dv": dv,
         }
-        if captured:
+        if by_name:
             tensors |= pointers_of(by_name)
             tensors |= sums.pointers
         bound = self._bound.get(copied := tuple(name for name, _ in copies))
@@ -391,6 +396,7 @@ def run_backward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
+    tensors = with_layout(spec, tensors or {})
     call = prepare(
         spec,
         q,
@@ -404,14 +410,14 @@ def run_backward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars or {},
-        tensors=tensors or {},
+        tensors=tensors,
         dropout_p=dropout_p,
         rng=rng,
         backend=backend,
         arch=arch,
         deterministic=deterministic,
     )
-    captured = tuple((tensors or {})[tensor.name] for tensor in spec.tensors)
+    captured = tuple(tensors[tensor.name] for tensor in spec.tensors)
     (dq, dk, dv, *more), done = call.run(
         q, k, v, out, lse, dout, dlse, rng, captured, checkers=check_memory, order_seed=order_seed
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from flashgen import expr
+from flashgen.ops.block_sparse import check_layout
 from flashgen.ops.numbers import check_names, refuse
 from flashgen.ops.packed import check_packed, entries_of
 from flashgen.ops.symbols import known
@@ -57,6 +58,9 @@ def check_captured(
                     _refuse_size(tensor, value, axis, at_least)
             elif size == 0 and dim not in wanted and not nothing_runs:
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
+    if spec.packed:
+        ends = (1, 1)
+    check_layout(spec, captured, (q.shape[2], k.shape[2]), ends)  # type: ignore[arg-type]
 
 
 def check_traced_captured(

@@ -12,6 +12,7 @@ import torch
 from flashgen.ops import backends
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import ALIGNED, Bound, nearest_arch
+from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
@@ -45,6 +46,7 @@ class Forward:
         "_bound",
         "_built",
         "_is_empty",
+        "_layout",
         "_lse_model",
         "_obstacle",
         "_out_model",
@@ -70,6 +72,7 @@ class Forward:
         self.device = q.device
         self.index = backends.index_of(q.device) if backend == "gpu" else 0
         self._is_empty = problem.is_empty
+        self._layout = static_layout(spec, problem, q.device)
         self._swapped = rows_before_heads(q)
         # One element each: torch.empty_like makes contiguous tensors of them, in half of the time
         # that torch.empty takes to read a shape.
@@ -107,6 +110,8 @@ class Forward:
         by_name = named(self.spec, captured) if captured else {}
         if self.spec.packed and self.device.type == "cpu":
             check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
+        if self._layout:
+            by_name |= self._layout
         if self.backend == "tiled":
             return self._tiled(q, k, v, rng, by_name)
         out = torch.empty_like(self._out_model)
@@ -272,7 +277,7 @@ def run_forward(
 
     Args:
         scalars, tensors: a number for each of the spec's scalars, a tensor for each of its captured
-            tensors, by name.
+            tensors, by name; "layout" as in `flashgen.attention`.
         check_memory: the emulator's checkers for memory and races.
         order_seed: the emulator runs blocks and warps in an order drawn from it.
 
@@ -282,6 +287,7 @@ def run_forward(
     """
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
+    tensors = with_layout(spec, tensors or {})
     forward = prepare(
         spec,
         q,
@@ -291,13 +297,13 @@ def run_forward(
         q_offset=q_offset,
         k_offset=k_offset,
         scalars=scalars or {},
-        tensors=tensors or {},
+        tensors=tensors,
         dropout_p=dropout_p,
         rng=rng,
         backend=backend,
         arch=arch,
     )
-    captured = tuple((tensors or {})[tensor.name] for tensor in spec.tensors)
+    captured = tuple(tensors[tensor.name] for tensor in spec.tensors)
     out, lse, done = forward.run(
         q, k, v, rng, captured, checkers=check_memory, order_seed=order_seed
     )

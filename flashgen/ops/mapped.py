@@ -2,7 +2,7 @@
 
 Every sample of a mapped call counts its own batch entries from 0, and dropout depends on them too.
 So samples can lie side by side in the batch only when nothing looks at it; nor when they have
-captured tensors of their own, or gradients of one that all share.
+captured tensors or layouts of their own, or gradients of one that all share.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _map(
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
     looks = {B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)
     own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in spec.tensors)
-    own = own or spec.packed
+    own |= spec.packed or (spec.block_sparse is not None and spec.block_sparse.by_head)
     pairs = tuple(zip(first, is_mapped, strict=True))
     if size == 0:
         # What a sample would give, and none of it.

@@ -14,6 +14,7 @@ from flashgen import expr
 from flashgen.dropout import kept_levels
 from flashgen.errors import InputError
 from flashgen.expr import POSITION_LIMIT, SCALAR_LIMIT, Scalar
+from flashgen.sparse import COMPRESSED
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -115,12 +116,14 @@ def check_names(
             if missing
             else f"{extra[0]!r} is not a {' or '.join(accepted)} of the spec"
         )
-        call = "".join(f", {name}=..." for name in kinds)
+        own = COMPRESSED if spec.block_sparse is not None else ()  # made of what is given
+        asked = [name for name in kinds if name not in own]
+        call = "".join(f", {name}=..." for name in asked)
         refuse(
             what,
             f"argument {(missing or extra)[0]}",
-            f"spec {spec.name} takes: {', '.join(kinds) or 'none'}; "
-            f"given: {', '.join(given) or 'none'}",
+            f"spec {spec.name} takes: {', '.join(asked) or 'none'}; "
+            f"given: {', '.join(name for name in given if name not in own) or 'none'}",
             f"op(q, k, v{call})",
         )
 

@@ -55,6 +55,7 @@ class Operator:
         name: in torch.ops.flashgen.
         scalars, tensors: names of what the spec captures.
         learned: places among the tensors of those with grad=True.
+        walks: a call gives the layout of its blocks.
         done, done_backward: what the last calls did, for reports; None before.
     """
 
@@ -65,6 +66,7 @@ class Operator:
         self.tensors = tuple(tensor.name for tensor in spec.tensors)
         self.learned = tuple(place for place, t in enumerate(spec.tensors) if t.grad)
         self.captures = bool(self.scalars or self.tensors)
+        self.walks = spec.block_sparse is not None and not spec.block_sparse.is_static
         self.done: Any = None
         self.done_backward: Any = None
         self._forwards: dict[Any, forward.Forward] = {}

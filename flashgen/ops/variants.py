@@ -27,7 +27,9 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
     tensors = {
-        tensor.name: expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        tensor.name: tensor
+        if tensor.grad == (tensor.name in names)
+        else expr.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
         for tensor in spec.tensors
     }
     sink = None if spec.sink is None else tensors[spec.sink.name]

@@ -67,7 +67,7 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         cost=cost(problem, tile),
         derivation=tuple(replace(line, binding=line.name in binding) for line in lines),
         refused=refused,
-        notes=(_given(problem), *notes),
+        notes=(_given(problem), *_walked(problem), *notes),
     )
 
 
@@ -78,6 +78,12 @@ def _given(problem: Problem) -> str:
         f"R {problem.arch.registers_per_sm:,}; rates of {problem.arch.product}; "
         f"clk: clocks of an SM per score element"
     )
+
+
+def _walked(problem: Problem) -> tuple[str, ...]:
+    if not problem.layout:
+        return ()
+    return (f"walks a block-sparse layout: {problem.layout}; clk are of tiles that it lists",)
 
 
 def _constraint_lines(problem: Problem, at: Mapping[str, Number]) -> list[Line]:

@@ -76,6 +76,7 @@ def problem_of(
         score_ops=_score_ops(spec) if kernel == "forward" else _slope_ops(spec),
         dropout_ops=_dropout_ops(spec, kernel),
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
+        layout=spec.block_sparse.described if spec.block_sparse else "",
     )
 
 

@@ -38,6 +38,7 @@ class Problem:
     score_ops: int
     dropout_ops: int
     sink_bytes: int
+    layout: str = ""  # a block-sparse layout in words; "" where there is none
 
     @functools.cached_property
     def model(self) -> KernelModel:

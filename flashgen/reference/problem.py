@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from flashgen.dropout import keep_mask, keep_scale, kept_levels
 from flashgen.errors import InputError
 from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
+from flashgen.sparse import COMPRESSED
+from flashgen.sparse import TENSORS as LAYOUT_TENSORS
 from flashgen.spec import BOUNDARIES, AttentionSpec
 
 from .interpret import evaluate
@@ -162,8 +164,8 @@ class Problem:
         }
         shape = (len(pair), rows.stop - rows.start, seq_k)
         mask = None
-        if self.spec.mask is not sympy.true:
-            mask = evaluate(self.spec.mask, values, self.real).expand(shape)
+        if self.spec.keep is not sympy.true:
+            mask = evaluate(self.spec.keep, values, self.real).expand(shape)
         kept = None
         if self.state is not None:
             numbers = np.arange(pairs.start, pairs.stop) + of.first * heads
@@ -272,7 +274,10 @@ def problem_of(
         factor=factor if factor is not None else 1 / math.sqrt(head_dim),
         values=values
         | _scalar_values(spec, scalars or {}, real, q.device)
-        | _tensor_values(spec, tensors or {}),
+        | _tensor_values(spec, tensors or {})
+        | _static_layout(
+            spec, batch, heads, (q_offset + q.shape[2], k_offset + k.shape[2]), q.device
+        ),
         p=dropout_p,
         state=_state_of(spec, dropout_p, rng),
         work=work,
@@ -309,15 +314,18 @@ def _tensor_values(
     spec: AttentionSpec, tensors: Mapping[str, Tensor]
 ) -> dict[sympy.Symbol, Tensor]:
     """Each captured tensor, as it is, for its symbol."""
-    wanted = [tensor.name for tensor in spec.tensors]
-    if sorted(wanted) != sorted(tensors):
+    # What a layout compresses to says the same once more: it may be given, and is not read.
+    unread = COMPRESSED if spec.block_sparse is not None else ()
+    read = [tensor for tensor in spec.tensors if tensor.name not in unread]
+    wanted = [tensor.name for tensor in read]
+    if sorted(wanted) != sorted(name for name in tensors if name not in unread):
         raise InputError(
             "the tensors given are not those of the spec",
             where=f"reference of {spec.name}",
             numbers=f"given: {', '.join(tensors) or 'none'}; wanted: {', '.join(wanted) or 'none'}",
             way_out="tensors={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
         )
-    for tensor in spec.tensors:
+    for tensor in read:
         shape, dims = tuple(tensors[tensor.name].shape), ", ".join(map(str, tensor.dims))
         if len(shape) != len(tensor.dims):
             raise InputError(
@@ -326,7 +334,21 @@ def _tensor_values(
                 numbers=f"{tensor.name} has shape {shape}; dims ({dims})",
                 way_out="a length for each dimension; 1 where all share its elements",
             )
-    return {tensor.symbol: tensors[tensor.name] for tensor in spec.tensors}
+    return {tensor.symbol: tensors[tensor.name] for tensor in read}
+
+
+def _static_layout(
+    spec: AttentionSpec, batch: int, heads: int, ends: tuple[int, int], device: torch.device
+) -> dict[sympy.Symbol, Tensor]:
+    """The live blocks of a layout that is a function; nothing for other specs."""
+    sparse = spec.block_sparse
+    if sparse is None or not sparse.is_static:
+        return {}
+    rows, columns = sparse.blocks(*ends)
+    table = sparse.table(batch, heads, rows, columns)
+    lines = (batch, heads) if sparse.by_head else (1, 1)
+    live = torch.tensor(list(table), dtype=torch.bool, device=device)
+    return {LAYOUT_TENSORS[0].symbol: live.view(*lines, rows, columns)}
 
 
 def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:

@@ -56,7 +56,9 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             lines.append(f"  score_mod = {shown(spec.score)}")
         if spec.mask_line is not None:
             lines.append(f"  mask_mod  = {shown(spec.mask)}")
-        if spec.score_line is not None or spec.mask_line is not None:
+        if spec.block_sparse is not None:
+            lines.append(f"  layout    = {spec.block_sparse.described}")
+        if spec.score_line or spec.mask_line or spec.block_sparse:
             lines.append("")
     axis, block, heads = ("q", plan.block_q, "heads_q")
     if plan.owns_keys:
@@ -79,13 +81,15 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
 
 def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     """What the kernel computes, in the paper's symbols; Z is dropout's mask, scaled."""
-    masked = spec.mask_line is not None
+    parts = ("mask_mod", spec.mask_line), ("layout", spec.block_sparse)
+    conditions = " && ".join(name for name, part in parts if part is not None)
+    masked = bool(conditions)
     words = {
         "score": "score_mod(scale Q K^T)" if spec.score_line is not None else "scale Q K^T",
-        "masked": "softmax(mask_mod ? S : -inf)" if masked else "softmax(S)",
+        "masked": f"softmax({conditions} ? S : -inf)" if masked else "softmax(S)",
         "p": "(P * Z)" if spec.dropout else "P",
         "z": "Z * " if spec.dropout else "",
-        "kept": "mask_mod ? " if masked else "",
+        "kept": f"{conditions} ? " if masked else "",
         "end": " : 0" if masked else "",
         "slope": " * score_mod'" if spec.score_line is not None else "",
     }

@@ -177,7 +177,7 @@ class SpecFunctions:
     def tensors(self) -> tuple[fx.Tensor, ...]:
         """Those that the functions made so far read, or ask for extremes of."""
         used = self.printer.tensors | {symbol for symbol, _, _ in self.printer.extremes}
-        return tuple(t for t in self.spec.tensors if t.symbol in used)
+        return tuple(t for t in self.spec.read_tensors if t.symbol in used)
 
     @property
     def readers(self) -> tuple[Reader, ...]:

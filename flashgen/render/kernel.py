@@ -69,6 +69,7 @@ def kernel(
         readers=readers,
         uses_index=any(each.tensor.dims for each in readers),
         span=SPAN if tables else None,
+        sparse=spec.block_sparse if walk else None,
         spec_functions=spec_functions,
         uses_ranges=any(f.returns == "Range" for f in spec_functions),
         uses_scored=any(f.returns == "Scored" for f in spec_functions),

@@ -161,9 +161,10 @@ def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
 def params_of_tensor(tensor: Tensor) -> list[Param]:
     """Where a captured tensor lies, as fields of ``struct Params``."""
     name, stored = tensor.name, _TYPES[tensor.dtype][0]
-    pointer = Param(
-        f"c_{name}", "pointer", f"const {stored}* c_{name};", f"{_shape(tensor)}, the spec's {name}"
-    )
+    declaration, what = f"const {stored}* c_{name};", f"{_shape(tensor)}, the spec's {name}"
+    if len(f"  {declaration}  // {what}") > COLUMNS:
+        what = _shape(tensor)
+    pointer = Param(f"c_{name}", "pointer", declaration, what)
     return [
         pointer,
         *_strides(f"c_{name}", tensor),

@@ -3,10 +3,11 @@
 The choices, each by what the analysis could prove:
 
 - ``tile_reach``: where the loop starts and ends. Without bounds it walks every tile.
-- ``next_live_tile``: which tile is loaded next, by ``tile_may``, when the bounds are not exact.
+- ``next_live_tile``: which tile is loaded next, by ``tile_may``, when the bounds are not exact;
+  with a block-sparse layout ``next_listed_tile``, or ``next_common_tile`` by both.
 - ``tile_full`` or ``tile_must``: which tiles skip the mask; the range where it is exact.
 - ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; one range per row
-  where the mask is one.
+  where the mask is one and there is no layout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ import sympy
 
 from flashgen import expr as fx
 from flashgen.render.functions import KEYS, SpecFunction, SpecFunctions
+from flashgen.render.sparse import LayoutFunctions
+
+NEXT_LIVE = (
+    "The bounds above are not exact for this mask, so each tile is classified before it is loaded."
+)
+NEXT_LISTED = "Of the tiles in these bounds only those that the layout lists are loaded."
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Walk:
     reach: str | None
     full: str | None
     next: str | None
+    next_why: str
     full_tile: str
     row: str | None
     row_outside: str
@@ -54,11 +62,18 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
             full = make.tile_full()
         elif mask.must != sympy.false:
             must = make.tile_must()
-    by_row = mask.always or mask.row is not None
-    element = make.row() if by_row else make.mask_mod()
+    layout = LayoutFunctions.of(make)
+    by_row = layout is None and (mask.always or mask.row is not None)
+    masked = None if mask.always and layout else make.row() if by_row else make.mask_mod()
     live = make.next_live_tile(may) if may else None
-    functions = tuple(f for f in (element, reach, full, may, live, must) if f is not None)
+    visit = layout.next_tile(live) if layout else live
+    element = layout.element(masked) if layout else masked
+    assert element is not None, "without a layout there is a mask or a row of all keys"
+    functions = tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
+    if layout is not None:
+        functions += layout.functions
     tile_uses = set().union(*(f.uses for f in (reach, full, may, must) if f is not None))
+    all_uses = tile_uses | (layout.uses if layout else set())
     has_lo = by_row and mask.row is not None and mask.row.lo is not None
     outside = "8 * n + e >= hi"
     if has_lo:
@@ -68,8 +83,9 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         counts=along.counts,
         reach=reach.call(**renamed) if reach else None,
         full=full.call(**renamed) if full else None,
-        next=live.call(**renamed) if live else None,
-        full_tile=_full_tile(make, full, must, renamed),
+        next=visit.call(**renamed) if visit else None,
+        next_why=NEXT_LISTED if layout else NEXT_LIVE,
+        full_tile=_full_tile(make, full, must, layout, renamed),
         row=element.call() if by_row else None,
         row_outside=outside,
         row_has_lo=has_lo,
@@ -77,14 +93,27 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         uses_h=fx.H in element.uses,
         uses_q=fx.Q in element.uses,
         uses_k=fx.K in element.uses,
-        uses_lo=along.owned_lo in tile_uses,
-        uses_hi=along.owned_hi in tile_uses,
+        uses_lo=along.owned_lo in all_uses,
+        uses_hi=along.owned_hi in all_uses,
         by_head=fx.H in tile_uses,
         last_tile_first=_last_tile_first(make),
     )
 
 
 def _full_tile(
+    make: SpecFunctions,
+    full: SpecFunction | None,
+    must: SpecFunction | None,
+    layout: LayoutFunctions | None,
+    renamed: dict[str, str],
+) -> str:
+    by_mask = _full_by_mask(make, full, must, renamed)
+    if layout is None or by_mask == "false":
+        return by_mask
+    return f"{by_mask}\n        && {layout.full.call(**renamed)}"
+
+
+def _full_by_mask(
     make: SpecFunctions,
     full: SpecFunction | None,
     must: SpecFunction | None,

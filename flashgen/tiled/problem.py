@@ -17,12 +17,14 @@ from flashgen.dropout import keep_mask, keep_scale
 from flashgen.errors import PlanError
 from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
 from flashgen.plan import plan, plan_backward
+from flashgen.sparse import COMPRESSED, LAYOUT, BlockSparse
+from flashgen.sparse import TENSORS as LAYOUT_TENSORS
 from flashgen.spec import AttentionSpec
 
 from .chunks import Chunk, Sizes, budget, chunks
 from .mods import compiled
 from .program import Bound, Program
-from .walk import Axis, Run, Walk
+from .walk import Axis, Layout, Run, Walk
 
 Tensor = torch.Tensor
 Number = int | float | bool
@@ -78,8 +80,8 @@ class Code:
     """All that depends on the spec alone.
 
     Attributes:
-        mask, score: of one result; None for a mask that is always true, a score that stays as it
-            is.
+        mask, score: of one result; None for a mask (with the layout) that is always true, a score
+            that stays as it is.
         derivatives: s', ds'/ds where ``has_slope``, ds'/d(element) of each of ``uses`` where it is
             no number, and the places of all of them; None where only s' is left of it.
         has_slope: ds'/ds is not 1.
@@ -122,7 +124,7 @@ def code_of(spec: AttentionSpec, real: torch.dtype) -> Code:
     places = tuple(element for element, _ in read)
     return Code(
         analysis=analysis,
-        mask=None if analysis.mask.always else compiled((spec.mask,), real),
+        mask=None if spec.keep == sympy.true else compiled((spec.keep,), real),
         score=None if same else compiled((spec.score,), real),
         derivatives=compiled(tuple(results), real, places) if slope != 1 or uses else None,
         has_slope=slope != 1,
@@ -161,7 +163,7 @@ class Problem:
         bits: the integer dtype of the same width.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
         dropout_scale: what kept elements of P are multiplied by; None without dropout.
-        tensors: the captured ones.
+        tensors: the captured ones, a layout's live blocks among them.
         sink: the one that joins the softmax's denominator; None without one.
     """
 
@@ -202,8 +204,32 @@ class Problem:
         self._rng = rng
         self._spec = spec
         self._scalars = scalars
-        self.tensors = {x.symbol: tensors[x.name].detach() for x in spec.tensors}
+        unread = COMPRESSED if spec.block_sparse is not None else ()
+        read = (tensor for tensor in spec.tensors if tensor.name not in unread)
+        self.tensors = {x.symbol: tensors[x.name].detach() for x in read}
         self.sink = None if spec.sink is None else self.tensors[spec.sink.symbol]
+        self.layout = self._live_blocks(tensors)
+
+    def _live_blocks(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Bool [batch or 1, heads or 1, rows, columns], where the spec has a layout."""
+        sparse = self._spec.block_sparse
+        if sparse is None:
+            return None
+        live = tensors.get(LAYOUT)
+        if live is None:
+            axes, heads = (self.queries, self.keys), self.sizes.heads_q
+            ends = (axis.offset + axis.length for axis in axes)
+            rows, columns = sparse.blocks(*ends)
+            table = bytearray(sparse.table(self._entries, heads, rows, columns))
+            live = torch.frombuffer(table, dtype=torch.bool) if table else torch.empty(0).bool()
+            lines = (self._entries, heads) if sparse.by_head else (1, 1)
+            live = live.view(*lines, rows, columns)
+        self.tensors[LAYOUT_TENSORS[0].symbol] = live
+        return live
+
+    @property
+    def sparse(self) -> BlockSparse | None:
+        return self._spec.block_sparse
 
     @property
     def learned_sink(self) -> int | None:
@@ -283,9 +309,22 @@ class Part:
             b, h = chunk.batch_and_head
             places = [(B, b.reshape(-1, 1).numpy()), (H, h.reshape(-1, 1).numpy())]
         places.extend(problem.walked)
-        make = Walk if places else _walk  # arrays have no hash to be found by
+        layout = self._layout()
+        # Arrays have no hash to be found by.
+        make = Walk if places or layout else _walk
         mask = problem.code.analysis.mask
-        self._walk = make(mask, (*known, *places), problem.queries, problem.keys)
+        self._walk = make(mask, (*known, *places), problem.queries, problem.keys, layout)
+
+    def _layout(self) -> Layout | None:
+        """The layout of this chunk's pairs: one for all where they share it."""
+        live, sparse = self.problem.layout, self.problem.sparse
+        if live is None or sparse is None:
+            return None
+        b, h = (
+            places.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
+            for places, size in zip(self.chunk.batch_and_head, live.shape[:2], strict=True)
+        )
+        return Layout(live[b, h].numpy(), sparse.block_q, sparse.block_k)
 
     def key_runs(self, start: int, stop: int) -> list[Run]:
         """The keys that the query positions [start, stop) reach, as tiles and joined tiles."""

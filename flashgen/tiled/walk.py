@@ -60,6 +60,45 @@ class Run:
     full: bool
 
 
+class Layout:
+    """A block-sparse layout, for some (batch, head) pairs together.
+
+    Args:
+        live: numpy bool [pairs or 1, rows, columns] of blocks.
+        block_q, block_k: positions per block.
+    """
+
+    def __init__(self, live: Array, block_q: int, block_k: int) -> None:
+        self.live = live
+        self.block_q = block_q
+        self.block_k = block_k
+
+    def of_tiles(
+        self, q: tuple[Array | np.int64, ...], k: tuple[Array | np.int64, ...]
+    ) -> tuple[Array, Array]:
+        """Of each tile with these corners, whether some and whether every block in it is live.
+
+        One of the two axes has one tile; the other axis' blocks are counted up to each place, so
+        that no tile looks at its blocks one by one.
+
+        Returns:
+            Twice bool [pairs or 1, tiles].
+        """
+        rows = [np.clip(end // self.block_q, 0, self.live.shape[1] - 1) for end in q]
+        columns = [np.clip(end // self.block_k, 0, self.live.shape[2] - 1) for end in k]
+        if np.ndim(rows[0]) == 0:
+            owned, (first, last) = self.live[:, rows[0] : rows[1] + 1], columns
+            axis = 1
+        else:
+            owned, (first, last) = self.live[:, :, columns[0] : columns[1] + 1], rows
+            axis = 2
+        found = []
+        for lines in (owned.any(axis), ~owned.all(axis)):
+            counts = np.cumsum(np.pad(lines, ((0, 0), (1, 0))), axis=1)
+            found.append(counts[:, last + 1] > counts[:, first])
+        return found[0], ~found[1]
+
+
 class Walk:
     """The tiles of one problem, classified for some (batch, head) pairs together.
 
@@ -70,6 +109,7 @@ class Walk:
         env: values of the sizes and scalars that the mask uses, and of b and h: numpy int64 [n, 1]
             where the mask depends on them.
         queries, keys: the two axes.
+        layout: a block-sparse one, for the same pairs; None for none.
     """
 
     def __init__(
@@ -78,8 +118,10 @@ class Walk:
         env: Iterable[tuple[sympy.Symbol, Any]],
         queries: Axis,
         keys: Axis,
+        layout: Layout | None = None,
     ) -> None:
         self.mask = mask
+        self.layout = layout
         self.env = {symbol: _exact(value) for symbol, value in env}
         self.queries = queries
         self.keys = keys
@@ -121,14 +163,17 @@ class Walk:
     def _classes(
         self, q: tuple[Array | np.int64, ...], k: tuple[Array | np.int64, ...], count: int
     ) -> Array:
-        if self.mask.always:
+        if self.mask.always and self.layout is None:
             return np.full(count, FULL)
         corners = {Q_LO: q[0], Q_HI: q[1], K_LO: k[0], K_HI: k[1]}
         values = {**self.env, **corners}
         with np.errstate(all="ignore"):  # what is undefined counts as mixed, by `may` and `must`
-            some = _each(evaluate(self.mask.may, values), count).any(axis=0)
-            every = _each(evaluate(self.mask.must, values), count).all(axis=0)
-        return np.where(some, np.where(every, FULL, MIXED), EMPTY)
+            some = _each(evaluate(self.mask.may, values), count)
+            every = _each(evaluate(self.mask.must, values), count)
+        if self.layout is not None:
+            live, all_live = self.layout.of_tiles(q, k)
+            some, every = some & live, every & all_live
+        return np.where(some.any(axis=0), np.where(every.all(axis=0), FULL, MIXED), EMPTY)
 
 
 def _exact(value: Any) -> Any:

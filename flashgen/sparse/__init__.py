@@ -1,0 +1,221 @@
+"""Block-sparse layouts: which blocks of scores a spec computes, beside its mask.
+
+FlashAttention's Algorithm 5 (Dao et al., 2022, section 3.3): what a layout leaves out costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from flashgen.errors import SpecError
+from flashgen.expr import POSITION_LIMIT, B, Element, FloorDiv, H, K, Q, Tensor
+from flashgen.expr.source import lines_of, user_location
+
+from .functions import meaning, put_together, taken_apart
+
+LAYOUT = "layout"
+_LINES = ("batch", "heads")
+TENSORS = (
+    Tensor(LAYOUT, (*_LINES, "blocks_q", "blocks_k"), "bool"),
+    Tensor("layout_row_counts", (*_LINES, "blocks_q"), "int32"),
+    Tensor("layout_row_blocks", (*_LINES, "blocks_q", "blocks_k"), "int32"),
+    Tensor("layout_column_counts", (*_LINES, "blocks_k"), "int32"),
+    Tensor("layout_column_blocks", (*_LINES, "blocks_k", "blocks_q"), "int32"),
+)
+"""What kernels read of a layout: the live blocks as they are, and listed for each row of blocks and
+for each column of blocks, in ascending order with their counts."""
+
+NAMES = tuple(tensor.name for tensor in TENSORS)
+COMPRESSED = NAMES[1:]
+"""Those that follow from the live blocks: nobody gives them by hand."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse:
+    """Which blocks of block_q x block_k scores are computed; the others are masked out.
+
+    Block (i, j) holds the queries q and keys k with ``q // block_q == i`` and
+    ``k // block_k == j``, where q and k are global positions, as mods see them. A position outside
+    the layout belongs to its nearest block, as captured tensors are read. The blocks need not be
+    those that kernels work on: any sizes do, and the mask applies inside them.
+
+    Args:
+        layout: ``layout(i, j)`` or ``layout(b, h, i, j)`` of ints, true where the block is live: a
+            pure function, called once for each block when a length is first met. None: the layout
+            is given with each call, ``op(q, k, v, layout=...)``.
+        block_q, block_k: queries and keys of a block.
+
+    Raises:
+        SpecError: a layout that is no such function, a block size that is not positive.
+    """
+
+    layout: Callable[..., object] | None = None
+    block_q: int = 64
+    block_k: int = 64
+    _arguments: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        for option, size in (("block_q", self.block_q), ("block_k", self.block_k)):
+            number = isinstance(size, int) and not isinstance(size, bool)
+            if not number or not 0 < size <= POSITION_LIMIT:
+                raise SpecError(
+                    f"{option} of a layout is the number of positions of a block",
+                    where=user_location(),
+                    numbers=f"{option} {size!r}; from 1 to {POSITION_LIMIT:,}",
+                    way_out=f"{option}=64",
+                )
+        if self.layout is not None and not callable(self.layout):
+            raise SpecError(
+                "a layout is a function of block coordinates",
+                where=user_location(),
+                numbers=f"given a {type(self.layout).__name__}",
+                way_out="layout=None, and the tensor with each call: op(q, k, v, layout=live)",
+            )
+        if self.layout is not None:
+            object.__setattr__(self, "_arguments", _arguments(self.layout))
+
+    @property
+    def is_static(self) -> bool:
+        """The layout is a function, known before any call."""
+        return self.layout is not None
+
+    @property
+    def by_head(self) -> bool:
+        """The function has a layout for each batch entry and head."""
+        return self._arguments == 4
+
+    @property
+    def where(self) -> str:
+        """Of the function, as ``file:line``."""
+        assert self.layout is not None, "asked for only of a function"
+        return str(lines_of(self.layout, ""))
+
+    @property
+    def described(self) -> str:
+        """What is walked, in words."""
+        origin = "given with the call" if self.layout is None else self._told
+        return f"{origin}, blocks of {self.block_q} queries x {self.block_k} keys"
+
+    @property
+    def _told(self) -> str:
+        name = getattr(self.layout, "__name__", type(self.layout).__name__)
+        return f"{name} at {self.where}"
+
+    @property
+    def live(self) -> sympy.Basic:
+        """The condition on b, h, q and k that the score's block is live."""
+        row, column = FloorDiv(Q, self.block_q), FloorDiv(K, self.block_k)
+        return sympy.Ne(Element(TENSORS[0].symbol, B, H, row, column), 0)
+
+    def blocks(self, q_end: int, k_end: int) -> tuple[int, int]:
+        """Rows and columns of blocks up to one beyond the last global positions; one at least."""
+        return max(1, -(-q_end // self.block_q)), max(1, -(-k_end // self.block_k))
+
+    def table(self, batch: int, heads: int, rows: int, columns: int) -> bytes:
+        """A static layout evaluated: a byte for each block, 1 where it is live.
+
+        Returns:
+            [batch, heads, rows, columns] where it is `by_head`, else [1, 1, rows, columns].
+
+        Raises:
+            SpecError: the function raises an error, or returns something else than a bool.
+        """
+        lines = (batch, heads) if self.by_head else (1, 1)
+        return _table(self, *lines, rows, columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockSparse) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        return meaning(self.layout), self.block_q, self.block_k
+
+    def __repr__(self) -> str:
+        sizes = f"block_q={self.block_q}, block_k={self.block_k}"
+        if self.layout is None:
+            return f"BlockSparse({sizes})"
+        return f"BlockSparse({self._told}, {sizes})"
+
+    def __deepcopy__(self, memo: object) -> BlockSparse:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled with the code of its function: lambdas and functions of spec files are fine."""
+        return _restored, (taken_apart(self.layout), self.block_q, self.block_k)
+
+
+def _restored(layout: Any, block_q: int, block_k: int) -> BlockSparse:
+    return BlockSparse(put_together(layout), block_q, block_k)
+
+
+def check_names(names: list[str], where: str) -> None:
+    """Raises SpecError where a mod captures something by a name that the layout has for itself."""
+    taken = sorted(set(names) & set(NAMES))
+    if taken:
+        raise SpecError(
+            f"the name {taken[0]!r} belongs to the block-sparse layout of the spec",
+            where=where,
+            numbers=f"captured: {', '.join(names)}; taken: {', '.join(NAMES)}",
+            way_out=f"another name for what the mod captures, as in 'my_{taken[0]}'",
+        )
+
+
+def _arguments(layout: Callable[..., object]) -> int:
+    """How many the function takes: (i, j) or (b, h, i, j)."""
+    try:
+        signature = inspect.signature(layout)
+    except (TypeError, ValueError):  # a function of C, which does not say
+        return 2
+    for count in (2, 4):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    raise SpecError(
+        "a layout takes 2 or 4 arguments by position",
+        where=str(lines_of(layout, "")),
+        numbers=f"it takes {signature}; it is called with (i, j) or (b, h, i, j)",
+        way_out="def layout(i, j): ...",
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _table(sparse: BlockSparse, batch: int, heads: int, rows: int, columns: int) -> bytes:
+    assert sparse.layout is not None, "a layout of the call's own is no function"
+    found = bytearray()
+    for line in range(batch * heads):
+        lead = divmod(line, heads) if sparse.by_head else ()
+        for i in range(rows):
+            found += bytes([_is_live(sparse, (*lead, i, j)) for j in range(columns)])
+    return bytes(found)
+
+
+def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
+    assert sparse.layout is not None
+    wrong, cause = "", None
+    try:
+        live: Any = sparse.layout(*place)
+        if type(live) is bool:
+            return live
+        if type(live).__name__ in ("bool_", "bool"):  # numpy's
+            return bool(live)
+        wrong = f"returned {live!r}"[:80]
+    except Exception as error:
+        wrong, cause = f"raised {type(error).__name__}: {error}", error
+    raise SpecError(
+        f"a layout says of each block whether it is live, but this one {wrong}",
+        where=sparse.where,
+        numbers=f"called with {place}",
+        way_out="return True or False, as in return j <= i",
+    ) from cause

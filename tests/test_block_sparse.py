@@ -1,0 +1,176 @@
+"""Block-sparse layouts in the emitted kernels: the error rule, and what a layout leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shapes import Case
+from sparse_layouts import by_position, causal, random_layout, sparse_spec
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+bias = fg.Tensor("bias", ("heads", "distances"), grad=True)
+
+
+def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score + bias[h, fg.abs(q - k) // 8]
+
+
+def dilated(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (fg.abs(q - k) < 150) & ((q - k) % 3 == 0)
+
+
+def run_both(
+    spec: AttentionSpec, case: Case, deterministic: bool = False, **numbers: Any
+) -> tuple[ForwardRun, BackwardRun]:
+    """Runs the kernels, and holds all that they give against the oracle."""
+    q, k, v = case.tensors()
+    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(forward.out.shape, generator=generator).to(q.dtype)
+    dlse = torch.randn(forward.lse.shape, generator=generator)
+    exact = reference.attention(spec, q, k, v, **numbers)
+    same = reference.same_dtype(spec, q, k, v, **numbers)
+    for name, found, wanted, ordinary in zip(
+        ("out", "lse"), (forward.out, forward.lse), exact, same, strict=True
+    ):
+        verdict = reference.compare(found, wanted, ordinary)
+        assert verdict.ok, f"{name}: {verdict}"
+    backward = run_backward(
+        spec,
+        *(q, k, v, forward.out, forward.lse, dout, dlse),
+        backend="emulator",
+        deterministic=deterministic,
+        **numbers,
+    )
+    gradients = (backward.dq, backward.dk, backward.dv, *backward.captured)
+    verdicts = reference.judge_gradients(gradients, spec, q, k, v, dout, dlse, **numbers)
+    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
+    assert not wrong, "\n".join(wrong)
+    return forward, backward
+
+
+# dtype, head_dim, block, batch and heads, lengths, heads that differ in their layout, offsets.
+CASES = {
+    "16": ("float16", 64, (16, 16), (1, 2, 1), (130, 203), (1, 1), (0, 0)),
+    "64": ("bfloat16", 40, (64, 64), (2, 2, 2), (257, 190), (2, 1), (0, 0)),
+    "128": ("float16", 64, (128, 128), (1, 2, 1), (300, 257), (1, 2), (0, 0)),
+    "48, dividing nothing": ("float32", 16, (48, 48), (2, 2, 1), (113, 203), (2, 2), (0, 0)),
+    "rectangles, before 0": ("bfloat16", 64, (16, 64), (1, 2, 1), (120, 150), (1, 2), (-40, -60)),
+    "rectangles, shifted": ("float16", 40, (96, 32), (1, 2, 2), (150, 120), (1, 1), (37, 100)),
+}
+
+
+@pytest.mark.parametrize("masked", [None, causal], ids=["all", "causal"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_that_walk_a_layout_meet_the_error_rule(name: str, masked: Any) -> None:
+    dtype, head_dim, block, heads, lengths, lines, offsets = CASES[name]
+    number = list(CASES).index(name)
+    spec = sparse_spec(*block, masked, dtype=dtype, head_dim=head_dim)
+    ends = lengths[0] + offsets[0], lengths[1] + offsets[1]
+    live = random_layout(spec, lines, ends, 0.4, number)
+    case = Case(*lengths, *heads, dtype, head_dim)
+    at = dict(zip(("q_offset", "k_offset"), offsets, strict=True))
+    fixed = (number + (masked is None)) % 2 == 0
+    run_both(spec, case, deterministic=fixed, tensors={"layout": live}, **at)
+
+
+def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
+    spec = sparse_spec(32, 48, dilated, score_mod=biased, dtype="bfloat16", dropout=True)
+    case = Case(130, 170, 2, 4, 2, "bfloat16", 64)
+    live = random_layout(spec, (2, 4), (160, 170), 0.5, 7)
+    values = torch.randn(4, 20, generator=torch.Generator().manual_seed(3))
+    run_both(
+        spec,
+        case,
+        tensors={"layout": live, "bias": values},
+        q_offset=30,
+        dropout_p=0.2,
+        rng=torch.tensor([11, 5]),
+    )
+
+
+def test_rows_and_columns_without_a_live_block_give_zeros() -> None:
+    spec = sparse_spec(48, 32, dtype="float16")
+    live = random_layout(spec, (1, 2), (200, 230), 0.5, 3)
+    live[:, :, 1] = live[:, :, :, 2] = live[:, 1] = False
+    forward, backward = run_both(spec, Case(200, 230, 1, 2, 2), tensors={"layout": live})
+    kept = by_position(live, 48, 32, 200, 230)
+    unseen, unseeing = ~kept.any(2), ~kept.any(3)
+    assert unseen[0, 0].sum() == 32
+    assert unseeing[0, 0].sum() >= 48
+    assert torch.equal(forward.lse == -torch.inf, unseeing)
+    assert not forward.out[unseeing].any()
+    assert not backward.dq[unseeing].any()
+    assert not backward.dk[unseen].any()
+    assert not backward.dv[unseen].any()
+
+
+def test_a_layout_of_functions_is_that_of_their_values() -> None:
+    case = Case(150, 200, 2, 2, 1)
+    for by_head in (False, True):
+
+        def pattern(*place: int) -> bool:
+            return sum(place) % 3 == 0
+
+        layout = (lambda b, h, i, j: pattern(b, h, i, j)) if by_head else lambda i, j: pattern(i, j)
+        static = sparse_spec(64, 64, causal, layout)
+        given = sparse_spec(64, 64, causal)
+        lines = (2, 2) if by_head else (1, 1)
+        live = torch.tensor(
+            [
+                [[[sum((b, h, i, j)) % 3 == 0 for j in range(4)] for i in range(3)]
+                 for h in range(lines[1])]
+                for b in range(lines[0])
+            ]
+        )  # fmt: skip
+        runs = [
+            run_forward(static, *case.tensors(), backend="emulator"),
+            run_forward(given, *case.tensors(), tensors={"layout": live}, backend="emulator"),
+        ]
+        assert torch.equal(runs[0].out, runs[1].out)
+        assert torch.equal(runs[0].lse, runs[1].lse)
+
+
+def triangle(block: int, seq: int) -> Tensor:
+    blocks = -(-seq // block)
+    return torch.ones(1, 1, blocks, blocks, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("mask", "block"), [(causal, 64), (None, 1)], ids=["blocks and mask", "blocks of 1"]
+)
+def test_a_layout_that_says_what_causal_says_gives_its_bits(mask: Any, block: int) -> None:
+    """Of kernels with the same tiles, forward and backward."""
+    case = Case(150, 150, 1, 2, 1)
+    found = []
+    for spec, tensors in (
+        (AttentionSpec(causal), {}),
+        (sparse_spec(block, block, mask), {"layout": triangle(block, 150)}),
+    ):
+        forward, backward = run_both(spec, case, deterministic=True, tensors=tensors)
+        plans = [report.kernel.plan for report in (forward.report, *backward.reports)]
+        tiles = [(plan.block_q, plan.block_k) for plan in plans]
+        results = forward.out, forward.lse, backward.dq, backward.dk, backward.dv
+        found.append((tiles, results))
+    (tiles, wanted), (same_tiles, got) = found
+    assert tiles == same_tiles
+    for a, b in zip(wanted, got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_blocks_of_16_on_a_causal_grid_give_the_bits_of_that_mask() -> None:
+    operands = Case(200, 200).tensors()
+    grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16)
+    live = {"layout": triangle(16, 200)}
+    wanted = run_forward(grid, *operands, backend="emulator")
+    got = run_forward(sparse_spec(16, 16), *operands, tensors=live, backend="emulator")
+    assert torch.equal(wanted.out, got.out)
+    assert torch.equal(wanted.lse, got.lse)
