@@ -57,6 +57,14 @@ def pair_bias(score, b, h, q, k):
     return score + bias[b, h, q, k]
 
 
+def near_or_far(b, h, i, j):
+    return (i - j) % 3 != 1 or (i + b + h) % 4 == 0
+
+
+def bottom_right(b, h, q, k):
+    return q + fg.seq_k - fg.seq_q >= k
+
+
 def captured(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     """A value for each tensor above."""
     sizes = case.batch, case.heads_q, case.seq_q, case.seq_k
@@ -66,6 +74,10 @@ def captured(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         "ids": torch.randint(4, (case.batch, max(sizes[2:])), generator=generator).sort(1)[0].int(),
         "length": torch.randint(1, case.seq_k + 1, (case.batch,), generator=generator),
         "bias": torch.randn(sizes, generator=generator),
+        "sink": torch.randn(case.heads_q, generator=generator),
+        "cu_seqlens_q": torch.tensor([0, 100, 100, 117, 317, 381, 382], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 120, 125, 142, 142, 206, 356], dtype=torch.int32),
+        "layout": torch.rand(6, 1, 7, 4, generator=generator) < 0.6,
     }
 
 
@@ -85,6 +97,26 @@ COMPOSITIONS = {
     "alibi_dropout": Composition(Case(113, 203, 1, 4, 4, head_dim=64), causal, alibi, 0.15),
     "t5_documents": Composition(Case(127, 140, 2, 2, 1, head_dim=64), document, relative, 0.1),
     "alphafold": Composition(Case(96, 150, 2, 4, 4, head_dim=32), padding, pair_bias),
+    "gpt_oss": Composition(
+        Case(130, 140, 1, 6, 2, head_dim=64), causal_window, options={"sink": True}
+    ),
+    "sparse_dropout": Composition(
+        Case(150, 210, 2, 4, 2, head_dim=64),
+        causal,
+        dropout_p=0.2,
+        options={"block_sparse": fg.BlockSparse(near_or_far, block_q=48, block_k=32)},
+    ),
+    "everything": Composition(
+        Case(391, 361, 1, 4, 2, head_dim=32),
+        bottom_right,
+        softcap,
+        dropout_p=0.2,
+        options={
+            "packed": True,
+            "sink": True,
+            "block_sparse": fg.BlockSparse(block_q=32, block_k=48),
+        },
+    ),
     "deepseek": Composition(Case(128, 217, 1, 2, 2, head_dim=192, head_dim_v=128), causal),
 }
 
@@ -133,7 +165,8 @@ def check(spec: fg.AttentionSpec, case: Case, dropout_p: float) -> None:
     known = captured(case, generator)
     values: dict[str, Any] = {
         "scalars": {scalar.name: 37 for scalar in spec.scalars},
-        "tensors": {tensor.name: known[tensor.name] for tensor in spec.tensors},
+        # A layout's compressed form is made of it.
+        "tensors": {t.name: known[t.name] for t in spec.tensors if t.name in known},
     }
     if dropout_p:
         values |= {"dropout_p": dropout_p, "rng": RNG}
