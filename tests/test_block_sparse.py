@@ -82,6 +82,25 @@ def test_kernels_that_walk_a_layout_meet_the_error_rule(name: str, masked: Any) 
     run_both(spec, case, deterministic=fixed, tensors={"layout": live}, **at)
 
 
+def test_the_oracle_masks_what_a_layout_leaves_out() -> None:
+    spec = sparse_spec(16, 24, causal, dtype="float32", head_dim=8)
+    q, k, v = (x.double() for x in Case(70, 90, 2, 4, 2, "float32", 8).tensors())
+    live = random_layout(spec, (2, 4), (80, 120), 0.5, 1)
+    out, lse = reference.attention(
+        spec, q, k, v, tensors={"layout": live}, q_offset=10, k_offset=30
+    )
+    kept = by_position(live, 16, 24, 80, 120)[:, :, 10:, 30:]
+    kept = kept & (torch.arange(10, 80)[:, None] >= torch.arange(30, 120))
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * 8**-0.5).masked_fill(~kept, -torch.inf)
+    wanted = scores.logsumexp(-1)
+    torch.testing.assert_close(lse, wanted)
+    seen = kept.any(-1)
+    torch.testing.assert_close(out[seen], (scores.softmax(-1) @ v)[seen])
+    assert not out[~seen].any()
+    assert (~seen).any()
+
+
 def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
     spec = sparse_spec(32, 48, dilated, score_mod=biased, dtype="bfloat16", dropout=True)
     case = Case(130, 170, 2, 4, 2, "bfloat16", 64)

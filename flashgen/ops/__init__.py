@@ -174,7 +174,7 @@ class Attention:
                 with any strides. Where the spec's block_sparse has no function, also layout: a bool
                 tensor [batch or 1, heads or 1, rows, columns] of blocks from global position 0 on,
                 a flashgen.Layout, which many calls can share, or a torch BlockMask with the
-                spec's block size, whose partial and full blocks are computed.
+                spec's block size, of which all blocks and not the mask_mod are taken.
 
         Returns:
             out [batch, heads_q, seq_q, head_dim_v], dtype of q, with its axes ordered in memory as
