@@ -1,8 +1,9 @@
 """Masks and scores that nobody has seen: emitted kernels in the emulator against the oracle.
 
 Random expressions over every operator and over captured tensors of every kind, at random sizes,
-dtypes, offsets and dropout; forward and backward, gradients of captured tensors included, with all
-checkers on. `make test` tries 20, the slow tier 200.
+dtypes, offsets and dropout, with sinks, block-sparse layouts and packed sequences; forward and
+backward, gradients of captured tensors included, with all checkers on. `make test` tries 20, the
+slow tier 200.
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ PROBLEMS = st.fixed_dictionaries(
         ),
         "offsets": st.sampled_from([(0, 0), (0, 0), (30, 0), (5, 17)]),
         "dropout_p": st.sampled_from([0.0, 0.0, 0.2]),
+        "sink": st.sampled_from([False, False, True]),
+        "blocks": st.sampled_from([None, None, (16, 16), (64, 32), (20, 100)]),
+        "sequences": st.sampled_from([None, None, None, 1, 5]),
+        "deterministic": st.booleans(),
         "seed": st.integers(0, 1 << 20),
     }
 )
@@ -142,6 +147,7 @@ def mod_of(tree: Any, *, scored: bool) -> Any:
 
 
 def spec_of(problem: dict[str, Any]) -> fg.AttentionSpec:
+    blocks = problem["blocks"]
     try:
         return fg.AttentionSpec(
             mod_of(problem["mask"], scored=False),
@@ -149,6 +155,9 @@ def spec_of(problem: dict[str, Any]) -> fg.AttentionSpec:
             head_dim=problem["head_dim"],
             dtype=problem["dtype"],
             dropout=problem["dropout_p"] > 0,
+            sink=problem["sink"],
+            block_sparse=blocks and fg.BlockSparse(block_q=blocks[0], block_k=blocks[1]),
+            packed=problem["sequences"] is not None,
             name="unseen",
         )
     except SpecError as error:
@@ -160,6 +169,8 @@ def spec_of(problem: dict[str, Any]) -> fg.AttentionSpec:
 def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]:
     """Scalars and tensors, some of them expanded or with other strides."""
     batch, (heads, _), seq_q, seq_k = problem["sizes"]
+    batch = problem["sequences"] or batch
+    blocks = problem["blocks"] or (1, 1)
     generator = torch.Generator().manual_seed(problem["seed"])
     q_end, k_end = seq_q + problem["offsets"][0], seq_k + problem["offsets"][1]
     tokens = max(q_end, k_end)
@@ -170,7 +181,14 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(high, shape, generator=generator)
 
+    def boundaries(length: int) -> torch.Tensor:
+        return integers(length + 1, batch + 1).sort().values.int()
+
     made = {
+        "sink": normal(heads),
+        "layout": normal(batch, 1, -(-q_end // blocks[0]), -(-k_end // blocks[1])) > -0.3,
+        "cu_seqlens_q": boundaries(seq_q),
+        "cu_seqlens_k": boundaries(seq_k),
         "ids": torch.sort(integers(4, batch, tokens)).values.int(),
         "length": integers(seq_k + 2, batch),
         "width": integers(60, heads).short(),
@@ -186,7 +204,7 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     }
     scalars = {"width": 9, "step": 6, "flag": True, "slope": 0.25}
     return {
-        "tensors": {tensor.name: made[tensor.name] for tensor in spec.tensors},
+        "tensors": {t.name: made[t.name] for t in spec.tensors if t.name in made},
         "scalars": {scalar.name: scalars[scalar.name] for scalar in spec.scalars},
         "q_offset": problem["offsets"][0],
         "k_offset": problem["offsets"][1],
@@ -197,6 +215,7 @@ def check(problem: dict[str, Any]) -> None:
     spec = spec_of(problem)
     note(f"{spec.mask} | {spec.score}")
     batch, (heads_q, heads_kv), seq_q, seq_k = problem["sizes"]
+    batch = 1 if spec.packed else batch
     generator = torch.Generator().manual_seed(problem["seed"] + 1)
     dtype = getattr(torch, problem["dtype"])
 
@@ -217,7 +236,8 @@ def check(problem: dict[str, Any]) -> None:
         verdict = reference.compare(got, ref, ordinary)
         assert verdict.ok, f"{name}: {verdict}"
     dout, dlse = normal(heads_q, seq_q), normal(heads_q, seq_q)[..., 0].float()
-    back = run_backward(spec, q, k, v, run.out, run.lse, dout, dlse, backend="emulator", **numbers)
+    how = {"backend": "emulator", "deterministic": problem["deterministic"]}
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, dlse, **how, **numbers)
     found = (back.dq, back.dk, back.dv, *back.captured)
     verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
     wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
@@ -237,6 +257,10 @@ COMPARED_CHOICE = {
     "sizes": (2, (2, 1), 37, 45),
     "offsets": (0, 0),
     "dropout_p": 0.0,
+    "sink": False,
+    "blocks": None,
+    "sequences": None,
+    "deterministic": False,
     "seed": 341,
 }
 
