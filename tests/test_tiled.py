@@ -15,7 +15,6 @@ import flashgen as fg
 from examples import SPECS, fitted, values_of
 from flashgen import reference, tiled
 from flashgen.dropout import keep_mask
-from flashgen.reference.verdict import RMS_ELEMENTS
 from flashgen.spec import AttentionSpec
 from flashgen.tiled import chunks
 
@@ -45,23 +44,19 @@ def gradient_of(tensor: torch.Tensor, dim: int, seed: int) -> torch.Tensor:
     return torch.randn(*tensor.shape[:3], dim, generator=generator).to(tensor.dtype)
 
 
-def acceptable(verdict: reference.Verdict, dtype: torch.dtype, factor: float) -> bool:
-    """The error rule; for float32 with twice the maximum, ``factor`` on the RMS, and a floor.
+def acceptable(verdict: reference.Verdict, dtype: torch.dtype) -> bool:
+    """The error rule; for float32 with an RMS of at most 1.5 times PyTorch's, instead of 1.2.
 
-    The backward pass recomputes the scores in tiles of other shapes, in which the matrix library
-    adds in another order: they differ from the forward pass' by rounding, and P with them, by as
-    much as the score function's slope makes of it. The kernels, whose scores have the same bits in
-    both passes, meet the rule as it is.
+    dK and dV are added up in float32 over all query heads of a group in one chain, which PyTorch
+    adds head by head: with six heads its RMS is 1.3 times as large.
     """
-    if dtype != torch.float32:
+    if dtype != torch.float32 or verdict.ok:
         return verdict.ok
-    yardstick = verdict.rms_allowed / reference.RMS_FACTOR
-    few = verdict.elements < RMS_ELEMENTS
     return (
         verdict.nans == 0
         and verdict.infinities == 0
-        and verdict.max_error <= 2 * verdict.max_allowed
-        and (few or verdict.rms_error <= max(factor * yardstick, reference.ABSOLUTE / 10))
+        and verdict.max_error <= verdict.max_allowed
+        and verdict.rms_error <= 1.5 / reference.RMS_FACTOR * verdict.rms_allowed
     )
 
 
@@ -80,10 +75,10 @@ def check(path: Path, case: Case, **options) -> None:
     same = reference.same_dtype(spec, q, k, v, **options)
     for name, got, ref, ordinary in zip(("out", "lse"), (out, lse), exact, same, strict=True):
         verdict = reference.compare(got, ref, ordinary)
-        assert acceptable(verdict, q.dtype, reference.OUTPUT_FACTOR), f"{name}: {verdict}"
+        assert verdict.ok, f"{name}: {verdict}"
     of = (spec, q, k, v, dout, dlse)
     for name, verdict in reference.judge_gradients(gradients, *of, **options).items():
-        assert acceptable(verdict, q.dtype, reference.GRADIENT_FACTOR), f"{name}: {verdict}"
+        assert acceptable(verdict, q.dtype), f"{name}: {verdict}"
     assert {gradient.dtype for gradient in gradients[:3]} == {q.dtype}
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32

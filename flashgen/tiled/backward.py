@@ -116,6 +116,7 @@ class _Operands:
 
     Attributes:
         q, k, v, dout: [pairs, rows, columns].
+        q_exact, k_exact: the same as q and k, in `Problem.exact`.
         lse: [pairs, seq_q * group, 1].
         delta: D - dLSE, the same shape; 0 where LSE is -inf.
         some_masked: a row is, or with a sink, which LSE does not tell, may be fully masked.
@@ -124,6 +125,8 @@ class _Operands:
     q: Tensor
     k: Tensor
     v: Tensor
+    q_exact: Tensor
+    k_exact: Tensor
     dout: Tensor
     lse: Tensor
     delta: Tensor
@@ -147,9 +150,12 @@ def _operands(
     if dlse is not None:
         delta -= chunk.of_queries(dlse[..., None]).to(real)
     masked = lse == -math.inf
+    q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
     return _Operands(
-        q=chunk.of_queries(q).to(real),
-        k=chunk.of_keys(k).to(real),
+        q=q,
+        k=k,
+        q_exact=q.to(part.problem.exact),
+        k_exact=k.to(part.problem.exact),
         v=chunk.of_keys(v).to(real),
         dout=dout,
         lse=lse,
@@ -205,7 +211,8 @@ def _key_tile(
         p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
 
         bits = None if run.full else part.mask_bits(rows, keys)
-        scores, slope, uses = _scores(part, work, p, rows, keys, q, k)
+        exact = of.q_exact[:, grouped], of.k_exact[:, keys]
+        scores, slope, uses = _scores(part, work, p, rows, keys, *exact)
         if slope is not None or uses or (of.some_masked and problem.code.score is not None):
             bits = _and_finite(problem, scores, bits)
         torch.sub(scores, part.grouped(of.lse[:, grouped]), out=part.grouped(p))
@@ -253,7 +260,7 @@ def _scores(
     # A derivative can be the scores themselves: P then needs a place of its own.
     s = p if problem.code.derivatives is None else work.matrix("s", *p.shape)
     if not problem.code.ignores_score:
-        torch.baddbmm(s, q, k.transpose(1, 2), beta=0, alpha=problem.scale, out=s)
+        problem.multiply(work, s, q, k)
     scores = part.grouped(s)
     if problem.code.derivatives is not None:
         return part.modified(scores, rows, keys)

@@ -136,10 +136,15 @@ def chunks(sizes: Sizes, tile: int) -> Iterator[Chunk]:
 
 
 class Workspace:
-    """Named matrices that every tile uses anew, so that memory is that of one tile."""
+    """Named matrices that every tile uses anew, so that memory is that of one tile.
+
+    Attributes:
+        wide: the same for float64 ones.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.wide = self if dtype == torch.float64 else Workspace(torch.float64)
         self._memory: dict[str, Tensor] = {}
         self._views: dict[tuple[str, int, int, int], Tensor] = {}
 

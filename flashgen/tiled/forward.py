@@ -113,8 +113,8 @@ def _chunk(
 ) -> None:
     """Writes out and lse of one chunk."""
     problem, chunk = part.problem, part.chunk
-    q = chunk.of_queries(q).to(problem.real)
-    k, v = chunk.of_keys(k).to(problem.real), chunk.of_keys(v).to(problem.real)
+    q = chunk.of_queries(q).to(problem.exact)
+    k, v = chunk.of_keys(k).to(problem.exact), chunk.of_keys(v).to(problem.real)
     o = chunk.result_for(out, q.shape[1], problem.real)
     statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
     group = problem.sizes.group
@@ -146,7 +146,7 @@ def _query_tile(
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
         bits = None if run.full else part.mask_bits(rows, keys)
-        scores = _scores(part, p, rows, keys, q, k, bits)
+        scores = _scores(part, work, p, rows, keys, q, k, bits)
 
         # Of a row with no key so far the maximum is -inf, from which nothing can be subtracted.
         tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
@@ -185,14 +185,20 @@ def _query_tile(
 
 
 def _scores(
-    part: Part, p: Tensor, rows: slice, keys: slice, q: Tensor, k: Tensor, bits: Tensor | None
+    part: Part,
+    work: Workspace,
+    p: Tensor,
+    rows: slice,
+    keys: slice,
+    q: Tensor,
+    k: Tensor,
+    bits: Tensor | None,
 ) -> Tensor:
     """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or a tensor of the score's making."""
     problem = part.problem
     scores = p
     if not problem.code.ignores_score:
-        transposed = k[:, keys].transpose(1, 2)
-        torch.baddbmm(p, q, transposed, beta=0, alpha=problem.scale, out=p)
+        problem.multiply(work, p, q, k[:, keys])
     if problem.code.score is not None:
         scores = part.score(part.grouped(p), rows, keys)
     if bits is None:

@@ -21,7 +21,7 @@ from flashgen.sparse import COMPRESSED, LAYOUT, BlockSparse
 from flashgen.sparse import TENSORS as LAYOUT_TENSORS
 from flashgen.spec import AttentionSpec
 
-from .chunks import Chunk, Sizes, budget, chunks
+from .chunks import Chunk, Sizes, Workspace, budget, chunks
 from .mods import compiled
 from .program import Bound, Program
 from .walk import Axis, Layout, Run, Walk
@@ -162,6 +162,9 @@ class Problem:
             operands.
         bits: the integer dtype of the same width.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
+        exact: the dtype in which products of q and k are added up. Both passes need the same scores
+            to the last bit, because P is exp(s' - LSE): for float32 operands the order in which the
+            matrix library adds, which depends on the shapes, would show.
         dropout_scale: what kept elements of P are multiplied by; None without dropout.
         tensors: the captured ones, a layout's live blocks among them.
         sink: the one that joins the softmax's denominator; None without one.
@@ -192,6 +195,7 @@ class Problem:
         self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
+        self.exact = self.real if self.narrow else torch.float64
         self.code = code_of(spec, self.real)
         first, self._entries = sequence or (0, q.shape[0])
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
@@ -251,6 +255,13 @@ class Problem:
         """True when no score is computed, because a size is 0."""
         sizes = self.sizes
         return 0 in (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.seq_k)
+
+    def multiply(self, work: Workspace, s: Tensor, q: Tensor, k: Tensor) -> None:
+        """Writes scale * q k^T to ``s``; q and k are in `exact`."""
+        wide = s if s.dtype == q.dtype else work.wide.matrix("s", *s.shape)
+        torch.baddbmm(wide, q, k.transpose(1, 2), beta=0, alpha=self.scale, out=wide)
+        if wide is not s:
+            s.copy_(wide)
 
     def parts(self) -> Iterator[Part]:
         """The chunks, with their mods bound."""
