@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from flashgen.emulator.effects import is_barrier
 from flashgen.emulator.errors import LaunchArguments
@@ -221,3 +221,16 @@ class Counters:
             f"written {self.global_write_bytes:,} B in {self.global_write_sectors:,} sectors, "
             f"shared read {self.shared_read_bytes:,} B, written {self.shared_write_bytes:,} B)"
         )
+
+
+def added(parts: Iterable[Totals]) -> Totals:
+    """The sum of totals of different instructions."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for each in fields(Totals):
+            value = getattr(part, each.name)
+            if isinstance(value, Mapping):
+                whole[each.name] = dict(Counter(whole.get(each.name, {})) + Counter(value))
+            else:
+                whole[each.name] = whole.get(each.name, 0) + value
+    return Totals(**whole)

@@ -38,12 +38,15 @@ class Buffer:
         label: the arguments that lie in it, such as "argument 0, field 2".
         issued: bytes that lanes asked for.
         sectors: that the accesses of warps touched.
+        sectors_least: the fewest that these could take; an access to several allocations counts
+            for that of its lowest address.
         read, written: different bytes; those of atomics are both.
     """
 
     label: str
     issued: tuple[int, int, int]
     sectors: tuple[int, int, int]
+    sectors_least: int
     read: int
     written: int
 
@@ -95,6 +98,7 @@ class Recorder:
         buffers = len(machine.memory.allocations)
         self._issued = np.zeros((buffers, 3), np.int64)
         self._buffer_sectors = np.zeros((buffers, 3), np.int64)
+        self._buffer_least = np.zeros(buffers, np.int64)
         self._entries: list[tuple[Array, Array, Array, int]] = []
         self._trace: Trace | None = None
 
@@ -146,34 +150,37 @@ class Recorder:
         self._mark(np.asarray(offset), size, kind)
         different = active.copy()
         different[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-        filled = size * different.sum(axis=1)
+        least = -(-size * different.sum(axis=1) // SECTOR_BYTES)
         sector = ordered >> _SECTOR_SHIFT
         first = active.copy()
         first[:, 1:] &= sector[:, 1:] != sector[:, :-1]
         self.bytes[pc] += asked
         self.sectors[pc] += np.count_nonzero(first)
-        self.sectors_least[pc] += (-(-filled // SECTOR_BYTES)).sum()
-        self._by_buffer(ordered, active, first, size, kind)
+        self.sectors_least[pc] += least.sum()
+        self._by_buffer(ordered, active, first, least, size, kind)
         self._keep(C, sector, first, kind)
 
     def _mark(self, offset: Array, size: int, kind: int) -> None:
         for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
             touched.view[size][offset >> SHIFT[size]] = _MARK[size]
 
-    def _by_buffer(self, ordered: Array, active: Array, first: Array, size: int, kind: int) -> None:
+    def _by_buffer(
+        self, ordered: Array, active: Array, first: Array, least: Array, size: int, kind: int
+    ) -> None:
         memory = self.machine.memory
         if len(memory.touched) == 1:
             place = memory.touched[0]
             self._issued[place, kind] += size * np.count_nonzero(active)
             self._buffer_sectors[place, kind] += np.count_nonzero(first)
+            self._buffer_least[place] += least.sum()
             return
+        place = np.searchsorted(memory.starts, ordered + memory.base, "right") - 1
         count = len(memory.starts)
-        for table, chosen, unit in (
-            (self._issued, active, size),
-            (self._buffer_sectors, first, 1),
-        ):
-            where = np.searchsorted(memory.starts, ordered[chosen] + memory.base, "right") - 1
-            table[:, kind] += unit * np.bincount(where, minlength=count)
+        self._issued[:, kind] += size * np.bincount(place[active], minlength=count)
+        self._buffer_sectors[:, kind] += np.bincount(place[first], minlength=count)
+        some = active.any(axis=1)
+        lowest = place[some, active[some].argmax(axis=1)]
+        np.add.at(self._buffer_least, lowest, least[some])
 
     def _keep(self, C: Cohort, sector: Array, first: Array, kind: int) -> None:
         """Entries of the trace: the sectors of each warp, joined by lines."""
@@ -209,7 +216,8 @@ class Recorder:
             read, written = (int(np.count_nonzero(t.bytes[span])) for t in self._touched)
             issued = tuple(int(n) for n in self._issued[place])
             sectors = tuple(int(n) for n in self._buffer_sectors[place])
-            found.append(Buffer(allocation.label, issued, sectors, read, written))  # type: ignore[arg-type]
+            least = int(self._buffer_least[place])
+            found.append(Buffer(allocation.label, issued, sectors, least, read, written))  # type: ignore[arg-type]
         return tuple(found)
 
     @property
