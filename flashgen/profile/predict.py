@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.analysis import MaskAnalysis, evaluate
+from flashgen.expr import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
@@ -77,7 +78,8 @@ def _walks(
     mask = build.analysis.mask
     if mask.always or plan.kernel == "delta":
         return [((p.batch, p.heads_q, p.heads_kv, *lengths), None)]
-    used = mask.may.free_symbols | mask.must.free_symbols
+    parts = (mask.may, mask.must, mask.reach.lo, mask.reach.hi)
+    used = {symbol for part in parts if part is not None for symbol in part.free_symbols}
     known: dict[Any, Any] = dict(
         zip((BATCH, HEADS, SEQ_Q, SEQ_K), (p.batch, p.heads_q, *lengths), strict=True)
     )
@@ -103,12 +105,35 @@ def _walks(
     ]
 
 
-def _visited(mask: Any, known: Mapping[Any, Any], plan: Plan, p: Problem) -> list[list[int]]:
+def _visited(
+    mask: MaskAnalysis, known: Mapping[Any, Any], plan: Plan, p: Problem
+) -> list[list[int]]:
+    """For each tile that a block owns, those that its loop takes: as the emitted code finds them.
+
+    They are those of the reach, a range; where it is not exact, the ones among them that may have
+    an element. (Where the reach ends before it begins, the loop may take the tile of both.)
+    """
     queries = Axis(p.seq_q, plan.block_q, p.q_offset)
     keys = Axis(p.seq_k, plan.block_k, p.k_offset)
     walk = Walk(mask, known.items(), queries, keys)
-    owned, classes = (keys, walk.of_keys) if plan.owns_keys else (queries, walk.of_queries)
-    return [np.flatnonzero(classes(*tile) != EMPTY).tolist() for tile in owned.tiles()]
+    owned, other, classes, ends = queries, keys, walk.of_queries, (Q_LO, Q_HI)
+    if plan.owns_keys:
+        owned, other, classes, ends = keys, queries, walk.of_keys, (K_LO, K_HI)
+    found = []
+    for start, stop in owned.tiles():
+        corners = dict(zip(ends, (start + owned.offset, stop - 1 + owned.offset), strict=True))
+        lo, hi = (
+            None if end is None else int(np.max(evaluate(end, {**walk.env, **corners})))
+            for end in (mask.reach.lo, mask.reach.hi)
+        )
+        first = 0 if lo is None else max(lo - other.offset, 0) // other.block
+        last = other.length if hi is None else min(hi - other.offset, other.length)
+        reached = list(range(first, -(-last // other.block)))
+        if not mask.reach_exact:
+            live = classes(start, stop) != EMPTY
+            reached = [tile for tile in reached if live[tile]]
+        found.append(reached)
+    return found
 
 
 def _forward(plan: Plan, moved: Traffic) -> Prediction:
