@@ -96,7 +96,7 @@ def show(profile: Profile, lines: int) -> None:
     say()
     _tensors(profile)
     say()
-    titles = ("work", "counted", "prediction", "counted / prediction")
+    titles = ("work (clk: clocks of one SM)", "counted", "prediction", "counted / prediction")
     listing(titles, [_compared(each) for each in profile.work], titles[1:])
     say()
     _classes(profile)

@@ -47,17 +47,16 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
     peak = 2.0 * tensor_rate(arch, dtype) * chip
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
-    span = [0.25 * min([1.0, *marks]), 4.0 * max([peak / arch.hbm_bytes_per_s, *marks])]
-    for name, rate in (
-        (f"HBM {arch.hbm_bytes_per_s / 1e9:,.0f} GB/s", arch.hbm_bytes_per_s),
-        (f"L2 {arch.l2_bytes_per_clock * chip / 1e9:,.0f} GB/s", arch.l2_bytes_per_clock * chip),
-    ):
-        corner = peak / rate
-        axes.plot([span[0], corner], [rate * span[0], peak], label=name)
+    rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
+    corners = [peak / rate for rate in rates.values()]
+    span = [min([*corners, *marks]) / 8, 8 * max([*corners, *marks])]
+    for (name, rate), corner in zip(rates.items(), corners, strict=True):
+        label = f"{name} {rate / 1e9:,.0f} GB/s"
+        axes.plot([span[0], corner], [rate * span[0], peak], label=label)
     axes.axhline(peak, color="black", label=f"tensor cores {peak / 1e12:,.0f} TFLOP/s")
     for profile in shown:
         line = profile.roofline
-        label = f"{profile.plan.kernel}: bound by {line.bound.name}"
+        label = f"{profile.kernel}: {line.bound.name}"
         (full,) = axes.plot(line.intensity, line.attainable, "o", label=label)
         axes.plot(line.intensity_l2, line.attainable, "o", mfc="none", color=full.get_color())
     axes.set(
@@ -66,7 +65,7 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
         xlim=span,
         xlabel="FLOP per byte (full: of HBM, open: asked of L2)",
         ylabel="FLOP/s at best",
-        title=f"{profiles[0].kernel}, {arch.product}",
+        title=f"{arch.product}, {dtype}",
     )
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
