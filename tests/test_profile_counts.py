@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from profiles import all_kernels, forward, loaded, random_operands
+from profiles import ROOT, all_kernels, forward, loaded, random_operands
 
 import flashgen as fg
 from flashgen import emulator
+from flashgen.cli.inputs import example_scalars
 from flashgen.compile import compile
 from flashgen.emulator.recorder import SECTOR_BYTES
 from flashgen.ops.backends import span
@@ -71,24 +72,30 @@ def test_predicted_bytes_are_exact_for_every_dtype(dtype):
         check_bytes(loaded("causal").replace(dtype=dtype), sizes)
 
 
+def test_predicted_bytes_are_exact_where_some_queries_reach_no_key():
+    check_bytes(loaded("sliding_window"), SIZES[2], window=30)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "values"),
+    "name",
     [
-        ("sliding_window", {"window": 50}),
-        ("symmetric_window", {"width": 20}),
-        ("block_causal", {}),
-        ("block_diffusion", {}),
-        ("longformer", {}),
-        ("prefix_lm", {"prefix": 70}),
-        ("strided", {}),
+        "sliding_window",
+        "symmetric_window",
+        "block_causal",
+        "block_diffusion",
+        "causal_offset",
+        "dilated_window",
+        "empty_rows",
+        "longformer",
+        "prefix_lm",
+        "strided",
     ],
 )
-def test_predicted_bytes_are_exact_for_masks_that_skip_tiles(name, values):
-    spec = loaded(name)
-    named = {scalar.name for scalar in spec.scalars}
+def test_predicted_bytes_are_exact_for_masks_that_skip_tiles(name):
+    values = example_scalars(str(ROOT / "specs" / f"{name}.py"))
     for sizes in SIZES:
-        check_bytes(spec, sizes, **{key: value for key, value in values.items() if key in named})
+        check_bytes(loaded(name), sizes, **values)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
