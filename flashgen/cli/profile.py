@@ -54,10 +54,9 @@ def profile(request: Request) -> None:
     if request.plot is not None:
         check_plot()
     values, _ = scalar_values(spec, request.path, request.scalars)
-    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, "emulator")
+    operands, (dout, dlse, _) = random_tensors(spec, sizes, request.seed, "emulator")
     captured, _ = tensor_values(spec, request.path, sizes, seed=request.seed)
     options: dict[str, Any] = {"scalars": values, "tensors": captured, "arch": request.arch}
-    options["rng"] = rng if spec.dropout else None
     with busy(f"{spec.name}: compiling, then counting {sizes} in the emulator"):
         run, profiles = profile_forward(spec, *operands, **options)
     if request.backward:
