@@ -266,6 +266,44 @@ def test_inlined_code_counts_for_the_line_of_the_kernel_that_called_it() -> None
     assert sum(t.warp_instructions for t in outer.values()) == counters.warp_instructions
 
 
+def test_a_called_function_counts_for_the_line_that_calls_it() -> None:
+    source = INLINED.replace("__forceinline__ float outer", "__noinline__ float outer")
+    a, b = np.ones(32, np.float32), np.zeros(64, np.float32)
+    ptx = compile_ptx(source)
+    assert "call.uni" in ptx
+    counters = emulator.launch(ptx, "lines", 1, 32, [a, b], profile=True)
+    lines = [line for (_, line), totals in counters.by_line(outermost=True).items() if line]
+    assert min(lines) >= 6
+    floats = {
+        line: totals.warps.get("float", 0)
+        for (_, line), totals in counters.by_line(outermost=True).items()
+    }
+    assert floats[9] == floats.get(10, 0) + floats.get(11, 0) - 1 > 0
+
+
+def test_a_place_that_was_inlined_twice_is_that_of_the_nearest_call() -> None:
+    text = """.file 1 "a.cu"
+        .visible .entry chain(.param .u64 p) { .reg .b32 %t;
+        .loc 1 50 1
+        .loc 1 20 2, function_name LABEL7, inlined_at 1 50 1
+        .loc 1 10 3, function_name LABEL8+9, inlined_at 1 20 2
+        add.u32 %t, %t, 1;
+        .loc 1 60 1
+        .loc 1 20 2, function_name LABEL7, inlined_at 1 60 1
+        .loc 1 10 3, function_name LABEL8+9, inlined_at 1 20 2
+        add.u32 %t, %t, 1; add.u32 %t, %t, 1;
+        .loc 1 70 1
+        ret; }"""
+    counters = run_ptx(text, "chain", 1, 32, np.zeros(1, np.uint64), check=False, profile=True)
+    own, outer = (counters.by_line(outermost=wanted) for wanted in (False, True))
+    assert {line: t.warps["integer"] for (_, line), t in own.items() if line == 10} == {10: 3}
+    assert [(line, t.warp_instructions) for (_, line), t in outer.items()] == [
+        (50, 1),
+        (60, 2),
+        (70, 1),
+    ]
+
+
 def test_a_launch_that_was_not_profiled_has_no_totals() -> None:
     a, b = np.ones(32, np.float32), np.zeros(64, np.float32)
     ptx = compile_ptx(INLINED)
