@@ -73,14 +73,15 @@ __device__ __forceinline__ float2 unpack(unsigned pair) {
   return x;
 }
 
-// Add the product of two pairs, or of two granules, to `sum`.
+// Add the product of two pairs, or of two granules, to `sum`. Granules are taken by value: behind a
+// reference the compiler may read one pair by pair, which asks for each sector four times.
 __device__ __forceinline__ void add_product(Sum& sum, unsigned a, unsigned b) {
   const float2 x = unpack(a);
   const float2 y = unpack(b);
   sum = fmaf(x.x, y.x, sum);
   sum = fmaf(x.y, y.y, sum);
 }
-__device__ __forceinline__ void add_product(Sum& sum, const Granule& a, const Granule& b) {
+__device__ __forceinline__ void add_product(Sum& sum, Granule a, Granule b) {
   add_product(sum, a.x, b.x);
   add_product(sum, a.y, b.y);
   add_product(sum, a.z, b.z);

@@ -171,9 +171,9 @@ struct Place {
   int b, tile;  // the sequence, and which of its tiles
 };
 
-// What block number `block` owns. The tiles of sequence i have the numbers from
-// (its first row) / BLOCK_Q + i on: room for those of all sequences before, whatever their
-// lengths, without a sum over them. So a tile may be beyond its sequence's last, and is nothing.
+// What block number `block` owns. The tiles of sequence i have the numbers from its first row /
+// BLOCK_Q + i on: room for those of all sequences before, whatever their lengths, and
+// no sum over them. So a tile may be beyond its sequence's last, and is nothing.
 __device__ __forceinline__ Place place_of(const Params& packed, int block) {
   int i = 0, last = packed.batch - 1;
   while (i < last) {

@@ -41,6 +41,7 @@ BESIDE = {
     "tiled": set(PIPELINE) - {"render", "compile", "launch", "pipeline"},
     "ops": {*PIPELINE, "emulator", "reference", "tiled"},
     "flex": {*PIPELINE, "emulator", "reference", "tiled", "ops"},
+    "profile": {*PIPELINE, "emulator", "tiled", "ops"},
 }
 # These may import everything.
 TOP = {"__init__", "__main__", "cli"}
@@ -71,6 +72,7 @@ OUTSIDE = {
     "tiled": {"torch", "numpy", "sympy"},
     "ops": {"torch", "numpy", "sympy"},
     "flex": {"torch", "numpy", "sympy"},
+    "profile": {"torch", "numpy", "matplotlib"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

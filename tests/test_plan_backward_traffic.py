@@ -100,6 +100,16 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(deterministic):
         assert report.counters.global_write_bytes == got.written + got.added
 
 
+def test_of_queries_that_reach_no_key_only_lse_and_delta_are_read():
+    dq = kernels()["dq"]
+    rows = 2 * dq.block_q
+    both, half = (
+        dq.backward_traffic(1, 1, 1, rows, rows, walk) for walk in ([[0], [0]], [[], [0]])
+    )
+    assert (half.q, half.do) == (both.q // 2, both.do // 2)
+    assert half.rows_read == both.rows_read == rows * 8 * 4 * dq.column_warps
+
+
 def test_delta_reads_o_and_its_gradient_once():
     delta = kernels()["delta"]
     without, with_it = (delta.backward_traffic(2, 4, 2, 100, 60, dlse=d) for d in (False, True))

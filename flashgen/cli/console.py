@@ -55,11 +55,13 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> None:
     _print_table(table)
 
 
-def listing(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table with titled columns."""
+def listing(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("bytes",)
+) -> None:
+    """A table with titled columns; those named in ``right`` end at the same place."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in titles:
-        table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
+        table.add_column(title, overflow="fold", justify="right" if title in right else "left")
     for row in rows:
         table.add_row(*row)
     _print_table(table)

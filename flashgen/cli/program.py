@@ -110,6 +110,50 @@ def run(
 
 @app.command()
 @command
+def profile(
+    spec: SpecPath,
+    shape: Annotated[str, typer.Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = DEFAULT_SHAPE,
+    dtype: Dtype = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    arch: Arch = None,
+    scalar: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
+    ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward kernels too.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --backward: sums in a fixed order.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
+    lines: Annotated[int, typer.Option(help="How many lines of the source to show.")] = 8,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
+    ] = None,
+) -> None:
+    """Count what kernels do in the emulator, beside what the plan predicts, and the roofline."""
+    from flashgen.cli.profile import Request
+    from flashgen.cli.profile import profile as profile_spec
+
+    profile_spec(
+        Request(
+            path=spec,
+            shape=shape,
+            dtype=dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            arch=arch,
+            scalars=tuple(scalar or ()),
+            backward=backward,
+            deterministic=deterministic,
+            seed=seed,
+            lines=lines,
+            plot=plot,
+        )
+    )
+
+
+@app.command()
+@command
 def plan(
     spec: SpecPath,
     dtype: Dtype = None,

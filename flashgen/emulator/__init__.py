@@ -5,11 +5,13 @@ the entry. The path of a kernel: ``lexer`` and ``parser`` (text to :mod:`ptx` da
 (calls inlined), ``program`` (flow and liveness), ``codegen`` with the ``emit_*`` modules (one
 Python function per segment), ``machine`` (cohorts of warps through segments). What instructions
 mean is in ``integers``, ``floats``, ``halves``, ``convert``, ``warp``, ``tensor``, ``access``,
-``atomics``, ``copies`` and ``barriers``; ``races`` checks, ``counters`` counts.
+``atomics``, ``copies`` and ``barriers``; ``races`` checks, ``counters`` counts: in a launch with
+profile=True also what ``recorder`` records, by the models of ``banks`` and ``work``. ``l2`` runs
+what was recorded through a cache.
 """
 
-from flashgen.emulator.counters import Counters
-from flashgen.emulator.entry import launch, load
+from flashgen.emulator.counters import Counters, Totals
+from flashgen.emulator.entry import launch, load, profiling
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
@@ -34,9 +36,11 @@ __all__ = [
     "PtxSyntaxError",
     "RaceError",
     "StepLimit",
+    "Totals",
     "Trapped",
     "UninitialisedRead",
     "UnknownInstruction",
     "launch",
     "load",
+    "profiling",
 ]

@@ -21,6 +21,7 @@ from flashgen.emulator.memory import (
     SHIFT,
     WINDOW_BYTES,
 )
+from flashgen.emulator.recorder import READ, WRITE
 from flashgen.emulator.registry import runtime
 
 Array = npt.NDArray[Any]
@@ -107,6 +108,8 @@ def load_shared(E: Any, C: Cohort, address: Any, lanes: Any, size: int, pc: int)
     where = address + shared_base(E, C)
     view = E.shared.view[size]
     index = where >> SHIFT[size]
+    if E.recorder is not None:
+        E.recorder.shared(C, address, lanes, size, pc)
     if lanes is None:
         E.counters.shared_read_bytes += 32 * C.n * size
         if E.shared_races:
@@ -129,6 +132,8 @@ def store_shared(
     """Writes ``size`` bytes per lane to shared memory."""
     check_window(E, C, address, lanes, size, pc, E.shared_size, "shared")
     where = spread(address + shared_base(E, C), C.n)
+    if E.recorder is not None:
+        E.recorder.shared(C, address, lanes, size, pc)
     if E.shared_races:
         E.shared_races.write(C, where, size, pc, lanes)
     index = where >> SHIFT[size]
@@ -265,6 +270,8 @@ def load_global(E: Any, C: Cohort, address: Any, lanes: Any, size: int, pc: int)
     lanes_read = 32 * C.n if lanes is None else len(offset)
     counters.global_read_bytes += lanes_read * size
     counters.global_read_sectors += count_sectors(C, offset, lanes)
+    if E.recorder is not None:
+        E.recorder.whole(C, offset, lanes, size, pc, READ)
     if E.global_races:
         E.global_races.read(C, offset, size, pc, lanes)
     view = E.memory.flat.view[size]
@@ -286,6 +293,8 @@ def store_global(
     counters = E.counters
     counters.global_write_bytes += offset.size * size
     counters.global_write_sectors += count_sectors(C, offset, lanes)
+    if E.recorder is not None:
+        E.recorder.whole(C, offset, lanes, size, pc, WRITE)
     if E.global_races:
         E.global_races.write(C, offset, size, pc, lanes)
     value = spread(value, C.n)

@@ -25,6 +25,7 @@ from flashgen.emulator.floats import maximum, minimum
 from flashgen.emulator.halves import half_op, half_op2
 from flashgen.emulator.memory import SHIFT
 from flashgen.emulator.ptx import TYPE_BYTES
+from flashgen.emulator.recorder import ATOMIC
 from flashgen.emulator.registry import runtime
 
 Array = npt.NDArray[Any]
@@ -67,12 +68,16 @@ def atomic(
         offset = locate(E, C, where, chosen, size, pc, True)
         E.counters.global_read_bytes += offset.size * size
         E.counters.global_write_bytes += offset.size * size
+        if E.recorder is not None:
+            E.recorder.whole(C, offset, chosen, size, pc, ATOMIC)
         if E.global_races:
             E.global_races.atomic(C, offset, size, pc, chosen)
         view = E.memory.flat.view[size]
     elif space == "shared":
         check_window(E, C, where, chosen, size, pc, E.shared_size, "shared")
         full = where + shared_base(E, C)
+        if E.recorder is not None:
+            E.recorder.shared(C, where, chosen, size, pc, in_turn=True)
         if E.shared_races:
             E.shared_races.atomic(C, full, size, pc, chosen)
         offset = full[chosen]

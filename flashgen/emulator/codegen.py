@@ -37,7 +37,8 @@ from flashgen.emulator.registry import EMITTERS, RUNTIME, Modifiers
 if TYPE_CHECKING:
     from flashgen.emulator.program import Program
 
-SegmentFunction = Callable[[Any, Any], None]
+SegmentFunction = Callable[[Any, Any], Any]
+"""True when it did nothing: warps wait for lanes that are elsewhere, and it will run again."""
 _LOCAL = re.compile(r"\bv\d+\b")
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
@@ -45,10 +46,11 @@ _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 class Generator:
     """Writes the function of one segment."""
 
-    def __init__(self, program: Program, masked: bool, check: bool) -> None:
+    def __init__(self, program: Program, masked: bool, check: bool, profile: bool = False) -> None:
         self.program = program
         self.masked = masked
         self.check = check
+        self.profile = profile
         self.lines: list[str] = []
         self.names: dict[int, str] = {}
         self.loads: dict[int, str] = {}
@@ -310,8 +312,10 @@ class Generator:
             value = self.read(ins.guard, "b1")
             self.guard = self.let(f"~{value}") if ins.guard_negated else value
             self.demand()
+            if self.profile:
+                self.say(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
         if self.masked and is_warp_wide(ins):
-            self.say(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return")
+            self.say(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
         try:
             emitter(self, ins)
         except (ValueError, IndexError, KeyError):

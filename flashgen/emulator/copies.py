@@ -10,6 +10,7 @@ import numpy.typing as npt
 from flashgen.emulator.access import check_window, count_sectors, locate, shared_base, spread
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.memory import ELEMENT, SHIFT
+from flashgen.emulator.recorder import READ
 
 if TYPE_CHECKING:
     from flashgen.emulator.machine import Machine
@@ -51,6 +52,8 @@ class Copies:
         check_window(m, C, to, lanes, size, pc, m.shared_size, "shared")
         offset = spread(to + shared_base(m, C), n)
         full_lanes = None if lanes is None else spread(lanes, n)
+        if m.recorder is not None:
+            m.recorder.shared(C, to, full_lanes, size, pc)
         if m.shared_races:
             m.shared_races.depart(C, offset, size, pc, full_lanes)
         data = self._fetch(C, source, full_lanes, size, read, pc)
@@ -92,6 +95,8 @@ class Copies:
         offset = locate(m, C, address, lanes, size, pc, False)
         m.counters.global_read_bytes += offset.size * size
         m.counters.global_read_sectors += count_sectors(C, offset, lanes)
+        if m.recorder is not None:
+            m.recorder.whole(C, offset, lanes, size, pc, READ)
         if m.global_races:
             m.global_races.read(C, offset, size, pc, lanes)
         values = m.memory.flat.view[size].take(offset >> SHIFT[size])

@@ -3,10 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from flashgen.emulator.effects import is_barrier
+from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.work import class_of, kind_of_product, multiply_adds
 
 if TYPE_CHECKING:
     from flashgen.emulator.program import Program
+    from flashgen.emulator.recorder import Recorder
+
+Place = tuple[str, int]
+"""A file and a line; line 0 is what the compiler made of no line."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over some instructions of a kernel.
+
+    Attributes:
+        warps: warp instructions by class of work, `flashgen.emulator.work.CLASSES`.
+        lanes: the same times the lanes that were active.
+        multiply_adds: of the tensor cores, by shape and types of the instruction.
+        global_bytes: that lanes asked for; those of an atomic once.
+        sectors, sectors_least: of 32 bytes that accesses to global memory took, and the fewest
+            that their bytes could take.
+        shared_bytes: that lanes moved to or from shared memory.
+        wavefronts, wavefronts_least: of shared memory, by the model of `flashgen.emulator.banks`.
+        barriers: of a block, executed by warps.
+    """
+
+    warps: Mapping[str, int] = field(default_factory=dict)
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    multiply_adds: Mapping[str, int] = field(default_factory=dict)
+    global_bytes: int = 0
+    sectors: int = 0
+    sectors_least: int = 0
+    shared_bytes: int = 0
+    wavefronts: int = 0
+    wavefronts_least: int = 0
+    barriers: int = 0
+
+    @property
+    def warp_instructions(self) -> int:
+        return sum(self.warps.values())
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Wavefronts beyond the fewest."""
+        return self.wavefronts - self.wavefronts_least
+
+    @property
+    def tensor_multiply_adds(self) -> int:
+        return sum(self.multiply_adds.values())
 
 
 class Counters:
@@ -19,10 +70,12 @@ class Counters:
         global_read_sectors, global_write_sectors: distinct 32-byte sectors per warp request.
         shared_read_bytes, shared_write_bytes: bytes moved by active lanes.
         seconds: wall time of the execution.
+        recorded: what a launch with profile=True recorded besides; None of any other.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, recorded: Recorder | None = None) -> None:
         self._program = program
+        self.recorded = recorded
         self.segments: dict[tuple[int, int], int] = {}
         self.segment_runs = 0
         self.global_read_bytes = 0
@@ -77,6 +130,90 @@ class Counters:
     def warp_instructions(self) -> int:
         return sum(self.instruction_counts())
 
+    # ---- of launches with profile=True
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self._program.name
+
+    def total(self) -> Totals:
+        """Of the whole launch.
+
+        Raises:
+            LaunchArguments: it was not profiled.
+        """
+        counts = self.instruction_counts()
+        return self._totals(range(len(counts)), counts)
+
+    def by_line(self, outermost: bool = False) -> dict[Place, Totals]:
+        """By lines of the source, in their order.
+
+        Args:
+            outermost: an instruction of an inlined function counts for the line of the kernel that
+                called it, rather than for its own.
+
+        Raises:
+            LaunchArguments: the launch was not profiled.
+        """
+        places: dict[Place, list[int]] = {}
+        files = self._program.module.files
+        for pc, ins in enumerate(self._program.code):
+            number, line = ins.outer if outermost else ins.line
+            places.setdefault((files.get(number, "?"), line), []).append(pc)
+        counts = self.instruction_counts()
+        counted = {place: self._totals(places[place], counts) for place in sorted(places)}
+        return {place: totals for place, totals in counted.items() if totals.warps}
+
+    def by_instruction(self) -> list[tuple[str, Totals]]:
+        """Each instruction that was executed, as the PTX has it, in its order.
+
+        Raises:
+            LaunchArguments: the launch was not profiled.
+        """
+        counts = self.instruction_counts()
+        executed = [pc for pc, count in enumerate(counts) if count]
+        return [(self._program.text(pc), self._totals((pc,), counts)) for pc in executed]
+
+    def _totals(self, chosen: Iterable[int], counts: list[int]) -> Totals:
+        recorded = self.recorded
+        if recorded is None:
+            raise LaunchArguments(
+                "this launch was not profiled",
+                where=f"kernel {self.kernel}",
+                numbers="launched with profile=False, the default: recording takes time",
+                way_out="emulator.launch(..., profile=True), or `with emulator.profiling():`",
+            )
+        active = recorded.lanes
+        warps: Counter[str] = Counter()
+        lanes: Counter[str] = Counter()
+        products: Counter[str] = Counter()
+        places, barriers = [], 0
+        for pc in chosen:
+            if not counts[pc]:
+                continue
+            places.append(pc)
+            ins = self._program.code[pc]
+            kind = class_of(ins)
+            warps[kind] += counts[pc]
+            lanes[kind] += int(active[pc])
+            if kind == "tensor":
+                products[kind_of_product(ins)] += counts[pc] * multiply_adds(ins)
+            elif is_barrier(ins):
+                barriers += counts[pc]
+        return Totals(
+            warps=dict(warps),
+            lanes=dict(lanes),
+            multiply_adds=dict(products),
+            global_bytes=int(recorded.bytes[places].sum()),
+            sectors=int(recorded.sectors[places].sum()),
+            sectors_least=int(recorded.sectors_least[places].sum()),
+            shared_bytes=int(recorded.shared_bytes[places].sum()),
+            wavefronts=int(recorded.wavefronts[places].sum()),
+            wavefronts_least=int(recorded.wavefronts_least[places].sum()),
+            barriers=barriers,
+        )
+
     def __repr__(self) -> str:
         return (
             f"Counters(warp_instructions={self.warp_instructions:,}, "
@@ -84,3 +221,16 @@ class Counters:
             f"written {self.global_write_bytes:,} B in {self.global_write_sectors:,} sectors, "
             f"shared read {self.shared_read_bytes:,} B, written {self.shared_write_bytes:,} B)"
         )
+
+
+def added(parts: Iterable[Totals]) -> Totals:
+    """The sum of totals of different instructions."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for each in fields(Totals):
+            value = getattr(part, each.name)
+            if isinstance(value, Mapping):
+                whole[each.name] = dict(Counter(whole.get(each.name, {})) + Counter(value))
+            else:
+                whole[each.name] = whole.get(each.name, 0) + value
+    return Totals(**whole)

@@ -19,6 +19,7 @@ class Cursor:
         self.tokens.append(Token("end", "", len(text)))
         self.at = 0
         self.line = (0, 0)
+        self.outer = (0, 0)
 
     def fail(self, what: str) -> PtxSyntaxError:
         token = self.tokens[self.at]

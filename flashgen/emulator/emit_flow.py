@@ -127,7 +127,7 @@ def barrier(g: Generator, ins: Instruction) -> None:
     g.demand()
     g.finish(g.pc + 1)
     if g.masked:
-        g.say(f"if E.wait_for_warp(C, None, {g.pc}): return")
+        g.say(f"if E.wait_for_warp(C, None, {g.pc}): return True")
     g.say(
         f"E.barriers.arrive(C, {number}, {count}, {action != 'arrive'}, {g.pc}, {vote}, {result})"
     )

@@ -7,7 +7,9 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ STEP_LIMIT = 5_000_000
 _KEPT_MODULES = 32
 _MODULES: OrderedDict[str, tuple[Module, dict[str, Program]]] = OrderedDict()
 _LOCK = threading.RLock()
+_LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 
 
 def launch(
@@ -39,6 +42,7 @@ def launch(
     order_seed: int | None = None,
     *,
     step_limit: int = STEP_LIMIT,
+    profile: bool = False,
 ) -> Counters:
     """Executes a kernel of a PTX text.
 
@@ -56,6 +60,8 @@ def launch(
             alignment, deadlocks and barriers are always checked.
         order_seed: runs blocks and warps in an order drawn from this seed, instead of together.
         step_limit: compiled segments that may run before the launch counts as endless.
+        profile: fill in `Counters.recorded` too, which takes time; so does every launch inside
+            `profiling`.
 
     Returns:
         Counters of instructions and memory traffic.
@@ -73,7 +79,16 @@ def launch(
     memory.commit()
     packer.relocate()
     machine = Machine(
-        program, grid3, block3, memory, parameters, shared_bytes, check, order_seed, step_limit
+        program,
+        grid3,
+        block3,
+        memory,
+        parameters,
+        shared_bytes,
+        check,
+        order_seed,
+        step_limit,
+        profile or _LAUNCHES.get() is not None,
     )
     begin = time.perf_counter()
     try:
@@ -81,7 +96,26 @@ def launch(
     finally:
         memory.copy_back()
     counters.seconds = time.perf_counter() - begin
+    launches = _LAUNCHES.get()
+    if launches is not None:
+        launches.append(counters)
     return counters
+
+
+@contextmanager
+def profiling() -> Iterator[list[Counters]]:
+    """Every launch inside, whoever makes it, is one with profile=True.
+
+    Yields:
+        A list to which the counters of each launch are added, in their order.
+    """
+    token = _LAUNCHES.set([])
+    launches = _LAUNCHES.get()
+    assert launches is not None
+    try:
+        yield launches
+    finally:
+        _LAUNCHES.reset(token)
 
 
 def load(ptx: str, name: str) -> Program:

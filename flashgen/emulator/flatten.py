@@ -53,11 +53,17 @@ class _Inliner:
         self.slots: dict[tuple[str, int], Reg] = {}
 
     def expand(
-        self, fn: Function, aliases: dict[str, str], stack: tuple[str, ...], after: list[int] | None
+        self,
+        fn: Function,
+        aliases: dict[str, str],
+        stack: tuple[str, ...],
+        after: list[int] | None,
+        outer: tuple[int, int] | None = None,
     ) -> None:
         """Appends the body of ``fn``; ``aliases`` maps its parameters to the caller's variables.
 
-        ``after`` collects the places of the branches that replace ``ret``.
+        ``after`` collects the places of the branches that replace ``ret``; ``outer`` is the
+        outermost line of the call.
         """
         flat, tag = self.flat, f"#{len(self.flat.code)}"
         base = len(flat.registers)
@@ -75,7 +81,7 @@ class _Inliner:
 
         for ins in fn.code:
             starts.append(len(flat.code))
-            ins = replace(ins, operands=[move(o) for o in ins.operands])
+            ins = replace(ins, operands=[move(o) for o in ins.operands], outer=outer or ins.outer)
             if ins.guard is not None:
                 ins.guard = Reg(ins.guard.index + base)
             target = next((o for o in ins.operands if isinstance(o, Sym)), None)
@@ -124,7 +130,7 @@ class _Inliner:
         if ins.guard is not None:
             raise _unknown(ins, "a predicated call")
         returns: list[int] = []
-        self.expand(callee, aliases, (*stack, callee.name), returns)
+        self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
         for place in returns:
             self.flat.code[place].operands = [LabelRef(len(self.flat.code))]
         for value, name, kind in register_results:

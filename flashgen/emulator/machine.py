@@ -20,6 +20,7 @@ from flashgen.emulator.memory import Flat, GlobalMemory
 from flashgen.emulator.program import Program, Region
 from flashgen.emulator.races import SharedRaces
 from flashgen.emulator.races_global import GlobalRaces
+from flashgen.emulator.recorder import Recorder
 from flashgen.emulator.report import Reports, WaitsForWarp
 from flashgen.emulator.special import special_values
 from flashgen.errors import EmulatorError
@@ -45,6 +46,7 @@ class Machine(Reports):
         check: bool,
         order_seed: int | None,
         step_limit: int,
+        profile: bool = False,
     ) -> None:
         self.program = program
         self.grid, self.block = grid, block
@@ -60,7 +62,8 @@ class Machine(Reports):
         self.dynamic_bytes = shared_bytes
         self.shared_size = program.dynamic_shared + shared_bytes
         self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
-        self.counters = Counters(program)
+        self.recorder = Recorder(self) if profile else None
+        self.counters = Counters(program, self.recorder)
         self.global_races = GlobalRaces(self) if check else None
         self.divergent_lanes = self.threads % 32 != 0
 
@@ -131,17 +134,16 @@ class Machine(Reports):
 
     def _run(self, c: Cohort) -> None:
         """Executes one segment of a cohort."""
-        program, counters = self.program, self.counters
-        found = program.segment(c.pc, c.mask is not None, self.check)
+        program, counters, recorder = self.program, self.counters, self.recorder
+        found = program.segment(c.pc, c.mask is not None, self.check, recorder is not None)
         self.steps += 1
         if self.steps > self.step_limit:
             self._too_many_steps(c)
         c.age = self.steps
-        key = (found.start, found.end)
-        counters.segments[key] = counters.segments.get(key, 0) + c.n
-        counters.segment_runs += 1
+        mask, rows = c.mask, c.n
         try:
-            found.run(self, c)
+            if found.run(self, c):
+                return
         except EmulatorError:
             raise
         except Exception as problem:
@@ -149,6 +151,11 @@ class Machine(Reports):
                 near = program.source_line(found.start)
                 problem.add_note(f"while emulating {program.name} near {near}")
             raise
+        key = (found.start, found.end)
+        counters.segments[key] = counters.segments.get(key, 0) + rows
+        counters.segment_runs += 1
+        if recorder is not None:
+            recorder.executed(key, rows, mask)
 
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all that stand at the same instruction."""

@@ -39,6 +39,7 @@ _SPECIAL = re.compile(
     r"(?:\.[xyzw])?$"
 )
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 
 
 @dataclass
@@ -75,6 +76,7 @@ class _Parser(Cursor):
         self.out = Module(text, {}, {}, files, target.group(1) if target else "")
         self.fn = Function("", False, [], [])
         self.scope = _Scope(None)
+        self.outermost: dict[tuple[int, ...], tuple[int, int]] = {}  # by file, line, column
 
     # ---- module level
 
@@ -159,14 +161,28 @@ class _Parser(Cursor):
             self.accept(",")
         return found
 
+    def location(self, text: str) -> None:
+        """Takes a ``.loc``; one with ``inlined_at`` names a place that an earlier one has given.
+
+        A place that was itself inlined at several calls is the one of the nearest earlier ``.loc``:
+        no more is said in PTX.
+        """
+        match = _LOC.match(text)
+        if match is None:
+            raise self.fail("a .loc without a file and a line")
+        file, line, column, *caller = (int(number or 0) for number in match.groups())
+        self.line = self.outer = (file, line)
+        if any(caller):
+            self.outer = self.outermost.get(tuple(caller), (caller[0], caller[1]))
+        self.outermost[file, line, column] = self.outer
+
     def body(self) -> None:
         """Statements up to the closing brace of the scope."""
         while True:
             token = self.tokens[self.at]
             text = token.text
             if token.kind == "loc":
-                words = text.replace(",", " ").split()
-                self.line = (int(words[1]), int(words[2]))
+                self.location(text)
                 self.at += 1
             elif text == "}":
                 self.at += 1
@@ -273,7 +289,9 @@ class _Parser(Cursor):
         end = self.tokens[self.at].position
         self.take(";")
         self.fn.code.append(
-            Instruction(op, tuple(mods), operands, guard, negated, self.line, begin, end)
+            Instruction(
+                op, tuple(mods), operands, guard, negated, self.line, self.outer, begin, end
+            )
         )
 
     # ---- operands

@@ -44,7 +44,7 @@ class Region(NamedTuple):
 class Segment(NamedTuple):
     """A compiled stretch of code: instructions ``start`` to ``end`` (exclusive)."""
 
-    run: Callable[[Any, Any], None]
+    run: Callable[[Any, Any], Any]
     start: int
     end: int
     text: str
@@ -93,7 +93,7 @@ class Program:
         self._track_undefined()
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
-        self._segments: dict[tuple[int, bool, bool], Segment] = {}
+        self._segments: dict[tuple[int, bool, bool, bool], Segment] = {}
         self._regions: dict[tuple[int, int], Region | None] = {}
         self._live_lists: dict[int, list[int]] = {}
 
@@ -313,12 +313,12 @@ class Program:
             found = self._live_lists[pc] = _bits_set(self.live[min(pc, len(self.code))])
         return found
 
-    def segment(self, pc: int, masked: bool, check: bool) -> Segment:
+    def segment(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
         """The compiled function of the segment that starts at ``pc``."""
-        key = (pc, masked, check)
+        key = (pc, masked, check, profile)
         found = self._segments.get(key)
         if found is None:
-            generator = Generator(self, masked, check)
+            generator = Generator(self, masked, check, profile)
             function = generator.generate(pc)
             found = self._segments[key] = Segment(function, pc, generator.end, generator.text)
         return found

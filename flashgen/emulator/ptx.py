@@ -112,6 +112,7 @@ class Instruction:
     guard: Reg | None = None
     guard_negated: bool = False
     line: tuple[int, int] = (0, 0)  # .loc: file number, line
+    outer: tuple[int, int] = (0, 0)  # the same of the call that all of it was inlined at
     position: int = 0  # in the text of the module
     end: int = 0
 

@@ -172,6 +172,8 @@ def load_matrix(
     check_matrix(E, C, rows, pc)
     where = rows + shared_base(E, C)
     E.counters.shared_read_bytes += n * count * 128
+    if E.recorder is not None:
+        E.recorder.matrices(rows, pc)
     if E.shared_races:
         E.shared_races.read(C, where, 16, pc, None)
     data = E.shared.view[16].take(where >> 4)

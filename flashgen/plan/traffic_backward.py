@@ -101,7 +101,8 @@ def backward_traffic(
         return BackwardTraffic(
             q=pairs * own_rows * qk_row,
             do=pairs * own_rows * v_row,
-            rows_read=pairs * own_rows * ROW_BYTES * QUAD * plan.column_warps,
+            # Those of a tile that reaches no key, too.
+            rows_read=pairs * seq_q * ROW_BYTES * QUAD * plan.column_warps,
             k=pairs * walked_rows * qk_row,
             v=pairs * walked_rows * v_row,
             dq=pairs * seq_q * qk_row if plan.kernel == "dq" else 0,

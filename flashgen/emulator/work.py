@@ -1,0 +1,81 @@
+"""What kind of work a PTX instruction is, by the units of an SM that do it.
+
+An instruction of PTX is one unit of work here, as it stands. The assembler may make several of it
+(an integer or float division, say), fuse two (mul and add) or drop one (most moves).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.ptx import Instruction
+
+CLASSES = {
+    "tensor": "products of matrices on the tensor cores",
+    "float": "additions, multiplications and fused ones of at most 32 bits: the FMA pipe",
+    "double": "arithmetic in float64",
+    "special": "ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh, and divisions of floats",
+    "compare": "extrema, comparisons, selections and signs, of floats and integers",
+    "integer": "integer arithmetic, logic, shifts and bits",
+    "convert": "conversions between types",
+    "move": "moves, constants and addresses",
+    "exchange": "between the lanes of a warp",
+    "memory": "loads, stores, copies and atomics, and waiting for copies",
+    "barrier": "barriers and fences",
+    "control": "branches and ends",
+}
+
+_OPCODES = {
+    "tensor": "mma",
+    "special": "ex2 lg2 rcp rsqrt sqrt sin cos tanh",
+    "compare": "abs neg min max set setp selp slct testp copysign",
+    "integer": "addc subc and or xor not cnot shl shr shf lop3 prmt popc clz brev bfe bfi bfind "
+    "bmsk szext sad mad24 mul24 madc dp4a rem",
+    "convert": "cvt",
+    "move": "mov cvta isspacep createpolicy",
+    "exchange": "shfl vote match redux elect activemask movmatrix",
+    "memory": "ld ldu st ldmatrix cp atom red prefetch prefetchu discard applypriority",
+    "barrier": "bar barrier membar fence",
+    "control": "bra brx ret exit call trap brkpt nanosleep pmevent griddepcontrol alloca "
+    "stacksave stackrestore",
+}
+_CLASS_OF = {opcode: name for name, opcodes in _OPCODES.items() for opcode in opcodes.split()}
+_BY_TYPE = ("add", "sub", "mul", "mad", "fma", "div")
+_FLOATS = frozenset(("f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2"))
+_SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
+
+
+def class_of(ins: Instruction) -> str:
+    """The class of an instruction, one of `CLASSES`.
+
+    Raises:
+        UnknownInstruction: it has none.
+    """
+    found = _CLASS_OF.get(ins.op)
+    if "f64" in ins.mods and (found in ("special", "compare") or ins.op in _BY_TYPE):
+        return "double"
+    if found is not None:
+        return found
+    if ins.op in _BY_TYPE:
+        if not _FLOATS.intersection(ins.mods):
+            return "integer"
+        return "special" if ins.op == "div" else "float"
+    raise UnknownInstruction(
+        f"the emulator does not know what kind of work {ins.name} is",
+        where=f".loc line {ins.line[1]}",
+        numbers=f"classes: {', '.join(CLASSES)}",
+        way_out="add its opcode to flashgen/emulator/work.py",
+    )
+
+
+def multiply_adds(ins: Instruction) -> int:
+    """Of one execution by a warp on the tensor cores; 0 of any other instruction."""
+    shape = _SHAPE.search(ins.name) if ins.op == "mma" else None
+    return math.prod(map(int, shape.groups())) if shape else 0
+
+
+def kind_of_product(ins: Instruction) -> str:
+    """Shape and types of an mma, such as "m16n8k16 f32 f16 f16 f32"."""
+    return " ".join(mod for mod in ins.mods if mod not in ("sync", "aligned", "row", "col"))

@@ -1,0 +1,76 @@
+"""How long each resource of the chip is busy with what was counted, and which is busy longest."""
+
+from __future__ import annotations
+
+from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
+from flashgen.emulator import Totals
+from flashgen.emulator.l2 import L2Traffic
+from flashgen.emulator.recorder import SECTOR_BYTES
+from flashgen.profile.value import Bound, Roofline
+
+ADDED_BYTES_SHARE = 0.5
+"""Of L2's rate, for atomic additions: the planner's assumption, `flashgen.plan.search`."""
+
+
+def tensor_rate(arch: Arch, dtype: str) -> int:
+    """Multiply-adds per clock and SM with mma.sync, the instruction of the sm_80 path."""
+    return arch.mma_tf32 if dtype == "float32" else arch.mma_16bit
+
+
+def clocks(arch: Arch, dtype: str, totals: Totals, added_bytes: int) -> dict[str, float]:
+    """Clocks of one SM for all of a kernel's work, by the names of the terms of a plan's cost.
+
+    A wavefront of shared memory is a clock, an instruction of PTX an issue slot. The assembler
+    makes other instructions of these; how many, `flashgen inspect --sass` shows.
+
+    Args:
+        added_bytes: added to global memory by atomics; they are no part of "l2".
+    """
+    plain = totals.sectors * SECTOR_BYTES - added_bytes
+    return {
+        "tensor": totals.tensor_multiply_adds / tensor_rate(arch, dtype),
+        "shared": float(totals.wavefronts),
+        "l2": plain / arch.l2_bytes_per_clock,
+        "atomics": added_bytes / (ADDED_BYTES_SHARE * arch.l2_bytes_per_clock),
+        "special": totals.lanes.get("special", 0) / SPECIAL_PER_CLOCK,
+        "issue": totals.warp_instructions / SCHEDULERS,
+    }
+
+
+def roofline(arch: Arch, dtype: str, totals: Totals, added_bytes: int, l2: L2Traffic) -> Roofline:
+    """Where the kernel stands when every SM has an equal share of the work."""
+    flops = 2.0 * totals.tensor_multiply_adds
+    chip = arch.sms * arch.clock_hz
+    at = clocks(arch, dtype, totals, added_bytes)
+    asked = totals.sectors * SECTOR_BYTES
+    peak = 2.0 * tensor_rate(arch, dtype) * chip
+    float_lanes = totals.lanes.get("float", 0)
+    amounts = {
+        "tensor": ("tensor cores", flops, "FLOP"),
+        "shared": ("shared memory", totals.wavefronts, "wavefronts"),
+        "l2": ("L2", asked - added_bytes, "B"),
+        "atomics": ("atomic additions in L2", added_bytes, "B"),
+        "special": ("special functions", totals.lanes.get("special", 0), "results"),
+        "issue": ("instruction issue", totals.warp_instructions, "warp instructions"),
+    }
+    bounds = [
+        Bound("HBM", l2.hbm / arch.hbm_bytes_per_s, l2.hbm, "B", arch.hbm_bytes_per_s),
+        Bound(
+            "FMA pipe",
+            float_lanes / (arch.fp32_per_clock * chip),
+            float_lanes,
+            "operations",
+            arch.fp32_per_clock * chip,
+        ),
+    ]
+    for term, (name, amount, unit) in amounts.items():
+        seconds = at[term] / chip
+        if seconds:
+            bounds.append(Bound(name, seconds, amount, unit, amount / seconds))
+    return Roofline(
+        flops=flops,
+        intensity=flops / l2.hbm if l2.hbm else 0.0,
+        intensity_l2=flops / asked if asked else 0.0,
+        ridge=peak / arch.hbm_bytes_per_s,
+        bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
+    )

@@ -1,0 +1,54 @@
+"""Profiles of forward and backward calls on random operands."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+import flashgen as fg
+from flashgen.profile import Profile, profile_backward, profile_forward
+
+ROOT = Path(__file__).resolve().parent.parent
+Sizes = tuple[int, int, int, int, int]
+
+
+@functools.cache
+def loaded(name: str) -> fg.AttentionSpec:
+    return fg.load(ROOT / "specs" / f"{name}.py")
+
+
+def random_operands(spec: fg.AttentionSpec, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    """q, k and v for (batch, heads_q, heads_kv, seq_q, seq_k)."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads_q, heads_kv, seq_q, seq_k = sizes
+    dims = (spec.head_dim, spec.head_dim, spec.head_dim_v)
+    shapes = ((heads_q, seq_q), (heads_kv, seq_k), (heads_kv, seq_k))
+    dtype = getattr(torch, spec.dtype)
+    return tuple(
+        torch.randn(batch, *shape, dim, generator=generator).to(dtype)
+        for shape, dim in zip(shapes, dims, strict=True)
+    )
+
+
+@functools.cache
+def forward(spec: fg.AttentionSpec, sizes: Sizes, arch: str = "sm_80") -> Profile:
+    """The forward kernel's."""
+    (found,) = profile_forward(spec, *random_operands(spec, sizes), arch=arch)[1]
+    return found
+
+
+@functools.cache
+def all_kernels(spec: fg.AttentionSpec, sizes: Sizes, **values: float) -> tuple[Profile, ...]:
+    """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them."""
+    q, k, v = random_operands(spec, sizes)
+    options = {"scalars": values}
+    run, found = profile_forward(spec, q, k, v, **options)
+    dout = torch.randn(run.out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    for deterministic, dlse in ((False, torch.ones_like(run.lse)), (True, None)):
+        _, more = profile_backward(
+            spec, q, k, v, run.out, run.lse, dout, dlse, deterministic=deterministic, **options
+        )
+        found += more
+    return found
