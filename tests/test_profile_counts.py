@@ -41,6 +41,16 @@ def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes)
     check_bytes(loaded(name), sizes)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["bigbird", "local_global"])
+def test_predicted_bytes_of_operands_under_a_layout_are_exact(name, sizes):
+    for profile in all_kernels(loaded(name), sizes):
+        predicted = [t for t in profile.tensors if t.issued.predicted is not None]
+        assert len(predicted) >= 4, "all but the layout's own lists"
+        for tensor in predicted:
+            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+
+
 def test_what_the_plan_calls_issued_is_what_the_emulator_counts():
     spec, (batch, heads_q, heads_kv, seq_q, seq_k) = loaded("causal"), SIZES[1]
     found = {profile.plan.kernel: profile for profile in all_kernels(spec, SIZES[1])}

@@ -15,8 +15,9 @@ from flashgen.expr import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B,
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
+from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
-from flashgen.tiled.walk import EMPTY, Axis, Walk
+from flashgen.tiled.walk import EMPTY, Axis, Layout, Walk
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,7 +77,8 @@ def _walks(
     p, plan = problem, build.plan
     lengths = p.seq_q, p.seq_k
     mask = build.analysis.mask
-    if mask.always or plan.kernel == "delta":
+    live = _live_blocks(spec, p, captured)
+    if (mask.always and live is None) or plan.kernel == "delta":
         return [((p.batch, p.heads_q, p.heads_kv, *lengths), None)]
     parts = (mask.may, mask.must, mask.reach.lo, mask.reach.hi)
     used = {symbol for part in parts if part is not None for symbol in part.free_symbols}
@@ -87,10 +89,12 @@ def _walks(
     for scalar in spec.scalars:
         value = scalars[scalar.name]
         known[scalar.expr] = float(np.float32(value)) if scalar.dtype == "float32" else value
-    known |= {tensor.symbol: captured[tensor.name] for tensor in spec.tensors}
+    known |= {t.symbol: captured[t.name] for t in spec.tensors if t.name in captured}
     known = {symbol: value for symbol, value in known.items() if symbol in used}
+    if live is not None:
+        used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
     if not {B, H} & used:
-        walk = _visited(mask, known, plan, p)
+        walk = _visited(mask, known, plan, p, _layout(spec, live, 0, 0))
         return [((p.batch, p.heads_q, p.heads_kv, *lengths), walk)]
     if plan.owns_keys and p.heads_q != p.heads_kv and H in used:
         return None
@@ -98,24 +102,57 @@ def _walks(
     return [
         (
             (1, heads, kv, *lengths),
-            _visited(mask, known | {B: np.array([[b]]), H: np.array([[h]])}, plan, p),
+            _visited(
+                mask,
+                known | {B: np.array([[b]]), H: np.array([[h]])},
+                plan,
+                p,
+                _layout(spec, live, b, h),
+            ),
         )
         for b in range(p.batch)
         for h in range(p.heads_q // heads)
     ]
 
 
+def _live_blocks(spec: AttentionSpec, p: Problem, captured: Mapping[str, Array]) -> Array | None:
+    """Bool [batch or 1, heads or 1, rows, columns] of a block-sparse layout; None without one."""
+    sparse = spec.block_sparse
+    if sparse is None:
+        return None
+    if LAYOUT in captured:
+        return captured[LAYOUT].astype(bool)
+    rows, columns = sparse.blocks(p.q_offset + p.seq_q, p.k_offset + p.seq_k)
+    table = np.frombuffer(bytes(sparse.table(p.batch, p.heads_q, rows, columns)), dtype=bool)
+    lines = (p.batch, p.heads_q) if sparse.by_head else (1, 1)
+    return table.reshape(*lines, rows, columns)
+
+
+def _layout(spec: AttentionSpec, live: Array | None, b: int, h: int) -> Layout | None:
+    """That of one batch entry and head."""
+    sparse = spec.block_sparse
+    if sparse is None or live is None:
+        return None
+    one = live[min(b, len(live) - 1), min(h, live.shape[1] - 1)]
+    return Layout(one[None], sparse.block_q, sparse.block_k)
+
+
 def _visited(
-    mask: MaskAnalysis, known: Mapping[Any, Any], plan: Plan, p: Problem
+    mask: MaskAnalysis,
+    known: Mapping[Any, Any],
+    plan: Plan,
+    p: Problem,
+    layout: Layout | None,
 ) -> list[list[int]]:
     """For each tile that a block owns, those that its loop takes: as the emitted code finds them.
 
-    They are those of the reach, a range; where it is not exact, the ones among them that may have
-    an element. (Where the reach ends before it begins, the loop may take the tile of both.)
+    They are those of the reach, a range; where it is not exact or there is a block-sparse layout,
+    the ones among them that may have an element. (Where the reach ends before it begins, the loop
+    may take the tile of both.)
     """
     queries = Axis(p.seq_q, plan.block_q, p.q_offset)
     keys = Axis(p.seq_k, plan.block_k, p.k_offset)
-    walk = Walk(mask, known.items(), queries, keys)
+    walk = Walk(mask, known.items(), queries, keys, layout)
     owned, other, classes, ends = queries, keys, walk.of_queries, (Q_LO, Q_HI)
     if plan.owns_keys:
         owned, other, classes, ends = keys, queries, walk.of_keys, (K_LO, K_HI)
@@ -129,7 +166,7 @@ def _visited(
         first = 0 if lo is None else max(lo - other.offset, 0) // other.block
         last = other.length if hi is None else min(hi - other.offset, other.length)
         reached = list(range(first, -(-last // other.block)))
-        if not mask.reach_exact:
+        if not mask.reach_exact or layout is not None:
             live = classes(start, stop) != EMPTY
             reached = [tile for tile in reached if live[tile]]
         found.append(reached)
