@@ -632,7 +632,8 @@ local_global_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   int next_h = h_kv * group;
   const Range reach = tile_reach(p, k_lo);
   int next_tile = reach.lo / BLOCK_Q;
-  const int tile_end = (reach.hi + BLOCK_Q - 1) / BLOCK_Q;
+  const int tile_end =
+      reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
   const int first_tile = next_tile;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, k_hi);

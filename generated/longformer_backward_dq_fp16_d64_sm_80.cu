@@ -465,7 +465,7 @@ longformer_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_lo, q_hi);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = (reach.hi + BLOCK_K - 1) / BLOCK_K;
+  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
   // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 

@@ -384,7 +384,7 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   const Range reach = tile_reach(p, b);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = (reach.hi + BLOCK_K - 1) / BLOCK_K;
+  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, b);
 

@@ -553,7 +553,8 @@ per_head_window_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   int next_h = h_kv * group;
   Range reach = tile_reach(p, next_h, k_lo, k_hi);
   int next_tile = reach.lo / BLOCK_Q;
-  int tile_end = (reach.hi + BLOCK_Q - 1) / BLOCK_Q;
+  int tile_end =
+      reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   Range full = tile_full(p, next_h, k_lo, k_hi);
   // Go on to the next tile that is there, in this head or in a later one; next_h = h_end: none.
@@ -562,7 +563,7 @@ per_head_window_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       next_tile = next_live_tile(p, next_h, k_lo, k_hi, next_tile, tile_end);
       if (next_tile < tile_end || ++next_h >= h_end) return;
       reach = tile_reach(p, next_h, k_lo, k_hi);
-      tile_end = (reach.hi + BLOCK_Q - 1) / BLOCK_Q;
+      tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
       next_tile = reach.lo / BLOCK_Q;
       full = tile_full(p, next_h, k_lo, k_hi);
     }

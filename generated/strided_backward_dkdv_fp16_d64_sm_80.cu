@@ -503,7 +503,8 @@ strided_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   int next_h = h_kv * group;
   const Range reach = tile_reach(p, k_lo);
   int next_tile = reach.lo / BLOCK_Q;
-  const int tile_end = (reach.hi + BLOCK_Q - 1) / BLOCK_Q;
+  const int tile_end =
+      reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
   const int first_tile = next_tile;
   // Go on to the next tile that is there, in this head or in a later one; next_h = h_end: none.
   const auto settle = [&] {

@@ -147,8 +147,7 @@ def _visited(
     """For each tile that a block owns, those that its loop takes: as the emitted code finds them.
 
     They are those of the reach, a range; where it is not exact or there is a block-sparse layout,
-    the ones among them that may have an element. (Where the reach ends before it begins, the loop
-    may take the tile of both.)
+    the ones among them that may have an element.
     """
     queries = Axis(p.seq_q, plan.block_q, p.q_offset)
     keys = Axis(p.seq_k, plan.block_k, p.k_offset)
@@ -163,9 +162,9 @@ def _visited(
             None if end is None else int(np.max(evaluate(end, {**walk.env, **corners})))
             for end in (mask.reach.lo, mask.reach.hi)
         )
-        first = 0 if lo is None else max(lo - other.offset, 0) // other.block
+        first = 0 if lo is None else max(lo - other.offset, 0)
         last = other.length if hi is None else min(hi - other.offset, other.length)
-        reached = list(range(first, -(-last // other.block)))
+        reached = list(range(first // other.block, -(-last // other.block) if first < last else 0))
         if not mask.reach_exact or layout is not None:
             live = classes(start, stop) != EMPTY
             reached = [tile for tile in reached if live[tile]]
