@@ -42,7 +42,9 @@ class AttentionSpec:
 
     Args:
         mask_mod: ``mask_mod(b, h, q, k)``, true where the score is kept. None keeps all.
-        score_mod: ``score_mod(score, b, h, q, k)``, the new score. None changes nothing.
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score. None changes nothing. -inf masks
+            the score out, as does anything of -1e30 or less. (A row with nothing but scores of
+            some -1e9 keeps too few digits of LSE for its gradients, in float32.)
         head_dim: length of q and k vectors, a multiple of 8 up to 256.
         dtype: "float16", "bfloat16" or "float32", of q, k, v and the output.
         head_dim_v: length of v vectors; head_dim when None.

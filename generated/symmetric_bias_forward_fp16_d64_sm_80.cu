@@ -67,7 +67,7 @@ static_assert(SMEM_BYTES >= 16 * GRANULES_V * BLOCK_Q, "plan and code disagree: 
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float LOWEST = -1e30f;  // row_max before the first key; finite: -inf - LOWEST is -inf
+constexpr float LOWEST = -1e30f;  // row_max before the first key; -inf - LOWEST is -inf
 constexpr float MAX_LAG = 8.0f;   // how far, in powers of two, row_max may lag: P <= 2^8
 
 // ---- arguments ---------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ static_assert(SMEM_BYTES >= 16 * GRANULES_V * BLOCK_Q, "plan and code disagree: 
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float LOWEST = -1e30f;  // row_max before the first key; finite: -inf - LOWEST is -inf
+constexpr float LOWEST = -1e30f;  // row_max before the first key; -inf - LOWEST is -inf
 constexpr float MAX_LAG = 8.0f;   // how far, in powers of two, row_max may lag: P <= 2^8
 
 // ---- arguments ---------------------------------------------------------------------------------
@@ -171,20 +171,26 @@ struct Place {
   int b, tile;  // the sequence, and which of its tiles
 };
 
-// What block number `block` owns. The tiles of sequence i have the numbers from its first row /
-// BLOCK_Q + i on: room for those of all sequences before, whatever their lengths, and
-// no sum over them. So a tile may be beyond its sequence's last, and is nothing.
+// The number of sequence i's first tile: its first row, counted from that of sequence 0, /
+// BLOCK_Q + i. That is room for the tiles of all sequences before, whatever their
+// lengths, and no sum over them.
+__device__ __forceinline__ int first_tile_of(const Params& packed, int i) {
+  const int rows = start_q(packed, i) - start_q(packed, 0);
+  return rows / BLOCK_Q + i;
+}
+
+// What block number `block` owns: perhaps a tile beyond its sequence's last, which is nothing.
 __device__ __forceinline__ Place place_of(const Params& packed, int block) {
   int i = 0, last = packed.batch - 1;
   while (i < last) {
     const int middle = (i + last + 1) / 2;
-    if (start_q(packed, middle) / BLOCK_Q + middle <= block) {
+    if (first_tile_of(packed, middle) <= block) {
       i = middle;
     } else {
       last = middle - 1;
     }
   }
-  return {i, block - start_q(packed, i) / BLOCK_Q - i};
+  return {i, block - first_tile_of(packed, i)};
 }
 
 // The call as it is for sequence b alone: its rows, its lengths.

@@ -46,6 +46,7 @@ SCORES: dict[str, Any] = {
     "cubic": lambda s, b, h, q, k: s**3 / (1 + fg.abs(s)),
     "steps": lambda s, b, h, q, k: (s % 3) * t[1] + s // 2 + fg.floor(s),
     "power": lambda s, b, h, q, k: (1 + s * s) ** t[h],
+    "degree": lambda s, b, h, q, k: s**h,
 }
 
 

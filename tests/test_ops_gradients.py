@@ -293,3 +293,21 @@ def test_the_tiles_of_another_architecture_give_the_same_numbers():
     )
     with pytest.raises(fg.PlanError):
         OP(q, k, v, window=9, arch="sm_75")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_powers_of_a_score_of_zero_have_the_derivatives_of_torch(backend: str) -> None:
+    spec = fg.AttentionSpec(
+        score_mod=lambda s, b, h, q, k: s**h, head_dim=16, dtype="float32", name="degrees"
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 8, 16, generator=generator) for _ in range(3))
+    q[:, :, 3] = 0
+    q.requires_grad_()
+    k.requires_grad_()
+    fg.attention(spec)(q, k, v, backend=backend).square().sum().backward()
+    x, y = (tensor.detach().clone().requires_grad_() for tensor in (q, k))
+    scores = (x @ y.mT / 4) ** torch.arange(4).view(4, 1, 1)
+    (scores.softmax(-1) @ v).square().sum().backward()
+    torch.testing.assert_close(q.grad, x.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(k.grad, y.grad, atol=1e-4, rtol=1e-4)

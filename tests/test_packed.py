@@ -56,6 +56,8 @@ LENGTHS = {
     "none": ([0, 0], [4, 0]),
     "equal": ([64, 128, 64], [64, 128, 64]),
 }
+LATE = 300
+"""Where the first sequence may begin: a few tiles behind the first row."""
 MODS: dict[str, tuple[Any, Any]] = {
     "full": (None, None),
     "bottom_right": (bottom_right, None),
@@ -210,6 +212,31 @@ def test_a_sequence_has_the_bits_of_a_call_of_its_own() -> None:
         if part.report.kernel is not None:
             plans.add(part.report.kernel.plan.block_k)
     assert plans == {run.report.kernel.plan.block_k}  # else the bits would be equal by chance only
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+def test_the_first_sequence_may_begin_late(backend: str) -> None:
+    spec = spec_of("bottom_right", sink=True)
+    boundaries = torch.tensor([LATE, LATE + 20, LATE + 60], dtype=torch.int32)
+    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(4)}
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, heads, LATE + 80, 16, generator=generator).half()
+
+    q, k, v, dout = normal(4), normal(2), normal(2), normal(4)
+    values = {"tensors": tensors, "backend": backend}
+    run = run_forward(spec, q, k, v, **values)
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+    rows = torch.arange(LATE + 80)
+    nobodys = (rows < LATE) | (rows >= LATE + 60)
+    for tensor in (run.out, back.dq, back.dk, back.dv):
+        assert not tensor[:, :, nobodys].any()
+        assert tensor[:, :, ~nobodys].any()
+    assert (run.lse[:, :, nobodys] == -torch.inf).all()
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    judged = reference.judge_gradients(found, spec, q, k, v, dout, tensors=tensors)
+    assert all(verdict.ok for verdict in judged.values()), judged
 
 
 def test_no_tile_is_computed_that_no_sequence_has() -> None:

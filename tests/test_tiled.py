@@ -15,6 +15,7 @@ import flashgen as fg
 from examples import SPECS, fitted, values_of
 from flashgen import reference, tiled
 from flashgen.dropout import keep_mask
+from flashgen.ops import run_backward, run_forward
 from flashgen.spec import AttentionSpec
 from flashgen.tiled import chunks
 
@@ -371,3 +372,25 @@ def test_many_heads_are_computed_in_chunks_with_the_same_result(monkeypatch):
 
 def test_the_tiled_module_is_two_functions():
     assert tiled.__all__ == ["backward", "forward"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_rows_of_the_lowest_float_are_masked_rows(backend: str, dtype: str) -> None:
+    """What additive masks are filled with: -inf would be no number in what is added to it."""
+    x = fg.Tensor("x", ("rows", "columns"), "float32")
+    spec = spec_of(None, lambda s, b, h, q, k: s + x[q, k], dtype=dtype, dropout=False)
+    q, k, v = Case(40, 50, 1, 2, 2, dtype, 8).tensors()
+    bias = torch.zeros(40, 50)
+    bias[:8] = torch.finfo(torch.float32).min
+    bias[20:, 30:] = torch.finfo(torch.float32).min
+    values = {"tensors": {"x": bias}, "backend": backend}
+    run = run_forward(spec, q, k, v, **values)
+    dout = gradient_of(q, 8, 1)
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+    assert not run.out[:, :, :8].any()
+    assert (run.lse[:, :, :8] == -math.inf).all()
+    assert not back.dq[:, :, :8].any()
+    found = (back.dq, back.dk, back.dv)
+    judged = reference.judge_gradients(found, spec, q, k, v, dout, tensors={"x": bias})
+    assert all(verdict.ok for verdict in judged.values()), judged

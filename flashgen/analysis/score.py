@@ -84,10 +84,33 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
     Where the score function jumps or bends it is that of torch's autograd.
     """
     if isinstance(by, sympy.Symbol):
-        return _in_and_or(sympy.diff(score, by))
+        return _in_and_or(_differentiated(score, by))
     stand_in = sympy.Dummy("element", real=True)
-    found = sympy.diff(score.xreplace({by: stand_in}), stand_in)
+    found = _differentiated(score.xreplace({by: stand_in}), stand_in)
     return _in_and_or(found.xreplace({stand_in: by}))
+
+
+class _Power(sympy.Function):  # type: ignore[misc]
+    """``a ** n``, with a derivative that is not divided by ``a``, and 0 where torch has 0."""
+
+    nargs = (2,)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        a, n = self.args
+        if argindex == 1:
+            return sympy.Piecewise((0, sympy.Eq(n, 0)), (n * a ** (n - 1), True))
+        none = sympy.And(sympy.Eq(a, 0), n >= 0)
+        return sympy.Piecewise((0, none), (a**n * sympy.log(a), True))
+
+
+def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
+    """sympy's derivative, but for powers whose exponent is not known: it has n a^n / a of a^n."""
+
+    def unknown(expr: sympy.Basic) -> bool:
+        return isinstance(expr, sympy.Pow) and not expr.exp.is_number and expr.has(by)
+
+    found = sympy.diff(score.replace(unknown, lambda power: _Power(*power.args)), by)
+    return found.replace(_Power, sympy.Pow)
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:

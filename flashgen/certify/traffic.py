@@ -82,14 +82,16 @@ def of_plan(plan: Plan, smem: int) -> Certificate:
     formula = e * N * dims + tiles * e * N * dims + 4 * N
     steps = [
         Step(
-            f"a head moves {formula} B, tiles = ceil(N / {block}): Q is read and O written once, K "
+            f"a head moves {formula} B besides what a sink takes, tiles = ceil(N / {block}): "
+            "Q is read and O written once, K "
             "and V once for each tile of queries, LSE written"
         )
     ]
     lengths = (1, block - 1, block, 1000, 4096, 16 * block + 1)
+    moved = {n: plan.traffic(1, 1, 1, n, n) for n in lengths}
     counted = [
-        plan.traffic(1, 1, 1, n, n).issued == int(formula.subs({tiles: -(-n // block), N: n}))
-        for n in lengths
+        of.issued - of.sink == int(formula.subs({tiles: -(-n // block), N: n}))
+        for n, of in moved.items()
     ]
     steps.append(
         Step(

@@ -28,6 +28,10 @@ K_HI = sympy.Symbol("k_hi", integer=True)
 CORNERS = {Q: (Q_LO, Q_HI), K: (K_LO, K_HI)}
 SIZES = (BATCH, HEADS, SEQ_Q, SEQ_K)
 
+LOWEST_SCORE = -1e30
+"""Scores of this or less count as -inf, such as the lowest float that additive masks are filled
+with: a maximum of -inf cannot be subtracted, so this is what kernels begin with."""
+
 POSITION_LIMIT = 2**28
 """Positions and lengths are at most this in magnitude; the launcher checks it."""
 

@@ -68,6 +68,13 @@ def _check_live(live: object) -> None:
             "a flashgen.Layout or a torch BlockMask",
             "layout=live, true for each block that is computed",
         )
+    if live.layout != torch.strided or live.is_nested:
+        refuse(
+            "layout is not an ordinary dense tensor",
+            "argument layout",
+            f"layout {live.layout}, {live.dtype}",
+            "layout.to_dense()",
+        )
     if live.dtype != torch.bool or live.dim() != 4:
         refuse(
             "layout does not say of each block whether it is live",

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from flashgen.dropout import keep_mask, keep_scale, kept_levels
 from flashgen.errors import InputError
-from flashgen.expr import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
+from flashgen.expr import BATCH, HEADS, LOWEST_SCORE, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
 from flashgen.sparse import COMPRESSED
 from flashgen.sparse import TENSORS as LAYOUT_TENSORS
 from flashgen.spec import BOUNDARIES, AttentionSpec
@@ -80,8 +80,9 @@ class Part:
         return tensor[self.entry, self.h, self.rows]
 
     def masked(self, scores: Tensor) -> Tensor:
-        """``scores`` with -inf where the mask is false."""
-        return scores if self.mask is None else scores.masked_fill(~self.mask, -math.inf)
+        """``scores`` with -inf where the mask is false, and for what counts as that."""
+        masked = scores <= LOWEST_SCORE
+        return scores.masked_fill(masked if self.mask is None else masked | ~self.mask, -math.inf)
 
     def dropped(self, weights: Tensor) -> Tensor:
         """``weights`` with 0 for dropped elements, the others scaled; rounded once."""

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from flashgen.analysis import Analysis
+from flashgen.expr import LOWEST_SCORE
 from flashgen.plan import Plan
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
@@ -104,5 +105,6 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         qk_tail=plan.itemsize == 2 and plan.head_dim % 16 == 8,
         pv_tail=plan.head_dim_v % 16 == 8,
         transposed=False,
+        lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
     )

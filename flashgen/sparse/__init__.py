@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import sympy
@@ -63,7 +64,7 @@ class BlockSparse:
 
     def __post_init__(self) -> None:
         for option, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            number = isinstance(size, int) and not isinstance(size, bool)
+            number = isinstance(size, Integral) and not isinstance(size, bool)
             if not number or not 0 < size <= POSITION_LIMIT:
                 raise SpecError(
                     f"{option} of a layout is the number of positions of a block",
@@ -71,6 +72,7 @@ class BlockSparse:
                     numbers=f"{option} {size!r}; from 1 to {POSITION_LIMIT:,}",
                     way_out=f"{option}=64",
                 )
+            object.__setattr__(self, option, int(size))
         if self.layout is not None and not callable(self.layout):
             raise SpecError(
                 "a layout is a function of block coordinates",

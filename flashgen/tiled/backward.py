@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashgen.expr import LOWEST_SCORE
 from flashgen.spec import AttentionSpec
 
 from . import sinks
@@ -274,7 +275,7 @@ def _and_finite(problem: Problem, scores: Tensor, bits: Tensor | None) -> Tensor
 
     P is 0 there, the derivative may be infinite, and a whole row of it is a fully masked one.
     """
-    low = scores == -math.inf
+    low = scores <= LOWEST_SCORE
     if not bool(low.any()):
         return bits
     finite = low.logical_not_().to(problem.bits).neg_()

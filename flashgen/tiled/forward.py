@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from flashgen.expr import LOWEST_SCORE
 from flashgen.spec import AttentionSpec
 
 from . import sinks
@@ -201,6 +202,8 @@ def _scores(
         problem.multiply(work, p, q, k[:, keys])
     if problem.code.score is not None:
         scores = part.score(part.grouped(p), rows, keys)
+        if bool(scores.amin() <= LOWEST_SCORE):
+            scores = scores.masked_fill(scores <= LOWEST_SCORE, -math.inf)
     if bits is None:
         return scores if scores is p else scores.reshape(p.shape)
     found = part.grouped(p) if scores is p else scores
