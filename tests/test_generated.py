@@ -12,6 +12,7 @@ import pytest
 from shapes import DTYPES, HEAD_DIMS
 
 import flashgen as fg
+from flashgen.analysis import analyse
 from flashgen.cli.emit import kernels_of
 from flashgen.pipeline import Build, build_backward
 from flashgen.render import Source
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "generated"
 SPECS = sorted((ROOT / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
-LEARNED = [path for path in SPECS if any(tensor.grad for tensor in fg.load(path).tensors)]
+LEARNED = [path for path in SPECS if analyse(fg.load(path)).score.learned]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
 
 

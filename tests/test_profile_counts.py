@@ -41,8 +41,17 @@ def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes)
     check_bytes(loaded(name), sizes)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", ["bigbird", "local_global"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("bigbird", SIZES[0]),
+        ("local_global", SIZES[1]),
+        pytest.param("bigbird", SIZES[1], marks=pytest.mark.slow),
+        pytest.param("bigbird", SIZES[2], marks=pytest.mark.slow),
+        pytest.param("local_global", SIZES[0], marks=pytest.mark.slow),
+        pytest.param("local_global", SIZES[2], marks=pytest.mark.slow),
+    ],
+)
 def test_predicted_bytes_of_operands_under_a_layout_are_exact(name, sizes):
     for profile in all_kernels(loaded(name), sizes):
         predicted = [t for t in profile.tensors if t.issued.predicted is not None]

@@ -114,8 +114,8 @@ PROBLEMS = st.fixed_dictionaries(
         "sizes": st.tuples(
             st.integers(1, 2),
             st.sampled_from([(1, 1), (2, 1), (4, 2)]),
-            st.integers(1, 150),
-            st.integers(1, 150),
+            st.integers(1, 110),
+            st.integers(1, 110),
         ),
         "offsets": st.sampled_from([(0, 0), (0, 0), (30, 0), (5, 17)]),
         "dropout_p": st.sampled_from([0.0, 0.0, 0.2]),

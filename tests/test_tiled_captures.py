@@ -126,7 +126,9 @@ def test_every_variant_agrees_with_the_oracle(name: str, dtype: str, block: int 
         assert got.dtype == of.dtype
         assert got.shape == of.shape
         error = float((got.double() - ref).abs().max())
-        assert error <= 20 * eps * max(1.0, float(ref.abs().max())), error
+        # Up to 80,000 summands meet in one element of a learned tensor.
+        factor = 40 if of.dim() < 4 else 20
+        assert error <= factor * eps * max(1.0, float(ref.abs().max())), error
 
 
 def spec_of(mask=None, score=None, **options) -> AttentionSpec:
@@ -426,5 +428,6 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
             tiled.backward(spec, q, k, v, out, lse, torch.ones_like(out), None, **given)
         peaks.append(count.peak)
         assert count.largest <= max(chunks.budget(), 2 * n * 8)
-    assert all(b < 2.05 * a for a, b in itertools.pairwise(peaks)), peaks
+    # Tiles of the workspace are not all of their full size yet; squares would be four times larger.
+    assert all(b < 2.2 * a for a, b in itertools.pairwise(peaks)), peaks
     assert peaks[-1] < 12 * 4 * 2 * 4096 * 8 + 10 * 8 * chunks.budget(), peaks

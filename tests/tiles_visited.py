@@ -9,6 +9,7 @@ import torch
 from flashgen import reference
 from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.ops import Report
+from flashgen.sparse import LAYOUT, TENSORS
 from flashgen.spec import AttentionSpec
 
 # Multiplications of one mma instruction, by the end of its shape.
@@ -49,8 +50,19 @@ def kept(
     sizes = {BATCH: batch, HEADS: heads, SEQ_Q: seq_q, SEQ_K: seq_k}
     known = {symbol: torch.tensor(size) for symbol, size in sizes.items()}
     known |= {s.expr: torch.tensor(values["scalars"][s.name]) for s in spec.scalars}
-    known |= {t.symbol: values["tensors"][t.name] for t in spec.tensors}
+    tensors = values["tensors"] | _layout(spec, seq_q, seq_k)
+    known |= {t.symbol: tensors[t.name] for t in (*spec.tensors, *TENSORS) if t.name in tensors}
     axes = ((B, batch), (H, heads), (Q, seq_q), (K, seq_k))
     for place, (symbol, size) in enumerate(axes):
         known[symbol] = torch.arange(size).view([-1 if i == place else 1 for i in range(4)])
-    return reference.evaluate(spec.mask, known).expand(batch, heads, seq_q, seq_k)
+    return reference.evaluate(spec.keep, known).expand(batch, heads, seq_q, seq_k)
+
+
+def _layout(spec: AttentionSpec, seq_q: int, seq_k: int) -> dict[str, torch.Tensor]:
+    """The live blocks of a layout that is a function of two coordinates; nothing for others."""
+    sparse = spec.block_sparse
+    if sparse is None or not sparse.is_static:
+        return {}
+    blocks = sparse.blocks(seq_q, seq_k)
+    live = torch.tensor(list(sparse.table(1, 1, *blocks)), dtype=torch.bool)
+    return {LAYOUT: live.view(1, 1, *blocks)}
