@@ -137,6 +137,12 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
                 f"{roofline.attainable / 1e12:,.0f} TFLOP/s",
             )
         )
+    found = profile.duration
+    if found is not None:
+        turns = f"blocks in turns: {found.quantisation:.3f} times as long"
+        rows.append(
+            ("time", f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}")
+        )
     return rows
 
 

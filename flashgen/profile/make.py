@@ -156,6 +156,7 @@ def profile_of(build: Build, counters: Counters, prediction: Prediction | None) 
         roofline=roofline(arch, plan.dtype, totals, added, l2),
         phases=phases_of(source, counters.by_line(outermost=True)),
         lines=lines_of(source, counters.by_line()),
+        duration=prediction.duration if prediction else None,
     )
 
 

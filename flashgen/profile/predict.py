@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from flashgen.expr import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B,
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
+from flashgen.plan.duration import Duration, duration
 from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
 from flashgen.tiled.walk import EMPTY, Axis, Layout, Walk
@@ -36,6 +37,7 @@ class Prediction:
         scores: elements of S that are computed.
         multiply_adds: on the tensor cores.
         clocks: of one SM, by `TERMS`.
+        duration: of the launch; None where the heads are not alike.
     """
 
     bytes: Mapping[str, int]
@@ -44,6 +46,7 @@ class Prediction:
     scores: int
     multiply_adds: float | None
     clocks: Mapping[str, float]
+    duration: Duration | None = None
 
 
 def predict(
@@ -61,9 +64,14 @@ def predict(
     if walks is None:
         return None
     if plan.kernel == "forward":
-        return _forward(plan, _sum(Traffic, plan.traffic, walks))
-    ask = functools.partial(plan.backward_traffic, dlse=dlse)
-    return _backward(plan, _sum(BackwardTraffic, ask, walks), dlse)
+        found = _forward(plan, _sum(Traffic, plan.traffic, walks))
+    else:
+        ask = functools.partial(plan.backward_traffic, dlse=dlse)
+        found = _backward(plan, _sum(BackwardTraffic, ask, walks), dlse)
+    if len(walks) > 1 or plan.of_captured:
+        return found
+    (batch, heads_q, heads_kv, seq_q, seq_k), visited = walks[0]
+    return replace(found, duration=duration(plan, batch, heads_q, heads_kv, seq_q, seq_k, visited))
 
 
 def _sum(kind: Any, ask: Any, walks: list[tuple[tuple[int, ...], Any]]) -> Any:

@@ -8,6 +8,7 @@ from flashgen.arch import Arch
 from flashgen.emulator import Totals
 from flashgen.emulator.l2 import L2Traffic
 from flashgen.plan import Plan
+from flashgen.plan.duration import Duration
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class Profile:
         l2: HBM traffic by the model of the L2 cache.
         phases: in the order of the file.
         lines: the ones with the most warp instructions first.
+        duration: predicted for the launch, of the product that the architecture's rates are of;
+            None where nothing is predicted.
     """
 
     kernel: str
@@ -149,6 +152,7 @@ class Profile:
     roofline: Roofline
     phases: tuple[Phase, ...]
     lines: tuple[SourceLine, ...]
+    duration: Duration | None = None
 
     @property
     def sectors_in_excess(self) -> int:

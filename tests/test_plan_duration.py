@@ -1,4 +1,4 @@
-"""The predicted time of a launch: its arithmetic is what it prints, and its turns are counted."""
+"""How long a launch takes by the model: its lines are its arithmetic, its turns are counted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 
 import flashgen as fg
 from flashgen.plan import plan, plan_backward
+from flashgen.plan.duration import duration, makespan
 from flashgen.plan.formulas import evaluate
-from flashgen.plan.predict import makespan, predict
 
 SPEC = fg.AttentionSpec(head_dim=64)
 
 
 def test_every_line_is_its_own_arithmetic() -> None:
     for each in (plan(SPEC), *plan_backward(SPEC, deterministic=True).kernels):
-        found = predict(each, 2, 8, 4, 1000, 3000)
+        found = duration(each, 2, 8, 4, 1000, 3000)
         values = {line.name: line.value for line in found.lines}
         for line in found.lines:
             assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
@@ -57,8 +57,8 @@ def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
 def test_a_launch_that_fills_its_turns_has_no_loss() -> None:
     chosen = plan(SPEC)
     slots = 108 * chosen.blocks_per_sm
-    full = predict(chosen, 1, slots, slots, chosen.block_q, 4096)
-    one_more = predict(chosen, 1, slots + 1, slots + 1, chosen.block_q, 4096)
+    full = duration(chosen, 1, slots, slots, chosen.block_q, 4096)
+    one_more = duration(chosen, 1, slots + 1, slots + 1, chosen.block_q, 4096)
     assert full.quantisation == 1
     assert one_more.quantisation == pytest.approx(2 * slots / (slots + 1))
 
@@ -68,7 +68,7 @@ def test_half_of_the_tiles_take_half_of_the_work() -> None:
     n = 64 * chosen.block_q
     tiles = -(-n // chosen.block_k)
     some = [range(tiles // 2)] * 64
-    whole, half = predict(chosen, 8, 8, 8, n, n), predict(chosen, 8, 8, 8, n, n, some)
+    whole, half = duration(chosen, 8, 8, 8, n, n), duration(chosen, 8, 8, 8, n, n, some)
     assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
     with pytest.raises(ValueError, match="the launch has 64"):
-        predict(chosen, 1, 1, 1, n, n, [range(2)])
+        duration(chosen, 1, 1, 1, n, n, [range(2)])

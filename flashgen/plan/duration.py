@@ -29,7 +29,7 @@ ROW_BYTES = 8  # LSE and delta
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Duration:
     """The model's word on one launch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Prediction:
         return "\n".join(lines)
 
 
-def predict(
+def duration(
     plan: Plan,
     batch: int,
     heads_q: int,
@@ -63,7 +63,7 @@ def predict(
     seq_q: int,
     seq_k: int,
     visited: Visited | None = None,
-) -> Prediction:
+) -> Duration:
     """The time of one launch of a kernel with these sizes.
 
     Args:
@@ -90,7 +90,7 @@ def predict(
     values = Steps(*STEPS)(dict(at))
     lines = tuple(printed(formula, values) for formula in STEPS)
     bound = "hbm" if values["hbm"] >= values["work"] else "work"
-    return Prediction(
+    return Duration(
         plan, lines, values["time"] / arch.clock_hz, bound, float(values["quantisation"])
     )
 
