@@ -15,11 +15,17 @@ from examples import SPECS, values_of
 from flashgen.expr import H
 from flashgen.ops import run_backward, run_forward
 
-LENGTHS = [
-    pytest.param((320, 320), id="320x320"),
-    pytest.param((448, 448), id="448x448", marks=pytest.mark.slow),
-    pytest.param((203, 700), id="203x700", marks=pytest.mark.slow),
-    pytest.param((700, 203), id="700x203", marks=pytest.mark.slow),
+LENGTHS = [(448, 448), (203, 700), (700, 203)]
+# One of each kind in `make test`, at the first lengths: bounds on one side and on both, two
+# segments, floor division, tables of extremes, a layout. All at all lengths in the slow tier.
+FAST = [
+    "causal",
+    "symmetric_window",
+    "prefix_lm",
+    "block_causal",
+    "document",
+    "per_head_window",
+    "butterfly",
 ]
 
 
@@ -28,10 +34,20 @@ def masked(path: Path) -> bool:
     return spec.mask != sympy.true and not spec.packed  # the latter: test_packed.py
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(
-    "path", [path for path in SPECS if masked(path)], ids=lambda path: path.stem
-)
+CASES = [
+    pytest.param(
+        path,
+        lengths,
+        id=f"{path.stem}-{lengths[0]}x{lengths[1]}",
+        marks=[] if path.stem in FAST and lengths == LENGTHS[0] else pytest.mark.slow,
+    )
+    for path in SPECS
+    if masked(path)
+    for lengths in LENGTHS
+]
+
+
+@pytest.mark.parametrize(("path", "lengths"), CASES)
 def test_only_tiles_with_a_kept_element_are_computed(path: Path, lengths: tuple[int, int]) -> None:
     spec = fg.load(path)
     heads = 2 if H in spec.mask.free_symbols else 1
