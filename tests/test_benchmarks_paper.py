@@ -62,6 +62,7 @@ def test_an_executed_head_computes_seven_products_and_moves_less_than_it_issues(
     assert backward.hbm <= backward.issued
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_record_and_figures(tmp_path: Path) -> None:
     assert paper.main(["--output", str(tmp_path), "--length", "128"]) == 0
     record = json.loads((tmp_path / "paper.json").read_text())

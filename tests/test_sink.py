@@ -86,8 +86,9 @@ def check(
 # ---- the error rule -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), [("float16", False), ("bfloat16", True), ("float32", True)]
+)
 def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     dtype: str, deterministic: bool
 ) -> None:
