@@ -108,7 +108,12 @@ def covering_of(number: int) -> Iterator[tuple[Case, float, bool]]:
 
 
 COVERING = [
-    pytest.param(path, case, dropout_p, fixed, id=f"{path.stem}-{case.id}-p{dropout_p}-{fixed}")
+    pytest.param(
+        *(path, case, dropout_p, fixed),
+        id=f"{path.stem}-{case.id}-p{dropout_p}-{fixed}",
+        # Half a minute each, most of it in the compiler.
+        marks=pytest.mark.slow if (case.dtype, case.head_dim) == ("float32", 256) else [],
+    )
     for number, path in enumerate(SPECS)
     for case, dropout_p, fixed in covering_of(number)
 ]
