@@ -144,6 +144,7 @@ def test_rows_and_columns_without_a_live_block_give_zeros() -> None:
     assert not backward.dv[unseen].any()
 
 
+@pytest.mark.slow
 def test_a_layout_of_functions_is_that_of_their_values() -> None:
     case = Case(150, 200, 2, 2, 1)
     for by_head in (False, True):
@@ -176,7 +177,11 @@ def triangle(block: int, seq: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mask", "block"), [(causal, 64), (None, 1)], ids=["blocks and mask", "blocks of 1"]
+    ("mask", "block"),
+    [
+        pytest.param(causal, 64, id="blocks and mask"),
+        pytest.param(None, 1, id="blocks of 1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_layout_that_says_what_causal_says_gives_its_bits(mask: Any, block: int) -> None:
     """Of kernels with the same tiles, forward and backward."""
