@@ -85,5 +85,6 @@ def test_work_and_traffic_fall_with_the_density_of_a_layout() -> None:
     whole = rows[0]
     assert whole["density"] == 1
     for row in rows[1:]:
-        assert row["multiply_adds"] / whole["multiply_adds"] < row["density"] + 0.15
+        # Tiles of 96 keys do not divide blocks of 128: some touch two blocks of which one is live.
+        assert row["multiply_adds"] / whole["multiply_adds"] < row["density"] + 0.25
         assert row["issued"] < whole["issued"]
