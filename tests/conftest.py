@@ -35,3 +35,8 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(root))
     forget()
     return root
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test first, so that no parallel worker waits for it at the end."""
+    items.sort(key=lambda item: "test_property_emulated" not in item.nodeid)
