@@ -113,18 +113,5 @@ def of_plan(plan: Plan, smem: int) -> Certificate:
 
 
 def _nonnegative(expr: sympy.Expr) -> bool:
-    """A sum whose terms cannot be negative."""
-    return all(sympy.factor(term).is_nonnegative for term in _grouped(expr))
-
-
-def _grouped(expr: sympy.Expr) -> list[sympy.Expr]:
-    """Its terms, with those of one denominator together."""
-    by_denominator: dict[sympy.Expr, sympy.Expr] = {}
-    for term in sympy.Add.make_args(expr):
-        _, denominator = sympy.fraction(sympy.together(term))
-        by_denominator[denominator] = by_denominator.get(denominator, sympy.S.Zero) + term
-    # What is constant goes with the fractions: 16 - 16 / (1 + u) is not negative, its parts are.
-    constant = by_denominator.pop(sympy.S.One, sympy.S.Zero)
-    number = constant.as_coeff_Add()[0]
-    fractions = sympy.together(sympy.Add(number, *by_denominator.values()))
-    return [fractions, constant - number]
+    """A sum none of whose terms can be negative."""
+    return all(term.is_nonnegative for term in sympy.Add.make_args(expr))

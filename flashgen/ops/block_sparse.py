@@ -201,9 +201,9 @@ def static_layout(spec: AttentionSpec, problem: Problem, device: torch.device) -
     sparse = spec.block_sparse
     if sparse is None or not sparse.is_static or problem.is_empty:
         return {}
-    blocks = sparse.blocks(problem.q_offset + problem.seq_q, problem.k_offset + problem.seq_k)
-    lines = (problem.batch, problem.heads_q) if sparse.by_head else (1, 1)
-    return dict(zip(NAMES, _evaluated(sparse, *lines, *blocks, device), strict=True))
+    ends = problem.q_offset + problem.seq_q, problem.k_offset + problem.seq_k
+    shape = sparse.shape(problem.batch, problem.heads_q, *ends)
+    return dict(zip(NAMES, _evaluated(sparse, *shape, device), strict=True))
 
 
 @functools.lru_cache(maxsize=64)

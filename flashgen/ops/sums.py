@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +27,7 @@ _BIAS = 127
 _WIDE_FRACTION, _WIDE_BIAS = 52, 1023  # the same of a float64
 
 
-class Sums:
+class Sums(abc.ABC):
     """The gradients of learned tensors: what kernels add up, and what is added to that.
 
     Attributes:
@@ -46,8 +47,9 @@ class Sums:
         """In the shapes and dtypes of the learned tensors, in the spec's order."""
         return tuple(self._gradient(name, given.dtype) for name, given in self._of.items())
 
+    @abc.abstractmethod
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+        """That of one learned tensor, in the dtype given."""
 
 
 class FloatSums(Sums):

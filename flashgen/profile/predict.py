@@ -130,10 +130,9 @@ def _live_blocks(spec: AttentionSpec, p: Problem, captured: Mapping[str, Array])
         return None
     if LAYOUT in captured:
         return captured[LAYOUT].astype(bool)
-    rows, columns = sparse.blocks(p.q_offset + p.seq_q, p.k_offset + p.seq_k)
-    table = np.frombuffer(bytes(sparse.table(p.batch, p.heads_q, rows, columns)), dtype=bool)
-    lines = (p.batch, p.heads_q) if sparse.by_head else (1, 1)
-    return table.reshape(*lines, rows, columns)
+    ends = p.q_offset + p.seq_q, p.k_offset + p.seq_k
+    shape = sparse.shape(p.batch, p.heads_q, *ends)
+    return np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
 
 
 def _layout(spec: AttentionSpec, live: Array | None, b: int, h: int) -> Layout | None:

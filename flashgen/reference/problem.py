@@ -345,11 +345,9 @@ def _static_layout(
     sparse = spec.block_sparse
     if sparse is None or not sparse.is_static:
         return {}
-    rows, columns = sparse.blocks(*ends)
-    table = sparse.table(batch, heads, rows, columns)
-    lines = (batch, heads) if sparse.by_head else (1, 1)
-    live = torch.tensor(list(table), dtype=torch.bool, device=device)
-    return {LAYOUT_TENSORS[0].symbol: live.view(*lines, rows, columns)}
+    shape = sparse.shape(batch, heads, *ends)
+    live = torch.tensor(list(sparse.table(*shape)), dtype=torch.bool, device=device)
+    return {LAYOUT_TENSORS[0].symbol: live.view(shape)}
 
 
 def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:

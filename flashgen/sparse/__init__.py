@@ -120,6 +120,11 @@ class BlockSparse:
         """Rows and columns of blocks up to one beyond the last global positions; one at least."""
         return max(1, -(-q_end // self.block_q)), max(1, -(-k_end // self.block_k))
 
+    def shape(self, batch: int, heads: int, q_end: int, k_end: int) -> tuple[int, int, int, int]:
+        """Of a static layout: batch and heads where it is `by_head`, else 1 and 1; `blocks`."""
+        lines = (batch, heads) if self.by_head else (1, 1)
+        return *lines, *self.blocks(q_end, k_end)
+
     def table(self, batch: int, heads: int, rows: int, columns: int) -> bytes:
         """A static layout evaluated: a byte for each block, 1 where it is live.
 

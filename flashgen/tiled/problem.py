@@ -221,13 +221,11 @@ class Problem:
             return None
         live = tensors.get(LAYOUT)
         if live is None:
-            axes, heads = (self.queries, self.keys), self.sizes.heads_q
-            ends = (axis.offset + axis.length for axis in axes)
-            rows, columns = sparse.blocks(*ends)
-            table = bytearray(sparse.table(self._entries, heads, rows, columns))
+            ends = (axis.offset + axis.length for axis in (self.queries, self.keys))
+            shape = sparse.shape(self._entries, self.sizes.heads_q, *ends)
+            table = bytearray(sparse.table(*shape))
             live = torch.frombuffer(table, dtype=torch.bool) if table else torch.empty(0).bool()
-            lines = (self._entries, heads) if sparse.by_head else (1, 1)
-            live = live.view(*lines, rows, columns)
+            live = live.view(shape)
         self.tensors[LAYOUT_TENSORS[0].symbol] = live
         return live
 
