@@ -7,14 +7,14 @@ cubins, without a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from flashgen import config, render
 from flashgen.analysis import Analysis, Walk, analyse
 from flashgen.compile import Binary, compile
 from flashgen.errors import PlanError
-from flashgen.plan import Plan, plan, plan_backward, plan_summary
+from flashgen.plan import NO_TILES, Plan, Tile, plan, plan_backward, plan_summary
 from flashgen.render import Source
 from flashgen.spec import AttentionSpec
 
@@ -78,6 +78,8 @@ def emit(
     access_bytes: int | None = None,
     spare_registers: int = 0,
     deterministic: bool = False,
+    tile: Tile | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
 ) -> Kernels:
     """The CUDA sources of ``spec``: the same each time, without compiler or GPU.
 
@@ -89,6 +91,8 @@ def emit(
             operand size for any other tensors. Backward kernels take 16 only.
         spare_registers: per thread, kept free beyond what the forward plan's model asks for.
         deterministic: backward kernels that add in a fixed order.
+        tile: of the forward kernel, instead of the policy's.
+        tiles: of backward kernels by their names, instead of the cheapest.
 
     Raises:
         PlanError: no tile fits.
@@ -102,6 +106,7 @@ def emit(
         policy=policy,
         access_bytes=access_bytes,
         spare_registers=spare_registers,
+        tile=tile,
     )
     config.tell(1, str(chosen))
     if config.debug_level() >= 3:  # printing expressions takes longer than making them
@@ -113,7 +118,7 @@ def emit(
         analysis,
         summaries,
         source,
-        lambda: _emit_backward(spec, arch, sram, deterministic, {}),
+        lambda: _emit_backward(spec, arch, sram, deterministic, {}, tiles),
     )
 
 
@@ -134,10 +139,16 @@ def _emit_backward(
     arch: str,
     sram: int | None,
     deterministic: bool,
-    spare_registers: dict[str, int],
+    spare_registers: Mapping[str, int],
+    tiles: Mapping[str, Tile],
 ) -> tuple[Source, ...]:
     chosen = plan_backward(
-        spec, arch, sram=sram, deterministic=deterministic, spare_registers=spare_registers
+        spec,
+        arch,
+        sram=sram,
+        deterministic=deterministic,
+        spare_registers=spare_registers,
+        tiles=tiles,
     )
     config.tell(1, str(chosen))
     sources = tuple(
@@ -161,28 +172,34 @@ def build(
     sram: int | None = None,
     policy: str = "derived",
     access_bytes: int | None = None,
+    tile: Tile | None = None,
 ) -> Build:
     """``emit``, then NVRTC: ``.ptx``, ``.cubin``, ``.binary.resources``, ``.binary.log``.
 
     The plan's model of registers covers ordinary score functions. When the compiler spills all the
     same, the plan is made again with registers to spare, which gives a smaller tile; the plan's
-    own derivation shows them.
+    own derivation shows them. A given tile stays as it is: the binary's warnings say what spills.
 
-    Args: those of ``emit``, but for spare_registers and deterministic.
+    Args: those of ``emit`` that are not for the backward pass, but for spare_registers.
 
     Raises:
         PlanError, RenderError: as ``emit``.
         CompileError: NVRTC is missing or rejects the source.
     """
-    return _build(spec, arch, sram, policy, access_bytes)
+    return _build(spec, arch, sram, policy, access_bytes, tile)
 
 
 @functools.lru_cache(maxsize=512)
 def _build(
-    spec: AttentionSpec, arch: str, sram: int | None, policy: str, access_bytes: int | None
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    policy: str,
+    access_bytes: int | None,
+    tile: Tile | None,
 ) -> Build:
     best: Build | None = None
-    for spare in SPARE_REGISTERS:
+    for spare in SPARE_REGISTERS if tile is None else (0,):
         try:
             kernels = emit(
                 spec,
@@ -191,6 +208,7 @@ def _build(
                 policy=policy,
                 access_bytes=access_bytes,
                 spare_registers=spare,
+                tile=tile,
             )
         except PlanError:
             if best is None:
@@ -227,6 +245,7 @@ def build_backward(
     *,
     sram: int | None = None,
     deterministic: bool = False,
+    tiles: Mapping[str, Tile] = NO_TILES,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
@@ -237,18 +256,23 @@ def build_backward(
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_backward(spec, arch, sram, deterministic)
+    return _build_backward(spec, arch, sram, deterministic, tuple(sorted(tiles.items())))
 
 
 @functools.lru_cache(maxsize=512)
 def _build_backward(
-    spec: AttentionSpec, arch: str, sram: int | None, deterministic: bool
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    deterministic: bool,
+    tiles: tuple[tuple[str, Tile], ...],
 ) -> tuple[Build, ...]:
+    given = dict(tiles)
     spare: dict[str, int] = {}
     best: tuple[Build, ...] | None = None
     while True:
         try:
-            sources = _emit_backward(spec, arch, sram, deterministic, dict(spare))
+            sources = _emit_backward(spec, arch, sram, deterministic, dict(spare), given)
         except PlanError:
             if best is None:
                 raise
@@ -259,7 +283,7 @@ def _build_backward(
         )
         if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
             best = made
-        spilling = [build for build in made if _spilled(build)]
+        spilling = [build for build in made if _spilled(build) and build.source.role not in given]
         for build in spilling:
             role = build.source.role
             _tell_spill(build, spare.get(role, 0))

@@ -14,6 +14,7 @@ import sympy
 
 from .errors import FlashgenError, SpecError
 from .expr import SCORE, Scalar, SourceLines, Tensor, trace_mask, trace_score
+from .expr.digest import digest_of
 from .expr.sink import sink_of
 from .expr.source import shown_path, user_location
 from .expr.stored import StoredMod
@@ -153,8 +154,8 @@ class AttentionSpec:
         return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
 
     @property
-    def identity(self) -> tuple[object, ...]:
-        """Everything that the kernels depend on, and nothing else."""
+    def computes(self) -> tuple[object, ...]:
+        """What the kernels compute, wherever it is written."""
         return (
             self.name,
             self.mask,
@@ -169,10 +170,17 @@ class AttentionSpec:
             self.packed,
             None if self.sink is None else self.sink.name,
             self.block_sparse,
-            self.mask_line,
-            self.score_line,
-            self.file,
         )
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that the emitted files depend on, and nothing else."""
+        return (*self.computes, self.mask_line, self.score_line, self.file)
+
+    @property
+    def digest(self) -> str:
+        """A hash of what the kernels compute, the same in every process."""
+        return digest_of(self.computes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AttentionSpec) and self.identity == other.identity

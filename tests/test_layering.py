@@ -42,6 +42,7 @@ BESIDE = {
     "ops": {*PIPELINE, "emulator", "reference", "tiled"},
     "flex": {*PIPELINE, "emulator", "reference", "tiled", "ops"},
     "profile": {*PIPELINE, "emulator", "tiled", "ops"},
+    "tune": {*PIPELINE, "reference", "ops", "profile"},
 }
 # These may import everything.
 TOP = {"__init__", "__main__", "cli"}
@@ -73,6 +74,7 @@ OUTSIDE = {
     "ops": {"torch", "numpy", "sympy"},
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
+    "tune": {"torch"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

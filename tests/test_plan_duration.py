@@ -41,7 +41,7 @@ def test_every_line_is_its_own_arithmetic() -> None:
 def test_blocks_are_handed_out_in_turns(
     lengths: list[int], times: int, slots: int, expected: int
 ) -> None:
-    assert makespan(lengths, times, slots) == expected
+    assert makespan([(lengths, times)], slots) == expected
 
 
 def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
@@ -49,7 +49,7 @@ def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
     for _ in range(200):
         lengths = [chance.randrange(1, 40) for _ in range(chance.randrange(1, 30))]
         times, slots = chance.randrange(1, 5), chance.randrange(1, 20)
-        found = makespan(lengths, times, slots)
+        found = makespan([(lengths, times)], slots)
         least = max(max(lengths), -(-sum(lengths) * times // slots))
         assert least <= found < least + max(lengths)
 

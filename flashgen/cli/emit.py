@@ -19,7 +19,14 @@ DEFAULT_ARCH = "sm_80"
 SPECS = Path("specs")
 
 
-def emit(paths: Sequence[str], folder: Path, archs: Sequence[str], *, check: bool) -> None:
+def emit(
+    paths: Sequence[str],
+    folder: Path,
+    archs: Sequence[str],
+    *,
+    sram: int | None = None,
+    check: bool,
+) -> None:
     """Writes a file per kernel, spec and architecture, or with ``check`` compares them.
 
     Raises:
@@ -27,7 +34,7 @@ def emit(paths: Sequence[str], folder: Path, archs: Sequence[str], *, check: boo
         FlashgenError: a spec cannot be loaded, planned or rendered.
     """
     everything = not paths
-    wanted = sources(paths or default_specs(), archs or [config.arch() or DEFAULT_ARCH])
+    wanted = sources(paths or default_specs(), archs or [config.arch() or DEFAULT_ARCH], sram)
     # Only the complete set can say which files are left over, and only for its own architectures.
     stale = _left_over(folder, wanted) if everything and not archs else []
     if check:
@@ -53,7 +60,9 @@ def default_specs() -> list[str]:
     return found
 
 
-def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
+def sources(
+    paths: Sequence[str], archs: Sequence[str], sram: int | None = None
+) -> dict[str, Source]:
     """The emitted files by name.
 
     Raises:
@@ -64,7 +73,7 @@ def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
     for path in paths:
         with busy(f"emitting {path}"):
             spec = load(path)
-            for source in (kernel for arch in archs for kernel in kernels_of(spec, arch)):
+            for source in (kernel for arch in archs for kernel in kernels_of(spec, arch, sram)):
                 if origin.setdefault(source.filename, path) != path:
                     raise RenderError(
                         "two specs would be emitted into the same file",
@@ -76,14 +85,14 @@ def sources(paths: Sequence[str], archs: Sequence[str]) -> dict[str, Source]:
     return found
 
 
-def kernels_of(spec: AttentionSpec, arch: str) -> Iterator[Source]:
+def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
     """Tables, forward, and the backward kernels of both modes, free and deterministic."""
-    free = emit_kernels(spec, arch)
+    free = emit_kernels(spec, arch, sram=sram)
     yield from free.summaries
     yield free.forward
     yield from free.backward
     files = {source.filename for source in free.backward}
-    for source in emit_kernels(spec, arch, deterministic=True).backward:
+    for source in emit_kernels(spec, arch, sram=sram, deterministic=True).backward:
         if source.filename not in files:
             yield source
 

@@ -14,17 +14,17 @@ from flashgen.pipeline import Build, build, build_backward
 from flashgen.spec import AttentionSpec
 
 
-def kernel_of(spec: AttentionSpec, arch: str, role: str) -> Build:
+def kernel_of(spec: AttentionSpec, arch: str, role: str, sram: int | None = None) -> Build:
     """The compiled kernel of that role: "forward", "delta", "fused", "dkdv" or "dq".
 
     Raises:
         InputError: there is no such kernel, or the plan does not take it for this spec.
     """
     if role == "forward":
-        return build(spec, arch)
+        return build(spec, arch, sram=sram)
     found: dict[str, Build] = {}
     for deterministic in (False, True):
-        for kernel in build_backward(spec, arch, deterministic=deterministic):
+        for kernel in build_backward(spec, arch, sram=sram, deterministic=deterministic):
             found.setdefault(kernel.source.role, kernel)
     if role not in found:
         raise InputError(

@@ -27,6 +27,7 @@ class Request:
     head_dim: int | None = None
     head_dim_v: int | None = None
     arch: str | None = None
+    sram: int | None = None
     scalars: tuple[str, ...] = ()
     backward: bool = False
     deterministic: bool = False
@@ -56,7 +57,8 @@ def profile(request: Request) -> None:
     values, _ = scalar_values(spec, request.path, request.scalars)
     operands, (dout, dlse, _) = random_tensors(spec, sizes, request.seed, "emulator")
     captured, _ = tensor_values(spec, request.path, sizes, seed=request.seed)
-    options: dict[str, Any] = {"scalars": values, "tensors": captured, "arch": request.arch}
+    options: dict[str, Any] = {"scalars": values, "tensors": captured}
+    options |= {"arch": request.arch, "sram": request.sram}
     with busy(f"{spec.name}: compiling, then counting {sizes} in the emulator"):
         run, profiles = profile_forward(spec, *operands, **options)
     if request.backward:

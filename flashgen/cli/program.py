@@ -33,6 +33,9 @@ HeadDimV = Annotated[int | None, typer.Option(help="Another head dim of v and th
 Arch = Annotated[
     str | None, typer.Option(metavar="ARCH", help="sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120.")
 ]
+Sram = Annotated[
+    int | None, typer.Option(help="Bytes of shared memory to plan for, not the arch's own.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -59,6 +62,7 @@ def run(
     head_dim: HeadDim = None,
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
+    sram: Sram = None,
     scalar: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
     ] = None,
@@ -94,6 +98,7 @@ def run(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             arch=arch,
+            sram=sram,
             scalars=tuple(scalar or ()),
             q_offset=q_offset,
             k_offset=k_offset,
@@ -117,6 +122,7 @@ def profile(
     head_dim: HeadDim = None,
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
+    sram: Sram = None,
     scalar: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
     ] = None,
@@ -142,6 +148,7 @@ def profile(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             arch=arch,
+            sram=sram,
             scalars=tuple(scalar or ()),
             backward=backward,
             deterministic=deterministic,
@@ -160,9 +167,7 @@ def plan(
     head_dim: HeadDim = None,
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
-    sram: Annotated[
-        int | None, typer.Option(help="Bytes of shared memory to plan for, not the arch's own.")
-    ] = None,
+    sram: Sram = None,
     policy: Annotated[
         str, typer.Option(help="derived, or paper for Algorithm 1's block sizes.")
     ] = "derived",
@@ -199,6 +204,56 @@ def plan(
 
 @app.command()
 @command
+def tune(
+    spec: SpecPath,
+    shape: Annotated[str, typer.Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "4,16,4096",
+    dtype: Dtype = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    arch: Arch = None,
+    sram: Sram = None,
+    scalar: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
+    ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward pass instead of the forward.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --backward: sums in a fixed order.")
+    ] = False,
+    dropout: Annotated[
+        float, typer.Option(metavar="P", help="Probability of dropping an element of P.")
+    ] = 0.0,
+    most: Annotated[int, typer.Option(help="How many of the best to measure on a GPU.")] = 8,
+    show: Annotated[int, typer.Option(help="How many of the ranking to show without one.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the random operands, and of dropout.")] = 0,
+) -> None:
+    """Rank the tiles for a shape; on a GPU measure the best and remember the winner."""
+    from flashgen.cli.tune import Request
+    from flashgen.cli.tune import tune as tune_spec
+
+    tune_spec(
+        Request(
+            path=spec,
+            shape=shape,
+            dtype=dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            arch=arch,
+            sram=sram,
+            scalars=tuple(scalar or ()),
+            backward=backward,
+            deterministic=deterministic,
+            dropout=dropout,
+            most=most,
+            show=show,
+            seed=seed,
+        )
+    )
+
+
+@app.command()
+@command
 def emit(
     specs: Annotated[
         list[str] | None, typer.Argument(metavar="[SPECS]...", help="All of specs/ by default.")
@@ -210,11 +265,12 @@ def emit(
     arch: Annotated[
         list[str] | None, typer.Option(metavar="ARCH", help="sm_80, ...; repeatable.")
     ] = None,
+    sram: Sram = None,
 ) -> None:
     """Write the CUDA files of specs, or check that they are up to date."""
     from flashgen.cli.emit import emit as emit_specs
 
-    emit_specs(specs or [], output, arch or [], check=check)
+    emit_specs(specs or [], output, arch or [], sram=sram, check=check)
 
 
 @app.command()
@@ -225,6 +281,7 @@ def inspect(
     head_dim: HeadDim = None,
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
+    sram: Sram = None,
     kernel: Annotated[
         str, typer.Option(help="forward, or of the backward: delta, fused, dkdv or dq.")
     ] = "forward",
@@ -243,7 +300,7 @@ def inspect(
 
     loaded = load_spec(spec, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
     with busy(f"compiling {loaded.name}"):
-        built = show.kernel_of(loaded, arch or config.arch() or "sm_80", kernel)
+        built = show.kernel_of(loaded, arch or config.arch() or "sm_80", kernel, sram)
     if cuda:
         write(built.source.text)
     if ptx:
@@ -260,7 +317,9 @@ def inspect(
 @command
 def cache(
     show: Annotated[bool, typer.Option("--list", help="What is kept (the default).")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove every kernel.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove every kernel and measured tile.")
+    ] = False,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove damaged kernels, and by the limits below.")
     ] = False,

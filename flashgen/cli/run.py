@@ -38,6 +38,7 @@ class Request:
     head_dim: int | None = None
     head_dim_v: int | None = None
     arch: str | None = None
+    sram: int | None = None
     scalars: tuple[str, ...] = ()
     q_offset: int = 0
     k_offset: int = 0
@@ -80,7 +81,12 @@ def run(request: Request) -> None:
     if request.dropout:
         numbers |= {"dropout_p": request.dropout, "rng": rng}
     q, k, v = operands
-    how = {"backend": backend, "arch": request.arch, "check_memory": request.checkers}
+    how = {
+        "backend": backend,
+        "arch": request.arch,
+        "sram": request.sram,
+        "check_memory": request.checkers,
+    }
 
     def forward() -> ForwardRun:
         return run_forward(spec, q, k, v, **numbers | how)
@@ -122,7 +128,7 @@ def run(request: Request) -> None:
             *_dropout_rows(request, rng),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
             ("backend", f"{result.backend}, {why}"),
-            ("arch", result.arch),
+            ("arch", result.arch if request.sram is None else f"{result.arch}, {_sram(request)}"),
             *_kernel_rows(result, elapsed, request.checkers),
             *backward_rows,
             *((name, str(verdict)) for name, verdict in verdicts.items()),
@@ -131,6 +137,10 @@ def run(request: Request) -> None:
     )
     if not all(verdicts.values()):
         raise typer.Exit(MISMATCH)
+
+
+def _sram(request: Request) -> str:
+    return f"planned for {request.sram:,} B of shared memory per block"
 
 
 def choose_backend(asked: str | None) -> tuple[str, str]:

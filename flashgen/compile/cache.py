@@ -5,6 +5,7 @@
     <cache folder>/<file stem>.<arch>.<key>/   the emitted .cu, .cubin, .ptx, meta.json
                   /locks/<2 hex digits>.lock   taken while an entry is compiled
                   /tmp-*                       entries being written
+                  /tuned/                      tiles that were measured, not kernels
 
 An entry is written under a temporary name and renamed into place, so that it is there entirely or
 not at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
@@ -30,6 +31,7 @@ from typing import Any
 
 SCHEMA = 1  # part of every key: raise it when what an entry holds changes
 META = "meta.json"
+TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.ops.tuned`
 _LOCKS = "locks"
 _TEMPORARY = "tmp-"
 _LOCK_SECONDS = 120.0  # far beyond any compilation: whoever holds the lock is stuck
@@ -206,6 +208,7 @@ def clear(root: Path) -> int:
         shutil.rmtree(path, ignore_errors=True)
         removed += not path.exists()
     _sweep(root, older_than=0.0)
+    shutil.rmtree(root / TUNED, ignore_errors=True)
     # A process that still holds one of these locks compiles beside us, which is harmless.
     shutil.rmtree(root / _LOCKS, ignore_errors=True)
     return removed

@@ -21,7 +21,9 @@ from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
 from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
+from flashgen.ops.tuned import remembered
 from flashgen.ops.variants import learning, without_dropout
+from flashgen.plan import NO_TILES, Tile
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -47,7 +49,9 @@ class Backward:
         "_crooked",
         "_layout",
         "_meetings",
+        "_sram",
         "_tables",
+        "_tiles",
         "arch",
         "backend",
         "deterministic",
@@ -66,6 +70,8 @@ class Backward:
         arch: str,
         deterministic: bool,
         *tensors: Tensor,
+        sram: int | None = None,
+        tiles: Mapping[str, Tile] = NO_TILES,
     ) -> None:
         """
         Args:
@@ -78,6 +84,8 @@ class Backward:
         self.backend = backend
         self.arch = arch
         self.deterministic = deterministic
+        self._sram = sram
+        self._tiles = tiles
         self.device = tensors[0].device
         self.index = backends.index_of(self.device) if backend == "gpu" else 0
         found = map(_obstacle, _READ.values(), tensors)
@@ -190,7 +198,13 @@ class Backward:
         from flashgen.pipeline import build_backward
 
         start = time.perf_counter()
-        kernels = build_backward(self.spec, self.arch, deterministic=self.deterministic)
+        tiles = self._tiles
+        if self.backend == "gpu" and self._sram is None and not tiles:
+            which = "deterministic" if self.deterministic else "backward"
+            tiles = remembered(self.spec, self.arch, which, self.problem, self.index)
+        kernels = build_backward(
+            self.spec, self.arch, sram=self._sram, deterministic=self.deterministic, tiles=tiles
+        )
         self._built = time.perf_counter() - start
         p = self.problem
         numbers = numbers_of(p, tensors, captured)
@@ -241,7 +255,7 @@ class Backward:
                 tensors=captured,
                 dropout_p=p.dropout_p,
                 rng=rng,
-                **tiles_of(self.spec, self.arch, backward=True),
+                **tiles_of(self.spec, self.arch, self._sram, self._tiles, backward=True),
             )
             of_operands = map(in_layout_of, (q, k, v), gradients[:3])
             of_captures = (gradient.contiguous() for gradient in gradients[3:])
@@ -304,6 +318,8 @@ def prepare(
     arch: str | None,
     deterministic: bool | None,
     needed: Sequence[bool] | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
 ) -> Backward:
     """Checks a backward call and decides where it runs. Arguments as in `run_backward`.
 
@@ -336,7 +352,8 @@ def prepare(
         learned = [tensor.name for tensor in spec.tensors if tensor.grad]
         chosen = zip(learned, needed, strict=True)
         spec = learning(spec, frozenset(name for name, wanted in chosen if wanted))
-    return Backward(spec, problem, where, target, certain, q, k, v, out, dout)
+    operands = (q, k, v, out, dout)
+    return Backward(spec, problem, where, target, certain, *operands, sram=sram, tiles=tiles)
 
 
 def settled(deterministic: bool | None) -> bool:
@@ -377,6 +394,8 @@ def run_backward(
     backend: str | None = None,
     arch: str | None = None,
     deterministic: bool | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
     check_memory: bool = True,
     order_seed: int | None = None,
 ) -> BackwardRun:
@@ -390,7 +409,8 @@ def run_backward(
         dlse: gradient of lse, float32; zeros when None.
         rng: the forward call's seed and offset; needed when dropout_p is not 0.
         deterministic: whether every run must give the same bits; None asks torch.
-        check_memory, order_seed: as in `flashgen.ops.run_forward`.
+        sram, check_memory, order_seed: as in `flashgen.ops.run_forward`.
+        tiles: of these kernels, as in `flashgen.plan.plan_backward`.
 
     Raises:
         InputError: an argument is wrong; nothing has run then.
@@ -416,6 +436,8 @@ def run_backward(
         backend=backend,
         arch=arch,
         deterministic=deterministic,
+        sram=sram,
+        tiles=tiles,
     )
     captured = tuple(tensors[tensor.name] for tensor in spec.tensors)
     (dq, dk, dv, *more), done = call.run(

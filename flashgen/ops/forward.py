@@ -22,8 +22,10 @@ from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
 from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
+from flashgen.ops.tuned import remembered
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
+from flashgen.plan import NO_TILES, Tile
 from flashgen.spec import AttentionSpec
 
 __all__ = ["Forward", "ForwardRun", "Report", "draw_rng", "nearest_arch", "prepare", "run_forward"]
@@ -50,8 +52,10 @@ class Forward:
         "_lse_model",
         "_obstacle",
         "_out_model",
+        "_sram",
         "_swapped",
         "_tables",
+        "_tiles",
         "arch",
         "backend",
         "device",
@@ -62,13 +66,23 @@ class Forward:
     )
 
     def __init__(
-        self, spec: AttentionSpec, problem: Problem, backend: str, arch: str, q: Tensor, *kv: Tensor
+        self,
+        spec: AttentionSpec,
+        problem: Problem,
+        backend: str,
+        arch: str,
+        q: Tensor,
+        *kv: Tensor,
+        sram: int | None = None,
+        tiles: Mapping[str, Tile] = NO_TILES,
     ) -> None:
         self.drops = problem.dropout_p > 0
         self.spec = spec if self.drops else without_dropout(spec)
         self.problem = problem
         self.backend = backend
         self.arch = arch
+        self._sram = sram
+        self._tiles = tiles
         self.device = q.device
         self.index = backends.index_of(q.device) if backend == "gpu" else 0
         self._is_empty = problem.is_empty
@@ -150,7 +164,11 @@ class Forward:
 
     def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
-        kernel = build(self.spec, self.arch, access_bytes=width)
+        tiles = self._tiles
+        if self.backend == "gpu" and width == 16 and self._sram is None and not tiles:
+            tiles = remembered(self.spec, self.arch, "forward", self.problem, self.index)
+        options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
+        kernel = build(self.spec, self.arch, access_bytes=width, **options)
         self._built = perf_counter() - start
         p = self.problem
         sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
@@ -198,7 +216,7 @@ class Forward:
                 tensors=captured,
                 dropout_p=p.dropout_p,
                 rng=rng,
-                **tiles_of(self.spec, self.arch),
+                **tiles_of(self.spec, self.arch, self._sram, self._tiles),
             )
             out = in_layout_of(q, out)
         seconds = perf_counter() - start
@@ -231,6 +249,8 @@ def prepare(
     rng: Tensor | None,
     backend: str | None,
     arch: str | None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
 ) -> Forward:
     """Checks a call and decides where it runs. Arguments as in `run_forward`.
 
@@ -252,7 +272,8 @@ def prepare(
         rng=rng,
     )
     where = backends.choose(backend, q.device)
-    return Forward(spec, problem, where, backends.target_of(arch, where, q.device), q, k, v)
+    target = backends.target_of(arch, where, q.device)
+    return Forward(spec, problem, where, target, q, k, v, sram=sram, tiles=tiles)
 
 
 def run_forward(
@@ -270,6 +291,8 @@ def run_forward(
     rng: Tensor | None = None,
     backend: str | None = None,
     arch: str | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
     check_memory: bool = True,
     order_seed: int | None = None,
 ) -> ForwardRun:
@@ -278,6 +301,9 @@ def run_forward(
     Args:
         scalars, tensors: a number for each of the spec's scalars, a tensor for each of its captured
             tensors, by name; "layout" as in `flashgen.attention`.
+        sram: bytes of shared memory per block to plan for, instead of the architecture's.
+        tiles: {"forward": this one} instead of the planner's, or of one that `flashgen tune` has
+            measured.
         check_memory: the emulator's checkers for memory and races.
         order_seed: the emulator runs blocks and warps in an order drawn from it.
 
@@ -302,6 +328,8 @@ def run_forward(
         rng=rng,
         backend=backend,
         arch=arch,
+        sram=sram,
+        tiles=tiles,
     )
     captured = tuple(tensors[tensor.name] for tensor in spec.tensors)
     out, lse, done = forward.run(

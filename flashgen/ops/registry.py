@@ -10,14 +10,13 @@ per value of a Python number, and only one for all values of a tensor.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
+from flashgen.expr.digest import digest_of
 from flashgen.ops import mapped
 from flashgen.ops.captures import check_learned
 from flashgen.ops.checks import check_traced
@@ -53,10 +52,7 @@ def free_name(spec: AttentionSpec) -> str:
     assert spec.name is not None, "every spec has a name once it is made"
     name = spec.name
     if _taken(name):
-        content = [
-            sympy.srepr(part) if isinstance(part, sympy.Basic) else part for part in spec.identity
-        ]
-        digest = hashlib.sha256(repr(content).encode()).hexdigest()
+        digest = digest_of(spec.identity)
         hashed = (f"{spec.name}_{digest[:length]}" for length in range(8, len(digest) + 1))
         name = next(name for name in hashed if not _taken(name))
     _names.update((name, f"{name}_backward"))

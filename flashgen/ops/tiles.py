@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from flashgen.ops.backends import DEFAULT_ARCH
+from flashgen.plan import Tile
 from flashgen.spec import AttentionSpec
 
 
@@ -18,11 +19,21 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def tiles_of(spec: AttentionSpec, arch: str, *, backward: bool = False) -> dict[str, int]:
-    """Block sizes of the plan for another architecture than the tiled algorithms' own default."""
-    if arch == DEFAULT_ARCH:
+def tiles_of(
+    spec: AttentionSpec,
+    arch: str,
+    sram: int | None,
+    tiles: Mapping[str, Tile],
+    *,
+    backward: bool = False,
+) -> dict[str, int]:
+    """Block sizes of the plan, where it is another than the tiled algorithms' own default."""
+    if arch == DEFAULT_ARCH and sram is None and not tiles:
         return {}
     from flashgen.plan import plan, plan_backward
 
-    chosen = plan_backward(spec, arch).of_keys if backward else plan(spec, arch)
+    if backward:
+        chosen = plan_backward(spec, arch, sram=sram, tiles=tiles).of_keys
+    else:
+        chosen = plan(spec, arch, sram=sram, tile=tiles.get("forward"))
     return {"block_q": chosen.block_q, "block_k": chosen.block_k}

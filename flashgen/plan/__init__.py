@@ -17,9 +17,10 @@ from flashgen.errors import PlanError
 from flashgen.plan import paper, streams
 from flashgen.plan.backward import KERNELS, plan_kernels
 from flashgen.plan.derive import made
+from flashgen.plan.feasible import feasible
 from flashgen.plan.problem import ITEMSIZE, problem_of
-from flashgen.plan.refuse import nothing_fits
-from flashgen.plan.search import Tile, cheapest
+from flashgen.plan.refuse import does_not_fit, nothing_fits
+from flashgen.plan.search import Tile, can_have, cheapest
 from flashgen.plan.traffic import Traffic
 from flashgen.plan.traffic_backward import BackwardTraffic
 from flashgen.plan.value import BackwardPlan, Line, Plan, Refusal
@@ -31,7 +32,9 @@ __all__ = [
     "Line",
     "Plan",
     "Refusal",
+    "Tile",
     "Traffic",
+    "feasible",
     "plan",
     "plan_backward",
     "plan_summary",
@@ -39,6 +42,7 @@ __all__ = [
 
 POLICIES = ("derived", "paper")
 NONE_SPARE: Mapping[str, int] = MappingProxyType({})
+NO_TILES: Mapping[str, Tile] = MappingProxyType({})
 
 
 def plan(
@@ -49,6 +53,7 @@ def plan(
     policy: str = "derived",
     access_bytes: int | None = None,
     spare_registers: int = 0,
+    tile: Tile | None = None,
 ) -> Plan:
     """The tiles, warps and shared-memory layout of the forward kernel of ``spec``.
 
@@ -62,13 +67,23 @@ def plan(
             bytes, the operand size for any other.
         spare_registers: per thread, kept free beyond what the model asks for. `flashgen.build`
             raises it when the compiler needs more for a score_mod than the model foresaw.
+        tile: this one, whatever it costs, instead of the policy's: one of `feasible`, or a measured
+            one.
 
     Raises:
-        PlanError: the architecture is unknown, an option is wrong, or no tile fits.
+        PlanError: the architecture is unknown, an option is wrong, or no tile, or not the given
+            one, fits.
     """
     width = 16 if access_bytes is None else access_bytes
     _check_options(spec, sram, policy, width)
-    return _plan(spec, arch, sram, policy, width, spare_registers)
+    if tile is not None and policy != "derived":
+        raise PlanError(
+            "a given tile leaves a policy nothing to decide",
+            where="plan(policy=..., tile=...)",
+            numbers=f"given {policy!r} and {tile}",
+            way_out="one of them",
+        )
+    return _plan(spec, arch, sram, policy, width, spare_registers, tile)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,17 +94,21 @@ def _plan(
     policy: str,
     access_bytes: int,
     spare_registers: int,
+    tile: Tile | None,
 ) -> Plan:
     problem = problem_of(spec, facts(arch), sram, access_bytes, spare_registers)
-    tile: Tile | None
+    if tile is not None:
+        if not can_have(problem, tile):
+            raise does_not_fit(problem, tile, _where(spec))
+        return made(problem, tile, "given", ())
     notes: tuple[str, ...] = ()
     if policy == "paper":
-        tile, notes = paper.tile(problem)
+        chosen, notes = paper.tile(problem)
     else:
-        tile = cheapest(problem)
-    if tile is None:
+        chosen = cheapest(problem)
+    if chosen is None:
         raise nothing_fits(problem, _where(spec), given_sram=sram is not None)
-    return made(problem, tile, policy, notes)
+    return made(problem, chosen, policy, notes)
 
 
 def plan_backward(
@@ -99,6 +118,7 @@ def plan_backward(
     sram: int | None = None,
     deterministic: bool = False,
     spare_registers: Mapping[str, int] = NONE_SPARE,
+    tiles: Mapping[str, Tile] = NO_TILES,
 ) -> BackwardPlan:
     """The kernels of the backward pass of ``spec``, their tiles, and why these.
 
@@ -107,20 +127,25 @@ def plan_backward(
         deterministic: only kernels whose sums have one order.
         spare_registers: per thread and kernel ("dkdv", "dq", "fused", "captured",
             "captured_exact"), kept free beyond what the model asks for.
+        tiles: of these kernels, whatever they cost, instead of the cheapest. Where all kernels of a
+            scheme have one, that scheme is taken.
 
     Raises:
-        PlanError: the architecture is unknown, an option is wrong, or no tile fits.
+        PlanError: the architecture is unknown, an option is wrong, or no tile, or not a given one,
+            fits.
     """
     _check_options(spec, sram, "derived", 16)
-    unknown = sorted(set(spare_registers) - set(KERNELS))
-    if unknown:
-        raise PlanError(
-            "spare registers are for the kernels of a backward pass that have a tile to choose",
-            where="plan_backward(spare_registers=...)",
-            numbers=f"given {', '.join(map(repr, unknown))}",
-            way_out=" or ".join(f'"{name}"' for name in KERNELS),
-        )
-    return _plan_backward(spec, arch, sram, deterministic, tuple(sorted(spare_registers.items())))
+    for option, given in (("spare_registers", spare_registers), ("tiles", tiles)):
+        unknown = sorted(set(given) - set(KERNELS))
+        if unknown:
+            raise PlanError(
+                f"{option} are of the kernels of a backward pass that have a tile to choose",
+                where=f"plan_backward({option}=...)",
+                numbers=f"given {', '.join(map(repr, unknown))}",
+                way_out=" or ".join(f'"{name}"' for name in KERNELS),
+            )
+    spare = tuple(sorted(spare_registers.items()))
+    return _plan_backward(spec, arch, sram, deterministic, spare, tuple(sorted(tiles.items())))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,8 +155,10 @@ def _plan_backward(
     sram: int | None,
     deterministic: bool,
     spare_registers: tuple[tuple[str, int], ...],
+    tiles: tuple[tuple[str, Tile], ...],
 ) -> BackwardPlan:
-    return plan_kernels(spec, facts(arch), _where(spec), sram, deterministic, dict(spare_registers))
+    spare = dict(spare_registers)
+    return plan_kernels(spec, facts(arch), _where(spec), sram, deterministic, spare, dict(tiles))
 
 
 def plan_summary(spec: AttentionSpec, arch: str = "sm_80") -> Plan:

@@ -15,8 +15,8 @@ from flashgen.arch import Arch
 from flashgen.errors import PlanError
 from flashgen.plan.derive import made
 from flashgen.plan.problem import problem_of
-from flashgen.plan.refuse import nothing_fits
-from flashgen.plan.search import Problem, cheapest
+from flashgen.plan.refuse import does_not_fit, nothing_fits
+from flashgen.plan.search import Problem, Tile, can_have, cheapest
 from flashgen.plan.streams import delta
 from flashgen.plan.value import BackwardPlan, Plan
 from flashgen.spec import AttentionSpec
@@ -33,6 +33,26 @@ EXACT_NOTE = (
 )
 
 
+def kernels_of(spec: AttentionSpec, *, deterministic: bool) -> dict[str, tuple[str, ...]]:
+    """The schemes that ``spec`` can have, each with its kernels but delta, in their order."""
+    # The sums of "fused" lie in whole tiles of rows, which packed sequences do not begin at.
+    only_split = deterministic or spec.packed
+    of_captured = of_learned(spec, deterministic=deterministic)
+    return {
+        name: (*parts, *of_captured)
+        for name, parts in SCHEMES.items()
+        if name == "split" or not only_split
+    }
+
+
+def of_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str, ...]:
+    """The kernel for the tensors that the score learns, where it learns any."""
+    learned = (t for t in spec.tensors if t.grad and t.symbol in spec.score.free_symbols)
+    if next(learned, None) is None:
+        return ()
+    return ("captured_exact" if deterministic else "captured",)
+
+
 def plan_kernels(
     spec: AttentionSpec,
     arch: Arch,
@@ -40,45 +60,46 @@ def plan_kernels(
     sram: int | None,
     deterministic: bool,
     spare: dict[str, int],
+    tiles: dict[str, Tile],
 ) -> BackwardPlan:
     """See `flashgen.plan.plan_backward`; ``where`` names the spec in errors."""
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}
-    learns = any(
-        tensor.grad and tensor.symbol in spec.score.free_symbols for tensor in spec.tensors
-    )
-    of_captured = "captured_exact" if deterministic else "captured"
-    for kernel in ("dkdv", "dq", "fused", *((of_captured,) if learns else ())):
+    of_captured = of_learned(spec, deterministic=deterministic)
+    for kernel in ("dkdv", "dq", "fused", *of_captured):
         problem = problem_of(spec, arch, sram, 16, spare.get(kernel, 0), kernel)
-        chosen = _chosen(problem)
+        tile = tiles.get(kernel)
+        if tile is not None and not can_have(problem, tile):
+            raise does_not_fit(problem, tile, where)
+        chosen = _chosen(problem, tile)
         if chosen is None:
             missing[kernel] = nothing_fits(problem, where, given_sram=sram is not None)
         else:
             found[kernel] = chosen
     possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
-    # The sums of "fused" lie in whole tiles of rows, which packed sequences do not begin at.
-    only_split = deterministic or spec.packed
-    allowed = [name for name in possible if name == "split" or not only_split]
+    able = kernels_of(spec, deterministic=deterministic)
+    allowed = [name for name in possible if name in able]
     if not allowed:
         raise next(iter(missing.values()))
     costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
-    scheme = min(allowed, key=lambda name: (costs[name], name))
+    given = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
+    scheme = min(given or allowed, key=lambda name: (costs[name], name))
     kernels = (delta(spec, arch), *(found[part] for part in SCHEMES[scheme]))
-    if learns:
-        if of_captured not in found:
-            raise missing[of_captured]
-        kernels = (*kernels, found[of_captured])
-    return BackwardPlan(
-        scheme, deterministic, kernels, _why(found, costs, scheme, deterministic, spec.packed)
-    )
+    for kernel in of_captured:
+        if kernel not in found:
+            raise missing[kernel]
+        kernels = (*kernels, found[kernel])
+    notes = _why(found, costs, scheme, deterministic, spec.packed, is_given=scheme in given)
+    return BackwardPlan(scheme, deterministic, kernels, notes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(problem: Problem) -> Plan | None:
-    """The plan of one kernel, with the cheapest tile that fits."""
-    tile = cheapest(problem)
+def _chosen(problem: Problem, given: Tile | None) -> Plan | None:
+    """The plan of one kernel, with the given tile, or else the cheapest that fits."""
+    tile = cheapest(problem) if given is None else given
     notes = (EXACT_NOTE,) if problem.kernel == "captured_exact" else ()
-    return None if tile is None else made(problem, tile, "derived", notes)
+    policy = "derived" if given is None else "given"
+    return None if tile is None else made(problem, tile, policy, notes)
 
 
 def _why(
@@ -87,6 +108,8 @@ def _why(
     scheme: str,
     deterministic: bool,
     packed: bool,
+    *,
+    is_given: bool,
 ) -> tuple[str, ...]:
     """What each scheme costs, and what decided."""
     notes = []
@@ -107,6 +130,8 @@ def _why(
         notes.append("split, because every sum must have one order: atomic additions have none")
     elif packed:
         notes.append("split, because the sums of fused lie in whole tiles: packed rows do not")
+    elif is_given:
+        notes.append(f"{scheme}, because its tiles are given")
     elif len(costs) > 1:
         notes.append(f"{scheme}, because its predicted cost is lower")
     else:

@@ -27,6 +27,9 @@ STEPS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
 
 ROW_BYTES = 8  # LSE and delta
 
+Sizes = tuple[int, int, int, int, int]
+"""batch, heads_q, heads_kv, seq_q, seq_k."""
+
 
 @dataclass(frozen=True)
 class Duration:
@@ -73,18 +76,31 @@ def duration(
     Raises:
         ValueError: visited is for another number of tiles.
     """
+    return duration_of(plan, [((batch, heads_q, heads_kv, seq_q, seq_k), visited)])
+
+
+def duration_of(plan: Plan, walks: Sequence[tuple[Sizes, Visited | None]]) -> Duration:
+    """The same of a launch whose heads are not alike.
+
+    Args:
+        walks: the parts of the launch, each with its own sizes and visited tiles.
+    """
     arch = facts(plan.arch)
-    tiles, heads, entries = plan.grid(batch, heads_q, heads_kv, seq_q, seq_k)
-    lengths = _lengths(plan, tiles, heads_q // heads_kv, seq_q, seq_k, visited)
-    slots = arch.sms * plan.blocks_per_sm
+    parts, rows = [], 0
+    for (batch, heads_q, heads_kv, seq_q, seq_k), visited in walks:
+        tiles, heads, entries = plan.grid(batch, heads_q, heads_kv, seq_q, seq_k)
+        lengths = _lengths(plan, tiles, heads_q // heads_kv, seq_q, seq_k, visited)
+        parts.append((lengths, heads * entries))
+        rows += batch * heads_q * seq_q
+    steps = sum(sum(lengths) * times for lengths, times in parts)
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
-        "steps": max(1, sum(lengths) * heads * entries),
-        "makespan": makespan(lengths, heads * entries, slots),
+        "steps": max(1, steps),
+        "makespan": makespan(parts, arch.sms * plan.blocks_per_sm),
         "cost": plan.cost,
-        "scores": _scores(plan, sum(lengths) * heads * entries, batch * heads_q * seq_q),
-        "bytes": _bytes(plan, batch, heads_q, heads_kv, seq_q, seq_k),
+        "scores": _scores(plan, steps, rows),
+        "bytes": sum(_bytes(plan, *sizes) for sizes, _ in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     values = Steps(*STEPS)(dict(at))
@@ -95,23 +111,26 @@ def duration(
     )
 
 
-def makespan(lengths: Sequence[int], times: int, slots: int) -> int:
+def makespan(parts: Sequence[tuple[Sequence[int], int]], slots: int) -> int:
     """Steps until all blocks are done, when each free slot takes the next one.
 
     Args:
-        lengths: steps of the blocks of one head, in the order of the tiles; longer ones go first.
-        times: how often they are repeated, head by head.
+        parts: of the launch, one behind the other: steps of the blocks of one head, in the order of
+            the tiles, of which longer ones go first; and how often they are repeated, head by head.
         slots: blocks that run at the same time.
     """
-    ordered = sorted(lengths, reverse=True)
-    if not ordered:
+    different = {length for lengths, _ in parts for length in lengths}
+    if not different:
         return 1
-    if ordered[0] == ordered[-1]:
-        return max(1, ordered[0] * -(-len(ordered) * times // slots))
+    if len(different) == 1:
+        blocks = sum(len(lengths) * times for lengths, times in parts)
+        return max(1, different.pop() * -(-blocks // slots))
     ends = [0] * slots
-    for _ in range(times):
-        for length in ordered:
-            heapq.heapreplace(ends, ends[0] + length)
+    for lengths, times in parts:
+        ordered = sorted(lengths, reverse=True)
+        for _ in range(times):
+            for length in ordered:
+                heapq.heapreplace(ends, ends[0] + length)
     return max(ends)
 
 

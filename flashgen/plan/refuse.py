@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from flashgen.arch import facts, known
 from flashgen.errors import PlanError
-from flashgen.plan.search import Problem, fits, quantities, smallest
+from flashgen.plan.formulas import counted
+from flashgen.plan.search import Problem, Tile, excesses, fits, quantities, shapes, smallest
 
 
 def nothing_fits(problem: Problem, where: str, *, given_sram: bool) -> PlanError:
@@ -33,6 +34,26 @@ def nothing_fits(problem: Problem, where: str, *, given_sram: bool) -> PlanError
         numbers=f"needs {needs} at the smallest tile (block_q {at['block_q']}, "
         f"block_k {at['block_k']}); limit {limit}",
         way_out="\n".join(_ways_out(problem, needed, given_sram)),
+    )
+
+
+def does_not_fit(problem: Problem, tile: Tile, where: str) -> PlanError:
+    """The error for a tile that the caller asks for and that the kernel cannot have.
+
+    Args:
+        where: the spec.
+    """
+    if replace(tile, blocks=1) not in shapes(problem) or tile.blocks < 1:
+        numbers = "no such combination of steps, warps and what they share is in the template"
+    else:
+        broken = next(excesses(problem, tile))
+        needs, limit = counted(broken.needs), counted(broken.limit)
+        numbers = f"{broken.quantity}: {needs} against {limit} {broken.unit}".rstrip()
+    return PlanError(
+        "the kernel cannot have the given tile",
+        where=f"{where}, kernel {problem.kernel}, {tile}",
+        numbers=numbers,
+        way_out="one of flashgen.plan.feasible(spec, arch, kernel=...), or none, to derive it",
     )
 
 

@@ -176,6 +176,12 @@ def fits(problem: Problem, tile: Tile) -> bool:
     return next(excesses(problem, tile), None) is None
 
 
+def can_have(problem: Problem, tile: Tile) -> bool:
+    """The template can run this tile, and it fits."""
+    shape = replace(tile, blocks=1) in shapes(problem)
+    return shape and tile.blocks >= 1 and fits(problem, tile)
+
+
 def with_blocks(problem: Problem, tile: Tile) -> list[Tile]:
     """The tile at every number of resident blocks with which it fits."""
     found: list[Tile] = []

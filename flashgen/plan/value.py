@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from flashgen.plan.formulas import Number, counted
 from flashgen.plan.model_backward import OF_CAPTURED, dq_row_warps
+from flashgen.plan.search import Tile
 from flashgen.plan.traffic import Traffic, Visited, traffic
 from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
@@ -80,7 +81,7 @@ class Plan:
             or, before all of these, "summary" for a captured tensor's table of extremes.
         arch: that the kernel is compiled for.
         path: the code path, which names the templates.
-        policy: "derived", or "paper" for Algorithm 1's block sizes.
+        policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
         dtype, itemsize: of Q, K, V and O; bytes per element.
         head_dim, head_dim_v: of Q and K; of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A block of
@@ -155,6 +156,13 @@ class Plan:
     def launches(self) -> int:
         """How often a pass launches it: exact sums need to know the greatest of what they add."""
         return 2 if self.kernel == "captured_exact" else 1
+
+    @property
+    def tile(self) -> Tile:
+        """What was chosen; with it the same plan can be asked for."""
+        step = self.block_q if self.owns_keys else self.block_k
+        row_groups, sharing = self.row_groups, (self.column_warps, self.score_warps)
+        return Tile(step, self.warps, row_groups, self.blocks_per_sm, *sharing)
 
     @property
     def row_groups(self) -> int:

@@ -5,7 +5,7 @@
 conflicts, work by class, all of it by step and by line of the emitted file, and a roofline.
 """
 
-from flashgen.profile.make import profile_backward, profile_forward
+from flashgen.profile.make import array_of, problem_of_call, profile_backward, profile_forward
 from flashgen.profile.phases import Step, steps_of
 from flashgen.profile.plot import check_plot, plot
 from flashgen.profile.value import (
@@ -17,6 +17,7 @@ from flashgen.profile.value import (
     SourceLine,
     TensorTraffic,
 )
+from flashgen.profile.visits import walks_of
 
 __all__ = [
     "Bound",
@@ -27,9 +28,12 @@ __all__ = [
     "SourceLine",
     "Step",
     "TensorTraffic",
+    "array_of",
     "check_plot",
     "plot",
+    "problem_of_call",
     "profile_backward",
     "profile_forward",
     "steps_of",
+    "walks_of",
 ]

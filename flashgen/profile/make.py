@@ -50,7 +50,7 @@ def profile_forward(
     """
     with emulator.profiling() as launches:
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
-    problem = _problem(spec, (q, k, v), options, run.rng)
+    problem = problem_of_call(spec, (q, k, v), options, run.rng)
     return run, _profiles(spec, launches, (run.report,), problem, options, dlse=False)
 
 
@@ -74,21 +74,28 @@ def profile_backward(
             check_memory=False,
             **options,
         )
-    problem = _problem(spec, (q, k, v), options, options.get("rng"))
+    problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
     given = dlse is not None
     return run, _profiles(spec, launches, run.reports, problem, options, dlse=given)
 
 
-def _problem(
+def problem_of_call(
     spec: AttentionSpec,
     operands: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
-    rng: Tensor | None,
+    rng: Tensor | None = None,
 ) -> Problem:
-    call = {name: options.get(name) for name in _CALL}
+    """The problem that a call states.
+
+    Args:
+        options: as `flashgen.ops.run_forward` takes them; those that decide no size count nothing.
+        rng: dropout's, where the options have none.
+    """
+    call: dict[str, Any] = {name: options.get(name) for name in _CALL}
     for name, value in (("scalars", {}), ("tensors", {}), ("q_offset", 0), ("k_offset", 0)):
         call[name] = call[name] or value
-    return check(spec, *operands, **call | {"dropout_p": call["dropout_p"] or 0.0, "rng": rng})
+    call["dropout_p"] = call["dropout_p"] or 0.0
+    return check(spec, *operands, **call if rng is None else call | {"rng": rng})
 
 
 def _profiles(
@@ -103,7 +110,7 @@ def _profiles(
     builds = [report.kernel for report in reports if report.kernel is not None]
     builds += build_summaries(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}
-    captured = {name: _array(tensor) for name, tensor in (options.get("tensors") or {}).items()}
+    captured = {name: array_of(tensor) for name, tensor in (options.get("tensors") or {}).items()}
     found = []
     for counters in launches:
         build = by_name[counters.kernel]
@@ -112,7 +119,8 @@ def _profiles(
     return tuple(found)
 
 
-def _array(tensor: Tensor) -> Any:
+def array_of(tensor: Tensor) -> Any:
+    """A captured tensor as an array that mask expressions are evaluated over."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return tensor.detach().to(wide if tensor.is_floating_point() else torch.int64).numpy()
 

@@ -1,0 +1,143 @@
+"""All tiles that a pass can have, by how long the model says that it takes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.analysis import Analysis, analyse
+from flashgen.ops import Problem
+from flashgen.plan import Plan, Tile, feasible, plan, plan_backward
+from flashgen.plan.backward import kernels_of
+from flashgen.plan.duration import Duration, duration_of
+from flashgen.profile import walks_of
+from flashgen.render import walk_of_kernel
+from flashgen.spec import AttentionSpec
+
+NEIGHBOURS = 4
+"""Of the kernels of a backward pass each is tried with so many other tiles, the others' kept."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tiles for the kernels of a pass.
+
+    Attributes:
+        plans: of the kernels, in the order of their launches; without delta, which has no choice.
+        seconds: predicted for all of them, one after another; clocks per score element where the
+            tiles that they visit are not known before they run (`by_time`); NaN where nothing was
+            predicted.
+        durations: how the seconds of each launch come about.
+    """
+
+    plans: tuple[Plan, ...]
+    seconds: float
+    durations: tuple[Duration, ...] = ()
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        """By kernel."""
+        return {plan.kernel: plan.tile for plan in self.plans}
+
+
+def rank(
+    spec: AttentionSpec,
+    problem: Problem,
+    captured: Mapping[str, Any],
+    arch: str,
+    *,
+    which: str = "forward",
+    sram: int | None = None,
+) -> tuple[Choice, ...]:
+    """The choices for a pass, the one of least predicted time first; none where nothing fits.
+
+    The time of a kernel is `flashgen.plan.duration`: its clocks per score element, times the score
+    elements of the tiles that the mask leaves, times how unevenly the blocks fill the SMs; at least
+    the time that its bytes take. Of a forward kernel every feasible tile is ranked, of a backward
+    pass for each scheme every kernel's best and, one kernel at a time, its next ones.
+
+    Args:
+        captured: the spec's tensors by name as arrays, and a run-time layout.
+        which: "forward", "backward", or "deterministic" for a backward pass that is.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+
+    def of_kernel(kernel: str) -> list[Choice]:
+        plans = feasible(spec, arch, kernel=kernel, sram=sram)
+        if not by_time(spec):
+            return [Choice((plan,), plan.launches * plan.cost) for plan in plans]
+        predict = _predictor(spec, problem, captured, kernel)
+        choices = [
+            Choice((plan,), plan.launches * time.seconds, (time,))
+            for plan, time in ((plan, predict(plan)) for plan in plans)
+        ]
+        return sorted(choices, key=lambda choice: choice.seconds)
+
+    if which == "forward":
+        return tuple(of_kernel("forward"))
+    found: list[Choice] = []
+    for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
+        ranked = [of_kernel(kernel) for kernel in kernels]
+        if all(ranked):
+            found += _combined(ranked)
+    return tuple(sorted(found, key=lambda choice: choice.seconds))
+
+
+def derived(
+    spec: AttentionSpec, arch: str, which: str, ranked: Sequence[Choice], sram: int | None = None
+) -> Choice:
+    """The planner's own tiles, which it takes for all shapes; the ranking's word on them, if any.
+
+    Raises:
+        PlanError: no tile fits.
+    """
+    if which == "forward":
+        plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
+    else:
+        chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
+        plans = tuple(each for each in chosen.kernels if each.kernel != "delta")
+    own = Choice(plans, math.nan)
+    return next((each for each in ranked if each.tiles == own.tiles), own)
+
+
+def by_time(spec: AttentionSpec) -> bool:
+    """Whether `Choice.seconds` are seconds: of packed sequences nobody knows the tiles before."""
+    return not spec.packed
+
+
+def _combined(ranked: list[list[Choice]]) -> Iterator[Choice]:
+    """Each kernel's best together, then with one of them changed."""
+    best = [choices[0] for choices in ranked]
+    yield _together(best)
+    for place, choices in enumerate(ranked):
+        for other in choices[1 : 1 + NEIGHBOURS]:
+            yield _together([*best[:place], other, *best[place + 1 :]])
+
+
+def _together(choices: list[Choice]) -> Choice:
+    plans = tuple(plan for choice in choices for plan in choice.plans)
+    durations = tuple(each for choice in choices for each in choice.durations)
+    return Choice(plans, sum(choice.seconds for choice in choices), durations)
+
+
+def _predictor(
+    spec: AttentionSpec, problem: Problem, captured: Mapping[str, Any], kernel: str
+) -> Callable[[Plan], Duration]:
+    """What predicts the time of a kernel's plans; tiles of one size visit the same ones."""
+    analysis: Analysis = analyse(spec, walk_of_kernel(kernel))
+    walks: dict[tuple[int, int], Any] = {}
+
+    def predict(plan: Plan) -> Duration:
+        size = plan.block_q, plan.block_k
+        if size not in walks:
+            found = walks_of(spec, analysis.mask, plan, problem, captured)
+            every = (problem.batch, problem.heads_q, problem.heads_kv)
+            # Where query heads that share keys differ nobody says what a block walks: all, here.
+            walks[size] = found or [((*every, problem.seq_q, problem.seq_k), None)]
+        return duration_of(plan, walks[size])
+
+    return predict
