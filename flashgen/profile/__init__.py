@@ -5,6 +5,7 @@
 conflicts, work by class, all of it by step and by line of the emitted file, and a roofline.
 """
 
+from flashgen.profile.cost import counted_cost
 from flashgen.profile.make import array_of, problem_of_call, profile_backward, profile_forward
 from flashgen.profile.phases import Step, steps_of
 from flashgen.profile.plot import check_plot, plot
@@ -30,6 +31,7 @@ __all__ = [
     "TensorTraffic",
     "array_of",
     "check_plot",
+    "counted_cost",
     "plot",
     "problem_of_call",
     "profile_backward",
