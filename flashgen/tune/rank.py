@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +109,20 @@ def by_time(spec: AttentionSpec) -> bool:
     return not spec.packed
 
 
-def _combined(ranked: list[list[Choice]]) -> Iterator[Choice]:
-    """Each kernel's best together, then with one of them changed."""
+def _combined(ranked: list[list[Choice]]) -> list[Choice]:
+    """Each kernel's best together, then with one of them changed; and the planner's own."""
     best = [choices[0] for choices in ranked]
-    yield _together(best)
+    found = [_together(best)]
     for place, choices in enumerate(ranked):
         for other in choices[1 : 1 + NEIGHBOURS]:
-            yield _together([*best[:place], other, *best[place + 1 :]])
+            found.append(_together([*best[:place], other, *best[place + 1 :]]))
+    # It counts clocks per score element alone, so its tiles are those of least cost.
+    own = _together([min(choices, key=_cost) for choices in ranked])
+    return found if own in found else [*found, own]
+
+
+def _cost(choice: Choice) -> tuple[float, Tile]:
+    return choice.plans[0].cost, choice.plans[0].tile
 
 
 def _together(choices: list[Choice]) -> Choice:
