@@ -9,6 +9,7 @@ slow tier 200.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.errors import SpecError
 from flashgen.ops import run_backward, run_forward
+from flashgen.reference import Verdict
 
 QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 FAST = settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=QUIET)
 SLOW = settings(FAST, max_examples=200)
+MORE_DRAWS = 12
 
 TENSORS = {
     "ids": fg.Tensor("ids", ("batch", "tokens"), "int32"),
@@ -214,9 +217,9 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def check(problem: dict[str, Any]) -> None:
+def verdicts_of(problem: dict[str, Any]) -> dict[str, Verdict]:
+    """Of the results and gradients of one draw of operands and captures."""
     spec = spec_of(problem)
-    note(f"{spec.mask} | {spec.score}")
     batch, (heads_q, heads_kv), seq_q, seq_k = problem["sizes"]
     batch = 1 if spec.packed else batch
     generator = torch.Generator().manual_seed(problem["seed"] + 1)
@@ -233,18 +236,48 @@ def check(problem: dict[str, Any]) -> None:
     run = run_forward(spec, q, k, v, backend="emulator", **numbers)
     exact = reference.attention(spec, q, k, v, **numbers)
     same = reference.same_dtype(spec, q, k, v, **numbers)
-    for name, got, ref, ordinary in zip(
-        ("out", "lse"), (run.out, run.lse), exact, same, strict=True
-    ):
-        verdict = reference.compare(got, ref, ordinary)
-        assert verdict.ok, f"{name}: {verdict}"
+    found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
+    verdicts = {name: reference.compare(*three) for name, *three in found}
     dout, dlse = normal(heads_q, seq_q), normal(heads_q, seq_q)[..., 0].float()
     how = {"backend": "emulator", "deterministic": problem["deterministic"]}
     back = run_backward(spec, q, k, v, run.out, run.lse, dout, dlse, **how, **numbers)
-    found = (back.dq, back.dk, back.dv, *back.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
-    assert not wrong, "\n".join(wrong)
+    gradients = (back.dq, back.dk, back.dv, *back.captured)
+    return verdicts | reference.judge_gradients(gradients, spec, q, k, v, dout, dlse, **numbers)
+
+
+def check(problem: dict[str, Any]) -> None:
+    """The error rule for one draw.
+
+    Elements of a row share the errors of its P, so that with a few rows the RMS of two equally good
+    computations differs by more than 1.2 times by chance (8 rows of 53 keys: 0.69 to 1.35 times).
+    Where nothing but an RMS is above, that of `MORE_DRAWS` further draws with it decides.
+    """
+    spec = spec_of(problem)
+    note(f"{spec.mask} | {spec.score}")
+    verdicts = verdicts_of(problem)
+    wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
+    if wrong and all(only_rms(verdict) for verdict in wrong.values()):
+        draws = [
+            verdicts_of(problem | {"seed": problem["seed"] + 7919 * draw})
+            for draw in range(1, MORE_DRAWS + 1)
+        ]
+        wrong = {
+            name: verdict
+            for name, verdict in wrong.items()
+            if above([verdict, *(draw[name] for draw in draws)])
+        }
+    assert not wrong, "\n".join(f"{name}: {verdict}" for name, verdict in wrong.items())
+
+
+def only_rms(verdict: Verdict) -> bool:
+    return replace(verdict, rms_error=0.0).ok
+
+
+def above(draws: list[Verdict]) -> bool:
+    """Whether the RMS over all draws is above what is allowed for it, or any draw is wrong else."""
+    error = sum(draw.rms_error**2 * draw.elements for draw in draws)
+    allowed = sum(draw.rms_allowed**2 * draw.elements for draw in draws)
+    return error > allowed or not all(map(only_rms, draws))
 
 
 # The derivative of an extremum compares its arguments, one of which is a choice here.
@@ -266,6 +299,16 @@ COMPARED_CHOICE = {
     "deterministic": False,
     "seed": 341,
 }
+
+
+def test_an_rms_that_is_high_by_chance_is_told_from_one_that_is_high() -> None:
+    once = Verdict(1.0, 2.0, 1.3, 1.2, 0, 0, 512)
+    usual, high = replace(once, rms_error=1.0), replace(once, rms_error=1.25)
+    assert only_rms(once)
+    assert not above([once, *[usual] * MORE_DRAWS])
+    assert above([once, *[high] * MORE_DRAWS])
+    assert above([once, *[replace(usual, max_error=3.0)] * MORE_DRAWS])
+    assert not only_rms(replace(once, nans=1))
 
 
 @pytest.mark.timeout(900)  # twenty compilations, on whatever machine
