@@ -77,6 +77,9 @@ def layout(seed: int = 0, lines: tuple[int, int] = (2, 4)) -> Tensor:
     return random_layout(SPEC, lines, (40, 50), 0.6, seed)
 
 
+ALL = torch.ones_like(layout())
+
+
 # ---- what a call gives -------------------------------------------------------------------------
 
 
@@ -207,6 +210,14 @@ def test_the_command_line_makes_a_random_layout_where_the_file_has_no_example(
         (
             {"layout": fg.Layout.of(layout())._replace(column_counts=layout()[:, :1, 0].int())},
             "column_counts is not of the same layout",
+        ),
+        (
+            {"layout": fg.Layout.of(layout())._replace(row_counts=layout()[..., 0].int() + 1)},
+            r"layout_row_counts is not of the live blocks\n.*\n.*at \(0, 0, 0\): ",
+        ),
+        (
+            {"layout": fg.Layout.of(ALL)._replace(column_blocks=ALL.transpose(2, 3).int())},
+            "layout_column_blocks is not of the live blocks",
         ),
         (
             {"layout": create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 40, 50, "cpu", 16)},

@@ -15,8 +15,8 @@ from flashgen.ops.backends import ALIGNED, Bound
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
+from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
-from flashgen.ops.packed import check_contents
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
 from flashgen.ops.tables import Counted, Tables
@@ -125,8 +125,7 @@ class Backward:
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
         by_name = named(self.spec, captured) if captured else {}
-        if self.spec.packed and self.device.type == "cpu":
-            check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
+        check_contents(self.spec, by_name, self.problem, self.device)
         if self._layout:
             by_name |= self._layout
         if self.backend == "tiled" and not self.problem.is_empty:

@@ -189,6 +189,39 @@ def check_layout(
             )
 
 
+def check_lists(captured: Mapping[str, Tensor]) -> None:
+    """That the lists of a layout are those of its live blocks.
+
+    Raises:
+        InputError: other lists; it names the first of them.
+    """
+    layout = Layout(*(captured[name] for name in NAMES))
+    for live, counts, blocks, names in (
+        (layout.live, layout.row_counts, layout.row_blocks, NAMES[1:3]),
+        (layout.live.transpose(2, 3), layout.column_counts, layout.column_blocks, NAMES[3:5]),
+    ):
+        width = blocks.shape[-1]
+        listed = torch.arange(width, device=blocks.device) < counts[..., None]
+        steps = blocks.diff(dim=-1).where(listed[..., 1:], 1)
+        inside = ((blocks >= 0) & (blocks < width)) | ~listed
+        wrong = [
+            (names[0], counts != live.sum(-1)),
+            (names[1], ~inside.all(-1) | (steps <= 0).any(-1)),
+        ]
+        if not any(bool(lines.any()) for _, lines in wrong):
+            wrong.append((names[1], (_dense(counts, blocks, width) != live).any(-1)))
+        for name, lines in wrong:
+            if lines.any():
+                place = tuple(lines.nonzero()[0].tolist())
+                refuse(
+                    f"{name} is not of the live blocks",
+                    f"argument {name}",
+                    f"at {place}: {captured[name][place].tolist()}; live there: "
+                    f"{live[place].nonzero()[:, 0].tolist()}",
+                    "layout=flashgen.Layout.of(live), which makes all five",
+                )
+
+
 def static_layout(spec: AttentionSpec, problem: Problem, device: torch.device) -> dict[str, Tensor]:
     """The tensors of a layout that is a function, by name; none for other specs.
 

@@ -15,9 +15,9 @@ from flashgen.ops.backends import ALIGNED, Bound, nearest_arch
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
+from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
 from flashgen.ops.numbers import probability_of
-from flashgen.ops.packed import check_contents
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
 from flashgen.ops.tables import Counted, Tables
@@ -122,8 +122,7 @@ class Forward:
             return self._nothing(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
         by_name = named(self.spec, captured) if captured else {}
-        if self.spec.packed and self.device.type == "cpu":
-            check_contents(self.spec, by_name, self.problem.seq_q, self.problem.seq_k)
+        check_contents(self.spec, by_name, self.problem, self.device)
         if self._layout:
             by_name |= self._layout
         if self.backend == "tiled":

@@ -48,7 +48,7 @@ def check_packed(spec: AttentionSpec, q: Tensor, captured: Sequence[Any]) -> Non
         )
 
 
-def check_contents(
+def check_boundaries(
     spec: AttentionSpec, captured: Mapping[str, Tensor], seq_q: int, seq_k: int
 ) -> None:
     """What can be seen on the CPU only, without waiting for a GPU; there, kernels stay inside.
