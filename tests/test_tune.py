@@ -255,3 +255,19 @@ def test_the_command_refuses_where_nothing_fits():
     options = ["--sram", "1000", "--shape", "1,1,64"]
     told = CliRunner().invoke(app, ["tune", str(spec_path("causal")), *options])
     assert told.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("causal", (), "predicted forward: "),
+        ("causal", ("--backward",), "predicted fused: "),
+        ("document", (), "time = max(work*quantisation, hbm)"),
+        ("sliding_window", ("--scalar", "window=64"), "predicted forward: "),
+        ("variable_length", (), "no time is predicted"),
+    ],
+)
+def test_a_plan_tells_the_time_of_its_launches_for_a_shape(name, more, said):
+    told = CliRunner().invoke(app, ["plan", str(spec_path(name)), "--shape", "1,2,256", *more])
+    assert told.exit_code == 0, told.output
+    assert said in told.output

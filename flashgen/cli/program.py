@@ -168,6 +168,12 @@ def plan(
     head_dim_v: HeadDimV = None,
     arch: Arch = None,
     sram: Sram = None,
+    shape: Annotated[
+        str | None, typer.Option(help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches.")
+    ] = None,
+    scalar: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="With --shape: a scalar.")
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="derived, or paper for Algorithm 1's block sizes.")
     ] = "derived",
@@ -182,24 +188,25 @@ def plan(
     ] = False,
 ) -> None:
     """Print the tiles, warps and shared memory, and how they are derived."""
-    from flashgen import config
-    from flashgen.cli.inputs import load_spec
-    from flashgen.plan import plan as plan_spec
-    from flashgen.plan import plan_backward
+    from flashgen.cli.plan import Request
+    from flashgen.cli.plan import plan as plan_spec
 
-    loaded = load_spec(spec, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
-    target = arch or config.arch() or "sm_80"
-    if backward:
-        write(str(plan_backward(loaded, target, sram=sram, deterministic=deterministic)))
-    else:
-        write(str(plan_spec(loaded, target, sram=sram, policy=policy)))
-    if certify:
-        from flashgen.certify import certify as certificates
-
-        for each in certificates(
-            loaded, target, sram=sram, policy=policy, deterministic=deterministic
-        ):
-            write(f"\n{each}")
+    plan_spec(
+        Request(
+            path=spec,
+            dtype=dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            arch=arch,
+            sram=sram,
+            shape=shape,
+            scalars=tuple(scalar or ()),
+            policy=policy,
+            backward=backward,
+            deterministic=deterministic,
+            certify=certify,
+        )
+    )
 
 
 @app.command()

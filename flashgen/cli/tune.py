@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def tune(request: Request) -> None:
         from flashgen.tune import by_time, derived, rank
     arch, device, reason = _target(request)
     inputs = _inputs(request, spec, sizes, device)
-    problem, captured = _problem(spec, inputs)
+    problem, captured = problem_of(spec, inputs)
     with busy(f"{spec.name}: ranking the tiles that fit"):
         choices = rank(spec, problem, captured, arch, which=request.which, sram=request.sram)
     own = derived(spec, arch, request.which, choices, request.sram)
@@ -110,21 +111,36 @@ def _target(request: Request) -> tuple[str, str, str]:
     return own, "cuda", ""
 
 
-def _inputs(request: Request, spec: AttentionSpec, sizes: Shape, device: str) -> Inputs:
+def inputs_of(
+    spec: AttentionSpec,
+    path: str,
+    sizes: Shape,
+    *,
+    scalars: Sequence[str] = (),
+    dropout: float = 0.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Inputs:
+    """Random tensors of a call, and the file's examples; the same for the same seed."""
     from flashgen.cli.run import random_tensors
     from flashgen.tune import Inputs
 
-    values, _ = scalar_values(spec, request.path, request.scalars)
+    values, _ = scalar_values(spec, path, scalars)
     backend = "gpu" if device == "cuda" else "emulator"
-    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, backend)
-    captured, _ = tensor_values(spec, request.path, sizes, seed=request.seed, device=device)
+    operands, (dout, dlse, rng) = random_tensors(spec, sizes, seed, backend)
+    captured, _ = tensor_values(spec, path, sizes, seed=seed, device=device)
     options: dict[str, Any] = {"scalars": values, "tensors": captured}
-    if request.dropout:
-        options |= {"dropout_p": request.dropout, "rng": rng}
+    if dropout:
+        options |= {"dropout_p": dropout, "rng": rng}
     return Inputs(operands, (dout, dlse), options)
 
 
-def _problem(spec: AttentionSpec, inputs: Inputs) -> tuple[Problem, dict[str, Any]]:
+def _inputs(request: Request, spec: AttentionSpec, sizes: Shape, device: str) -> Inputs:
+    options: dict[str, Any] = {"scalars": request.scalars, "dropout": request.dropout}
+    return inputs_of(spec, request.path, sizes, seed=request.seed, device=device, **options)
+
+
+def problem_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Problem, dict[str, Any]]:
     """The problem that the inputs state, and what they capture as arrays."""
     from flashgen.profile import array_of, problem_of_call
 

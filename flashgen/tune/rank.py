@@ -104,6 +104,18 @@ def derived(
     return next((each for each in ranked if each.tiles == own.tiles), own)
 
 
+def predicted(
+    spec: AttentionSpec,
+    problem: Problem,
+    captured: Mapping[str, Any],
+    plans: Sequence[Plan],
+) -> tuple[Duration, ...]:
+    """How long launches of these plans take for a problem; none where `by_time` says so."""
+    if not by_time(spec):
+        return ()
+    return tuple(_predictor(spec, problem, captured, each.kernel)(each) for each in plans)
+
+
 def by_time(spec: AttentionSpec) -> bool:
     """Whether `Choice.seconds` are seconds: of packed sequences nobody knows the tiles before."""
     return not spec.packed
