@@ -46,6 +46,11 @@ def is_barrier(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" not in ins.mods and "cluster" not in ins.mods
 
 
+def is_asynchronous(ins: Instruction) -> bool:
+    """Whether it goes through the asynchronous proxy, or waits for what does."""
+    return ins.op in ("mbarrier", "wgmma") or "bulk" in ins.mods
+
+
 def is_warp_wide(ins: Instruction) -> bool:
     if ins.op in WARP_WIDE:
         return True

@@ -213,10 +213,24 @@ def create_policy(g: Generator, ins: Instruction) -> None:
 def fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
     g.mods.take("sc", "acq_rel", "acquire", "release")
-    if any(m.startswith("proxy") for m in g.mods.left):
-        g.mods.left = []
+    if g.mods.take("mbarrier_init"):
+        return
+    if g.mods.take("proxy"):
+        fence_proxy(g)
+        return
     if scope:
         g.say(f"E.fence(C, {scope != 'cta'})")
+
+
+def fence_proxy(g: Generator) -> None:
+    if g.mods.take("alias"):
+        return
+    if not g.mods.take("async"):
+        raise g.unknown("a fence of this proxy")
+    # Which proxy wrote global memory is not tracked.
+    if not g.mods.take("global"):
+        g.mods.take("shared::cta", "shared::cluster")
+        g.say(f"E.fence_proxy(C, {g.lanes()})")
 
 
 @emits("alloca", "stacksave", "stackrestore")

@@ -98,6 +98,7 @@ class Machine(Reports):
         self.barriers = Barriers(self, count)
         self.copies = Copies(self)
         self.shared_races = SharedRaces(self, count) if self.check else None
+        self.proxy = self.shared_races.proxy if self.shared_races else None
         self.table = special_values(self, thread)
         rows = np.arange(count * warps)
         for part in self._start_groups(rows):
@@ -333,6 +334,12 @@ class Machine(Reports):
 
     def sync_warp(self, C: Cohort) -> None:
         """bar.warp.sync: the cohort has already waited for the lanes."""
+
+    def fence_proxy(self, C: Cohort, lanes: Any) -> None:
+        """fence.proxy.async: one lane's fence counts for its warp."""
+        if self.proxy is not None:
+            some = slice(None) if lanes is None else np.broadcast_to(lanes, (C.n, 32)).any(axis=1)
+            self.proxy.fence(C.rows[some])
 
     def fence(self, C: Cohort, device: bool) -> None:
         """A fence of block or of device scope."""

@@ -14,6 +14,7 @@ from flashgen.emulator.effects import (
     ENDS,
     as_immediate,
     has_result,
+    is_asynchronous,
     is_barrier,
     is_warp_wide,
     registers_in,
@@ -56,6 +57,7 @@ class Program:
     Attributes:
         code: flat instructions.
         strong: instructions that are atomic or volatile; ``releases``: those that release.
+        asynchronous: whether mbarriers, bulk copies or wgmma are used.
         synchronises: whether fences and such accesses may order other accesses.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
@@ -172,6 +174,9 @@ class Program:
             if {"release", "acq_rel"} & set(ins.mods):
                 self.releases.add(pc)
                 fences = True
+        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
+        if any(ins.op == "mbarrier" for ins in self.code):
+            shared = min(shared, 8)
         self.shared_granule, self.global_granule = shared, whole
         self.synchronises = fences and bool(self.strong)
 

@@ -105,7 +105,7 @@ class GlobalRaces:
         for row in rows.tolist():
             slot, warp = int(m.row_block[row]), int(m.row_warp[row])
             block = int(m.blocks[slot])
-            seen = m.shared_races.clocks.seen[slot, warp]
+            seen = m.shared_races.clocks.seen[slot, warp, : m.warps]
             known: Knowledge = {block: seen.copy()}
             for entry in self.learnt.get(block, ()):
                 if seen[entry.warp] >= entry.clock:
