@@ -15,6 +15,8 @@ from flashgen.emulator.entry import launch, load, profiling
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
+    FenceError,
+    InFlight,
     LaunchArguments,
     Misaligned,
     OutOfBounds,
@@ -30,6 +32,8 @@ __all__ = [
     "BarrierDivergence",
     "Counters",
     "DeadlockError",
+    "FenceError",
+    "InFlight",
     "LaunchArguments",
     "Misaligned",
     "OutOfBounds",

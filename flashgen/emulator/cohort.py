@@ -23,7 +23,7 @@ class Cohort:
         waits: why the cohort cannot run, or None.
     """
 
-    __slots__ = ("R", "age", "mask", "n", "pc", "rows", "shared_base", "waits")
+    __slots__ = ("R", "age", "groups", "mask", "n", "pc", "rows", "shared_base", "waits")
 
     def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
         self.rows = rows
@@ -33,6 +33,7 @@ class Cohort:
         self.mask = mask
         self.waits: Any = None
         self.shared_base: Array | None = None
+        self.groups: Array | None = None  # warpgroups of the wave, when it consists of whole ones
         self.age = 0
 
     def part(self, keep: Array, live: list[int], pc: int) -> Cohort:

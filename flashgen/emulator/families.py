@@ -8,6 +8,7 @@ def load_families() -> None:
     from flashgen.emulator import (  # noqa: F401
         emit_async,
         emit_bits,
+        emit_cluster,
         emit_convert,
         emit_float,
         emit_flow,
@@ -15,4 +16,5 @@ def load_families() -> None:
         emit_memory,
         emit_tensor,
         emit_warp,
+        emit_wgmma,
     )

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.barriers import Barriers
+from flashgen.emulator.clusters import ClusterBarrier
 from flashgen.emulator.cohort import Cohort, merge, splice
 from flashgen.emulator.copies import Copies
 from flashgen.emulator.counters import Counters
@@ -23,6 +24,8 @@ from flashgen.emulator.races_global import GlobalRaces
 from flashgen.emulator.recorder import Recorder
 from flashgen.emulator.report import Reports, WaitsForWarp
 from flashgen.emulator.special import special_values
+from flashgen.emulator.warpgroup import RegisterPool
+from flashgen.emulator.wgmma import Warpgroups
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -99,6 +102,9 @@ class Machine(Reports):
         self.copies = Copies(self)
         self.shared_races = SharedRaces(self, count) if self.check else None
         self.proxy = self.shared_races.proxy if self.shared_races else None
+        self.wgmma = Warpgroups(self)
+        self.registers = RegisterPool(self)
+        self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
         rows = np.arange(count * warps)
         for part in self._start_groups(rows):
@@ -179,7 +185,7 @@ class Machine(Reports):
         # stay: taken along, they would be told to wait again, and with them those that need not.
         for c in self.cohorts:
             waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
-            if waits and any(np.isin(c.rows, other.rows).any() for other in same):
+            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
                 same.append(c)
         if len(same) == 1:
             return chosen
@@ -306,6 +312,8 @@ class Machine(Reports):
             if isinstance(c.waits, WaitsForWarp):
                 c.waits = None
         self.barriers.after_exit(np.unique(blocks))
+        if self.cluster.used:
+            self.cluster.check(np.unique(blocks))
 
     def wait_for_warp(self, C: Cohort, members: Any, pc: int) -> bool:
         """Whether a warp-wide instruction must wait for lanes that are elsewhere."""

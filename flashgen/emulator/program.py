@@ -12,6 +12,8 @@ from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import register_dtypes
 from flashgen.emulator.effects import (
     ENDS,
+    WARPGROUP_WIDE,
+    accumulates,
     as_immediate,
     has_result,
     is_asynchronous,
@@ -21,6 +23,7 @@ from flashgen.emulator.effects import (
 )
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.flatten import flatten
+from flashgen.emulator.hazards import Hazards
 from flashgen.emulator.ptx import (
     TYPE_BYTES,
     Instruction,
@@ -61,6 +64,8 @@ class Program:
         synchronises: whether fences and such accesses may order other accesses.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
+        gates: instructions of whole warpgroups that may have to wait for other warps.
+        hazards: where registers of wgmma may be touched too early.
         maybe_undefined: registers that some path reads before writing them.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
         constants: address of each module variable of .global and .const.
@@ -79,8 +84,9 @@ class Program:
         self.module = module
         self.name = name
         self.params = entry.params
-        self.max_threads = entry.max_threads
-        self.required_threads = entry.required_threads
+        self.directives = entry.directives
+        self.required_threads = entry.directives.get(".reqntid", ())
+        self.max_threads = self.required_threads or entry.directives.get(".maxntid", ())
         flat = flatten(module, entry)
         self.code = flat.code
         self.registers = flat.registers
@@ -91,6 +97,7 @@ class Program:
         self._widths()
         self._flow()
         self._liveness()
+        self.hazards = Hazards(self)
         self.dtype = register_dtypes(self)
         self._track_undefined()
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
@@ -206,7 +213,17 @@ class Program:
                 leaders.add(pc + 1)
             elif is_barrier(ins) or ins.op in ("nanosleep",):
                 leaders.add(pc + 1)
-        self.leaders = leaders
+            elif ins.op == "setmaxnreg":
+                leaders.update((pc, pc + 1))
+        # Within a segment the warps stay together: the first such instruction sees to it.
+        self.gates = set()
+        together = False
+        for pc, ins in enumerate(self.code):
+            together = together and pc not in leaders
+            if ins.op in WARPGROUP_WIDE and not together:
+                self.gates.add(pc)
+                together = True
+        self.leaders = leaders | self.gates
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
         """(registers written, registers read); a guarded write also reads."""
@@ -217,6 +234,8 @@ class Program:
                 writes = registers_in(operand)
             else:
                 reads += registers_in(operand)
+        if accumulates(ins):
+            reads = [*reads, *writes]
         if ins.guard is not None:
             reads = [*reads, ins.guard.index, *writes]
         if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
@@ -271,7 +290,7 @@ class Program:
             for pc, ins in enumerate(self.code):
                 if self.reads[pc] & tracked and has_result(ins):
                     new = self.writes[pc] & ~tracked
-                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma"):
+                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
                         tracked |= new
                         changed = True
         base = len(self.registers) + 1
@@ -298,6 +317,8 @@ class Program:
         for pc in range(start, end):
             ins = self.code[pc]
             if ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins):
+                return None
+            if ins.op in WARPGROUP_WIDE:
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]

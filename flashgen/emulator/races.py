@@ -218,7 +218,7 @@ class SharedRaces:
     def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
-        unseen = self.last_read[kind][blocks] > self.clocks.seen[blocks, warps]
+        unseen = self.last_read[kind][blocks] > self.clocks.seen[blocks, warps, : self.warps]
         unseen[np.arange(len(warps)), warps] = False
         if not unseen.any():
             return

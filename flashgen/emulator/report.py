@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from flashgen.emulator.barriers import Barriers, WaitsAtBarrier
+from flashgen.emulator.clusters import ClusterBarrier, WaitsForCluster
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.errors import (
     BarrierDivergence,
@@ -18,7 +20,7 @@ from flashgen.emulator.program import Program
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from flashgen.emulator.barriers import Barriers
+    from flashgen.emulator.warpgroup import RegisterPool
 
 Array = npt.NDArray[Any]
 
@@ -26,9 +28,15 @@ Array = npt.NDArray[Any]
 class WaitsForWarp:
     """The cohort stands at a warp-wide instruction that other lanes have not reached."""
 
+    whole = "warp"
+
     def __init__(self, pc: int, needed: Array) -> None:
         self.pc = pc
         self.needed = needed
+
+    def partners(self, rows: Array) -> Array:
+        """The warps without which these cannot go on."""
+        return rows
 
 
 class Reports:
@@ -44,6 +52,8 @@ class Reports:
     step_limit: int
     cohorts: list[Cohort]
     barriers: Barriers
+    registers: RegisterPool
+    cluster: ClusterBarrier
 
     def block_name(self, row: int) -> str:
         linear = int(self.blocks[self.row_block[row]])
@@ -118,16 +128,20 @@ class Reports:
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
                 text += f"{self.program.source_line(pc)}: {self.program.text(pc)}"
-            else:
+            elif isinstance(c.waits, WaitsAtBarrier):
                 text += ", " + self.barriers.describe(c)
+            elif isinstance(c.waits, WaitsForCluster):
+                text += ", " + self.cluster.describe(c)
+            else:
+                text += ", " + self.registers.describe(c)
             lines.append(text)
         if partial is not None:
-            pc = partial.waits.pc
+            pc, whole = partial.waits.pc, partial.waits.whole
             raise BarrierDivergence(
-                "only a part of a warp reached an instruction that the whole warp must execute",
+                f"only a part of a {whole} reached an instruction that the whole {whole} must execute",
                 where=self.place(int(partial.rows[0]), None, pc),
                 numbers="\n".join(lines),
-                way_out="move it out of the divergent branch, or let all lanes take the branch",
+                way_out=f"move it out of the divergent branch, or let the whole {whole} take the branch",
             )
         first = self.cohorts[0]
         raise DeadlockError(
