@@ -42,6 +42,10 @@ template <int N> __device__ __forceinline__ void keep(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
+template <int N> __device__ __forceinline__ void keep(u32 (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i]) :: "memory");
+}
 __device__ __forceinline__ void fill(uint4* to, const uint4* from, int bytes) {
   for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) to[i] = from[i];
 }
@@ -83,18 +87,17 @@ __device__ __forceinline__ void {name}({type_} (&d)[{count}], {given}, u64 b, in
 def gemm(name: str, columns: int, **form: Any) -> str:
     """A kernel of one warpgroup: D (64, N) = sum over steps; operands by descriptor.
 
-    Arguments: images of A and B and their bytes, D, start descriptors, their increments by step,
-    steps. D gets the registers of each thread one after the other.
+    Arguments: images of A and B and their bytes, D, descriptors of A and B for each step, steps. D
+    gets the registers of each thread one after the other.
     """
     half = form.get("sums") == "f16"
     count = columns // (4 if half else 2)
     type_ = "u32" if half else "float"
-    keep = "" if half else "keep(d);"
     return f"""
 {issue("mma_" + name, columns, **form)}
 extern "C" __global__ void __launch_bounds__(128)
 {name}(const uint4* a, int bytes_a, const uint4* b, int bytes_b, {type_}* out,
-       u64 desc_a, u64 desc_b, u64 step_a, u64 step_b, int steps) {{
+       const u64* where, int steps) {{
   extern __shared__ __align__(1024) unsigned char smem[];
   fill((uint4*)smem, a, bytes_a);
   fill((uint4*)(smem + bytes_a), b, bytes_b);
@@ -102,12 +105,12 @@ extern "C" __global__ void __launch_bounds__(128)
   {type_} d[{count}];
 #pragma unroll
   for (int i = 0; i < {count}; ++i) d[i] = 7;
-  {keep}
+  keep(d);
   FENCE;
   for (int s = 0; s < steps; ++s)
-    mma_{name}(d, desc_a + s * step_a, desc_b + s * step_b, s > 0);
+    mma_{name}(d, where[2 * s], where[2 * s + 1], s > 0);
   COMMIT; WAIT(0);
-  {keep}
+  keep(d);
 #pragma unroll
   for (int i = 0; i < {count}; ++i) out[threadIdx.x * {count} + i] = d[i];
 }}
@@ -121,19 +124,20 @@ class Stored:
     Attributes:
         image: its bytes.
         leading, stride: offsets of the descriptor.
-        step: bytes from one instruction's part to the next one's.
+        starts: byte at which each instruction's part begins.
         span: of the swizzle; 16 without.
     """
 
     image: Array
     leading: int
     stride: int
-    step: int
+    starts: Array
     span: int
 
-    def descriptor(self, start: int) -> np.uint64:
-        word = (start >> 4) | (self.leading >> 4) << 16 | (self.stride >> 4) << 32
-        return np.uint64(word | MODE[self.span] << 62)
+    def descriptors(self, base: int = 0) -> Array:
+        """One per instruction, for an image that lies at ``base``."""
+        fixed = (self.leading >> 4) << 16 | (self.stride >> 4) << 32 | MODE[self.span] << 62
+        return ((self.starts + base) >> 4).astype(np.uint64) | np.uint64(fixed)
 
 
 def stored(matrix: Array, span: int, mn_major: bool = False) -> Stored:
@@ -142,35 +146,36 @@ def stored(matrix: Array, span: int, mn_major: bool = False) -> Stored:
     size = matrix.itemsize
     r, k = np.meshgrid(np.arange(rows), np.arange(depth), indexing="ij")
     part = 32 // size  # k of one instruction
+    first = np.arange(depth // part) * part
     if mn_major:
         run = span // size  # elements of a row of the pattern, along r
         if span == 16:
             # Cores of 8 x 8: along r first, then along k.
             stride, leading = 128, 128 * (rows // 8)
             at = k // 8 * leading + k % 8 * 16 + r // 8 * stride + r % 8 * size
-            step = part // 8 * leading
+            starts = first // 8 * leading
         else:
             stride, leading = 8 * span, depth * span
             at = r // run * leading + k // 8 * stride + k % 8 * span + r % run * size
-            step = part * span
+            starts = first * span
     elif span == 16:
         # Cores of 8 rows of 16 bytes: along r first, then along k.
         run = 16 // size
         stride, leading = 128, 16 * rows
         at = k // run * leading + r // 8 * stride + r % 8 * 16 + k % run * size
-        step = part // run * leading
+        starts = first // run * leading
     else:
         run = span // size  # k of a panel
         stride, leading = 8 * span, 0
         at = k // run * (rows * span) + r // 8 * stride + r % 8 * span + k % run * size
-        step = 32
+        starts = first // run * (rows * span) + first % run * size
     if span > 16:
         at = at ^ (at >> 7 & (span // 16 - 1)) << 4
     image = np.zeros(-(-int(at.max() + size) // 1024) * 1024, np.uint8)
     octets = np.ascontiguousarray(matrix).view(np.uint8).reshape(rows, depth, size)
     for byte in range(size):
         image[at + byte] = octets[..., byte]
-    return Stored(image, leading, stride, step, span)
+    return Stored(image, leading, stride, starts, span)
 
 
 def sums_of(registers: Array, columns: int) -> Array:
@@ -201,3 +206,34 @@ def fragments_of(matrix: Array) -> Array:
             ]
             words.append(np.ascontiguousarray(picked).view(np.uint32)[:, 0])
     return np.stack(words, axis=1)
+
+
+def gemm_ptx(columns: int) -> str:
+    """PTX of a kernel ``k`` of one warpgroup: D (64, N) = A B for f16 and k = 32, in two steps.
+
+    Arguments: images of A (4096 bytes) and of B (16384 bytes), D as `gemm` has it, four descriptors.
+    """
+    count = columns // 2
+    registers = ", ".join(f"%d{i}" for i in range(count))
+    fills = "".join(
+        f"ld.global.v4.b32 {{%x0, %x1, %x2, %x3}}, [%{name} + {2048 * i}];"
+        f"st.shared.v4.b32 [%s + {at + 2048 * i}], {{%x0, %x1, %x2, %x3}};\n"
+        for name, at, parts in (("pa", 0, 2), ("pb", 4096, 8))
+        for i in range(parts)
+    )
+    product = f"""ld.global.b64 %a, [%pw + {{0}}]; ld.global.b64 %b, [%pw + {{1}}];
+        wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{{{registers}}}}}, %a, %b, {{2}},
+        1, 1, 0, 0;\n"""
+    return f""".visible .entry k(.param .u64 a, .param .u64 b, .param .u64 d, .param .u64 w)
+        .maxntid 128 {{
+        .reg .b32 %d<{count}>, %x<4>, %t, %s; .reg .b64 %pa, %pb, %pd, %pw, %a, %b, %i;
+        .reg .pred %no, %yes; .extern .shared .align 1024 .b8 smem[];
+        ld.param.u64 %pa, [a]; ld.param.u64 %pb, [b]; ld.param.u64 %pd, [d]; ld.param.u64 %pw, [w];
+        mov.u32 %t, %tid.x; mov.u32 %s, smem; mad.lo.u32 %s, %t, 16, %s;
+        mad.wide.u32 %pa, %t, 16, %pa; mad.wide.u32 %pb, %t, 16, %pb;
+        mad.wide.u32 %pd, %t, {4 * count}, %pd;
+        setp.eq.u32 %no, %t, %t; not.pred %yes, %no; mov.pred %no, %yes; not.pred %yes, %no;
+        {fills} fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned;
+        {product.format(0, 8, "%no")} {product.format(16, 24, "%yes")}
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+        {"".join(f"st.global.b32 [%pd + {4 * i}], %d{i};" for i in range(count))} ret; }}"""
