@@ -16,6 +16,7 @@ from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
     LaunchArguments,
+    MbarrierMisuse,
     Misaligned,
     OutOfBounds,
     PtxSyntaxError,
@@ -25,17 +26,20 @@ from flashgen.emulator.errors import (
     UninitialisedRead,
     UnknownInstruction,
 )
+from flashgen.emulator.tma import TensorMap
 
 __all__ = [
     "BarrierDivergence",
     "Counters",
     "DeadlockError",
     "LaunchArguments",
+    "MbarrierMisuse",
     "Misaligned",
     "OutOfBounds",
     "PtxSyntaxError",
     "RaceError",
     "StepLimit",
+    "TensorMap",
     "Totals",
     "Trapped",
     "UninitialisedRead",

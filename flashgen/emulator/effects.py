@@ -34,16 +34,24 @@ _NO_RESULT = frozenset(
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
 # Every lane of the warp must take part in these.
 WARP_WIDE = frozenset(("shfl", "vote", "match", "redux", "ldmatrix", "mma", "movmatrix", "elect"))
+_MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
 
 
 def has_result(ins: Instruction) -> bool:
     if ins.op in ("bar", "barrier"):
         return "red" in ins.mods
+    if ins.op == "mbarrier":
+        return bool(_MBARRIER_RESULTS.intersection(ins.mods))
     return ins.op not in _NO_RESULT
 
 
 def is_barrier(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" not in ins.mods and "cluster" not in ins.mods
+
+
+def may_block(ins: Instruction) -> bool:
+    """Whether its warps may be told to wait, so that it must begin a segment."""
+    return ins.op == "mbarrier" and "try_wait" in ins.mods
 
 
 def is_asynchronous(ins: Instruction) -> bool:
@@ -64,7 +72,8 @@ def registers_in(operand: Operand) -> list[int]:
     if isinstance(operand, Not):
         return [operand.reg.index]
     if isinstance(operand, Mem):
-        return registers_in(operand.base)
+        items = (operand.base, *operand.coordinates)
+        return [r for item in items for r in registers_in(item)]
     if isinstance(operand, Pair):
         return registers_in(operand.first) + registers_in(operand.second)
     if isinstance(operand, (Vec, Group)):

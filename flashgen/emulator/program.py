@@ -17,6 +17,7 @@ from flashgen.emulator.effects import (
     is_asynchronous,
     is_barrier,
     is_warp_wide,
+    may_block,
     registers_in,
 )
 from flashgen.emulator.errors import LaunchArguments
@@ -153,6 +154,8 @@ class Program:
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]
+            if "bulk" in ins.mods:
+                continue  # in chunks of 16 bytes
             if ins.op == "cp":
                 size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
                 shared, whole = min(shared, size or 16), min(whole, size or 16)
@@ -206,6 +209,8 @@ class Program:
                 leaders.add(pc + 1)
             elif is_barrier(ins) or ins.op in ("nanosleep",):
                 leaders.add(pc + 1)
+            elif may_block(ins):
+                leaders.add(pc)
         self.leaders = leaders
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
@@ -297,7 +302,8 @@ class Program:
         warp_wide = False
         for pc in range(start, end):
             ins = self.code[pc]
-            if ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins):
+            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
+            if stops or may_block(ins):
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]
