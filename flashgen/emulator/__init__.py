@@ -18,6 +18,7 @@ from flashgen.emulator.errors import (
     FenceError,
     InFlight,
     LaunchArguments,
+    MbarrierMisuse,
     Misaligned,
     OutOfBounds,
     PtxSyntaxError,
@@ -27,6 +28,7 @@ from flashgen.emulator.errors import (
     UninitialisedRead,
     UnknownInstruction,
 )
+from flashgen.emulator.tma import TensorMap
 
 __all__ = [
     "BarrierDivergence",
@@ -35,11 +37,13 @@ __all__ = [
     "FenceError",
     "InFlight",
     "LaunchArguments",
+    "MbarrierMisuse",
     "Misaligned",
     "OutOfBounds",
     "PtxSyntaxError",
     "RaceError",
     "StepLimit",
+    "TensorMap",
     "Totals",
     "Trapped",
     "UninitialisedRead",

@@ -49,9 +49,8 @@ class Clocks:
             more = max(16, column)
             self.seen = _widened(self.seen, more)
             self.published = _widened(self.published, more)
-            for table in (self.fenced, self.released):
-                for key, known in table.items():  # type: ignore[attr-defined]
-                    table[key] = _widened(known, more)  # type: ignore[index]
+            self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
+            self.released = {at: _widened(known, more) for at, known in self.released.items()}
         return column
 
     def new_slots(self, count: int) -> int:

@@ -21,9 +21,10 @@ class Cohort:
         mask: active lanes (n, 32), or None when every lane is active. Values of inactive lanes are
             arbitrary; only side effects look at the mask.
         waits: why the cohort cannot run, or None.
+        polls: it has just found that it must ask again, so others go first.
     """
 
-    __slots__ = ("R", "age", "groups", "mask", "n", "pc", "rows", "shared_base", "waits")
+    __slots__ = ("R", "age", "groups", "mask", "n", "pc", "polls", "rows", "shared_base", "waits")
 
     def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
         self.rows = rows
@@ -35,6 +36,7 @@ class Cohort:
         self.shared_base: Array | None = None
         self.groups: Array | None = None  # warpgroups of the wave, when it consists of whole ones
         self.age = 0
+        self.polls = False
 
     def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) holds, with the live registers only."""
@@ -55,6 +57,21 @@ class Cohort:
     def with_mask(self, mask: Array, pc: int) -> Cohort:
         """The same rows with other lanes active; the register values are shared."""
         return Cohort(self.rows, pc, list(self.R), None if mask.all() else mask)
+
+
+class Issued(Cohort):
+    """Single threads taken out of a cohort, one per row; ``lane`` is each one's lane, (n,)."""
+
+    __slots__ = ("lane",)
+
+    def __init__(self, C: Cohort, places: Array, lanes: Array) -> None:
+        super().__init__(C.rows[places], C.pc, [], None)
+        self.lane = lanes
+
+    def some(self, which: Array) -> Issued:
+        """Some of the threads, by a mask or by their numbers."""
+        places = np.arange(self.n)[which]
+        return Issued(self, places, self.lane[places])
 
 
 def splice(C: Cohort, part: Cohort, keep: Array, outputs: list[int]) -> None:

@@ -51,6 +51,7 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
+_MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
 
 
 def has_result(ins: Instruction) -> bool:
@@ -58,6 +59,8 @@ def has_result(ins: Instruction) -> bool:
         return "red" in ins.mods
     if ins.op == "wgmma":
         return accumulates(ins)
+    if ins.op == "mbarrier":
+        return bool(_MBARRIER_RESULTS.intersection(ins.mods))
     return ins.op not in _NO_RESULT
 
 
@@ -68,6 +71,11 @@ def accumulates(ins: Instruction) -> bool:
 
 def is_barrier(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" not in ins.mods
+
+
+def may_block(ins: Instruction) -> bool:
+    """Whether its warps may be told to wait, so that it must begin a segment."""
+    return ins.op == "setmaxnreg" or (ins.op == "mbarrier" and "try_wait" in ins.mods)
 
 
 def is_asynchronous(ins: Instruction) -> bool:
@@ -88,7 +96,8 @@ def registers_in(operand: Operand) -> list[int]:
     if isinstance(operand, Not):
         return [operand.reg.index]
     if isinstance(operand, Mem):
-        return registers_in(operand.base)
+        items = (operand.base, *operand.coordinates)
+        return [r for item in items for r in registers_in(item)]
     if isinstance(operand, Pair):
         return registers_in(operand.first) + registers_in(operand.second)
     if isinstance(operand, (Vec, Group)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.emulator import access  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import DTYPE
-from flashgen.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW
+from flashgen.emulator.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from flashgen.emulator.ptx import TYPE_BYTES, Instruction, Mem, Operand, Reg, Sink, Sym, Vec
 from flashgen.emulator.registry import emits, items_of
 
@@ -181,7 +181,8 @@ def convert_address(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to_space = g.mods.take("to")
     space = space_of(g)
-    base = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0)
+    windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
+    base = windows.get(space, 0)
     value = g.read(ins.operands[1], DTYPE[kind])
     if base:
         value = f"{value} {'-' if to_space else '+'} {g.literal(base, DTYPE[kind])}"

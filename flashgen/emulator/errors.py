@@ -45,6 +45,10 @@ class BarrierDivergence(EmulatorError):
     """Only a part of a warp reached a barrier or a warp-wide instruction, for ever."""
 
 
+class MbarrierMisuse(EmulatorError):
+    """An mbarrier that was not initialised, or that counts more than it can or expects."""
+
+
 class DeadlockError(EmulatorError):
     """Warps wait and nobody is left to release them."""
 

@@ -13,6 +13,7 @@ def load_families() -> None:
         emit_float,
         emit_flow,
         emit_integer,
+        emit_mbarrier,
         emit_memory,
         emit_tensor,
         emit_warp,

@@ -7,16 +7,19 @@ that stand there. That makes loops and branches reconverge without any knowledge
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.barriers import Barriers
+from flashgen.emulator.bulk import Bulk
 from flashgen.emulator.clusters import ClusterBarrier
 from flashgen.emulator.cohort import Cohort, merge, splice
 from flashgen.emulator.copies import Copies
 from flashgen.emulator.counters import Counters
+from flashgen.emulator.mbarriers import Mbarriers
 from flashgen.emulator.memory import Flat, GlobalMemory
 from flashgen.emulator.program import Program, Region
 from flashgen.emulator.races import SharedRaces
@@ -24,6 +27,7 @@ from flashgen.emulator.races_global import GlobalRaces
 from flashgen.emulator.recorder import Recorder
 from flashgen.emulator.report import Reports, WaitsForWarp
 from flashgen.emulator.special import special_values
+from flashgen.emulator.tma import TensorMap
 from flashgen.emulator.warpgroup import RegisterPool
 from flashgen.emulator.wgmma import Warpgroups
 from flashgen.errors import EmulatorError
@@ -50,10 +54,12 @@ class Machine(Reports):
         order_seed: int | None,
         step_limit: int,
         profile: bool = False,
+        maps: Mapping[int, tuple[TensorMap, int]] | None = None,
     ) -> None:
         self.program = program
         self.grid, self.block = grid, block
         self.memory = memory
+        self.maps = maps or {}  # by the offset of the parameter: the map, its tensor's address
         self.parameters = np.frombuffer(parameters.ljust(16, b"\0"), np.uint8)
         self.check = check
         self.random = random.Random(order_seed) if order_seed is not None else None
@@ -99,7 +105,9 @@ class Machine(Reports):
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
         self.barriers = Barriers(self, count)
+        self.mbarriers = Mbarriers(self, count)
         self.copies = Copies(self)
+        self.bulk = Bulk(self)
         self.shared_races = SharedRaces(self, count) if self.check else None
         self.proxy = self.shared_races.proxy if self.shared_races else None
         self.wgmma = Warpgroups(self)
@@ -111,6 +119,7 @@ class Machine(Reports):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
         self._schedule()
+        self.bulk.finish()
 
     def _start_groups(self, rows: Array) -> list[Array]:
         """All warps in one cohort; with a seed, a random partition."""
@@ -167,8 +176,13 @@ class Machine(Reports):
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all that stand at the same instruction."""
         runnable = [c for c in self.cohorts if c.waits is None]
-        if not runnable:
-            self._stuck()
+        while not runnable:
+            if not self.bulk.deliver():
+                self._stuck()
+            runnable = [c for c in self.cohorts if c.waits is None]
+        if self.program.asynchronous:
+            runnable = self._not_polling(runnable)
+            self.bulk.at_random()
         if self.random:
             chosen = self.random.choice(runnable)
             if self.random.random() < 0.5:
@@ -193,6 +207,15 @@ class Machine(Reports):
         self.cohorts = [c for c in self.cohorts if c not in same]
         self.cohorts.append(merged)
         return merged
+
+    def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
+        """Those that do not ask in vain for the end of a phase; all when all do."""
+        busy = [c for c in runnable if not c.polls]
+        for c in runnable:
+            c.polls = False
+        if not busy:
+            self.bulk.deliver()
+        return busy or runnable
 
     def replace(self, old: Cohort, parts: list[Cohort]) -> None:
         self.cohorts.remove(old)

@@ -360,8 +360,13 @@ class _Parser(Cursor):
         if not isinstance(base, (Reg, Sym, Imm)):
             raise self.fail("an address that is neither a register nor a known variable")
         offset = self.offset()
+        coordinates: tuple[Operand, ...] = ()
+        if self.accept(","):
+            if self.peek() != "{":
+                raise self.fail("expected the coordinates of a tensor copy")
+            coordinates = self.list_until("}")
         self.take("]")
-        return Mem(base, offset)
+        return Mem(base, offset, coordinates)
 
     # ---- labels
 

@@ -19,6 +19,7 @@ from flashgen.emulator.effects import (
     is_asynchronous,
     is_barrier,
     is_warp_wide,
+    may_block,
     registers_in,
 )
 from flashgen.emulator.errors import LaunchArguments
@@ -160,6 +161,8 @@ class Program:
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]
+            if "bulk" in ins.mods:
+                continue  # in chunks of 16 bytes
             if ins.op == "cp":
                 size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
                 shared, whole = min(shared, size or 16), min(whole, size or 16)
@@ -213,8 +216,10 @@ class Program:
                 leaders.add(pc + 1)
             elif is_barrier(ins) or ins.op in ("nanosleep",):
                 leaders.add(pc + 1)
-            elif ins.op == "setmaxnreg":
-                leaders.update((pc, pc + 1))
+            elif may_block(ins):
+                leaders.add(pc)
+                if ins.op == "setmaxnreg":
+                    leaders.add(pc + 1)
         # Within a segment the warps stay together: the first such instruction sees to it.
         self.gates = set()
         together = False
@@ -316,9 +321,8 @@ class Program:
         warp_wide = False
         for pc in range(start, end):
             ins = self.code[pc]
-            if ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins):
-                return None
-            if ins.op in WARPGROUP_WIDE:
+            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
+            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]

@@ -143,13 +143,15 @@ class AsyncProxy:
         self,
         C: Cohort,
         rows: Array,
-        column: int,
+        column: int | Array,
         where: Array,
         pc: int,
         size: int = 16,
         places: Array | None = None,
     ) -> Array:
         """Writes by one agent start: until they have landed and a wait says so, nobody may look.
+
+        The column may be one for all, or one for each write (g,).
 
         Returns:
             The numbers of these writes (g,), for `landed`.
@@ -172,6 +174,18 @@ class AsyncProxy:
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
         self.races.written[granules] = stamps[:, None]
+        lost = self.races.written.take(granules) != stamps[:, None]
+        if lost.any():
+            place, which = (int(i) for i in np.argwhere(lost)[0])
+            self._fail(
+                C,
+                place if places is None else int(places[place]),
+                int(granules[place, which]),
+                pc,
+                "threads start asynchronous writes of the same bytes together",
+                f"{count} threads execute this instruction",
+                "let one elected thread execute it",
+            )
         self.races.writer_pc[granules] = pc
         return numbers
 

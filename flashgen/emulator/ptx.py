@@ -86,10 +86,11 @@ class Vec:
 
 @dataclass(frozen=True)
 class Mem:
-    """``[base + offset]``."""
+    """``[base + offset]``, or ``[base, {coordinates}]`` of a tensor copy."""
 
     base: Reg | Sym | Imm
     offset: int = 0
+    coordinates: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)

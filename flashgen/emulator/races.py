@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flashgen.emulator.clocks import ATOMIC, CLOCK_SHIFT, Clocks
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.errors import RaceError, UninitialisedRead
-from flashgen.emulator.proxy import ASYNC, FLIGHT, NEVER, AsyncProxy
+from flashgen.emulator.proxy import ASYNC, FLIGHT, MBARRIER, NEVER, AsyncProxy
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ class SharedRaces:
             granules, stamps = granules[lanes], stamps[lanes]
         self.written[granules] = stamps
 
+    def seal(self, where: Array, size: int) -> None:
+        """An mbarrier lies there now: nothing else may touch it."""
+        self.written[self._granules(where, size)] = MBARRIER
+
     def _write(self, a: _Access, mark: Any, strong: bool) -> None:
         if not len(a.rows):
             return
@@ -218,7 +222,8 @@ class SharedRaces:
     def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
-        unseen = self.last_read[kind][blocks] > self.clocks.seen[blocks, warps, : self.warps]
+        known = self.clocks.seen[blocks, warps, : self.warps]
+        unseen = self.last_read[kind][blocks] > known
         unseen[np.arange(len(warps)), warps] = False
         if not unseen.any():
             return

@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.barriers import Barriers, WaitsAtBarrier
-from flashgen.emulator.clusters import ClusterBarrier, WaitsForCluster
-from flashgen.emulator.cohort import Cohort
+from flashgen.emulator.barriers import WaitsAtBarrier
+from flashgen.emulator.clusters import WaitsForCluster
+from flashgen.emulator.cohort import Cohort, Issued
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
     StepLimit,
     UninitialisedRead,
 )
+from flashgen.emulator.mbarriers import WaitsForPhase
 from flashgen.emulator.program import Program
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
+    from flashgen.emulator.barriers import Barriers
+    from flashgen.emulator.clusters import ClusterBarrier
+    from flashgen.emulator.mbarriers import Mbarriers
     from flashgen.emulator.warpgroup import RegisterPool
 
 Array = npt.NDArray[Any]
@@ -52,6 +56,7 @@ class Reports:
     step_limit: int
     cohorts: list[Cohort]
     barriers: Barriers
+    mbarriers: Mbarriers
     registers: RegisterPool
     cluster: ClusterBarrier
 
@@ -80,6 +85,8 @@ class Reports:
         way_out: str,
     ) -> NoReturn:
         """Raises an error at a row of a cohort."""
+        if isinstance(C, Issued):
+            lane = int(C.lane[row])
         where = self.place(int(C.rows[row]), lane, pc)
         raise kind(what, where=where, numbers=numbers, way_out=way_out)
 
@@ -122,6 +129,9 @@ class Reports:
             row = int(c.rows[0])
             others = f" and {c.n - 1} more warps" if c.n > 1 else ""
             text = f"block {self.block_name(row)} warp {self.row_warp[row]}{others}"
+            if isinstance(c.waits, WaitsForPhase):
+                lines += self.mbarriers.describe(c)
+                continue
             if isinstance(c.waits, WaitsForWarp):
                 pc = c.waits.pc
                 partial = partial or c
@@ -148,7 +158,8 @@ class Reports:
             "deadlock: every warp waits and nobody can release them",
             where=self.place(int(first.rows[0]), None, first.waits.pc),
             numbers="\n".join(lines),
-            way_out="check that every warp that the barrier counts arrives at it",
+            way_out="check that every warp that the barrier counts arrives at it, and that as many "
+            "bytes are copied as an mbarrier expects",
         )
 
 

@@ -38,7 +38,7 @@ _OPCODES = {
     "move": "mov cvta isspacep createpolicy mapa getctarank",
     "exchange": "shfl vote match redux elect activemask movmatrix",
     "memory": "ld ldu st ldmatrix stmatrix cp atom red prefetch prefetchu discard applypriority",
-    "barrier": "bar barrier membar fence",
+    "barrier": "bar barrier membar fence mbarrier",
     "control": "bra brx ret exit call trap brkpt nanosleep pmevent griddepcontrol alloca "
     "stacksave stackrestore setmaxnreg",
 }
