@@ -201,9 +201,7 @@ def fragments_of(matrix: Array) -> Array:
     for step in range(steps):
         for register in range(4):
             first = step * part + each * lane + part // 2 * (register // 2)
-            picked = matrix[
-                (row + 8 * (register % 2))[:, None], first[:, None] + np.arange(each)
-            ]
+            picked = matrix[(row + 8 * (register % 2))[:, None], first[:, None] + np.arange(each)]
             words.append(np.ascontiguousarray(picked).view(np.uint32)[:, 0])
     return np.stack(words, axis=1)
 
@@ -211,7 +209,7 @@ def fragments_of(matrix: Array) -> Array:
 def gemm_ptx(columns: int) -> str:
     """PTX of a kernel ``k`` of one warpgroup: D (64, N) = A B for f16 and k = 32, in two steps.
 
-    Arguments: images of A (4096 bytes) and of B (16384 bytes), D as `gemm` has it, four descriptors.
+    Arguments: images of A (4096 bytes) and of B (16384 bytes), D as `gemm` has it, descriptors.
     """
     count = columns // 2
     registers = ", ".join(f"%d{i}" for i in range(count))
@@ -222,8 +220,8 @@ def gemm_ptx(columns: int) -> str:
         for i in range(parts)
     )
     product = f"""ld.global.b64 %a, [%pw + {{0}}]; ld.global.b64 %b, [%pw + {{1}}];
-        wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{{{registers}}}}}, %a, %b, {{2}},
-        1, 1, 0, 0;\n"""
+        wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{{{registers}}}}}, %a, %b,
+        {{2}}, 1, 1, 0, 0;\n"""
     return f""".visible .entry k(.param .u64 a, .param .u64 b, .param .u64 d, .param .u64 w)
         .maxntid 128 {{
         .reg .b32 %d<{count}>, %x<4>, %t, %s; .reg .b64 %pa, %pb, %pd, %pw, %a, %b, %i;

@@ -69,7 +69,9 @@ def multiply(g: Generator, ins: Instruction) -> None:
         c = [g.read(o, "i4") for o in c_items]
         g.demand()
         kinds = repr((a_type, b_type))
-        out = g.let(f"mma_integer(C, {kinds}, {depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)})")
+        out = g.let(
+            f"mma_integer(C, {kinds}, {depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)})"
+        )
         for place, item in enumerate(to):
             g.write(item, f"{out}[{place}]", "i4")
         return
@@ -244,9 +246,7 @@ def store_matrix(g: Generator, ins: Instruction) -> None:
     where = address(g, ins.operands[0], "shared")
     values = [local_of(g, g.read(item, "u4")) for item in items]
     g.demand()
-    g.say(
-        f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})"
-    )
+    g.say(f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})")
 
 
 @emits("movmatrix")

@@ -6,8 +6,8 @@ only be judged while the kernel runs; but following every path through the code 
 instructions could be wrong at all, and only those are watched. In a kernel that waits and fences on
 every path that is none.
 
-A register's age is how many groups were committed since it was used: wait_group n ends what is older
-than n. Where paths join, a register may have several ages.
+A register's age is how many groups were committed since it was used: wait_group n ends what is
+older than n. Where paths join, a register may have several ages.
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ class _Analysis:
             return state._replace(sums=_aged(state.sums), fragments=_aged(state.fragments))
         left = as_immediate(ins.operands[0]) or 0
         kept, gone = slice(0, left + 1), (0,) * (self.oldest - left)
-        return state._replace(
-            sums=state.sums[kept] + gone, fragments=state.fragments[kept] + gone
-        )
+        return state._replace(sums=state.sums[kept] + gone, fragments=state.fragments[kept] + gone)
 
     def collect(self, before: dict[int, _State], ends: dict[int, int]) -> None:
         """Walks all reachable code once more and notes what may be wrong."""

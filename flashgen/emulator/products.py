@@ -2,11 +2,11 @@
 
 Four warps hold the 64 rows of A and of the sums, 16 each, in the fragments of mma.sync (see
 `tensor`). Instructions that follow one another along k and add to the same sums are one product,
-warpgroups of a block that multiply by the same B are one as well. Ordering the columns of each eight
-as 0 2 4 6 1 3 5 7 makes what four lanes hold of one row a piece of 16 bytes.
+warpgroups of a block that multiply by the same B are one as well. Ordering the columns of each
+eight as 0 2 4 6 1 3 5 7 makes what four lanes hold of one row a piece of 16 bytes.
 
-Products of f16, bf16, tf32 and 8-bit floats are exact in float32; sums are rounded in float32 in the
-order of the host's BLAS. Not modelled: that tensor cores truncate while they add, to fewer bits
+Products of f16, bf16, tf32 and 8-bit floats are exact in float32; sums are rounded in float32, in
+the order of the host's BLAS. Not modelled: that tensor cores truncate while they add, to fewer bits
 for 8-bit floats.
 """
 

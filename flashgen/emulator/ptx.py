@@ -144,8 +144,8 @@ class Variable:
 class Function:
     """An entry or a device function.
 
-    ``registers`` holds (name, type), ``directives`` what stands between the parameters and the body,
-    such as {".maxntid": (128,)}.
+    ``registers`` holds (name, type), ``directives`` what stands between the parameters and the
+    body, such as {".maxntid": (128,)}.
     """
 
     name: str

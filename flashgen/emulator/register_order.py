@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 _FENCE = (
-    "execute wgmma.fence after the last ordinary instruction that writes a sum or a fragment of A; "
-    'asm volatile("" : "+f"(x) :: "memory") on each before the fence keeps the compiler from moving '
-    "one behind it"
+    "execute wgmma.fence after the last ordinary instruction that writes a sum or a fragment of "
+    'A; asm volatile("" : "+f"(x) :: "memory") on each before the fence keeps the compiler from '
+    "moving one behind it"
 )
 
 

@@ -121,14 +121,23 @@ class Reports:
             way_out="look for an endless loop, or raise step_limit of emulator.launch",
         )
 
+    def _warps_of(self, c: Cohort) -> str:
+        """The warps of a cohort: those of its first block by number."""
+        row = int(c.rows[0])
+        here = self.row_warp[c.rows[self.row_block[c.rows] == self.row_block[row]]]
+        there = np.zeros(int(here.max()) + 1, bool)
+        there[here] = True
+        others = f" and {c.n - len(here)} of other blocks" if c.n > len(here) else ""
+        plural = "s" if len(here) > 1 else ""
+        return f"block {self.block_name(row)} warp{plural} {lane_text(there)}{others}"
+
     def _stuck(self) -> NoReturn:
         """Nobody can run: says who waits for what."""
         lines = []
         partial = None
         for c in self.cohorts:
             row = int(c.rows[0])
-            others = f" and {c.n - 1} more warps" if c.n > 1 else ""
-            text = f"block {self.block_name(row)} warp {self.row_warp[row]}{others}"
+            text = self._warps_of(c)
             if isinstance(c.waits, WaitsForPhase):
                 lines += self.mbarriers.describe(c)
                 continue
@@ -148,10 +157,12 @@ class Reports:
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
             raise BarrierDivergence(
-                f"only a part of a {whole} reached an instruction that the whole {whole} must execute",
+                f"only a part of a {whole} reached an instruction that the whole {whole} must "
+                "execute",
                 where=self.place(int(partial.rows[0]), None, pc),
                 numbers="\n".join(lines),
-                way_out=f"move it out of the divergent branch, or let the whole {whole} take the branch",
+                way_out="move it out of the divergent branch, or let all of the "
+                f"{whole} take the branch",
             )
         first = self.cohorts[0]
         raise DeadlockError(

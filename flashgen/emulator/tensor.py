@@ -80,9 +80,7 @@ def _small_floats() -> dict[str, Array]:
     """The 256 values of each 8-bit float. e4m3 has no infinities; e5m2 is the top of float16."""
     bits = np.arange(256)
     exponent, fraction = bits >> 3 & 15, bits & 7
-    size = np.where(
-        exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9
-    )
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
     size[(bits & 127) == 127] = np.nan
     e4m3 = np.where(bits < 128, size, -size).astype(np.float32)
     e5m2 = (bits << 8).astype(np.uint16).view(np.float16).astype(np.float32)

@@ -75,7 +75,8 @@ def _fail_incomplete(E: Any, C: Cohort, pc: int, row: int) -> None:
     warp = int(E.row_warp[C.rows[row]])
     low = warp - warp % 4
     lanes = [
-        int(E.alive[C.rows[row] - warp + w].sum()) if w < E.warps else 0 for w in range(low, low + 4)
+        int(E.alive[C.rows[row] - warp + w].sum()) if w < E.warps else 0
+        for w in range(low, low + 4)
     ]
     E.fail(
         EmulatorError,
@@ -85,7 +86,7 @@ def _fail_incomplete(E: Any, C: Cohort, pc: int, row: int) -> None:
         row=row,
         numbers=f"warps {low} to {low + 3} have {lanes[0]}, {lanes[1]}, {lanes[2]} and {lanes[3]} "
         f"threads left; blocks have {E.threads}",
-        way_out="let all 128 threads of a warpgroup, whose first warp is a multiple of 4, execute it",
+        way_out="let all 128 threads of four warps, the first a multiple of 4, execute it",
     )
 
 

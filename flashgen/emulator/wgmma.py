@@ -1,10 +1,10 @@
 """wgmma: products of warpgroups that run behind the warps until a wait lands them.
 
-An instruction only notes what it was given: registers of A, descriptors, and whether it adds to the
-sums. Instructions that use the same sums one after the other form a chain. wgmma.wait_group executes
-what is old enough, as few large products as it can, and gives the sums back; until then the registers
-hold what they held before, and the program was compiled to refuse whoever looks (`hazards`).
-Operands in shared memory are read by the asynchronous proxy from the issue to the wait.
+An instruction only notes what it was given: registers of A, descriptors, and whether it adds to
+the sums. Instructions that use the same sums one after the other form a chain. wgmma.wait_group
+executes what is old enough, as few large products as it can, and gives the sums back; until then
+the registers hold what they held before, and the program was compiled to refuse whoever looks
+(`hazards`). Operands in shared memory are read by the asynchronous proxy from the issue to the wait.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Warpgroups:
 
     # ---- issue
 
-    def issue(
-        self, C: Cohort, form: Form, a: Any, b: Any, adds: Any, sums: Any, pc: int
-    ) -> None:
+    def issue(self, C: Cohort, form: Form, a: Any, b: Any, adds: Any, sums: Any, pc: int) -> None:
         """Starts wgmma.mma_async.
 
         Args:
@@ -75,9 +73,8 @@ class Warpgroups:
         left = a if form.fragments else self._operand(C, groups, a, form, 0, pc)
         right = self._operand(C, groups, b, form, 1, pc)
         some = self._alike(C, adds, "scale-d", pc)
-        if some.all():
-            some = None
-        step = Step(form, left, right, some, self.committed[groups], pc)
+        add = None if some.all() else some
+        step = Step(form, left, right, add, self.committed[groups], pc)
         chains = self._claim(groups, form, C, pc)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
@@ -147,7 +144,7 @@ class Warpgroups:
     def _operand(
         self, C: Cohort, groups: Array, word: Any, form: Form, which: int, pc: int
     ) -> Operand:
-        """Decodes the descriptor of A (0) or B (1), counts its bytes and notes that they are read."""
+        """Decodes the descriptor of A (0) or B (1); its bytes are counted and being read."""
         words = self._alike(C, word, f"descriptor of {'AB'[which]}", pc)
         rows, mn_major = (ROWS, form.columns)[which], form.transposed[which]
         key = (words.tobytes(), rows, mn_major)
