@@ -4,7 +4,7 @@ An instruction only notes what it was given: registers of A, descriptors, and wh
 the sums. Instructions that use the same sums one after the other form a chain. wgmma.wait_group
 executes what is old enough, as few large products as it can, and gives the sums back; until then
 the registers hold what they held before, and the program was compiled to refuse whoever looks
-(`hazards`). Operands in shared memory are read by the asynchronous proxy from the issue to the wait.
+(`hazards`). Operands in shared memory are read by the asynchronous proxy from issue to wait.
 """
 
 from __future__ import annotations
