@@ -257,6 +257,10 @@ class Machine(Reports):
         if jump.shape[0] != C.n:
             jump = np.broadcast_to(jump, (C.n, 32))
             stay = np.broadcast_to(stay, (C.n, 32))
+        region = self.program.region(after, target)
+        if region is not None and not region.warp_wide:
+            self._run_region(C, np.asarray(stay.any(axis=1)), region, after, target, stay)
+            return
         goes, stays = jump.any(axis=1), stay.any(axis=1)
         mixed = goes & stays
         live = self.program.live_list
@@ -275,12 +279,23 @@ class Machine(Reports):
             parts.append(C_mixed.with_mask(stay_mixed, after))
         self.replace(C, parts)
 
-    def _run_region(self, C: Cohort, keep: Array, region: Region, start: int, end: int) -> None:
-        """Runs a short if for some rows at once, instead of splitting the cohort."""
+    def _run_region(
+        self,
+        C: Cohort,
+        keep: Array,
+        region: Region,
+        start: int,
+        end: int,
+        lanes: Array | None = None,
+    ) -> None:
+        """Runs a short if for some rows (or lanes) at once, instead of splitting the cohort."""
         part = C.part(keep, region.inputs, start)
+        if lanes is not None:
+            lanes = lanes[keep]
+            part = part.with_mask(lanes, start)
         while part.pc != end:
             self._run(part)
-        splice(C, part, keep, region.outputs)
+        splice(C, part, keep, region.outputs, lanes)
         C.pc = end
 
     def branch_table(self, C: Cohort, index: Any, targets: list[int], pc: int) -> None:

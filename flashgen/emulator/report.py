@@ -143,7 +143,8 @@ class Reports:
                 continue
             if isinstance(c.waits, WaitsForWarp):
                 pc = c.waits.pc
-                partial = partial or c
+                # The earliest is the one in the branch; others wait where they would have met it.
+                partial = c if partial is None or pc < partial.waits.pc else partial
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
                 text += f"{self.program.source_line(pc)}: {self.program.text(pc)}"
