@@ -339,12 +339,22 @@ class Program:
     def source_line(self, pc: int) -> str:
         """``file:line`` of the .cu, or of the PTX where there is no .loc."""
         ins = self.code[min(pc, len(self.code) - 1)]
-        number, line = ins.line
-        if not line:
+        if not ins.line[1]:
             return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def _file_line(self, number: int, line: int) -> str:
         file = self.module.files.get(number, "?")
         here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
         return f"{file.removeprefix(here)}:{line}"
+
+    def describe(self, pc: int) -> str:
+        """An instruction for messages: its line, the line that it was inlined at, its text."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        at = self.source_line(pc)
+        if ins.outer != ins.line and ins.outer[1]:
+            at += f", inlined at {self._file_line(*ins.outer)}"
+        return f"{at}: {self.text(pc)}"
 
     def text(self, pc: int) -> str:
         """The instruction as the PTX has it, on one line."""

@@ -255,14 +255,14 @@ class AsyncProxy:
             late = self._read_time[slot].take(granules) > known[:, None]
             if late.any():
                 place, which = (int(i) for i in np.argwhere(late)[0])
-                reader = int(self._reader_pc[slot])
+                reader = self.machine.program.describe(int(self._reader_pc[slot]))
                 self._fail(
                     C,
                     place if places is None else int(places[place]),
                     int(granules[place, which]),
                     pc,
                     "a write may overtake an asynchronous read",
-                    f"{self._names[column]} may still read there: {self._line(reader)}",
+                    f"{self._names[column]} may still read there: {reader}",
                     "wait until that has read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
                     "and let a barrier say so to the warp that writes",
                 )
@@ -290,10 +290,6 @@ class AsyncProxy:
         state = "which is still in flight" if flying else "whose completion this warp has not seen"
         return f"{name} writes there, {state}"
 
-    def _line(self, pc: int) -> str:
-        program = self.machine.program
-        return f"{program.source_line(pc)}: {program.text(pc)}"
-
     def _report_write(
         self,
         C: Cohort,
@@ -309,7 +305,7 @@ class AsyncProxy:
         place, which = (int(i) for i in np.argwhere(~fine)[0])
         granule, stamp = int(granules[place, which]), int(stamps[place, which])
         row = place if places is None else int(places[place])
-        writer = self._line(int(self.races.writer_pc[granule]))
+        writer = self.machine.program.describe(int(self.races.writer_pc[granule]))
         if stamp == NEVER:
             self._fail(
                 C,

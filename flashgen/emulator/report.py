@@ -58,7 +58,7 @@ class Reports:
         at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
         if lane is not None:
             at += f", lane {lane}"
-        return f"{at}, {program.source_line(pc)}: {program.text(pc)}"
+        return f"{at}, {program.describe(pc)}"
 
     def fail(
         self,
@@ -125,7 +125,7 @@ class Reports:
                 partial = partial or c
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
-                text += f"{self.program.source_line(pc)}: {self.program.text(pc)}"
+                text += f"{self.program.describe(pc)}"
             else:
                 text += ", " + self.barriers.describe(c)
             lines.append(text)
