@@ -100,7 +100,7 @@ class ClusterBarrier:
         names = " ".join(map(str, np.flatnonzero(missing)))
         return (
             f"waits at the cluster's barrier: of its {m.warps} warps {names} have not arrived; "
-            f"{m.program.source_line(pc)}: {m.program.text(pc)}"
+            f"{m.program.describe(pc)}"
         )
 
     def _demand(self, C: Cohort, pc: int, fine: Array, problem: str) -> None:

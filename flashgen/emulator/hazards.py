@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.emulator.effects import (
+    WARPGROUP_WIDE,
     accumulates,
     as_immediate,
     registers_in,
 )
+from flashgen.emulator.ptx import Vec
 
 if TYPE_CHECKING:
     from flashgen.emulator.program import Program
@@ -71,6 +73,21 @@ class Hazards:
         self.first: set[int] = set()
         if any(ins.op == "wgmma" for ins in program.code):
             _Analysis(program, self).run()
+
+
+def gates(code: list[Instruction], leaders: set[int]) -> set[int]:
+    """Instructions of whole warpgroups before which warps may have to wait for each other.
+
+    Within a segment warps stay together, so it is the first of each; it begins a segment then.
+    """
+    found = set()
+    together = False
+    for pc, ins in enumerate(code):
+        together = together and pc not in leaders
+        if ins.op in WARPGROUP_WIDE and not together:
+            found.add(pc)
+            together = True
+    return found
 
 
 class _Analysis:
@@ -170,8 +187,6 @@ class _Analysis:
 
 def fragments_of(ins: Instruction) -> int:
     """Registers of A of an mma_async that does not take A from shared memory."""
-    from flashgen.emulator.ptx import Vec
-
     return mask_of(registers_in(ins.operands[1])) if isinstance(ins.operands[1], Vec) else 0
 
 

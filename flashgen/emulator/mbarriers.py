@@ -372,8 +372,8 @@ class Mbarriers:
             warps = ", ".join(str(w) for w in m.row_warp[rows])
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}; {m.program.source_line(waits.pc)}: "
-                f"{m.program.text(waits.pc)}"
+                f"at {self.state(number, block)}; "
+                f"{m.program.describe(waits.pc)}"
             )
         return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from flashgen.emulator.effects import (
 )
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.flatten import flatten
-from flashgen.emulator.hazards import Hazards
+from flashgen.emulator.hazards import Hazards, gates
 from flashgen.emulator.ptx import (
     TYPE_BYTES,
     Instruction,
@@ -35,6 +36,7 @@ from flashgen.emulator.ptx import (
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
+_LONG = re.compile(r"\{([^{}]{60,})\}")
 REGION_LIMIT = 600  # instructions of an if that is run for some warps while the others stand by
 
 
@@ -220,14 +222,7 @@ class Program:
                 leaders.add(pc)
                 if ins.op == "setmaxnreg":
                     leaders.add(pc + 1)
-        # Within a segment the warps stay together: the first such instruction sees to it.
-        self.gates = set()
-        together = False
-        for pc, ins in enumerate(self.code):
-            together = together and pc not in leaders
-            if ins.op in WARPGROUP_WIDE and not together:
-                self.gates.add(pc)
-                together = True
+        self.gates = gates(self.code, leaders)
         self.leaders = leaders | self.gates
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
@@ -358,12 +353,22 @@ class Program:
     def source_line(self, pc: int) -> str:
         """``file:line`` of the .cu, or of the PTX where there is no .loc."""
         ins = self.code[min(pc, len(self.code) - 1)]
-        number, line = ins.line
-        if not line:
+        if not ins.line[1]:
             return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def _file_line(self, number: int, line: int) -> str:
         file = self.module.files.get(number, "?")
         here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
         return f"{file.removeprefix(here)}:{line}"
+
+    def describe(self, pc: int) -> str:
+        """An instruction for messages: its line, the line that it was inlined at, its text."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        at = self.source_line(pc)
+        if ins.outer != ins.line and ins.outer[1]:
+            at += f", inlined at {self._file_line(*ins.outer)}"
+        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
 
     def text(self, pc: int) -> str:
         """The instruction as the PTX has it, on one line."""
@@ -372,6 +377,12 @@ class Program:
 
     def register_name(self, index: int) -> str:
         return self.registers[index][0]
+
+
+def _shorter(match: re.Match[str]) -> str:
+    """A long list of registers by its first and last."""
+    first, *_, last = match.group(1).split(",")
+    return f"{{{first}, ..., {last.strip()}}}"
 
 
 def _bits_set(mask: int) -> list[int]:

@@ -240,7 +240,7 @@ class SharedRaces:
                 row, lane = a.origin(place)
                 at = int(granules[place]) << self.shift
                 pc = int(self.reader_pc[granules[place]])
-                reader = f"{m.program.source_line(pc)}: {m.program.text(pc)}"
+                reader = m.program.describe(pc)
                 m.fail(
                     RaceError,
                     "race in shared memory: a write may overtake a read of another warp",
@@ -280,7 +280,7 @@ class SharedRaces:
         stamp = int(stamps[place])
         what = f"{a.size}-byte {verb} at shared offset {at % m.shared_pitch}"
         other = int(self.writer_pc[at >> self.shift])
-        source = f"{program.source_line(other)}: {program.text(other)}"
+        source = program.describe(other)
         kind: type[EmulatorError] = RaceError
         if stamp == NEVER:
             kind = UninitialisedRead

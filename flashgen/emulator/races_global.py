@@ -318,7 +318,7 @@ class GlobalRaces:
         else:
             what = f"a {verb} and a write of {who} are not ordered"
             source = int(self.write_pc[granules[first]])
-            other = f"; written at {program.source_line(source)}: {program.text(source)}"
+            other = f"; written at {program.describe(source)}"
         m.fail(
             RaceError,
             f"race in global memory: {what}",

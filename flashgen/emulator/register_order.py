@@ -76,7 +76,7 @@ class RegisterOrder:
                     pc,
                     row=int(np.argmax(rows[C.rows])),
                     numbers=f"{m.program.register_name(register)} was written by "
-                    + line_of(m, self.writer[register]),
+                    + m.program.describe(self.writer[register]),
                     way_out=_FENCE,
                 )
 
@@ -108,18 +108,9 @@ class RegisterOrder:
             "a register of a wgmma in flight is touched before its wait",
             C,
             pc,
-            numbers=f"{m.program.register_name(register)} is {use} of {line_of(m, by)}",
+            numbers=f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}",
             way_out="execute wgmma.commit_group and a wgmma.wait_group that covers it first",
         )
-
-
-def line_of(machine: Machine, pc: int) -> str:
-    """Line and text of an instruction, without the long list of its registers."""
-    text = machine.program.text(pc)
-    head, brace, rest = text.partition("{")
-    if text.startswith("wgmma") and brace:
-        text = f"{head}{{...}}{rest[rest.find('}') + 1 :]}"
-    return f"{machine.program.source_line(pc)}: {text}"
 
 
 def _rows(C: Cohort, lanes: Any) -> Array:

@@ -70,7 +70,7 @@ class Reports:
         at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
         if lane is not None:
             at += f", lane {lane}"
-        return f"{at}, {program.source_line(pc)}: {program.text(pc)}"
+        return f"{at}, {program.describe(pc)}"
 
     def fail(
         self,
@@ -147,7 +147,7 @@ class Reports:
                 partial = c if partial is None or pc < partial.waits.pc else partial
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
-                text += f"{self.program.source_line(pc)}: {self.program.text(pc)}"
+                text += f"{self.program.describe(pc)}"
             elif isinstance(c.waits, WaitsAtBarrier):
                 text += ", " + self.barriers.describe(c)
             elif isinstance(c.waits, WaitsForCluster):

@@ -146,7 +146,7 @@ class RegisterPool:
         return (
             f"waits for registers: {c.waits.count} per thread wanted, {held} held, of those that "
             f"its block started with ({self.at_entry} per thread) {int(self.free[block])} per lane "
-            f"of one warp are left; {m.program.source_line(pc)}: {m.program.text(pc)}"
+            f"of one warp are left; {m.program.describe(pc)}"
         )
 
 
