@@ -15,7 +15,10 @@ from flashgen.emulator.entry import launch, load, profiling
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
+    FenceError,
+    InFlight,
     LaunchArguments,
+    MbarrierMisuse,
     Misaligned,
     OutOfBounds,
     PtxSyntaxError,
@@ -25,17 +28,22 @@ from flashgen.emulator.errors import (
     UninitialisedRead,
     UnknownInstruction,
 )
+from flashgen.emulator.tma import TensorMap
 
 __all__ = [
     "BarrierDivergence",
     "Counters",
     "DeadlockError",
+    "FenceError",
+    "InFlight",
     "LaunchArguments",
+    "MbarrierMisuse",
     "Misaligned",
     "OutOfBounds",
     "PtxSyntaxError",
     "RaceError",
     "StepLimit",
+    "TensorMap",
     "Totals",
     "Trapped",
     "UninitialisedRead",

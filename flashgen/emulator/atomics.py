@@ -98,7 +98,7 @@ def apply(memory: Array, index: Array, operation: str, kind: str, values: list[A
         now = turn == number if turn.any() else slice(None)
         at = index[now]
         before = memory[at]
-        memory[at] = _combine(operation, kind, before, [v[now] for v in values])
+        memory[at] = combine(operation, kind, before, [v[now] for v in values])
         old[now] = before
     return old
 
@@ -115,7 +115,8 @@ def _turns(index: Array) -> Array:
     return turn
 
 
-def _combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
+def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
+    """The new values of a read-modify-write."""
     new = values[0]
     if kind in ("f16", "bf16"):
         return half_op(operation, kind, "", old, new)

@@ -170,5 +170,5 @@ class Barriers:
             expected = int(m.live_warps[block]) * 32
         return (
             f"waits at barrier {barrier}: {int(self.arrived[block, barrier])} of {expected} "
-            f"threads have arrived; {m.program.source_line(waits.pc)}: {m.program.text(waits.pc)}"
+            f"threads have arrived; {m.program.describe(waits.pc)}"
         )

@@ -5,6 +5,11 @@ clock of warp v that warp w of block b is ordered after. An access of warp v sta
 happened before what warp w does now exactly when t <= seen[b, w, v]; this does not depend on the
 order in which the emulator happened to run the warps (Fidge 1988, Mattern 1989; stamps as in
 FastTrack, Flanagan and Freund, 2009).
+
+Kernels with asynchronous copies have more columns: ``seen[b, w, warps + v]`` is the newest clock of
+warp v whose writes the asynchronous proxy sees too when w starts it (fence.proxy.async), and behind
+them one column per asynchronous agent, such as an mbarrier, holds the newest of its times that w is
+ordered after. What orders warps passes all columns on.
 """
 
 from __future__ import annotations
@@ -23,23 +28,43 @@ _NO_OTHERS = 1 << 24
 class Clocks:
     """Clocks of the blocks of one wave."""
 
-    def __init__(self, blocks: int, warps: int) -> None:
+    def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
         self.warps = warps
-        self.seen = np.zeros((blocks, warps, warps), np.int64)
+        self.columns = 2 * warps if proxy else warps  # in use; the arrays may have more
+        self.seen = np.zeros((blocks, warps, self.columns), np.int64)
         self._own = np.arange(warps)
         self.seen[:, self._own, self._own] = 1
-        self.published = np.zeros((blocks, 16, warps), np.int64)
+        self.published = np.zeros((blocks, 16, self.columns), np.int64)
         self.floor_stamp = np.zeros(blocks * warps, np.uint32)
         self.clock = np.ones(blocks * warps, np.int64)
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
         self._refresh(np.arange(blocks))
 
+    def new_column(self) -> int:
+        """A column for one more asynchronous agent."""
+        column = self.columns
+        self.columns += 1
+        if self.columns > self.seen.shape[2]:
+            more = max(16, column)
+            self.seen = _widened(self.seen, more)
+            self.published = _widened(self.published, more)
+            self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
+            self.released = {at: _widened(known, more) for at, known in self.released.items()}
+        return column
+
+    def new_slots(self, count: int) -> int:
+        """Room for ``count`` more sets of published clocks per block; the number of the first."""
+        blocks, first, columns = self.published.shape
+        more = np.zeros((blocks, count, columns), np.int64)
+        self.published = np.concatenate([self.published, more], axis=1)
+        return first
+
     def _refresh(self, blocks: Array) -> None:
         """Caches, per warp, its clock and the stamp below which every access is ordered."""
-        seen = self.seen[blocks]
+        seen = self.seen[blocks, :, : self.warps]
         clock = seen[:, self._own, self._own]
-        others = seen.copy()
+        others = seen
         others[:, self._own, self._own] = _NO_OTHERS
         floor = others.min(axis=2)
         rows = blocks[:, None] * self.warps + self._own
@@ -49,7 +74,10 @@ class Clocks:
     def barrier_of_all(self, blocks: Array) -> None:
         """All warps of the blocks met: everything before is ordered before everything after."""
         newest = self.seen[blocks][:, self._own, self._own].max(axis=1)
-        self.seen[blocks] = newest[:, None, None]
+        # Other columns are no clocks of warps: all learn the most that one knew.
+        rest = self.seen[blocks, :, self.warps :].max(axis=1, keepdims=True)
+        self.seen[blocks, :, self.warps :] = rest
+        self.seen[blocks, :, : self.warps] = newest[:, None, None]
         self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
@@ -72,6 +100,40 @@ class Clocks:
             known[warp] = own
         slot[:] = 0
         self._refresh(np.array([block]))
+
+    def publish(self, rows: Array, slots: Array) -> None:
+        """Warps (n,) add what they know to slots (n,) of their blocks; then their clocks tick."""
+        blocks, warps = np.divmod(rows, self.warps)
+        np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
+        self.tick(np.unique(rows))
+
+    def acquire(self, rows: Array, slots: Array) -> None:
+        """Warps learn what was published in slots of their blocks."""
+        blocks, warps = np.divmod(rows, self.warps)
+        own = self.seen[blocks, warps, warps]
+        np.maximum.at(self.seen, (blocks, warps), self.published[blocks, slots])
+        self.seen[blocks, warps, warps] = own
+        self._refresh(np.unique(blocks))
+
+    def learn(self, rows: Array, column: int, time: Array) -> None:
+        """Different warps are ordered after the times (n,) of an asynchronous agent."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, column] = np.maximum(self.seen[blocks, warps, column], time)
+
+    def tick(self, rows: Array) -> None:
+        """What these warps do from now on is later than all that they have released."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, warps] += 1
+        self._refresh(np.unique(blocks))
+
+    def fence_proxy(self, rows: Array) -> None:
+        """fence.proxy.async: the asynchronous proxy will see all writes that these warps see."""
+        blocks, warps = np.divmod(rows, self.warps)
+        known = self.seen[blocks, warps]
+        mine, proxy = known[:, : self.warps], known[:, self.warps : 2 * self.warps]
+        np.maximum(proxy, mine, out=proxy)
+        self.seen[blocks, warps] = known
+        self.tick(rows)
 
     def fence(self, rows: Array) -> None:
         """What the warps know now becomes visible with their next atomic or volatile write."""
@@ -102,3 +164,8 @@ class Clocks:
     def ordered(self, blocks: Array, warps: Array, clock: Array, agent: Array) -> Array:
         """Whether accesses of ``agent`` at ``clock`` happened before what ``warps`` do now."""
         return (agent == warps) | (clock <= self.seen[blocks, warps, agent])  # type: ignore[no-any-return]
+
+
+def _widened(values: Array, more: int) -> Array:
+    """The same with ``more`` further columns of zeros."""
+    return np.concatenate([values, np.zeros((*values.shape[:-1], more), values.dtype)], axis=-1)

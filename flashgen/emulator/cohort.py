@@ -21,9 +21,10 @@ class Cohort:
         mask: active lanes (n, 32), or None when every lane is active. Values of inactive lanes are
             arbitrary; only side effects look at the mask.
         waits: why the cohort cannot run, or None.
+        polls: it has just found that it must ask again, so others go first.
     """
 
-    __slots__ = ("R", "age", "mask", "n", "pc", "rows", "shared_base", "waits")
+    __slots__ = ("R", "age", "groups", "mask", "n", "pc", "polls", "rows", "shared_base", "waits")
 
     def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
         self.rows = rows
@@ -33,7 +34,9 @@ class Cohort:
         self.mask = mask
         self.waits: Any = None
         self.shared_base: Array | None = None
+        self.groups: Array | None = None  # warpgroups of the wave, when it consists of whole ones
         self.age = 0
+        self.polls = False
 
     def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) holds, with the live registers only."""
@@ -56,12 +59,35 @@ class Cohort:
         return Cohort(self.rows, pc, list(self.R), None if mask.all() else mask)
 
 
-def splice(C: Cohort, part: Cohort, keep: Array, outputs: list[int]) -> None:
-    """Takes the registers that ``part``, the rows ``keep`` of ``C``, has changed."""
+class Issued(Cohort):
+    """Single threads taken out of a cohort, one per row; ``lane`` is each one's lane, (n,)."""
+
+    __slots__ = ("lane",)
+
+    def __init__(self, C: Cohort, places: Array, lanes: Array) -> None:
+        super().__init__(C.rows[places], C.pc, [], None)
+        self.lane = lanes
+
+    def some(self, which: Array) -> Issued:
+        """Some of the threads, by a mask or by their numbers."""
+        places = np.arange(self.n)[which]
+        return Issued(self, places, self.lane[places])
+
+
+def splice(
+    C: Cohort, part: Cohort, keep: Array, outputs: list[int], lanes: Array | None = None
+) -> None:
+    """Takes the registers that ``part``, the rows ``keep`` of ``C``, has changed.
+
+    With ``lanes`` (rows of ``part``, 32) those of these lanes only.
+    """
     for index in outputs:
         new, old = part.R[index], C.R[index]
         if old is None:
             old = np.zeros((), new.dtype)[()]
+        if lanes is not None:
+            before = old[keep] if old.ndim and old.shape[0] == C.n and C.n > 1 else old
+            new = np.where(lanes, new, before)
         if old.ndim == 0 and new.ndim == 0 and old.tobytes() == new.tobytes():
             continue
         width = max(v.shape[1] if v.ndim else 1 for v in (old, new))

@@ -6,6 +6,7 @@ from flashgen.emulator import atomics  # noqa: F401  (registers the run-time fun
 from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import DTYPE
 from flashgen.emulator.effects import as_immediate
+from flashgen.emulator.emit_bulk import bulk
 from flashgen.emulator.emit_memory import (
     FUNCTION,
     ORDERS,
@@ -25,8 +26,12 @@ _ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 @emits("cp")
 def copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if not mods.take("async") or mods.left[:1] == ["bulk"] or "mbarrier" in mods.left:
-        raise g.unknown("bulk copies and mbarriers (sm_90)")
+    if "async" in mods.left and mods.take("bulk"):
+        mods.take("async")
+        bulk(g, ins)
+        return
+    if not mods.take("async") or "mbarrier" in mods.left:
+        raise g.unknown("cp.async that an mbarrier waits for")
     if mods.take("commit_group"):
         g.say(f"E.copies.commit(C, {g.lanes()})")
         return

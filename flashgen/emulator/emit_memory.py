@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.emulator import access  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import DTYPE
-from flashgen.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW
+from flashgen.emulator.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from flashgen.emulator.ptx import TYPE_BYTES, Instruction, Mem, Operand, Reg, Sink, Sym, Vec
 from flashgen.emulator.registry import emits, items_of
 
@@ -64,9 +64,8 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    space = g.mods.take(*SPACES)
-    if g.mods.take("shared::cluster"):
-        raise g.unknown("distributed shared memory")
+    # The cluster has one block: its shared memory is the block's.
+    space = g.mods.take(*SPACES, "shared::cluster")
     return space.split("::")[0]
 
 
@@ -182,7 +181,8 @@ def convert_address(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to_space = g.mods.take("to")
     space = space_of(g)
-    base = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0)
+    windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
+    base = windows.get(space, 0)
     value = g.read(ins.operands[1], DTYPE[kind])
     if base:
         value = f"{value} {'-' if to_space else '+'} {g.literal(base, DTYPE[kind])}"
@@ -213,10 +213,24 @@ def create_policy(g: Generator, ins: Instruction) -> None:
 def fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
     g.mods.take("sc", "acq_rel", "acquire", "release")
-    if any(m.startswith("proxy") for m in g.mods.left):
-        g.mods.left = []
+    if g.mods.take("mbarrier_init"):
+        return
+    if g.mods.take("proxy"):
+        fence_proxy(g)
+        return
     if scope:
         g.say(f"E.fence(C, {scope != 'cta'})")
+
+
+def fence_proxy(g: Generator) -> None:
+    if g.mods.take("alias"):
+        return
+    if not g.mods.take("async"):
+        raise g.unknown("a fence of this proxy")
+    # Which proxy wrote global memory is not tracked.
+    if not g.mods.take("global"):
+        g.mods.take("shared::cta", "shared::cluster")
+        g.say(f"E.fence_proxy(C, {g.lanes()})")
 
 
 @emits("alloca", "stacksave", "stackrestore")

@@ -22,6 +22,7 @@ from flashgen.emulator.memory import Allocation, GlobalMemory
 from flashgen.emulator.parser import parse
 from flashgen.emulator.program import GLOBAL_BASE, Program
 from flashgen.emulator.ptx import Module, Variable
+from flashgen.emulator.tma import MAP_ALIGN, MAP_BYTES, TensorMap
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
@@ -53,8 +54,9 @@ def launch(
         block: threads in x, y, z.
         args: in the order of the kernel's parameters: a numpy array (a device buffer, updated in
             place; any dtype and strides, bfloat16 as uint16 or ml_dtypes.bfloat16), a number, None
-            (a null pointer), or a tuple or list for one struct passed by value, laid out as C does,
-            whose items are arrays, None or numpy scalars. A buffer keeps its host address mod 16.
+            (a null pointer), a TensorMap (a CUtensorMap by value), or a tuple or list for one
+            struct passed by value, laid out as C does, whose items are arrays, None, numpy scalars
+            or TensorMaps. A buffer keeps its host address mod 16.
         shared_bytes: dynamic shared memory per block.
         check: also look for races and for reads of memory or registers never written. Bounds,
             alignment, deadlocks and barriers are always checked.
@@ -89,6 +91,7 @@ def launch(
         order_seed,
         step_limit,
         profile or _LAUNCHES.get() is not None,
+        packer.maps,
     )
     begin = time.perf_counter()
     try:
@@ -166,6 +169,14 @@ def _check_shape(
             numbers=f"block {tuple(block)}; .reqntid {required}",
             way_out="launch with the block size that the kernel was compiled for",
         )
+    cluster = program.directives.get(".reqnctapercluster", (1,))
+    if int(np.prod(cluster)) != 1:
+        raise LaunchArguments(
+            "a cluster of several blocks, which the emulator does not know",
+            where=f"kernel {program.name}",
+            numbers=f".reqnctapercluster {cluster}",
+            way_out="compile the kernel for clusters of one block",
+        )
     if max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64:
         raise LaunchArguments(
             "a grid or block beyond the limits of CUDA",
@@ -189,6 +200,7 @@ class _Packer:
         self.program = program
         self.memory = memory
         self.addresses: dict[int, int] = {}  # id of an array -> device address
+        self.maps: dict[int, tuple[TensorMap, int]] = {}  # by the offset of their 128 bytes
 
     def pack(self, args: Sequence[Any]) -> bytes:
         params = self.program.params
@@ -230,6 +242,7 @@ class _Packer:
         for number, value in enumerate(args):
             items = value if isinstance(value, (tuple, list)) else [value]
             for place, item in enumerate(items):
+                item = item.array if isinstance(item, TensorMap) else item
                 if not isinstance(item, np.ndarray):
                     continue
                 label = f"argument {number}"
@@ -270,6 +283,8 @@ class _Packer:
             return self._struct(number, value, param)
         if isinstance(value, np.ndarray):
             return self._sized(number, self.addresses[id(value)].to_bytes(8, "little"), param)
+        if isinstance(value, TensorMap):
+            return self._sized(number, self._map(value, param, 0), param)
         if value is None:
             return self._sized(number, bytes(8), param)
         if isinstance(value, np.void):
@@ -310,11 +325,21 @@ class _Packer:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             ) from None
 
+    def _map(self, value: TensorMap, param: Variable, offset: int) -> bytes:
+        """The place of a tensor map; what lies there is opaque, also on a GPU."""
+        at = self.program.params_at[param.name] + offset
+        self.maps[at] = (value, self.addresses[id(value.array)])
+        return bytes(MAP_BYTES)
+
     def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
         data = bytearray()
         widest = 1
         for place, item in enumerate(items):
-            if isinstance(item, np.ndarray):
+            align = 0
+            if isinstance(item, TensorMap):
+                align = MAP_ALIGN
+                part = self._map(item, param, len(data) + -len(data) % align)
+            elif isinstance(item, np.ndarray):
                 part = self.addresses[id(item)].to_bytes(8, "little")
             elif item is None:
                 part = bytes(8)
@@ -326,7 +351,8 @@ class _Packer:
                     f"{item!r} is a {type(item).__name__}",
                     "inside a struct use arrays, None, np.int32(...), np.float32(...) and the like",
                 )
-            widest = max(widest, len(part))
-            data += bytes(-len(data) % len(part)) + part
+            align = align or len(part)
+            widest = max(widest, align)
+            data += bytes(-len(data) % align) + part
         data += bytes(-len(data) % widest)
         return self._sized(number, bytes(data), param)

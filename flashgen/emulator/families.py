@@ -8,11 +8,14 @@ def load_families() -> None:
     from flashgen.emulator import (  # noqa: F401
         emit_async,
         emit_bits,
+        emit_cluster,
         emit_convert,
         emit_float,
         emit_flow,
         emit_integer,
+        emit_mbarrier,
         emit_memory,
         emit_tensor,
         emit_warp,
+        emit_wgmma,
     )

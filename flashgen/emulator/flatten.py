@@ -186,7 +186,8 @@ def _map(operand: Operand, register: Callable[[Reg], Reg], names: dict[str, str]
     if isinstance(operand, Mem):
         base = _map(operand.base, register, names)
         assert not isinstance(base, (Mem, Vec, Pair, Group))
-        return Mem(base, operand.offset)  # type: ignore[arg-type]
+        at = tuple(_map(o, register, names) for o in operand.coordinates)
+        return Mem(base, operand.offset, at)  # type: ignore[arg-type]
     if isinstance(operand, Pair):
         return Pair(_map(operand.first, register, names), _map(operand.second, register, names))
     if isinstance(operand, Vec):

@@ -7,15 +7,19 @@ that stand there. That makes loops and branches reconverge without any knowledge
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.barriers import Barriers
+from flashgen.emulator.bulk import Bulk
+from flashgen.emulator.clusters import ClusterBarrier
 from flashgen.emulator.cohort import Cohort, merge, splice
 from flashgen.emulator.copies import Copies
 from flashgen.emulator.counters import Counters
+from flashgen.emulator.mbarriers import Mbarriers
 from flashgen.emulator.memory import Flat, GlobalMemory
 from flashgen.emulator.program import Program, Region
 from flashgen.emulator.races import SharedRaces
@@ -23,6 +27,9 @@ from flashgen.emulator.races_global import GlobalRaces
 from flashgen.emulator.recorder import Recorder
 from flashgen.emulator.report import Reports, WaitsForWarp
 from flashgen.emulator.special import special_values
+from flashgen.emulator.tma import TensorMap
+from flashgen.emulator.warpgroup import RegisterPool
+from flashgen.emulator.wgmma import Warpgroups
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -47,10 +54,12 @@ class Machine(Reports):
         order_seed: int | None,
         step_limit: int,
         profile: bool = False,
+        maps: Mapping[int, tuple[TensorMap, int]] | None = None,
     ) -> None:
         self.program = program
         self.grid, self.block = grid, block
         self.memory = memory
+        self.maps = maps or {}  # by the offset of the parameter: the map, its tensor's address
         self.parameters = np.frombuffer(parameters.ljust(16, b"\0"), np.uint8)
         self.check = check
         self.random = random.Random(order_seed) if order_seed is not None else None
@@ -96,14 +105,21 @@ class Machine(Reports):
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
         self.barriers = Barriers(self, count)
+        self.mbarriers = Mbarriers(self, count)
         self.copies = Copies(self)
+        self.bulk = Bulk(self)
         self.shared_races = SharedRaces(self, count) if self.check else None
+        self.proxy = self.shared_races.proxy if self.shared_races else None
+        self.wgmma = Warpgroups(self)
+        self.registers = RegisterPool(self)
+        self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
         rows = np.arange(count * warps)
         for part in self._start_groups(rows):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
         self._schedule()
+        self.bulk.finish()
 
     def _start_groups(self, rows: Array) -> list[Array]:
         """All warps in one cohort; with a seed, a random partition."""
@@ -160,8 +176,13 @@ class Machine(Reports):
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all that stand at the same instruction."""
         runnable = [c for c in self.cohorts if c.waits is None]
-        if not runnable:
-            self._stuck()
+        while not runnable:
+            if not self.bulk.deliver():
+                self._stuck()
+            runnable = [c for c in self.cohorts if c.waits is None]
+        if self.program.asynchronous:
+            runnable = self._not_polling(runnable)
+            self.bulk.at_random()
         if self.random:
             chosen = self.random.choice(runnable)
             if self.random.random() < 0.5:
@@ -178,7 +199,7 @@ class Machine(Reports):
         # stay: taken along, they would be told to wait again, and with them those that need not.
         for c in self.cohorts:
             waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
-            if waits and any(np.isin(c.rows, other.rows).any() for other in same):
+            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
                 same.append(c)
         if len(same) == 1:
             return chosen
@@ -186,6 +207,15 @@ class Machine(Reports):
         self.cohorts = [c for c in self.cohorts if c not in same]
         self.cohorts.append(merged)
         return merged
+
+    def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
+        """Those that do not ask in vain for the end of a phase; all when all do."""
+        busy = [c for c in runnable if not c.polls]
+        for c in runnable:
+            c.polls = False
+        if not busy:
+            self.bulk.deliver()
+        return busy or runnable
 
     def replace(self, old: Cohort, parts: list[Cohort]) -> None:
         self.cohorts.remove(old)
@@ -227,6 +257,10 @@ class Machine(Reports):
         if jump.shape[0] != C.n:
             jump = np.broadcast_to(jump, (C.n, 32))
             stay = np.broadcast_to(stay, (C.n, 32))
+        region = self.program.region(after, target)
+        if region is not None and not region.warp_wide:
+            self._run_region(C, np.asarray(stay.any(axis=1)), region, after, target, stay)
+            return
         goes, stays = jump.any(axis=1), stay.any(axis=1)
         mixed = goes & stays
         live = self.program.live_list
@@ -245,12 +279,23 @@ class Machine(Reports):
             parts.append(C_mixed.with_mask(stay_mixed, after))
         self.replace(C, parts)
 
-    def _run_region(self, C: Cohort, keep: Array, region: Region, start: int, end: int) -> None:
-        """Runs a short if for some rows at once, instead of splitting the cohort."""
+    def _run_region(
+        self,
+        C: Cohort,
+        keep: Array,
+        region: Region,
+        start: int,
+        end: int,
+        lanes: Array | None = None,
+    ) -> None:
+        """Runs a short if for some rows (or lanes) at once, instead of splitting the cohort."""
         part = C.part(keep, region.inputs, start)
+        if lanes is not None:
+            lanes = lanes[keep]
+            part = part.with_mask(lanes, start)
         while part.pc != end:
             self._run(part)
-        splice(C, part, keep, region.outputs)
+        splice(C, part, keep, region.outputs, lanes)
         C.pc = end
 
     def branch_table(self, C: Cohort, index: Any, targets: list[int], pc: int) -> None:
@@ -305,6 +350,8 @@ class Machine(Reports):
             if isinstance(c.waits, WaitsForWarp):
                 c.waits = None
         self.barriers.after_exit(np.unique(blocks))
+        if self.cluster.used:
+            self.cluster.check(np.unique(blocks))
 
     def wait_for_warp(self, C: Cohort, members: Any, pc: int) -> bool:
         """Whether a warp-wide instruction must wait for lanes that are elsewhere."""
@@ -333,6 +380,12 @@ class Machine(Reports):
 
     def sync_warp(self, C: Cohort) -> None:
         """bar.warp.sync: the cohort has already waited for the lanes."""
+
+    def fence_proxy(self, C: Cohort, lanes: Any) -> None:
+        """fence.proxy.async: one lane's fence counts for its warp."""
+        if self.proxy is not None:
+            some = slice(None) if lanes is None else np.broadcast_to(lanes, (C.n, 32)).any(axis=1)
+            self.proxy.fence(C.rows[some])
 
     def fence(self, C: Cohort, device: bool) -> None:
         """A fence of block or of device scope."""

@@ -12,6 +12,7 @@ Array = npt.NDArray[Any]
 # Windows of the generic address space; everything else is global memory.
 SHARED_WINDOW = 0x7E00_0000_0000
 LOCAL_WINDOW = 0x7D00_0000_0000
+PARAM_WINDOW = 0x7C00_0000_0000
 WINDOW_BYTES = 0x0100_0000_0000
 GUARD_BYTES = 2 << 20
 ELEMENT: dict[int, np.dtype[Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,14 +13,19 @@ from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import register_dtypes
 from flashgen.emulator.effects import (
     ENDS,
+    WARPGROUP_WIDE,
+    accumulates,
     as_immediate,
     has_result,
+    is_asynchronous,
     is_barrier,
     is_warp_wide,
+    may_block,
     registers_in,
 )
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.flatten import flatten
+from flashgen.emulator.hazards import Hazards, gates
 from flashgen.emulator.ptx import (
     TYPE_BYTES,
     Instruction,
@@ -30,6 +36,7 @@ from flashgen.emulator.ptx import (
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
+_LONG = re.compile(r"\{([^{}]{60,})\}")
 REGION_LIMIT = 600  # instructions of an if that is run for some warps while the others stand by
 
 
@@ -56,9 +63,12 @@ class Program:
     Attributes:
         code: flat instructions.
         strong: instructions that are atomic or volatile; ``releases``: those that release.
+        asynchronous: whether mbarriers, bulk copies or wgmma are used.
         synchronises: whether fences and such accesses may order other accesses.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
+        gates: instructions of whole warpgroups that may have to wait for other warps.
+        hazards: where registers of wgmma may be touched too early.
         maybe_undefined: registers that some path reads before writing them.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
         constants: address of each module variable of .global and .const.
@@ -77,8 +87,9 @@ class Program:
         self.module = module
         self.name = name
         self.params = entry.params
-        self.max_threads = entry.max_threads
-        self.required_threads = entry.required_threads
+        self.directives = entry.directives
+        self.required_threads = entry.directives.get(".reqntid", ())
+        self.max_threads = self.required_threads or entry.directives.get(".maxntid", ())
         flat = flatten(module, entry)
         self.code = flat.code
         self.registers = flat.registers
@@ -89,6 +100,7 @@ class Program:
         self._widths()
         self._flow()
         self._liveness()
+        self.hazards = Hazards(self)
         self.dtype = register_dtypes(self)
         self._track_undefined()
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
@@ -151,6 +163,8 @@ class Program:
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]
+            if "bulk" in ins.mods:
+                continue  # in chunks of 16 bytes
             if ins.op == "cp":
                 size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
                 shared, whole = min(shared, size or 16), min(whole, size or 16)
@@ -172,6 +186,9 @@ class Program:
             if {"release", "acq_rel"} & set(ins.mods):
                 self.releases.add(pc)
                 fences = True
+        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
+        if any(ins.op == "mbarrier" for ins in self.code):
+            shared = min(shared, 8)
         self.shared_granule, self.global_granule = shared, whole
         self.synchronises = fences and bool(self.strong)
 
@@ -201,7 +218,12 @@ class Program:
                 leaders.add(pc + 1)
             elif is_barrier(ins) or ins.op in ("nanosleep",):
                 leaders.add(pc + 1)
-        self.leaders = leaders
+            elif may_block(ins):
+                leaders.add(pc)
+                if ins.op == "setmaxnreg":
+                    leaders.add(pc + 1)
+        self.gates = gates(self.code, leaders)
+        self.leaders = leaders | self.gates
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
         """(registers written, registers read); a guarded write also reads."""
@@ -212,6 +234,8 @@ class Program:
                 writes = registers_in(operand)
             else:
                 reads += registers_in(operand)
+        if accumulates(ins):
+            reads = [*reads, *writes]
         if ins.guard is not None:
             reads = [*reads, ins.guard.index, *writes]
         if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
@@ -266,7 +290,7 @@ class Program:
             for pc, ins in enumerate(self.code):
                 if self.reads[pc] & tracked and has_result(ins):
                     new = self.writes[pc] & ~tracked
-                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma"):
+                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
                         tracked |= new
                         changed = True
         base = len(self.registers) + 1
@@ -292,7 +316,8 @@ class Program:
         warp_wide = False
         for pc in range(start, end):
             ins = self.code[pc]
-            if ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins):
+            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
+            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]
@@ -328,12 +353,22 @@ class Program:
     def source_line(self, pc: int) -> str:
         """``file:line`` of the .cu, or of the PTX where there is no .loc."""
         ins = self.code[min(pc, len(self.code) - 1)]
-        number, line = ins.line
-        if not line:
+        if not ins.line[1]:
             return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def _file_line(self, number: int, line: int) -> str:
         file = self.module.files.get(number, "?")
         here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
         return f"{file.removeprefix(here)}:{line}"
+
+    def describe(self, pc: int) -> str:
+        """An instruction for messages: its line, the line that it was inlined at, its text."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        at = self.source_line(pc)
+        if ins.outer != ins.line and ins.outer[1]:
+            at += f", inlined at {self._file_line(*ins.outer)}"
+        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
 
     def text(self, pc: int) -> str:
         """The instruction as the PTX has it, on one line."""
@@ -342,6 +377,12 @@ class Program:
 
     def register_name(self, index: int) -> str:
         return self.registers[index][0]
+
+
+def _shorter(match: re.Match[str]) -> str:
+    """A long list of registers by its first and last."""
+    first, *_, last = match.group(1).split(",")
+    return f"{{{first}, ..., {last.strip()}}}"
 
 
 def _bits_set(mask: int) -> list[int]:

@@ -16,14 +16,13 @@ import numpy.typing as npt
 from flashgen.emulator.clocks import ATOMIC, CLOCK_SHIFT, Clocks
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.errors import RaceError, UninitialisedRead
+from flashgen.emulator.proxy import ASYNC, FLIGHT, MBARRIER, NEVER, AsyncProxy
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
     from flashgen.emulator.machine import Machine
 
 Array = npt.NDArray[Any]
-NEVER = np.uint32(0xFFFFFFFF)
-FLIGHT = np.uint32(0xFFFFFFFE)
 _WARP = np.uint32(31)
 _LOG_LIMIT = 2048
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
@@ -53,9 +52,10 @@ class SharedRaces:
         self.writer_pc = np.zeros(self.count, np.int32)
         # Clocks of the last plain and the last strong (atomic, volatile) read, per warp.
         self.read_clock: dict[bool, Array] = {}
-        self.clocks = Clocks(blocks, self.warps)
+        self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous)
         self.log: list[_Reads] = []
         self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
+        self.proxy = AsyncProxy(self) if machine.program.asynchronous else None
 
     # ---- order
 
@@ -134,6 +134,10 @@ class SharedRaces:
             granules, stamps = granules[lanes], stamps[lanes]
         self.written[granules] = stamps
 
+    def seal(self, where: Array, size: int) -> None:
+        """An mbarrier lies there now: nothing else may touch it."""
+        self.written[self._granules(where, size)] = MBARRIER
+
     def _write(self, a: _Access, mark: Any, strong: bool) -> None:
         if not len(a.rows):
             return
@@ -147,6 +151,8 @@ class SharedRaces:
                 self._report(a, bad, stamps, "write")
         self._against_reads(a, strong)
         granules = self._granules(a.where, a.size)
+        if self.proxy is not None:
+            self._against_async(a, granules)
         self.writer_pc[granules] = a.pc
         if mark is not None:
             self.written[granules] = mark
@@ -188,7 +194,10 @@ class SharedRaces:
         fine = self.clocks.ordered(blocks, warps, clock, agent)
         if strong:
             fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
-        return fine & (stamps < FLIGHT)
+        fine &= stamps < ASYNC
+        if self.proxy is not None and (stamps >= ASYNC).any():
+            fine |= self.proxy.known(blocks, warps, stamps)
+        return fine
 
     def _strong(self, pc: int) -> bool:
         return pc in self.machine.program.strong
@@ -198,10 +207,23 @@ class SharedRaces:
         for kind in (False,) if strong else (False, True):
             self._against(a, kind)
 
+    def _against_async(self, a: _Access, granules: Array) -> None:
+        assert self.proxy is not None
+        places = None if a.places is None else a.places[0]
+        self.proxy.against_reads(a.cohort, a.rows, granules.reshape(len(a.rows), -1), a.pc, places)
+
+    def before_async_write(
+        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None
+    ) -> None:
+        """An asynchronous write (g, k) started by ``rows`` must not overtake ordinary reads."""
+        issued = _Access(C, granules << self.shift, self.granule, pc, None, rows, places)
+        self._against_reads(issued, False)
+
     def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
-        unseen = self.last_read[kind][blocks] > self.clocks.seen[blocks, warps]
+        known = self.clocks.seen[blocks, warps, : self.warps]
+        unseen = self.last_read[kind][blocks] > known
         unseen[np.arange(len(warps)), warps] = False
         if not unseen.any():
             return
@@ -218,7 +240,7 @@ class SharedRaces:
                 row, lane = a.origin(place)
                 at = int(granules[place]) << self.shift
                 pc = int(self.reader_pc[granules[place]])
-                reader = f"{m.program.source_line(pc)}: {m.program.text(pc)}"
+                reader = m.program.describe(pc)
                 m.fail(
                     RaceError,
                     "race in shared memory: a write may overtake a read of another warp",
@@ -258,7 +280,7 @@ class SharedRaces:
         stamp = int(stamps[place])
         what = f"{a.size}-byte {verb} at shared offset {at % m.shared_pitch}"
         other = int(self.writer_pc[at >> self.shift])
-        source = f"{program.source_line(other)}: {program.text(other)}"
+        source = program.describe(other)
         kind: type[EmulatorError] = RaceError
         if stamp == NEVER:
             kind = UninitialisedRead
@@ -268,6 +290,10 @@ class SharedRaces:
             what += f"; a cp.async that nobody has waited for writes there: {source}"
             way_out = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
+        elif stamp >= ASYNC and self.proxy is not None:
+            what += f"; {self.proxy.describe(stamp)}: {source}"
+            way_out = "wait for its mbarrier first; the memory of an mbarrier is nobody's else"
+            problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             what += f"; warp {stamp & 31} writes there: {source}"
             way_out = _BARRIER
@@ -278,8 +304,23 @@ class SharedRaces:
 class _Access:
     """An access by whole rows (n, k), or by single lanes (m, 1) when some are inactive."""
 
-    def __init__(self, C: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+    def __init__(
+        self,
+        C: Cohort,
+        where: Array,
+        size: int,
+        pc: int,
+        lanes: Any,
+        rows: Array | None = None,
+        places: Array | None = None,
+    ) -> None:
         self.cohort, self.size, self.pc = C, size, pc
+        self.places: tuple[Array, Array | None] | None
+        if rows is not None:
+            # Single threads of the cohort, each with many addresses: (g, k).
+            self.rows, self.where = rows, where
+            self.places = (np.arange(len(rows)) if places is None else places, None)
+            return
         if where.ndim == 0 or where.shape[0] != C.n:
             where = np.broadcast_to(where, (C.n, where.shape[1] if where.ndim else 1))
         if lanes is None:
@@ -290,8 +331,9 @@ class _Access:
             self.where = np.broadcast_to(where, (C.n, 32))[row, lane][:, None]
             self.places = (row, lane)
 
-    def origin(self, place: tuple[int, ...]) -> tuple[int, int]:
+    def origin(self, place: tuple[int, ...]) -> tuple[int, int | None]:
         """Row of the cohort and lane of an element."""
         if self.places is None:
             return place[0], place[1]
-        return int(self.places[0][place[0]]), int(self.places[1][place[0]])
+        row, lane = self.places
+        return int(row[place[0]]), None if lane is None else int(lane[place[0]])

@@ -105,7 +105,7 @@ class GlobalRaces:
         for row in rows.tolist():
             slot, warp = int(m.row_block[row]), int(m.row_warp[row])
             block = int(m.blocks[slot])
-            seen = m.shared_races.clocks.seen[slot, warp]
+            seen = m.shared_races.clocks.seen[slot, warp, : m.warps]
             known: Knowledge = {block: seen.copy()}
             for entry in self.learnt.get(block, ()):
                 if seen[entry.warp] >= entry.clock:
@@ -318,7 +318,7 @@ class GlobalRaces:
         else:
             what = f"a {verb} and a write of {who} are not ordered"
             source = int(self.write_pc[granules[first]])
-            other = f"; written at {program.source_line(source)}: {program.text(source)}"
+            other = f"; written at {program.describe(source)}"
         m.fail(
             RaceError,
             f"race in global memory: {what}",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.banks import ROW_BYTES, phases, wavefronts
+from flashgen.emulator.banks import BANK_BYTES, BANKS, ROW_BYTES, phases, wavefronts
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.memory import ELEMENT, SHIFT, Flat
 
@@ -133,6 +133,13 @@ class Recorder:
         self.wavefronts_least[pc] += least
         self.shared_bytes[pc] += rows.size * ROW_BYTES
 
+    def operand(self, size: int, pc: int) -> None:
+        """wgmma reads ``size`` bytes: eight rows of 16 bytes at a time, which never conflict."""
+        taken = size // LINE_BYTES
+        self.wavefronts[pc] += taken
+        self.wavefronts_least[pc] += taken
+        self.shared_bytes[pc] += size
+
     def whole(self, C: Cohort, offset: Any, lanes: Any, size: int, pc: int, kind: int) -> None:
         """An access to global memory at offsets into the arena.
 
@@ -142,12 +149,38 @@ class Recorder:
         full = np.broadcast_to(offset, (C.n, 32)) if lanes is None else np.full((C.n, 32), -1)
         if lanes is not None:
             full[np.broadcast_to(lanes, (C.n, 32))] = offset
+        self._whole(C, full, np.asarray(offset), size, pc, kind)
+
+    def bulk(
+        self,
+        C: Cohort,
+        offset: Array,
+        inside: Array | None,
+        size: int,
+        moved: int,
+        pc: int,
+        kind: int,
+    ) -> None:
+        """A bulk copy: units of global memory (copies, units), and the bytes of shared memory.
+
+        Shared memory is taken to give or take a row of all its banks in each wavefront.
+        """
+        self.shared_bytes[pc] += moved
+        self.wavefronts[pc] += -(-moved // (BANKS * BANK_BYTES))
+        self.wavefronts_least[pc] += -(-moved // (BANKS * BANK_BYTES))
+        if inside is None:
+            self._whole(C, offset, offset, size, pc, kind)
+        else:
+            self._whole(C, np.where(inside, offset, -1), offset[inside], size, pc, kind)
+
+    def _whole(self, C: Cohort, full: Array, chosen: Array, size: int, pc: int, kind: int) -> None:
+        """An access at offsets ``full`` (warps, any number), -1 where there is none."""
         ordered = np.sort(full, axis=1)
         active = ordered >= 0
         asked = size * int(np.count_nonzero(active))
         if not asked:
             return
-        self._mark(np.asarray(offset), size, kind)
+        self._mark(chosen, size, kind)
         different = active.copy()
         different[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
         least = -(-size * different.sum(axis=1) // SECTOR_BYTES)

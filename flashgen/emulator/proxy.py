@@ -1,0 +1,363 @@
+"""Asynchronous reads and writes of shared memory: what bulk copies and wgmma do behind the warps.
+
+They go through the asynchronous proxy, begin when an instruction starts them, and end at some time
+that only a wait tells. Three things can be wrong with one:
+
+- it touches what another warp does without being ordered after it (a race, as for any access);
+- it touches what an ordinary store wrote, and no fence.proxy.async lies between the two;
+- somebody touches the same bytes without being ordered after its end.
+
+Who executes is an *agent*: one mbarrier's copies, one warpgroup's wgmma, one thread's bulk stores.
+Each has a column in the clocks of the warps (:mod:`clocks`) and a time of its own that goes up: a
+warp whose column holds t is ordered after all accesses of the agent up to its time t. Waiting sets
+the column, and whatever orders warps passes it on. An access whose time nobody can know is still
+going on, so the order in which the emulator ran things does not matter.
+
+Reads take their time when they start (:meth:`AsyncProxy.read`), and a wait makes it known
+(:meth:`AsyncProxy.finished`). Writes start in flight (:meth:`AsyncProxy.write`) and get their time
+when they land (:meth:`AsyncProxy.landed`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.clocks import CLOCK_SHIFT
+from flashgen.emulator.cohort import Cohort
+from flashgen.emulator.errors import RaceError, UninitialisedRead
+
+if TYPE_CHECKING:
+    from flashgen.emulator.races import SharedRaces
+
+Array = npt.NDArray[Any]
+
+# Stamps of the shadow from ASYNC on are numbers of asynchronous writes; the last ones have names.
+ASYNC = np.uint32(0xE0000000)
+MBARRIER = np.uint32(0xFFFFFFFD)
+FLIGHT = np.uint32(0xFFFFFFFE)
+NEVER = np.uint32(0xFFFFFFFF)
+IN_FLIGHT = np.int64(1) << 62  # the time of a write that has not landed
+_WARP = np.uint32(31)
+_FEW = 16  # writers of one operand
+_FENCE = (
+    "let the warp that wrote execute fence.proxy.async.shared::cta after its stores and before the "
+    "barrier that the issuing thread passes"
+)
+
+
+class AsyncProxy:
+    """Asynchronous accesses of a wave; its shadow is that of :class:`races.SharedRaces`.
+
+    Rows, places and times are arrays over the accesses of one call, (g,); ``rows`` may be (g, w)
+    when w warps make an access together, and then each of them must be ordered. Offsets ``where``
+    are (g, k), into the arena of shared memory (`E.shared_base_of_row` plus the block's address),
+    each of ``size`` bytes and aligned to them.
+    """
+
+    def __init__(self, races: SharedRaces) -> None:
+        self.races = races
+        self.machine = races.machine
+        self.clocks = races.clocks
+        self._columns: dict[tuple[Any, ...], int] = {}
+        self._names: dict[int, str] = {}
+        self._time: dict[int, int] = {}  # of the reads of each agent
+        self._read_of: dict[int, int] = {}  # column -> row of _read_time
+        self._read_time = np.zeros((0, races.count), np.uint32)
+        self._reader_pc = np.zeros(0, np.int32)
+        self._last_read = np.zeros((0, len(races.clocks.seen)), np.int64)  # newest, per block
+        # Every asynchronous write: its agent's column, its time, and what started it.
+        self._writes = 0
+        self._write_column = np.zeros(64, np.int64)
+        self._write_time = np.zeros(64, np.int64)
+        self._written_before = np.zeros(64, bool)
+
+    # ---- agents and order
+
+    def agent(self, kind: str, number: int, name: str = "") -> int:
+        """The column of an agent, the same in all blocks; a new one when it is new.
+
+        Args:
+            kind: what it is, such as "warpgroup".
+            number: which of the block.
+            name: what it does, for messages, such as "wgmma of warpgroup 0".
+        """
+        column = self._columns.get((kind, number))
+        if column is None:
+            column = self._columns[kind, number] = self.clocks.new_column()
+            self._names[column] = name or f"{kind} {number}"
+            self._time[column] = 0
+        return column
+
+    def fence(self, rows: Array) -> None:
+        """Warps (n,) execute fence.proxy.async."""
+        self.clocks.fence_proxy(rows)
+
+    # ---- accesses
+
+    def read(
+        self,
+        C: Cohort,
+        rows: Array,
+        column: int,
+        where: Array,
+        pc: int,
+        size: int = 16,
+        places: Array | None = None,
+    ) -> int:
+        """Reads by one agent start.
+
+        Args:
+            C: for messages: the cohort that executes, of which ``places`` are the rows.
+            rows: warps of the wave that make each access, (g,) or (g, w).
+            column: from `agent`.
+            where: offsets into the arena, (g, k).
+            pc: the instruction.
+            size: bytes of each, aligned.
+            places: row of ``C`` of each access, (g,); the rows in their order by default.
+
+        Returns:
+            The time of these reads, for `finished`.
+
+        Raises:
+            UninitialisedRead: bytes that nobody has written.
+            RaceError: a write that is not ordered before, or not visible to the proxy.
+        """
+        granules = self._granules(where, size)
+        self._against_writes(C, rows, granules, pc, places, "read")
+        self._time[column] += 1
+        time = self._time[column]
+        slot = self._read_slot(column)
+        self._read_time[slot][granules] = time
+        self._reader_pc[slot] = pc
+        first = rows if rows.ndim == 1 else rows[:, 0]
+        self._last_read[slot, self.machine.row_block[first]] = time
+        return time
+
+    def finished(self, rows: Array, column: int, time: int) -> None:
+        """Warps (n,) have waited for an agent's reads up to a time."""
+        self.clocks.learn(rows, column, np.full(len(rows), time, np.int64))
+
+    def write(
+        self,
+        C: Cohort,
+        rows: Array,
+        column: int | Array,
+        where: Array,
+        pc: int,
+        size: int = 16,
+        places: Array | None = None,
+    ) -> Array:
+        """Writes by one agent start: until they have landed and a wait says so, nobody may look.
+
+        The column may be one for all, or one for each write (g,).
+
+        Returns:
+            The numbers of these writes (g,), for `landed`.
+
+        Raises:
+            RaceError: an earlier access is not ordered before, or a write not visible to the proxy.
+        """
+        granules = self._granules(where, size)
+        self._against_writes(C, rows, granules, pc, places, "write")
+        self.races.before_async_write(C, rows, granules, pc, places)
+        self.against_reads(C, rows, granules, pc, places)
+        count = len(granules)
+        numbers = self._writes + np.arange(count)
+        self._writes += count
+        while self._writes > len(self._write_column):
+            for name in ("_write_column", "_write_time"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._write_column[numbers] = column
+        self._write_time[numbers] = IN_FLIGHT
+        stamps = (numbers + int(ASYNC)).astype(np.uint32)
+        self.races.written[granules] = stamps[:, None]
+        lost = self.races.written.take(granules) != stamps[:, None]
+        if lost.any():
+            place, which = (int(i) for i in np.argwhere(lost)[0])
+            self._fail(
+                C,
+                place if places is None else int(places[place]),
+                int(granules[place, which]),
+                pc,
+                "threads start asynchronous writes of the same bytes together",
+                f"{count} threads execute this instruction",
+                "let one elected thread execute it",
+            )
+        self.races.writer_pc[granules] = pc
+        return numbers
+
+    def landed(self, numbers: Array, times: Array) -> None:
+        """Writes have landed: who is ordered after these times of their agent sees them."""
+        self._write_time[numbers] = times
+
+    # ---- checks
+
+    def _granules(self, where: Array, size: int) -> Array:
+        """Numbers of the granules of the shadow, (g, all of them)."""
+        first = where >> self.races.shift
+        many = size >> self.races.shift
+        if many <= 1:
+            return first
+        return (first[..., None] + np.arange(many)).reshape(len(where), -1)
+
+    def known(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+        """Whether warps are ordered after writes with these stamps, where they are asynchronous."""
+        number = stamps.astype(np.int64) - int(ASYNC)
+        real = (number >= 0) & (number < self._writes)
+        number = np.where(real, number, 0)
+        seen = self.clocks.seen[blocks, warps, self._write_column[number]]
+        return real & (seen >= self._write_time[number])
+
+    def _against_writes(
+        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None, verb: str
+    ) -> None:
+        stamps = self.races.written.take(granules)
+        writers = _different(stamps)
+        together = rows if rows.ndim == 2 else rows[:, None]
+        for member in together.T:
+            fine, why = self._visible(member[:, None], writers, verb)
+            if not fine.all():
+                fine, why = self._visible(member[:, None], stamps, verb)
+                self._report_write(C, member, granules, fine, why, stamps, pc, places, verb)
+
+    def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
+        """(fine, ordered but without a fence) for writes with these stamps."""
+        blocks, warps = np.divmod(rows, self.races.warps)
+        agent = np.minimum((stamps & _WARP).astype(np.int64), self.races.warps - 1)
+        clock = (stamps >> np.uint32(CLOCK_SHIFT)).astype(np.int64)
+        seen = self.clocks.seen
+        ordinary = stamps < ASYNC
+        ordered = ordinary & ((agent == warps) | (clock <= seen[blocks, warps, agent]))
+        fenced = clock <= seen[blocks, warps, agent + self.races.warps]
+        fine = ordered & fenced
+        if not ordinary.all():
+            fine |= self.known(blocks, warps, stamps)
+        if verb == "write":
+            fine |= stamps == NEVER
+        return fine, ordered & ~fenced
+
+    def against_reads(
+        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None = None
+    ) -> None:
+        """Writes (g, k) by ``rows`` must not overtake asynchronous reads, their own included."""
+        blocks, warps = np.divmod(rows, self.races.warps)
+        for column, slot in self._read_of.items():
+            known = self.clocks.seen[blocks, warps, column]
+            unseen = self._last_read[slot, blocks] > known
+            if not unseen.any():
+                continue
+            late = self._read_time[slot].take(granules) > known[:, None]
+            if late.any():
+                place, which = (int(i) for i in np.argwhere(late)[0])
+                reader = self.machine.program.describe(int(self._reader_pc[slot]))
+                self._fail(
+                    C,
+                    place if places is None else int(places[place]),
+                    int(granules[place, which]),
+                    pc,
+                    "a write may overtake an asynchronous read",
+                    f"{self._names[column]} may still read there: {reader}",
+                    "wait until that has read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
+                    "and let a barrier say so to the warp that writes",
+                )
+
+    def _read_slot(self, column: int) -> int:
+        slot = self._read_of.get(column)
+        if slot is None:
+            slot = self._read_of[column] = len(self._read_time)
+            more = np.zeros((1, self.races.count), np.uint32)
+            self._read_time = np.concatenate([self._read_time, more])
+            self._reader_pc = np.append(self._reader_pc, np.int32(0))
+            none = np.zeros((1, self._last_read.shape[1]), np.int64)
+            self._last_read = np.concatenate([self._last_read, none])
+        return slot
+
+    # ---- messages
+
+    def describe(self, stamp: int) -> str:
+        """Who made an asynchronous write, and why nobody may look yet."""
+        number = stamp - int(ASYNC)
+        if not 0 <= number < self._writes:
+            return "an mbarrier lies there"
+        name = self._names[int(self._write_column[number])]
+        flying = self._write_time[number] == IN_FLIGHT
+        state = "which is still in flight" if flying else "whose completion this warp has not seen"
+        return f"{name} writes there, {state}"
+
+    def _report_write(
+        self,
+        C: Cohort,
+        rows: Array,
+        granules: Array,
+        fine: Array,
+        unfenced: Array,
+        stamps: Array,
+        pc: int,
+        places: Array | None,
+        verb: str,
+    ) -> None:
+        place, which = (int(i) for i in np.argwhere(~fine)[0])
+        granule, stamp = int(granules[place, which]), int(stamps[place, which])
+        row = place if places is None else int(places[place])
+        writer = self.machine.program.describe(int(self.races.writer_pc[granule]))
+        if stamp == NEVER:
+            self._fail(
+                C,
+                row,
+                granule,
+                pc,
+                "shared memory is read that was never written",
+                "an asynchronous read",
+                "write it first, and check the address and the bytes that were copied",
+                UninitialisedRead,
+            )
+        if unfenced[place, which]:
+            self._fail(
+                C,
+                row,
+                granule,
+                pc,
+                f"an asynchronous {verb} of what ordinary stores wrote, without a proxy fence",
+                f"warp {stamp & 31} writes there: {writer}",
+                _FENCE,
+            )
+        if stamp >= ASYNC:
+            numbers = f"{self.describe(stamp)}: {writer}"
+            way_out = "wait for its mbarrier first, in the warp that reads or one it meets"
+        else:
+            numbers = f"warp {stamp & 31} writes there: {writer}"
+            way_out = "separate the two by a barrier that both warps pass"
+        problem = f"an asynchronous {verb} and a write are not ordered"
+        self._fail(C, row, granule, pc, problem, numbers, way_out)
+
+    def _fail(
+        self,
+        C: Cohort,
+        row: int,
+        granule: int,
+        pc: int,
+        problem: str,
+        numbers: str,
+        way_out: str,
+        kind: type[RaceError] | type[UninitialisedRead] = RaceError,
+    ) -> None:
+        at = (granule << self.races.shift) % self.machine.shared_pitch
+        what = problem if kind is UninitialisedRead else f"race in shared memory: {problem}"
+        self.machine.fail(
+            kind, what, C, pc, row=row, numbers=f"shared offset {at}; {numbers}", way_out=way_out
+        )
+
+
+def _different(stamps: Array) -> Array:
+    """The different values of each row, of which there mostly are few; some more than once."""
+    found, last = [stamps.min(axis=1)], stamps.max(axis=1)
+    while (found[-1] < last).any():
+        if len(found) == _FEW:
+            return stamps
+        beyond = np.where(stamps > found[-1][:, None], stamps, NEVER)
+        found.append(np.minimum(beyond.min(axis=1), last))
+    return np.stack(found, axis=1)

@@ -1,0 +1,185 @@
+"""Bulk copies that are under way, and what must hold of each before it starts."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.access import check_aligned
+from flashgen.emulator.cohort import Issued
+from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
+from flashgen.emulator.memory import PARAM_WINDOW
+from flashgen.emulator.recorder import ATOMIC, READ, WRITE
+from flashgen.emulator.tma import TensorMap
+
+Array = npt.NDArray[Any]
+CHUNK = 16
+_BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
+_TYPES = {
+    "add": ("f16", "bf16", "f32", "f64", "u32", "s32", "u64"),
+    "min": ("f16", "bf16", "u32", "s32", "u64", "s64"),
+    "max": ("f16", "bf16", "u32", "s32", "u64", "s64"),
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "and": _BITS,
+    "or": _BITS,
+    "xor": _BITS,
+}
+
+
+class Transfer:
+    """Copies that one execution of one instruction started, one per row of ``issued``.
+
+    Offsets are in units of ``unit`` bytes into the arenas of shared and of global memory, (n, k).
+    """
+
+    def __init__(
+        self,
+        issued: Issued,
+        pc: int,
+        unit: int,
+        shared: Array,
+        whole: Array,
+        inside: Array | None,
+    ) -> None:
+        self.issued, self.pc, self.unit = issued, pc, unit
+        self.shared, self.whole, self.inside = shared, whole, inside
+        self.size = shared.shape[1] * unit  # bytes of each in shared memory
+        # Into shared memory: the mbarriers, (n,), and the numbers of the asynchronous writes.
+        self.barriers = np.zeros(0, np.int64)
+        self.writes: Array | None = None
+        # Out of it: the operation and type of a reduction, the groups, the time of the reads.
+        self.operation: tuple[str, str] | None = None
+        self.groups = np.zeros(0, np.int64)
+        self.column = self.time = 0
+        self.waited = np.zeros(issued.n, bool)
+        self.done = False
+
+    def part(self, which: Array) -> Transfer:
+        """The copies of some threads, out of shared memory."""
+        inside = None if self.inside is None else self.inside[which]
+        issued = self.issued.some(which)
+        made = Transfer(issued, self.pc, self.unit, self.shared[which], self.whole[which], inside)
+        made.operation, made.groups = self.operation, self.groups[which]
+        return made
+
+    def chunks(self) -> Array:
+        """Offsets of the chunks of 16 bytes in shared memory."""
+        return self.shared[:, :: CHUNK // self.unit]
+
+    def touched(self, offsets: Array) -> tuple[Array, Array]:
+        """Copies that reach the tensor at all, and their offsets with only such as lie in it."""
+        if self.inside is None:
+            return np.arange(self.issued.n), offsets
+        some = np.flatnonzero(self.inside.any(axis=1))
+        inside, offsets = self.inside[some], offsets[some]
+        first = offsets[np.arange(len(some)), inside.argmax(axis=1)]
+        return some, np.where(inside, offsets, first[:, None])
+
+
+def map_at(m: Any, issued: Issued, address: int, pc: int) -> tuple[TensorMap, int]:
+    """The tensor map at an address, and the device address of its tensor."""
+    found = m.maps.get(address - PARAM_WINDOW)
+    if found is None:
+        known = [f"{PARAM_WINDOW + at:#x}" for at in m.maps]
+        refuse(
+            m,
+            issued,
+            pc,
+            "no tensor map lies at this address",
+            f"address {address:#x}; maps among the parameters: {', '.join(known) or 'none'}",
+            "pass an emulator.TensorMap as a __grid_constant__ parameter and use its address",
+        )
+    place: tuple[TensorMap, int] = found
+    return place
+
+
+def check_shared(m: Any, issued: Issued, at: Array, size: int, align: int, pc: int) -> None:
+    bad = (at < 0) | (at + size > m.shared_size)
+    if bad.any():
+        which = int(np.argmax(bad))
+        m.fail(
+            OutOfBounds,
+            "a bulk copy reaches outside shared memory",
+            issued,
+            pc,
+            row=which,
+            numbers=f"{size:,} bytes at offset {int(at[which]):,} of {m.shared_size:,} bytes",
+            way_out="check the address and the box, or pass a larger shared_bytes",
+        )
+    check_aligned(m, issued, at[:, None], None, align, pc, "shared")
+
+
+def check_global(m: Any, issued: Issued, at: Array, size: int, pc: int, write: bool) -> None:
+    memory = m.memory
+    index = np.searchsorted(memory.starts, at, "right") - 1
+    bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
+    if bad.any():
+        which = int(np.argmax(bad))
+        m.fail(
+            OutOfBounds,
+            f"a bulk copy {'to' if write else 'from'} outside every buffer",
+            issued,
+            pc,
+            row=which,
+            numbers=f"{size:,} bytes at {memory.describe(int(at[which]))}",
+            way_out="check the index against the array that was passed",
+        )
+    check_aligned(m, issued, at[:, None], None, CHUNK, pc, "global")
+    memory.touched = np.unique(index).tolist()
+
+
+def count(m: Any, t: Transfer, taken: int, sectors: int, into: bool, reduces: bool) -> None:
+    """Counts a copy, and says that it may change its buffers."""
+    counters = m.counters
+    moved = t.size * t.issued.n if into else taken
+    if into:
+        counters.global_read_bytes += taken
+        counters.global_read_sectors += sectors
+        counters.shared_write_bytes += moved
+    else:
+        counters.shared_read_bytes += moved
+        counters.global_write_bytes += taken
+        counters.global_write_sectors += sectors
+        counters.global_read_bytes += taken if reduces else 0
+        for place in m.memory.touched:
+            allocation = m.memory.allocations[place]
+            allocation.dirty = True
+            if not allocation.writable:
+                m.fail(
+                    OutOfBounds,
+                    f"a bulk copy to {allocation.label}, whose numpy array is read-only",
+                    t.issued,
+                    t.pc,
+                    numbers=f"{taken:,} bytes",
+                    way_out="pass a writable array, or do not write to it",
+                )
+    if m.recorder is not None:
+        kind = READ if into else ATOMIC if reduces else WRITE
+        m.recorder.bulk(t.issued, t.whole, t.inside, t.unit, moved, t.pc, kind)
+
+
+def reducible(m: Any, issued: Issued, pc: int, operation: str, kind: str) -> str:
+    """The type of a reduction, if it has one that is known."""
+    if kind not in _TYPES.get(operation, ()):
+        raise UnknownInstruction(
+            f"the emulator does not know the bulk reduction .{operation} of {kind}",
+            where=m.place(int(issued.rows[0]), int(issued.lane[0]), pc),
+            numbers=f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}",
+            way_out="add it to flashgen/emulator/bulk.py",
+        )
+    return kind
+
+
+def refuse(
+    m: Any,
+    issued: Issued,
+    pc: int,
+    what: str,
+    numbers: str,
+    way_out: str = "pass a map and operands that fit the instruction",
+) -> NoReturn:
+    where = m.place(int(issued.rows[0]), int(issued.lane[0]), pc)
+    raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)

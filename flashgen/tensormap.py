@@ -1,0 +1,122 @@
+"""What a tensor map says: how a box of a tensor in global memory is copied to shared memory.
+
+One description serves both back ends: `flashgen.launch.tensormap.encode` lets the driver turn it
+into the 128 bytes of a CUtensorMap, and `flashgen.emulator.TensorMap` joins it with a numpy array.
+Dimensions, strides and box sizes are given innermost first, as cuTensorMapEncodeTiled has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+from flashgen.errors import LaunchError
+
+ELEMENT_BYTES = {
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "bfloat16": 2,
+}
+SWIZZLES = (0, 32, 64, 128)
+MOST_DIMENSIONS = 5
+MOST_OF_BOX = 256
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tiled tensor map; checked by the rules of cuTensorMapEncodeTiled (CUDA driver API 13).
+
+    Elements outside the tensor read as zero and are not written. Interleaved layouts, element
+    strides other than 1 and im2col are not offered.
+
+    Attributes:
+        dtype: of the elements, one of `ELEMENT_BYTES`.
+        dims: sizes of the tensor, innermost first; 1 to 5 of them.
+        strides: bytes between neighbours of dimensions 1 and up, one fewer than ``dims``; the
+            innermost dimension is contiguous.
+        box: sizes of the box that one copy moves, in elements.
+        swizzle: span in bytes of the pattern that permutes 16-byte chunks in shared memory: 32, 64
+            or 128; 0 for none.
+
+    Raises:
+        LaunchError: the driver would refuse it.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+    def __post_init__(self) -> None:
+        rank = len(self.dims)
+        if self.dtype not in ELEMENT_BYTES:
+            self._refuse("an element type that it does not have", ", ".join(ELEMENT_BYTES))
+        if not 1 <= rank <= MOST_DIMENSIONS or len(self.box) != rank:
+            self._refuse("numbers of dimensions that do not fit", "1 to 5, as many in the box")
+        if len(self.strides) != rank - 1:
+            self._refuse("a wrong number of strides", "one fewer than dimensions, in bytes")
+        if not all(1 <= size <= 1 << 32 for size in self.dims):
+            self._refuse("a dimension it cannot have", "each is 1 to 2^32")
+        if not all(0 <= step < 1 << 40 and step % 16 == 0 for step in self.strides):
+            self._refuse("a stride it cannot have", "multiples of 16 bytes, below 2^40")
+        if not all(1 <= size <= MOST_OF_BOX for size in self.box):
+            self._refuse("a box it cannot have", f"each side is 1 to {MOST_OF_BOX} elements")
+        if self.inner_bytes % 16:
+            self._refuse(
+                "a box whose inner side is no multiple of 16 bytes", f"it has {self.inner_bytes}"
+            )
+        if self.swizzle not in SWIZZLES:
+            self._refuse("a swizzle that it does not have", "0 (none), 32, 64 or 128 bytes")
+        if self.swizzle and self.inner_bytes > self.swizzle:
+            self._refuse(
+                "a box that is wider than the span of its swizzle",
+                f"its inner side has {self.inner_bytes} bytes, the span {self.swizzle}",
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def inner_bytes(self) -> int:
+        """Bytes of one row of the box."""
+        return self.box[0] * self.element_bytes
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes that one copy puts into shared memory, and that its mbarrier must expect."""
+        return math.prod(self.box) * self.element_bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """From the tensor's first byte to the end of its last."""
+        steps = (self.element_bytes, *self.strides)
+        last = sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
+        return last + self.element_bytes
+
+    def check_address(self, address: int) -> None:
+        """The tensor begins at an address.
+
+        Raises:
+            LaunchError: it is not aligned.
+        """
+        if address % 16:
+            self._refuse("a tensor that is not aligned to 16 bytes", f"it begins at {address:#x}")
+
+    def _refuse(self, what: str, numbers: str) -> NoReturn:
+        raise LaunchError(
+            f"a tensor map cannot have {what}",
+            where=f"TensorMapSpec, {self.dtype}, dims {self.dims}, strides {self.strides} B, "
+            f"box {self.box}, swizzle {self.swizzle}",
+            numbers=numbers,
+            way_out="choose sizes and strides that TMA accepts, or copy without it",
+        )
