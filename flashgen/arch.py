@@ -168,6 +168,8 @@ _SM_120 = replace(
     hbm_bytes_per_s=1792e9,
 )
 
+# Instructions that a chip has for itself alone, and kernels that use them.
+_PATHS = {"sm_90a": "sm_90a"}
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
 # From 9.0 on a name may end in "a" or "f": the same chip with its own, not portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
@@ -188,7 +190,7 @@ def facts(name: str) -> Arch:
     if match is not None:
         base = _FACTS.get(name.removesuffix(match["suffix"]))
         if base is not None and (not match["suffix"] or int(match["major"]) >= 9):
-            return replace(base, name=name)
+            return replace(base, name=name, path=_PATHS.get(name, base.path))
     raise PlanError(
         "flashgen has no facts about this architecture",
         where=f"arch={name!r}",

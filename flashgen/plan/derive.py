@@ -45,7 +45,7 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
     return Plan(
         kernel=problem.kernel,
         arch=problem.arch.name,
-        path=problem.arch.path,
+        path=problem.path,
         policy=policy,
         dtype=problem.dtype,
         itemsize=problem.itemsize,
@@ -56,9 +56,9 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         warps=tile.warps,
         column_warps=tile.column_warps,
         score_warps=tile.score_warps,
-        stages=1,
+        stages=problem.model.stages,
         access_bytes=problem.access_bytes,
-        **layout(problem.kernel, at),
+        **layout(problem.path, problem.kernel, at),
         smem_bytes=int(at["smem"]),
         sink_bytes=problem.sink_bytes,
         registers=int(at["register_limit"]),
@@ -67,7 +67,7 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         cost=cost(problem, tile),
         derivation=tuple(replace(line, binding=line.name in binding) for line in lines),
         refused=refused,
-        notes=(_given(problem), *_walked(problem), *notes),
+        notes=(_given(problem), *_path(problem), *_walked(problem), *notes),
     )
 
 
@@ -78,6 +78,10 @@ def _given(problem: Problem) -> str:
         f"R {problem.arch.registers_per_sm:,}; rates of {problem.arch.product}; "
         f"clk: clocks of an SM per score element"
     )
+
+
+def _path(problem: Problem) -> tuple[str, ...]:
+    return (problem.path_note,) if problem.path_note else ()
 
 
 def _walked(problem: Problem) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ def _constraint_lines(problem: Problem, at: Mapping[str, Number]) -> list[Line]:
         *(printed(formula, at) for formula in of.sizes),
         printed(of.smem, at, "M"),
         printed(model.SMEM_OF_SM, at, "M_sm"),
-        printed(model.REGISTER_LIMIT, at),
+        printed(of.register_limit, at),
         printed(of.registers, at, "register_limit"),
         printed(of.smem_bound, at, at_most=True),
         printed(of.register_bound, at, at_most=True),

@@ -20,7 +20,7 @@ _ORDER = {
 }
 
 
-def layout(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
+def layout(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
     """Byte offsets by the names of `Plan`'s fields; 0 for a tile that the kernel does not have.
 
     Args:
@@ -29,6 +29,11 @@ def layout(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
     found = dict.fromkeys(_KEYS, 0)
     e, block_q, block_k = int(at["e"]), int(at["block_q"]), int(at["block_k"])
     d_qk, d_v = int(at["d_qk"]), int(at["d_v"])
+    if path == "sm_90a":
+        depth, depth_v, stages = int(at["depth"]), int(at["depth_v"]), int(at["stages"])
+        found["smem_k"] = e * block_q * max(depth, depth_v)
+        found["smem_v"] = found["smem_k"] + stages * e * block_k * depth
+        return found
     if kernel == "forward":
         found["smem_k"] = int(model.K_OFFSET(at))
         found["smem_v"] = found["smem_k"] + e * block_k * d_qk

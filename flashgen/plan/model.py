@@ -68,6 +68,11 @@ class KernelModel:
         cost_steps: formulas of the cost in the order in which each needs those before it;
             "products" and "rest" are instructions per score element and thread, "cost" is last.
         sharing: the pairs (column_warps, score_warps) that the template can run.
+        register_limit: what a thread can have.
+        stages: buffers, where the kernel has any to choose.
+        warp_counts, row_groups, max_step: what else the template can run.
+        other_warps: of a block, besides those that compute.
+        copies_rows: threads copy, a granule of 16 bytes each at a time.
 
     The constants of ``registers``, "products" and "rest" are measured on compiled kernels of all
     dtypes, head dims and kinds of spec. Those of ``registers`` are such that no chosen tile spills:
@@ -83,6 +88,13 @@ class KernelModel:
     register_bound: Formula
     cost_steps: tuple[Formula, ...]
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
+    register_limit: Formula = REGISTER_LIMIT
+    stages: int = 1
+    warp_counts: tuple[int, ...] = WARP_COUNTS
+    other_warps: int = 0
+    row_groups: tuple[int, ...] = ROW_GROUPS
+    max_step: int = MAX_STEP
+    copies_rows: bool = True
 
     @property
     def walks(self) -> str:
@@ -92,7 +104,7 @@ class KernelModel:
     @functools.cached_property
     def needs(self) -> Steps:
         """What a tile needs: ``sizes``, smem, smem_sm, register_limit, registers."""
-        return Steps(*self.sizes, self.smem, SMEM_OF_SM, REGISTER_LIMIT, self.registers)
+        return Steps(*self.sizes, self.smem, SMEM_OF_SM, self.register_limit, self.registers)
 
     @functools.cached_property
     def costs(self) -> Steps:

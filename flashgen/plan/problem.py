@@ -60,6 +60,7 @@ def problem_of(
 ) -> Problem:
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
+    path, path_note = _path(spec, arch, kernel, access_bytes)
     return Problem(
         kernel=kernel,
         arch=arch,
@@ -77,7 +78,26 @@ def problem_of(
         dropout_ops=_dropout_ops(spec, kernel),
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         layout=spec.block_sparse.described if spec.block_sparse else "",
+        path=path,
+        path_note=path_note,
     )
+
+
+def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tuple[str, str]:
+    """The code path of a kernel, and in words why it is not the architecture's own."""
+    if arch.path == "sm_80":
+        return arch.path, ""
+    if kernel != "forward":
+        why = "the backward kernels have no other yet"
+    elif ITEMSIZE[spec.dtype] != 2:
+        why = "float32 is split into parts of tf32, which mma.sync multiplies"
+    elif spec.packed:
+        why = "a box of TMA would reach into the next of the packed sequences"
+    elif access_bytes != 16:
+        why = "TMA takes addresses and strides in multiples of 16 bytes"
+    else:
+        return arch.path, ""
+    return "sm_80", f"sm_80 path: {why}"
 
 
 def _dropout_ops(spec: AttentionSpec, kernel: str) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashgen.arch import SMEM_RESERVED, Arch
-from flashgen.plan import model, model_backward
+from flashgen.plan import model, model_backward, model_sm90
 from flashgen.plan.formulas import Number, tidy
-from flashgen.plan.model import MAX_STEP, MMA_ROWS, ROW_GROUPS, STEP, WARP_COUNTS, KernelModel
+from flashgen.plan.model import MMA_ROWS, STEP, KernelModel
 from flashgen.plan.model_backward import SYNCS, dq_row_warps
 
 # The formulas of each kernel for operands of 2 and 4 bytes.
@@ -18,6 +18,12 @@ MODELS: dict[tuple[str, int], KernelModel] = {
     ("forward", 4): model.FORWARD_32BIT,
     **model_backward.MODELS,
 }
+PATHS = {"sm_80": MODELS, "sm_90a": model_sm90.MODELS}
+
+
+def model_of(path: str, kernel: str, itemsize: int) -> KernelModel:
+    """The formulas of a kernel on a code path."""
+    return PATHS[path][kernel, itemsize]
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,20 @@ class Problem:
     dropout_ops: int
     sink_bytes: int
     layout: str = ""  # a block-sparse layout in words; "" where there is none
+    path: str = "sm_80"
+    path_note: str = ""  # why it is not the architecture's own
 
     @functools.cached_property
     def model(self) -> KernelModel:
-        return MODELS[self.kernel, self.itemsize]
+        return model_of(self.path, self.kernel, self.itemsize)
 
     @functools.cached_property
     def given(self) -> dict[str, Number]:
         """The quantities that do not depend on the tile."""
         wide = self.itemsize == 4
+        fastest = self.arch.mma_16bit if self.path == "sm_80" else self.arch.tensor_16bit
         return {
-            "stages": 1,
+            "stages": self.model.stages,
             "d_qk": self.d_qk,
             "d_v": self.d_v,
             "d": max(self.d_qk, self.d_v),
@@ -63,7 +72,7 @@ class Problem:
             "access": self.access_bytes,
             "copy_ops": 1 if self.access_bytes == model.GRANULE else 3,
             "factors": 6 if wide else 1,
-            "tensor_rate": self.arch.mma_tf32 if wide else self.arch.mma_16bit,
+            "tensor_rate": self.arch.mma_tf32 if wide else fastest,
             "l2_rate": self.arch.l2_bytes_per_clock,
             "atomic_rate": self.arch.l2_bytes_per_clock / 2,
             "score_ops": self.score_ops,
@@ -153,22 +162,24 @@ def cost(problem: Problem, tile: Tile) -> float:
 def excesses(problem: Problem, tile: Tile) -> Iterator[Excess]:
     """The constraints that a tile breaks, the most telling first."""
     arch, at = problem.arch, quantities(problem, tile)
-    if tile.step > MAX_STEP:
-        rows = "keys" if problem.model.walks == "block_k" else "queries"
-        yield Excess(f"{rows} per step", tile.step, MAX_STEP, "")
-    if tile.warps > max(WARP_COUNTS):
-        yield Excess("warps", tile.warps, max(WARP_COUNTS), "")
+    of = problem.model
+    if tile.step > of.max_step:
+        rows = "keys" if of.walks == "block_k" else "queries"
+        yield Excess(f"{rows} per step", tile.step, of.max_step, "")
+    if tile.warps > max(of.warp_counts):
+        yield Excess("warps", tile.warps, max(of.warp_counts), "")
     if at["smem"] > problem.smem_limit:
         yield Excess("shared memory", at["smem"], problem.smem_limit, "B")
     elif at["smem_sm"] > problem.smem_of_sm:
         yield Excess("shared memory per SM", at["smem_sm"], problem.smem_of_sm, "B")
     if at["registers"] > at["register_limit"]:
         yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
-    if tile.blocks * tile.warps > arch.warps_per_sm:
-        yield Excess("resident warps", tile.blocks * tile.warps, arch.warps_per_sm, "")
+    resident = tile.blocks * (tile.warps + of.other_warps)
+    if resident > arch.warps_per_sm:
+        yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
-    if tile.warps < problem.copy_warps:
+    if of.copies_rows and tile.warps < problem.copy_warps:
         yield Excess("warps to copy a row", problem.copy_warps, tile.warps, "")
 
 
@@ -196,12 +207,12 @@ def with_blocks(problem: Problem, tile: Tile) -> list[Tile]:
 def shapes(problem: Problem) -> Iterator[Tile]:
     """Every tile that the template can run, whether it fits or not, with one block per SM."""
     for column_warps, score_warps in problem.model.sharing:
-        for warps in WARP_COUNTS:
+        for warps in problem.model.warp_counts:
             if warps % column_warps:
                 continue
-            for row_groups in ROW_GROUPS:
+            for row_groups in problem.model.row_groups:
                 unit = STEP * score_warps
-                for step in range(unit, MAX_STEP + 1, unit):
+                for step in range(unit, problem.model.max_step + 1, unit):
                     yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
 
 
@@ -231,10 +242,11 @@ def larger(problem: Problem, tile: Tile) -> Iterator[tuple[str, Tile]]:
     rows = "rows" if owns == "block_q" else "keys"
     longer = replace(tile, step=tile.step + tile.unit, blocks=1)
     yield f"{walks} {longer.step}", longer
-    if tile.row_groups < max(ROW_GROUPS):
+    if tile.row_groups < max(problem.model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
         yield f"{owns} {taller.owned} by {MMA_ROWS * taller.row_groups} {rows} per warp", taller
-    wider = replace(tile, warps=2 * tile.warps, blocks=1)
+    more = [warps for warps in problem.model.warp_counts if warps > tile.warps]
+    wider = replace(tile, warps=more[0] if more else 2 * tile.warps, blocks=1)
     yield f"{owns} {wider.owned} by {wider.warps} warps", wider
 
 
@@ -248,4 +260,5 @@ def smallest(problem: Problem) -> Tile:
         at = quantities(problem, tile)
         return at["registers"] > at["register_limit"], at["smem"], tile
 
-    return min((s for s in shapes(problem) if s.warps >= problem.copy_warps), key=size)
+    least = problem.copy_warps if problem.model.copies_rows else 1
+    return min((s for s in shapes(problem) if s.warps >= least), key=size)

@@ -79,7 +79,7 @@ def _plan(
     return Plan(
         kernel=kernel,
         arch=arch.name,
-        path=arch.path,
+        path="sm_80",
         policy="derived",
         dtype=spec.dtype,
         itemsize=ITEMSIZE[spec.dtype],

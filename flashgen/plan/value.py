@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flashgen.plan.formulas import Number, counted
 from flashgen.plan.model_backward import OF_CAPTURED, dq_row_warps
-from flashgen.plan.search import Tile
+from flashgen.plan.search import Tile, model_of
 from flashgen.plan.traffic import Traffic, Visited, traffic
 from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
@@ -176,9 +176,14 @@ class Plan:
         return dq_row_warps(self.block_q, self.warps, self.head_dim)
 
     @property
+    def other_warps(self) -> int:
+        """Warps of a block besides `warps`: those that copy, where others compute."""
+        return model_of(self.path, self.kernel, self.itemsize).other_warps if self.block_k else 0
+
+    @property
     def threads(self) -> int:
         """Per block."""
-        return 32 * self.warps
+        return 32 * (self.warps + self.other_warps)
 
     @property
     def binding(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.arch import SCHEDULERS, WARP
 from flashgen.plan.formulas import Number
-from flashgen.plan.search import MODELS
+from flashgen.plan.search import model_of
 from flashgen.profile.value import Profile
 
 BARRIER_CLOCKS = 300  # that a block stands still at a barrier: `flashgen.plan.model`
@@ -18,7 +18,10 @@ def counted_cost(profile: Profile) -> float:
     PTX are counted, which the assembler makes others of: the products' share of them is the
     plan's.
     """
-    plan, model = profile.plan, MODELS[profile.plan.kernel, profile.plan.itemsize]
+    plan, model = (
+        profile.plan,
+        model_of(profile.plan.path, profile.plan.kernel, profile.plan.itemsize),
+    )
     counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
     at: dict[str, Number] = {line.name: line.value for line in plan.derivation}
     share = at["rest"] / (at["products"] + at["rest"])

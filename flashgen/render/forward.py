@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.analysis import Analysis
 from flashgen.expr import LOWEST_SCORE
 from flashgen.plan import Plan
+from flashgen.plan.model_sm90 import panels_of, producer_registers
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import Source
 from flashgen.render.walk import ScoreCode, walk_of
 from flashgen.spec import AttentionSpec
+
+# Warpgroups take turns at the tensor cores up to this head dim. Beyond it a tile has so few keys
+# that turns cost more than they order: FlashAttention-3 decides alike (its tile table, 2024).
+TURNS_UP_TO = 128
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,9 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     softmax = SOFTMAX_FLOAT32 if precise else SOFTMAX_HALF
     if spec.sink is not None:
         softmax = softmax.with_sink()
+    template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan)
     return kernel(
-        "forward_sm80.cu.j2",
+        template,
         spec,
         plan,
         functions,
@@ -102,9 +109,29 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         ScoreCode.of(functions),
         helpers=frozenset() if precise else frozenset({"rcp"}),
         softmax=softmax.with_dropout() if spec.dropout else softmax,
-        qk_tail=plan.itemsize == 2 and plan.head_dim % 16 == 8,
-        pv_tail=plan.head_dim_v % 16 == 8,
         transposed=False,
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
+        **fields,
     )
+
+
+def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:
+    """The template for mma.sync, and its own fields: a head dim of half a step has a tail."""
+    tails = {"qk_tail": plan.itemsize == 2 and plan.head_dim % 16 == 8}
+    return "forward_sm80.cu.j2", tails | {"pv_tail": plan.head_dim_v % 16 == 8}
+
+
+def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
+    """The template for TMA and wgmma, and its own fields: panels, registers, turns."""
+    panel, panels = panels_of(plan.head_dim)
+    panel_v, panels_v = panels_of(plan.head_dim_v)
+    return "forward_sm90.cu.j2", {
+        "panel": panel,
+        "panels": panels,
+        "panel_v": panel_v,
+        "panels_v": panels_v,
+        "producer_registers": producer_registers(plan.warps),
+        "consumer_registers": plan.registers,
+        "turns": max(plan.head_dim, plan.head_dim_v) <= TURNS_UP_TO,
+    }

@@ -55,7 +55,7 @@ def kernel(
     if plan.of_captured:
         sums = SUMS[plan.kernel]
         readers += tuple(place_of_sum(tensor, sums) for tensor in read if tensor.grad)
-    params = params_of(spec, plan.kernel, read, tables)
+    params = params_of(spec, plan.kernel, plan.path, read, tables)
     packed = Packed.of(params, owns_keys=plan.owns_keys) if spec.packed and functions else None
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more
     printed = functions.printer.helpers if functions else set()

@@ -40,12 +40,14 @@ _SCALAR_TYPES = {
 def params_of(
     spec: AttentionSpec,
     role: str,
+    path: str = "sm_80",
     read: Sequence[Tensor] = (),
     tables: Sequence[tuple[Tensor, int]] = (),
 ) -> tuple[Param, ...]:
     """The fields of one kernel, in order: tensors, strides, sizes, numbers, captures.
 
     Args:
+        path: the code path; on "sm_90a" operands are tensor maps, which have their strides in them.
         read: the captured tensors that its code reads.
         tables: of extremes that it reads: of a tensor along an axis.
     """
@@ -56,7 +58,7 @@ def params_of(
     if role in SUMS:
         learned = (tensor for tensor in read if tensor.grad)
         captures += [param for t in learned for param in params_of_gradient(t, SUMS[role])]
-    params = _of_role(spec, role)
+    params = _with_maps(spec) if path == "sm_90a" else _of_role(spec, role)
     return (*(map(_of_all_sequences, params) if spec.packed else params), *captures)
 
 
@@ -86,6 +88,16 @@ def _forward(spec: AttentionSpec) -> list[Param]:
         *_strides("q", "k", "v", "o"),
         *_numbers(spec),
     ]
+
+
+def _with_maps(spec: AttentionSpec) -> list[Param]:
+    lse = Param("lse", "pointer", "float* lse;", "[batch, heads_q, seq_q], natural log")
+    return [*(_map(name) for name in "qkvo"), lse, *_numbers(spec)]
+
+
+def _map(name: str) -> Param:
+    what = f"{_SHAPES[name]}, {'written' if name == 'o' else 'read'} by TMA"
+    return Param(name, "tensormap", f"TensorMap {name}_map;", what)
 
 
 def _delta() -> list[Param]:

@@ -14,7 +14,8 @@ DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 class Param:
     """One field of the kernel's ``struct Params``, in order.
 
-    ``ctype`` is "pointer", "int64", "int32" or "float32".
+    ``ctype`` is "pointer", "int64", "int32", "float32", or "tensormap" for what TMA knows of the
+    tensor of that name, 128 bytes.
     """
 
     name: str
