@@ -13,7 +13,6 @@ from flashgen.emulator.errors import LaunchArguments
 from flashgen.tensormap import TensorMapSpec
 
 Array = npt.NDArray[Any]
-MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
 
