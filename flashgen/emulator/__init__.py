@@ -15,6 +15,8 @@ from flashgen.emulator.entry import launch, load, profiling
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
+    FenceError,
+    InFlight,
     LaunchArguments,
     MbarrierMisuse,
     Misaligned,
@@ -32,6 +34,8 @@ __all__ = [
     "BarrierDivergence",
     "Counters",
     "DeadlockError",
+    "FenceError",
+    "InFlight",
     "LaunchArguments",
     "MbarrierMisuse",
     "Misaligned",

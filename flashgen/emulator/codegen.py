@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.emulator.effects import is_barrier, is_warp_wide
+from flashgen.emulator.effects import WARPGROUP_WIDE, is_barrier, is_warp_wide
 from flashgen.emulator.errors import UnknownInstruction
 from flashgen.emulator.ptx import (
     Imm,
@@ -69,6 +69,7 @@ class Generator:
         self.defined: list[str] = []  # definedness of the sources read by this instruction
         self.pending: list[Any] = []  # tensor-core products that nobody has read yet
         self.pending_names: set[str] = set()
+        self.in_flight: set[tuple[int, ...]] = set()  # sums of wgmma used in this segment
         self.ended = False
 
     # ---- text
@@ -316,6 +317,9 @@ class Generator:
                 self.say(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
         if self.masked and is_warp_wide(ins):
             self.say(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
+        if ins.op in WARPGROUP_WIDE and (self.masked or self.pc in self.program.gates):
+            self.say(f"if incomplete_warpgroup(E, C, {self.pc}): return True")
+        self.watch()
         try:
             emitter(self, ins)
         except (ValueError, IndexError, KeyError):
@@ -323,6 +327,17 @@ class Generator:
             raise self.unknown("with these operands") from None
         if self.mods.left:
             raise self.unknown("the modifier ." + " .".join(self.mods.left))
+
+    def watch(self) -> None:
+        """Looks at registers of wgmma that this instruction may touch too early."""
+        watch = self.program.hazards.watched.get(self.pc)
+        if watch is None:
+            return
+        sums, fragments, marks = watch
+        if sums or fragments:
+            self.say(f"E.wgmma.order.touched(C, {sums}, {fragments}, {self.lanes()}, {self.pc})")
+        if marks:
+            self.say(f"E.wgmma.order.mark(C, {marks}, {self.lanes()}, {self.pc})")
 
     def membermask(self) -> str:
         """The operand that says which lanes a .sync instruction waits for; all by default."""

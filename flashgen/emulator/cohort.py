@@ -24,7 +24,7 @@ class Cohort:
         polls: it has just found that it must ask again, so others go first.
     """
 
-    __slots__ = ("R", "age", "mask", "n", "pc", "polls", "rows", "shared_base", "waits")
+    __slots__ = ("R", "age", "groups", "mask", "n", "pc", "polls", "rows", "shared_base", "waits")
 
     def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
         self.rows = rows
@@ -34,6 +34,7 @@ class Cohort:
         self.mask = mask
         self.waits: Any = None
         self.shared_base: Array | None = None
+        self.groups: Array | None = None  # warpgroups of the wave, when it consists of whole ones
         self.age = 0
         self.polls = False
 
@@ -73,12 +74,20 @@ class Issued(Cohort):
         return Issued(self, places, self.lane[places])
 
 
-def splice(C: Cohort, part: Cohort, keep: Array, outputs: list[int]) -> None:
-    """Takes the registers that ``part``, the rows ``keep`` of ``C``, has changed."""
+def splice(
+    C: Cohort, part: Cohort, keep: Array, outputs: list[int], lanes: Array | None = None
+) -> None:
+    """Takes the registers that ``part``, the rows ``keep`` of ``C``, has changed.
+
+    With ``lanes`` (rows of ``part``, 32) those of these lanes only.
+    """
     for index in outputs:
         new, old = part.R[index], C.R[index]
         if old is None:
             old = np.zeros((), new.dtype)[()]
+        if lanes is not None:
+            before = old[keep] if old.ndim and old.shape[0] == C.n and C.n > 1 else old
+            new = np.where(lanes, new, before)
         if old.ndim == 0 and new.ndim == 0 and old.tobytes() == new.tobytes():
             continue
         width = max(v.shape[1] if v.ndim else 1 for v in (old, new))

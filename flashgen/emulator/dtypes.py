@@ -92,6 +92,8 @@ def _vote(ins: Instruction, types: list[str], vote: object) -> None:
     elif ins.op == "mma":
         vote(ins.operands[0], types[0])
         vote(ins.operands[3], types[-1])
+    elif ins.op == "wgmma":
+        vote(ins.operands[0], types[0])
     elif "wide" in ins.mods:
         wide = types[0][0] + str(16 * TYPE_BYTES[types[0]])
         vote(ins.operands[0], wide)

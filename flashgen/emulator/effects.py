@@ -29,29 +29,53 @@ _NO_RESULT = frozenset(
         "griddepcontrol",
         "pmevent",
         "stmatrix",
+        "setmaxnreg",
     ]
 )
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
 # Every lane of the warp must take part in these.
-WARP_WIDE = frozenset(("shfl", "vote", "match", "redux", "ldmatrix", "mma", "movmatrix", "elect"))
+WARP_WIDE = frozenset(
+    [
+        "shfl",
+        "vote",
+        "match",
+        "redux",
+        "ldmatrix",
+        "stmatrix",
+        "mma",
+        "movmatrix",
+        "elect",
+        "wgmma",
+        "setmaxnreg",
+    ]
+)
+# The four warps of a warpgroup execute these together.
+WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
 _MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
 
 
 def has_result(ins: Instruction) -> bool:
     if ins.op in ("bar", "barrier"):
         return "red" in ins.mods
+    if ins.op == "wgmma":
+        return accumulates(ins)
     if ins.op == "mbarrier":
         return bool(_MBARRIER_RESULTS.intersection(ins.mods))
     return ins.op not in _NO_RESULT
 
 
+def accumulates(ins: Instruction) -> bool:
+    """Whether the first operand is read as well as written."""
+    return ins.op == "wgmma" and "mma_async" in ins.mods
+
+
 def is_barrier(ins: Instruction) -> bool:
-    return ins.op in ("bar", "barrier") and "warp" not in ins.mods and "cluster" not in ins.mods
+    return ins.op in ("bar", "barrier") and "warp" not in ins.mods
 
 
 def may_block(ins: Instruction) -> bool:
     """Whether its warps may be told to wait, so that it must begin a segment."""
-    return ins.op == "mbarrier" and "try_wait" in ins.mods
+    return ins.op == "setmaxnreg" or (ins.op == "mbarrier" and "try_wait" in ins.mods)
 
 
 def is_asynchronous(ins: Instruction) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashgen.emulator.codegen import Generator
+from flashgen.emulator.emit_cluster import cluster_barrier
 from flashgen.emulator.errors import Trapped
 from flashgen.emulator.ptx import Imm, Instruction, LabelRef, Operand, Reg, Sym
 from flashgen.emulator.registry import emits, runtime
@@ -81,7 +82,14 @@ def sleep(g: Generator, ins: Instruction) -> None:
     g.mods.type()
 
 
-@emits("griddepcontrol", "pmevent")
+@emits("griddepcontrol")
+def dependent_launch(g: Generator, ins: Instruction) -> None:
+    """A launch waits for nobody and nobody waits for it: each runs alone, to its end."""
+    if not g.mods.take("wait", "launch_dependents"):
+        raise g.unknown()
+
+
+@emits("pmevent")
 def no_effect(g: Generator, ins: Instruction) -> None:
     g.mods.left.clear()
 
@@ -102,9 +110,8 @@ def barrier(g: Generator, ins: Instruction) -> None:
         g.say("E.sync_warp(C)")
         return
     if mods.take("cluster"):
-        if "arrive" in ins.mods and "wait" not in ins.mods:
-            raise g.unknown("clusters")
-        raise g.unknown("clusters")
+        cluster_barrier(g)
+        return
     mods.take("cta")
     mods.take("aligned")
     action = mods.take("sync", "arrive", "red")

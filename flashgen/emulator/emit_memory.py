@@ -64,9 +64,8 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    space = g.mods.take(*SPACES)
-    if g.mods.take("shared::cluster"):
-        raise g.unknown("distributed shared memory")
+    # The cluster has one block: its shared memory is the block's.
+    space = g.mods.take(*SPACES, "shared::cluster")
     return space.split("::")[0]
 
 

@@ -1,4 +1,4 @@
-"""Emitters of mma, ldmatrix and movmatrix.
+"""Emitters of mma, ldmatrix, stmatrix and movmatrix.
 
 mma.sync with float32 accumulators is not executed where it stands: it is remembered, and all that
 are pending are executed when one of their results is read (or the segment ends). Then chains that
@@ -69,7 +69,9 @@ def multiply(g: Generator, ins: Instruction) -> None:
         c = [g.read(o, "i4") for o in c_items]
         g.demand()
         kinds = repr((a_type, b_type))
-        out = g.let(f"mma_integer(C, {kinds}, {depth}, {_tuple(a)}, {_tuple(b)}, {_tuple(c)})")
+        out = g.let(
+            f"mma_integer(C, {kinds}, {depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)})"
+        )
         for place, item in enumerate(to):
             g.write(item, f"{out}[{place}]", "i4")
         return
@@ -80,7 +82,7 @@ def multiply(g: Generator, ins: Instruction) -> None:
             raise g.unknown("this accumulator")
         c = [g.read(o, "u4") for o in c_items]
         g.demand()
-        args = f"{_tuple(a)}, {_tuple(b)}, {_tuple(c)}"
+        args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
         out = g.let(f"mma_half(C, {a_type!r}, {depth}, {args})")
         for place, item in enumerate(to):
             g.write(item, f"{out}[{place}]", "u4")
@@ -93,14 +95,14 @@ def multiply(g: Generator, ins: Instruction) -> None:
 def _operands(g: Generator, items: tuple[Operand, ...], count: int) -> list[str]:
     if len(items) != count:
         raise g.unknown("a fragment of another size")
-    return [_local(g, g.read(o, "u4")) for o in items]
+    return [local_of(g, g.read(o, "u4")) for o in items]
 
 
-def _local(g: Generator, expression: str) -> str:
+def local_of(g: Generator, expression: str) -> str:
     return expression if expression.isidentifier() else g.let(expression)
 
 
-def _tuple(names: list[str] | tuple[str, ...]) -> str:
+def tuple_of(names: list[str] | tuple[str, ...]) -> str:
     return "(" + ", ".join(names) + ",)"
 
 
@@ -120,7 +122,7 @@ def _defer(
             g.note_definedness(operand.index)
             c.append(str(pending))
         else:
-            c.append(_local(g, g.read(operand, "f4")))
+            c.append(local_of(g, g.read(operand, "f4")))
     g.demand()
     # Reading c may have flushed what was pending; the names read before stay valid.
     order = [2 * k + half for k in range(depth) for half in range(2)]
@@ -206,7 +208,7 @@ def _emit_grid(g: Generator, kind: str, depth: int, grid: list[list[list[Product
     c = [name for row in grid for chain in row for name in chain[0].c]
     d = [name for row in grid for chain in row for name in chain[-1].d]
     tiles = (len(grid), len(grid[0]), depth)
-    args = f"{_tuple(a)}, {_tuple(b)}, {_tuple(c)}"
+    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
     g.say(f"{', '.join(d)}, = mma_group(C, {kind!r}, {tiles}, {args})")
 
 
@@ -227,6 +229,24 @@ def load_matrix(g: Generator, ins: Instruction) -> None:
     value = g.let(f"load_matrix(E, C, {where}, {g.lanes()}, {count}, {transposed}, {g.pc})")
     for place, item in enumerate(items):
         g.write(item, f"{value}[:, {place}]", "u4")
+
+
+@emits("stmatrix")
+def store_matrix(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
+        raise g.unknown("forms other than .sync.aligned.m8n8")
+    count = int((mods.take("x1", "x2", "x4") or "x0")[1])
+    transposed = bool(mods.take("trans"))
+    if space_of(g) != "shared" or not mods.take("b16") or g.guard:
+        raise g.unknown("another space, type, or a guard")
+    items = items_of(ins.operands[1])
+    if len(items) != count:
+        raise g.unknown("a source of another size")
+    where = address(g, ins.operands[0], "shared")
+    values = [local_of(g, g.read(item, "u4")) for item in items]
+    g.demand()
+    g.say(f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})")
 
 
 @emits("movmatrix")

@@ -170,6 +170,14 @@ def _check_shape(
             numbers=f"block {tuple(block)}; .reqntid {required}",
             way_out="launch with the block size that the kernel was compiled for",
         )
+    cluster = program.directives.get(".reqnctapercluster", (1,))
+    if int(np.prod(cluster)) != 1:
+        raise LaunchArguments(
+            "a cluster of several blocks, which the emulator does not know",
+            where=f"kernel {program.name}",
+            numbers=f".reqnctapercluster {cluster}",
+            way_out="compile the kernel for clusters of one block",
+        )
     if max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64:
         raise LaunchArguments(
             "a grid or block beyond the limits of CUDA",

@@ -33,6 +33,14 @@ class RaceError(EmulatorError):
     """Two unordered accesses to the same bytes, at least one of them a write."""
 
 
+class InFlight(EmulatorError):
+    """A register that a wgmma still uses is read or written before the wait that covers it."""
+
+
+class FenceError(EmulatorError):
+    """A wgmma uses registers that were written without a wgmma.fence in between."""
+
+
 class BarrierDivergence(EmulatorError):
     """Only a part of a warp reached a barrier or a warp-wide instruction, for ever."""
 

@@ -8,6 +8,7 @@ def load_families() -> None:
     from flashgen.emulator import (  # noqa: F401
         emit_async,
         emit_bits,
+        emit_cluster,
         emit_convert,
         emit_float,
         emit_flow,
@@ -16,4 +17,5 @@ def load_families() -> None:
         emit_memory,
         emit_tensor,
         emit_warp,
+        emit_wgmma,
     )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.barriers import Barriers
 from flashgen.emulator.bulk import Bulk
+from flashgen.emulator.clusters import ClusterBarrier
 from flashgen.emulator.cohort import Cohort, merge, splice
 from flashgen.emulator.copies import Copies
 from flashgen.emulator.counters import Counters
@@ -27,6 +28,8 @@ from flashgen.emulator.recorder import Recorder
 from flashgen.emulator.report import Reports, WaitsForWarp
 from flashgen.emulator.special import special_values
 from flashgen.emulator.tma import TensorMap
+from flashgen.emulator.warpgroup import RegisterPool
+from flashgen.emulator.wgmma import Warpgroups
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -107,6 +110,9 @@ class Machine(Reports):
         self.bulk = Bulk(self)
         self.shared_races = SharedRaces(self, count) if self.check else None
         self.proxy = self.shared_races.proxy if self.shared_races else None
+        self.wgmma = Warpgroups(self)
+        self.registers = RegisterPool(self)
+        self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
         rows = np.arange(count * warps)
         for part in self._start_groups(rows):
@@ -193,7 +199,7 @@ class Machine(Reports):
         # stay: taken along, they would be told to wait again, and with them those that need not.
         for c in self.cohorts:
             waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
-            if waits and any(np.isin(c.rows, other.rows).any() for other in same):
+            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
                 same.append(c)
         if len(same) == 1:
             return chosen
@@ -251,6 +257,10 @@ class Machine(Reports):
         if jump.shape[0] != C.n:
             jump = np.broadcast_to(jump, (C.n, 32))
             stay = np.broadcast_to(stay, (C.n, 32))
+        region = self.program.region(after, target)
+        if region is not None and not region.warp_wide:
+            self._run_region(C, np.asarray(stay.any(axis=1)), region, after, target, stay)
+            return
         goes, stays = jump.any(axis=1), stay.any(axis=1)
         mixed = goes & stays
         live = self.program.live_list
@@ -269,12 +279,23 @@ class Machine(Reports):
             parts.append(C_mixed.with_mask(stay_mixed, after))
         self.replace(C, parts)
 
-    def _run_region(self, C: Cohort, keep: Array, region: Region, start: int, end: int) -> None:
-        """Runs a short if for some rows at once, instead of splitting the cohort."""
+    def _run_region(
+        self,
+        C: Cohort,
+        keep: Array,
+        region: Region,
+        start: int,
+        end: int,
+        lanes: Array | None = None,
+    ) -> None:
+        """Runs a short if for some rows (or lanes) at once, instead of splitting the cohort."""
         part = C.part(keep, region.inputs, start)
+        if lanes is not None:
+            lanes = lanes[keep]
+            part = part.with_mask(lanes, start)
         while part.pc != end:
             self._run(part)
-        splice(C, part, keep, region.outputs)
+        splice(C, part, keep, region.outputs, lanes)
         C.pc = end
 
     def branch_table(self, C: Cohort, index: Any, targets: list[int], pc: int) -> None:
@@ -329,6 +350,8 @@ class Machine(Reports):
             if isinstance(c.waits, WaitsForWarp):
                 c.waits = None
         self.barriers.after_exit(np.unique(blocks))
+        if self.cluster.used:
+            self.cluster.check(np.unique(blocks))
 
     def wait_for_warp(self, C: Cohort, members: Any, pc: int) -> bool:
         """Whether a warp-wide instruction must wait for lanes that are elsewhere."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from flashgen.emulator.cursor import Cursor
 from flashgen.emulator.errors import PtxSyntaxError
+from flashgen.emulator.lexer import number
 from flashgen.emulator.ptx import (
     TYPE_BYTES,
     Function,
@@ -123,14 +124,11 @@ class _Parser(Cursor):
         if self.peek() == "(":
             self.fn.params = self.parameters()
         while self.peek() not in ("{", ";"):
-            word = self.take()
-            if word in (".maxntid", ".reqntid"):
-                sizes = [int(self.take())]
-                while self.accept(","):
-                    sizes.append(int(self.take()))
-                if word == ".reqntid":
-                    self.fn.required_threads = tuple(sizes)
-                self.fn.max_threads = tuple(sizes)
+            word, sizes = self.take(), []
+            while self.tokens[self.at].kind == "number":
+                sizes.append(number(self.take()).value)
+                self.accept(",")
+            self.fn.directives[word] = tuple(sizes)
         known = self.out.functions.get(self.fn.name)
         if self.accept(";"):
             self.out.functions.setdefault(self.fn.name, self.fn)

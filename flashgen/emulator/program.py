@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from flashgen.emulator.codegen import Generator
 from flashgen.emulator.dtypes import register_dtypes
 from flashgen.emulator.effects import (
     ENDS,
+    WARPGROUP_WIDE,
+    accumulates,
     as_immediate,
     has_result,
     is_asynchronous,
@@ -22,6 +25,7 @@ from flashgen.emulator.effects import (
 )
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.flatten import flatten
+from flashgen.emulator.hazards import Hazards, gates
 from flashgen.emulator.ptx import (
     TYPE_BYTES,
     Instruction,
@@ -32,6 +36,7 @@ from flashgen.emulator.ptx import (
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
+_LONG = re.compile(r"\{([^{}]{60,})\}")
 REGION_LIMIT = 600  # instructions of an if that is run for some warps while the others stand by
 
 
@@ -62,6 +67,8 @@ class Program:
         synchronises: whether fences and such accesses may order other accesses.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
+        gates: instructions of whole warpgroups that may have to wait for other warps.
+        hazards: where registers of wgmma may be touched too early.
         maybe_undefined: registers that some path reads before writing them.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
         constants: address of each module variable of .global and .const.
@@ -80,8 +87,9 @@ class Program:
         self.module = module
         self.name = name
         self.params = entry.params
-        self.max_threads = entry.max_threads
-        self.required_threads = entry.required_threads
+        self.directives = entry.directives
+        self.required_threads = entry.directives.get(".reqntid", ())
+        self.max_threads = self.required_threads or entry.directives.get(".maxntid", ())
         flat = flatten(module, entry)
         self.code = flat.code
         self.registers = flat.registers
@@ -92,6 +100,7 @@ class Program:
         self._widths()
         self._flow()
         self._liveness()
+        self.hazards = Hazards(self)
         self.dtype = register_dtypes(self)
         self._track_undefined()
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
@@ -211,7 +220,10 @@ class Program:
                 leaders.add(pc + 1)
             elif may_block(ins):
                 leaders.add(pc)
-        self.leaders = leaders
+                if ins.op == "setmaxnreg":
+                    leaders.add(pc + 1)
+        self.gates = gates(self.code, leaders)
+        self.leaders = leaders | self.gates
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
         """(registers written, registers read); a guarded write also reads."""
@@ -222,6 +234,8 @@ class Program:
                 writes = registers_in(operand)
             else:
                 reads += registers_in(operand)
+        if accumulates(ins):
+            reads = [*reads, *writes]
         if ins.guard is not None:
             reads = [*reads, ins.guard.index, *writes]
         if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
@@ -276,7 +290,7 @@ class Program:
             for pc, ins in enumerate(self.code):
                 if self.reads[pc] & tracked and has_result(ins):
                     new = self.writes[pc] & ~tracked
-                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma"):
+                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
                         tracked |= new
                         changed = True
         base = len(self.registers) + 1
@@ -303,7 +317,7 @@ class Program:
         for pc in range(start, end):
             ins = self.code[pc]
             stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
-            if stops or may_block(ins):
+            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]
@@ -354,7 +368,7 @@ class Program:
         at = self.source_line(pc)
         if ins.outer != ins.line and ins.outer[1]:
             at += f", inlined at {self._file_line(*ins.outer)}"
-        return f"{at}: {self.text(pc)}"
+        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
 
     def text(self, pc: int) -> str:
         """The instruction as the PTX has it, on one line."""
@@ -363,6 +377,12 @@ class Program:
 
     def register_name(self, index: int) -> str:
         return self.registers[index][0]
+
+
+def _shorter(match: re.Match[str]) -> str:
+    """A long list of registers by its first and last."""
+    first, *_, last = match.group(1).split(",")
+    return f"{{{first}, ..., {last.strip()}}}"
 
 
 def _bits_set(mask: int) -> list[int]:

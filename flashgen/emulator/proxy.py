@@ -41,6 +41,7 @@ FLIGHT = np.uint32(0xFFFFFFFE)
 NEVER = np.uint32(0xFFFFFFFF)
 IN_FLIGHT = np.int64(1) << 62  # the time of a write that has not landed
 _WARP = np.uint32(31)
+_FEW = 16  # writers of one operand
 _FENCE = (
     "let the warp that wrote execute fence.proxy.async.shared::cta after its stores and before the "
     "barrier that the issuing thread passes"
@@ -215,15 +216,12 @@ class AsyncProxy:
         self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None, verb: str
     ) -> None:
         stamps = self.races.written.take(granules)
-        low, high = stamps.min(axis=1), stamps.max(axis=1)
+        writers = _different(stamps)
         together = rows if rows.ndim == 2 else rows[:, None]
         for member in together.T:
-            # Mostly one write made all of it, and one comparison does.
-            fine, why = self._visible(member[:, None], np.stack([low, high], axis=1), verb)
-            if fine.all() and (low == high).all():
-                continue
-            fine, why = self._visible(member[:, None], stamps, verb)
+            fine, why = self._visible(member[:, None], writers, verb)
             if not fine.all():
+                fine, why = self._visible(member[:, None], stamps, verb)
                 self._report_write(C, member, granules, fine, why, stamps, pc, places, verb)
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
@@ -352,3 +350,14 @@ class AsyncProxy:
         self.machine.fail(
             kind, what, C, pc, row=row, numbers=f"shared offset {at}; {numbers}", way_out=way_out
         )
+
+
+def _different(stamps: Array) -> Array:
+    """The different values of each row, of which there mostly are few; some more than once."""
+    found, last = [stamps.min(axis=1)], stamps.max(axis=1)
+    while (found[-1] < last).any():
+        if len(found) == _FEW:
+            return stamps
+        beyond = np.where(stamps > found[-1][:, None], stamps, NEVER)
+        found.append(np.minimum(beyond.min(axis=1), last))
+    return np.stack(found, axis=1)

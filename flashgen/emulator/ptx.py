@@ -142,7 +142,11 @@ class Variable:
 
 @dataclass
 class Function:
-    """An entry or a device function. ``registers`` holds (name, type)."""
+    """An entry or a device function.
+
+    ``registers`` holds (name, type), ``directives`` what stands between the parameters and the
+    body, such as {".maxntid": (128,)}.
+    """
 
     name: str
     is_entry: bool
@@ -153,8 +157,7 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     param_registers: dict[str, Reg] = field(default_factory=dict)
     branch_targets: dict[str, list[int]] = field(default_factory=dict)
-    max_threads: tuple[int, ...] = ()
-    required_threads: tuple[int, ...] = ()
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
     has_body: bool = False
 
 

@@ -133,6 +133,13 @@ class Recorder:
         self.wavefronts_least[pc] += least
         self.shared_bytes[pc] += rows.size * ROW_BYTES
 
+    def operand(self, size: int, pc: int) -> None:
+        """wgmma reads ``size`` bytes: eight rows of 16 bytes at a time, which never conflict."""
+        taken = size // LINE_BYTES
+        self.wavefronts[pc] += taken
+        self.wavefronts_least[pc] += taken
+        self.shared_bytes[pc] += size
+
     def whole(self, C: Cohort, offset: Any, lanes: Any, size: int, pc: int, kind: int) -> None:
         """An access to global memory at offsets into the arena.
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from flashgen.emulator.barriers import WaitsAtBarrier
+from flashgen.emulator.clusters import WaitsForCluster
 from flashgen.emulator.cohort import Cohort, Issued
 from flashgen.emulator.errors import (
     BarrierDivergence,
@@ -20,7 +22,9 @@ from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
     from flashgen.emulator.barriers import Barriers
+    from flashgen.emulator.clusters import ClusterBarrier
     from flashgen.emulator.mbarriers import Mbarriers
+    from flashgen.emulator.warpgroup import RegisterPool
 
 Array = npt.NDArray[Any]
 
@@ -28,9 +32,15 @@ Array = npt.NDArray[Any]
 class WaitsForWarp:
     """The cohort stands at a warp-wide instruction that other lanes have not reached."""
 
+    whole = "warp"
+
     def __init__(self, pc: int, needed: Array) -> None:
         self.pc = pc
         self.needed = needed
+
+    def partners(self, rows: Array) -> Array:
+        """The warps without which these cannot go on."""
+        return rows
 
 
 class Reports:
@@ -47,6 +57,8 @@ class Reports:
     cohorts: list[Cohort]
     barriers: Barriers
     mbarriers: Mbarriers
+    registers: RegisterPool
+    cluster: ClusterBarrier
 
     def block_name(self, row: int) -> str:
         linear = int(self.blocks[self.row_block[row]])
@@ -109,33 +121,49 @@ class Reports:
             way_out="look for an endless loop, or raise step_limit of emulator.launch",
         )
 
+    def _warps_of(self, c: Cohort) -> str:
+        """The warps of a cohort: those of its first block by number."""
+        row = int(c.rows[0])
+        here = self.row_warp[c.rows[self.row_block[c.rows] == self.row_block[row]]]
+        there = np.zeros(int(here.max()) + 1, bool)
+        there[here] = True
+        others = f" and {c.n - len(here)} of other blocks" if c.n > len(here) else ""
+        plural = "s" if len(here) > 1 else ""
+        return f"block {self.block_name(row)} warp{plural} {lane_text(there)}{others}"
+
     def _stuck(self) -> NoReturn:
         """Nobody can run: says who waits for what."""
         lines = []
         partial = None
         for c in self.cohorts:
             row = int(c.rows[0])
-            others = f" and {c.n - 1} more warps" if c.n > 1 else ""
-            text = f"block {self.block_name(row)} warp {self.row_warp[row]}{others}"
+            text = self._warps_of(c)
             if isinstance(c.waits, WaitsForPhase):
                 lines += self.mbarriers.describe(c)
                 continue
             if isinstance(c.waits, WaitsForWarp):
                 pc = c.waits.pc
-                partial = partial or c
+                # The earliest is the one in the branch; others wait where they would have met it.
+                partial = c if partial is None or pc < partial.waits.pc else partial
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
                 text += f"{self.program.describe(pc)}"
-            else:
+            elif isinstance(c.waits, WaitsAtBarrier):
                 text += ", " + self.barriers.describe(c)
+            elif isinstance(c.waits, WaitsForCluster):
+                text += ", " + self.cluster.describe(c)
+            else:
+                text += ", " + self.registers.describe(c)
             lines.append(text)
         if partial is not None:
-            pc = partial.waits.pc
+            pc, whole = partial.waits.pc, partial.waits.whole
             raise BarrierDivergence(
-                "only a part of a warp reached an instruction that the whole warp must execute",
+                f"only a part of a {whole} reached an instruction that the whole {whole} must "
+                "execute",
                 where=self.place(int(partial.rows[0]), None, pc),
                 numbers="\n".join(lines),
-                way_out="move it out of the divergent branch, or let all lanes take the branch",
+                way_out="move it out of the divergent branch, or let all of the "
+                f"{whole} take the branch",
             )
         first = self.cohorts[0]
         raise DeadlockError(

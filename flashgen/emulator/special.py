@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 SPECIAL: dict[str, tuple[str, str]] = {}
+_CLUSTER = ("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
 for _axis in "xyz":
-    for _name in ("tid", "ntid", "ctaid", "nctaid"):
+    for _name in ("tid", "ntid", "ctaid", "nctaid", *_CLUSTER):
         SPECIAL[f"{_name}.{_axis}"] = (f"E.row_value('{_name}.{_axis}', C)", "u4")
 for _name in [
     "laneid",
@@ -30,6 +31,8 @@ for _name in [
     "lanemask_ge",
     "dynamic_smem_size",
     "total_smem_size",
+    "cluster_ctarank",
+    "cluster_nctarank",
 ]:
     SPECIAL[_name] = (f"E.row_value('{_name}', C)", "u4")
 SPECIAL["clock"] = ("E.clock('u4')", "u4")
@@ -65,6 +68,14 @@ def special_values(machine: Machine, thread: Array) -> dict[str, Any]:
     values = (block % gx, block // gx % gy, block // (gx * gy))
     for axis, size, value in zip("xyz", (gx, gy, gz), values, strict=True):
         table[f"ctaid.{axis}"] = unsigned(value) if size > 1 else unsigned(0)
+    # Clusters have one block each.
+    for axis in "xyz":
+        table[f"clusterid.{axis}"] = table[f"ctaid.{axis}"]
+        table[f"nclusterid.{axis}"] = table[f"nctaid.{axis}"]
+        table[f"cluster_ctaid.{axis}"] = unsigned(0)
+        table[f"cluster_nctaid.{axis}"] = unsigned(1)
+    table["cluster_ctarank"] = unsigned(0)
+    table["cluster_nctarank"] = unsigned(1)
     lane = np.arange(32)[None, :].astype(np.uint64)
     one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
     table["laneid"] = unsigned(lane)

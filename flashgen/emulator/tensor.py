@@ -1,4 +1,4 @@
-"""Tensor-core products and the matrix loads that feed them.
+"""Tensor-core products, and the loads and stores of matrices around them.
 
 All fragment layouts of mma.sync m16n8kX share one shape: four lanes (t) hold one 16-byte chunk of
 consecutive k of one row, eight groups of lanes (g) hold eight rows. So a fragment register, viewed
@@ -65,7 +65,29 @@ def half_to_single(bits: Array) -> Array:
     return value
 
 
-ELEMENTS = {"f16": "u2", "bf16": "u2", "tf32": "u4", "s8": "i1", "u8": "u1"}
+ELEMENTS = {
+    "f16": "u2",
+    "bf16": "u2",
+    "tf32": "u4",
+    "s8": "i1",
+    "u8": "u1",
+    "e4m3": "u1",
+    "e5m2": "u1",
+}
+
+
+def _small_floats() -> dict[str, Array]:
+    """The 256 values of each 8-bit float. e4m3 has no infinities; e5m2 is the top of float16."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
+    size[(bits & 127) == 127] = np.nan
+    e4m3 = np.where(bits < 128, size, -size).astype(np.float32)
+    e5m2 = (bits << 8).astype(np.uint16).view(np.float16).astype(np.float32)
+    return {"e4m3": e4m3, "e5m2": e5m2}
+
+
+SMALL_FLOATS = _small_floats()
 
 
 def to_single(elements: Array, kind: str) -> Array:
@@ -79,6 +101,8 @@ def to_single(elements: Array, kind: str) -> Array:
     if kind == "tf32":
         # The hardware reads the 19 upper bits.
         return (elements & np.uint32(0xFFFFE000)).view(np.float32)
+    if kind in SMALL_FLOATS:
+        return SMALL_FLOATS[kind].take(elements)
     return elements.astype(np.float32)
 
 
@@ -181,6 +205,29 @@ def load_matrix(
         tiles = data.view(np.uint16).reshape(n, count, 8, 8).transpose(0, 1, 3, 2)
         data = np.ascontiguousarray(tiles)
     return data.view(np.uint32).reshape(n, count, 32)  # type: ignore[no-any-return]
+
+
+@runtime
+def store_matrix(
+    E: Any, C: Cohort, address: Any, values: Any, lanes: Any, transposed: bool, pc: int
+) -> None:
+    """stmatrix: registers of 8 x 8 matrices to rows of 16 bytes at the addresses of the lanes."""
+    n, count = C.n, len(values)
+    rows = spread(address, n)[:, : 8 * count]
+    if lanes is not None:
+        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
+    check_matrix(E, C, rows, pc)
+    where = rows + shared_base(E, C)
+    E.counters.shared_write_bytes += n * count * 128
+    if E.recorder is not None:
+        E.recorder.matrices(rows, pc)
+    if E.shared_races:
+        E.shared_races.write(C, where, 16, pc, None)
+    data = np.stack([spread(value, n) for value in values], axis=1)
+    if transposed:
+        tiles = data.view(np.uint16).reshape(n, count, 8, 8).transpose(0, 1, 3, 2)
+        data = np.ascontiguousarray(tiles).view(np.uint32)
+    E.shared.view[16][where >> 4] = data.reshape(n, -1).view(CHUNK)
 
 
 def check_matrix(E: Any, C: Cohort, rows: Array, pc: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 
+from flashgen.emulator.effects import accumulates
 from flashgen.emulator.errors import UnknownInstruction
 from flashgen.emulator.ptx import Instruction
 
@@ -28,18 +29,18 @@ CLASSES = {
 }
 
 _OPCODES = {
-    "tensor": "mma",
+    "tensor": "mma wgmma",
     "special": "ex2 lg2 rcp rsqrt sqrt sin cos tanh",
     "compare": "abs neg min max set setp selp slct testp copysign",
     "integer": "addc subc and or xor not cnot shl shr shf lop3 prmt popc clz brev bfe bfi bfind "
     "bmsk szext sad mad24 mul24 madc dp4a rem",
     "convert": "cvt",
-    "move": "mov cvta isspacep createpolicy",
+    "move": "mov cvta isspacep createpolicy mapa getctarank",
     "exchange": "shfl vote match redux elect activemask movmatrix",
-    "memory": "ld ldu st ldmatrix cp atom red prefetch prefetchu discard applypriority",
+    "memory": "ld ldu st ldmatrix stmatrix cp atom red prefetch prefetchu discard applypriority",
     "barrier": "bar barrier membar fence mbarrier",
     "control": "bra brx ret exit call trap brkpt nanosleep pmevent griddepcontrol alloca "
-    "stacksave stackrestore",
+    "stacksave stackrestore setmaxnreg",
 }
 _CLASS_OF = {opcode: name for name, opcodes in _OPCODES.items() for opcode in opcodes.split()}
 _BY_TYPE = ("add", "sub", "mul", "mad", "fma", "div")
@@ -54,6 +55,8 @@ def class_of(ins: Instruction) -> str:
         UnknownInstruction: it has none.
     """
     found = _CLASS_OF.get(ins.op)
+    if ins.op == "wgmma" and not accumulates(ins):
+        return "barrier"
     if "f64" in ins.mods and (found in ("special", "compare") or ins.op in _BY_TYPE):
         return "double"
     if found is not None:
@@ -71,11 +74,15 @@ def class_of(ins: Instruction) -> str:
 
 
 def multiply_adds(ins: Instruction) -> int:
-    """Of one execution by a warp on the tensor cores; 0 of any other instruction."""
-    shape = _SHAPE.search(ins.name) if ins.op == "mma" else None
-    return math.prod(map(int, shape.groups())) if shape else 0
+    """Of one execution by a warp on the tensor cores; 0 of any other instruction.
+
+    A wgmma is executed by four warps, and each does a quarter of it.
+    """
+    shape = _SHAPE.search(ins.name) if ins.op in ("mma", "wgmma") else None
+    return math.prod(map(int, shape.groups())) // (4 if ins.op == "wgmma" else 1) if shape else 0
 
 
 def kind_of_product(ins: Instruction) -> str:
-    """Shape and types of an mma, such as "m16n8k16 f32 f16 f16 f32"."""
-    return " ".join(mod for mod in ins.mods if mod not in ("sync", "aligned", "row", "col"))
+    """Shape and types of a product, such as "m16n8k16 f32 f16 f16 f32"."""
+    other = ("mma_async", "sync", "aligned", "row", "col")
+    return " ".join(mod for mod in ins.mods if mod not in other)
