@@ -271,8 +271,8 @@ ROLLING = (
     HEAD
     + issue("mma", 64)
     + r"""
-// Groups of one instruction add to the same sums, `left` of them in flight; when a group has landed,
-// its part of the operands is overwritten for the step after next.
+// Groups of one instruction add to the same sums, `left` of them in flight; when a group has
+// landed, its operands are overwritten by those of a later step.
 template <int left> __device__ __forceinline__ void
 roll(uint4* smem, const uint4* a, const uint4* b, float* out, u64 da, u64 db, int steps) {
   float d[32];
