@@ -25,6 +25,7 @@ ELEMENT_BYTES = {
     "float64": 8,
     "bfloat16": 2,
 }
+MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
 SWIZZLES = (0, 32, 64, 128)
 MOST_DIMENSIONS = 5
 MOST_OF_BOX = 256

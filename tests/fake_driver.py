@@ -25,6 +25,13 @@ _ATTRIBUTES = (
     "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "MAX_REGISTERS_PER_BLOCK",
 )
+_TENSOR_MAP = {
+    "DataType": ("DATA_TYPE", "UINT8 UINT16 UINT32 INT32 UINT64 INT64 FLOAT16 FLOAT32 BFLOAT16"),
+    "Interleave": ("INTERLEAVE", "NONE"),
+    "Swizzle": ("SWIZZLE", "NONE 32B 64B 128B"),
+    "L2promotion": ("L2_PROMOTION", "NONE L2_64B L2_128B L2_256B"),
+    "FloatOOBfill": ("FLOAT_OOB_FILL", "NONE"),
+}
 _SMEM = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 PRIMARY = 0xC0  # the handle of device 0's primary context; device 1 has the next
 
@@ -50,6 +57,12 @@ class FakeDriver:
         self.CUdevice_attribute = SimpleNamespace(
             **{f"CU_DEVICE_ATTRIBUTE_{name}": i for i, name in enumerate(_ATTRIBUTES)}
         )
+        for kind, (prefix, names) in _TENSOR_MAP.items():
+            values = {f"CU_TENSOR_MAP_{prefix}_{n}": n for n in names.split()}
+            setattr(self, f"CUtensorMap{kind}", SimpleNamespace(**values))
+        self.cuuint32_t, self.cuuint64_t = ctypes.c_uint32, ctypes.c_uint64
+        self.tensor_maps: list[tuple[Any, ...]] = []
+        self.encoded: list[Any] = []  # kept alive: their addresses are handed out
         self.CUfunction_attribute = SimpleNamespace(**{_SMEM: _SMEM})
 
     def _done(self, name: str, *values: Any) -> tuple[Any, ...]:
@@ -98,6 +111,14 @@ class FakeDriver:
         assert kind == _SMEM
         self.allowed_smem.append(value)
         return self._done("cuFuncSetAttribute")
+
+    def cuTensorMapEncodeTiled(self, *given: Any) -> tuple[Any, ...]:
+        plain = [[int(v.value) for v in g] if isinstance(g, list) else g for g in given]
+        self.tensor_maps.append(tuple(plain))
+        opaque = ctypes.create_string_buffer(bytes([len(self.tensor_maps)]) * 128, 128)
+        self.encoded.append(opaque)
+        made = SimpleNamespace(getPtr=lambda: ctypes.addressof(opaque))
+        return self._done("cuTensorMapEncodeTiled", made)
 
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[Any, ...]:
         *sizes, smem, stream, pointers, extra = rest

@@ -21,8 +21,8 @@ from flashgen.emulator.dtypes import DTYPE
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.memory import SHIFT
 from flashgen.emulator.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.tma import TensorMap, boxes, overlapping, swizzled
-from flashgen.emulator.transfers import CHUNK, Transfer
+from flashgen.emulator.tma import CHUNK, WIDEST, TensorMap, boxes, lowest_bit, overlapping, places
+from flashgen.emulator.transfers import Transfer
 
 if TYPE_CHECKING:
     from flashgen.emulator.machine import Machine
@@ -58,7 +58,7 @@ class Bulk:
         """Copies or reduces a box; into shared memory when there is a ``barrier``."""
         m = self.machine
         for issued, at in self._threads(C, lanes, (shared, map_at, barrier, *coordinates)):
-            places = np.stack(at[3:], axis=1).astype(np.int32).astype(np.int64)
+            where = np.stack(at[3:], axis=1).astype(np.int32).astype(np.int64)
             for address in np.unique(at[1]).tolist():
                 chosen = at[1] == address
                 some = issued.some(chosen)
@@ -76,7 +76,7 @@ class Bulk:
                     pc,
                     tensor,
                     base,
-                    places[chosen],
+                    where[chosen],
                     at[0][chosen],
                     None if barrier is None else at[2][chosen],
                     operation,
@@ -104,11 +104,12 @@ class Bulk:
             )
         box = boxes(spec, base, coordinates)
         transfers.check_shared(m, issued, shared, spec.box_bytes, _TENSOR_ALIGN, pc)
-        steps = np.arange(spec.box_bytes // box.unit) * box.unit
-        places = swizzled(shared[:, None] + steps, spec.swizzle)
-        places = places + m.shared_base_of_row[issued.rows]
+        block = m.shared_base_of_row[issued.rows]
+        to = places(spec, shared, box.unit) + block
         whole = box.offsets + (base - m.memory.base)
-        transfer = Transfer(issued, pc, box.unit, places, whole, box.inside)
+        transfer = Transfer(issued, pc, box.unit, shared + block[:, 0], to, whole, box.inside)
+        if box.runs is not None:
+            transfer.run, transfer.runs = box.run, box.runs + (base - m.memory.base)
         m.memory.touched = [m.memory.find(base)]
         transfers.count(
             m, transfer, box.bytes, box.sectors, barrier is not None, operation is not None
@@ -149,9 +150,12 @@ class Bulk:
                 transfers.check_shared(m, some, at[0][chosen], count, CHUNK, pc)
                 transfers.check_global(m, some, at[1][chosen], count, pc, barrier is None)
                 steps = np.arange(count // CHUNK) * CHUNK
-                places = at[0][chosen][:, None] + steps + m.shared_base_of_row[some.rows]
-                source = at[1][chosen][:, None] + steps - m.memory.base
-                transfer = Transfer(some, pc, CHUNK, places, source, None)
+                start = at[0][chosen] + m.shared_base_of_row[some.rows, 0]
+                first = at[1][chosen] - m.memory.base
+                source = first[:, None] + steps
+                transfer = Transfer(some, pc, CHUNK, start, start[:, None] + steps, source, None)
+                transfer.run = lowest_bit(np.append(first, count), WIDEST)
+                transfer.runs = first[:, None] + np.arange(count // transfer.run) * transfer.run
                 sectors = int(((source[:, -1] + 15 >> 5) - (source[:, 0] >> 5) + 1).sum())
                 into = barrier is not None
                 transfers.count(m, transfer, count * some.n, sectors, into, operation is not None)
@@ -186,8 +190,8 @@ class Bulk:
         t.barriers, _ = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
         if m.proxy is not None:
             columns = np.array(m.mbarriers.columns)[t.barriers]
-            where = t.chunks()
-            t.writes = m.proxy.write(t.issued, t.issued.rows, columns, where, t.pc)
+            where, size = t.spans()
+            t.writes = m.proxy.write(t.issued, t.issued.rows, columns, where, t.pc, size)
         self._global_order(t, READ)
         self.incoming.append(t)
 
@@ -202,16 +206,9 @@ class Bulk:
             if m.proxy is not None:
                 name = f"a bulk copy of thread {thread}"
                 part.column = m.proxy.agent("bulk", thread, name)
-                places, where = part.touched(part.shared)
-                part.time = m.proxy.read(
-                    part.issued,
-                    part.issued.rows[places],
-                    part.column,
-                    where,
-                    part.pc,
-                    min(part.unit, CHUNK),
-                    places,
-                )
+                some, where, size = part.in_shared()
+                rows = part.issued.rows[some]
+                part.time = m.proxy.read(part.issued, rows, part.column, where, part.pc, size, some)
             self.outgoing.append(part)
         self._global_order(t, WRITE if t.operation is None else ATOMIC)
 
@@ -219,12 +216,10 @@ class Bulk:
         races = self.machine.global_races
         if races is None or t.unit < CHUNK:
             return  # a chunk of the shadow may hold bytes of two boxes
-        places, whole = t.touched(t.whole)
-        if not len(places):
-            return
-        some = t.issued if len(places) == t.issued.n else t.issued.some(places)
-        access = (races.read, races.write, races.atomic)[kind]
-        access(some, whole, CHUNK, t.pc, None)
+        some, whole, size = t.in_global()
+        if len(some):
+            access = (races.read, races.write, races.atomic)[kind]
+            access(t.issued.some(some), whole, size, t.pc, None)
 
     # ---- groups
 

@@ -22,7 +22,8 @@ from flashgen.emulator.memory import Allocation, GlobalMemory
 from flashgen.emulator.parser import parse
 from flashgen.emulator.program import GLOBAL_BASE, Program
 from flashgen.emulator.ptx import Module, Variable
-from flashgen.emulator.tma import MAP_ALIGN, MAP_BYTES, TensorMap
+from flashgen.emulator.tma import TensorMap
+from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000

@@ -115,7 +115,8 @@ class AsyncProxy:
             column: from `agent`.
             where: offsets into the arena, (g, k).
             pc: the instruction.
-            size: bytes of each, aligned.
+            size: bytes at each, a power of two up to 128, to which the offsets are aligned. Large
+                ones are checked faster.
             places: row of ``C`` of each access, (g,); the rows in their order by default.
 
         Returns:
@@ -125,12 +126,11 @@ class AsyncProxy:
             UninitialisedRead: bytes that nobody has written.
             RaceError: a write that is not ordered before, or not visible to the proxy.
         """
-        granules = self._granules(where, size)
-        self._against_writes(C, rows, granules, pc, places, "read")
+        self._against_writes(C, rows, where, size, pc, places, "read")
         self._time[column] += 1
         time = self._time[column]
         slot = self._read_slot(column)
-        self._read_time[slot][granules] = time
+        self._put(self._read_time[slot], where, size, np.uint32(time))
         self._reader_pc[slot] = pc
         first = rows if rows.ndim == 1 else rows[:, 0]
         self._last_read[slot, self.machine.row_block[first]] = time
@@ -160,11 +160,10 @@ class AsyncProxy:
         Raises:
             RaceError: an earlier access is not ordered before, or a write not visible to the proxy.
         """
-        granules = self._granules(where, size)
-        self._against_writes(C, rows, granules, pc, places, "write")
-        self.races.before_async_write(C, rows, granules, pc, places)
-        self.against_reads(C, rows, granules, pc, places)
-        count = len(granules)
+        self._against_writes(C, rows, where, size, pc, places, "write")
+        self.races.before_async_write(C, rows, where, size, pc, places)
+        self.against_reads(C, rows, where, size, pc, places)
+        count = len(where)
         numbers = self._writes + np.arange(count)
         self._writes += count
         while self._writes > len(self._write_column):
@@ -174,20 +173,21 @@ class AsyncProxy:
         self._write_column[numbers] = column
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
-        self.races.written[granules] = stamps[:, None]
-        lost = self.races.written.take(granules) != stamps[:, None]
-        if lost.any():
-            place, which = (int(i) for i in np.argwhere(lost)[0])
-            self._fail(
-                C,
-                place if places is None else int(places[place]),
-                int(granules[place, which]),
-                pc,
-                "threads start asynchronous writes of the same bytes together",
-                f"{count} threads execute this instruction",
-                "let one elected thread execute it",
-            )
-        self.races.writer_pc[granules] = pc
+        self._put(self.races.written, where, size, stamps)
+        self._put(self.races.writer_pc, where, size, np.int32(pc))
+        if len(np.unique(rows // self.races.warps)) < count:
+            lost = self._take(self.races.written, where, size) != stamps[:, None]
+            if lost.any():
+                place, which = (int(i) for i in np.argwhere(lost)[0])
+                self._fail(
+                    C,
+                    place if places is None else int(places[place]),
+                    self._granule(where, size, place, which),
+                    pc,
+                    "threads start asynchronous writes of the same bytes together",
+                    f"{count} threads execute this instruction",
+                    "let one elected thread execute it",
+                )
         return numbers
 
     def landed(self, numbers: Array, times: Array) -> None:
@@ -196,13 +196,28 @@ class AsyncProxy:
 
     # ---- checks
 
-    def _granules(self, where: Array, size: int) -> Array:
-        """Numbers of the granules of the shadow, (g, all of them)."""
-        first = where >> self.races.shift
+    def _take(self, table: Array, where: Array, size: int) -> Array:
+        """What a table of the shadow has for each granule, (g, granules)."""
         many = size >> self.races.shift
         if many <= 1:
-            return first
-        return (first[..., None] + np.arange(many)).reshape(len(where), -1)
+            return table.take(where >> self.races.shift)
+        rows: Array = table.reshape(-1, many).take(where // size, axis=0)
+        return rows.reshape(len(where), -1)
+
+    def _put(self, table: Array, where: Array, size: int, value: Any) -> None:
+        """Sets it to one value, or to one for each access (g,)."""
+        many = size >> self.races.shift
+        if many <= 1:
+            table[where >> self.races.shift] = value[:, None] if np.ndim(value) else value
+        else:
+            table.reshape(-1, many)[where // size] = (
+                value[:, None, None] if np.ndim(value) else value
+            )
+
+    def _granule(self, where: Array, size: int, place: int, which: int) -> int:
+        """The number of the granule that `_take` has at a place."""
+        access, part = divmod(which, max(1, size >> self.races.shift))
+        return int(where[place, access] >> self.races.shift) + part
 
     def known(self, blocks: Array, warps: Array, stamps: Array) -> Array:
         """Whether warps are ordered after writes with these stamps, where they are asynchronous."""
@@ -213,16 +228,33 @@ class AsyncProxy:
         return real & (seen >= self._write_time[number])
 
     def _against_writes(
-        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None, verb: str
+        self,
+        C: Cohort,
+        rows: Array,
+        where: Array,
+        size: int,
+        pc: int,
+        places: Array | None,
+        verb: str,
     ) -> None:
-        stamps = self.races.written.take(granules)
+        stamps = self._take(self.races.written, where, size)
         writers = _different(stamps)
         together = rows if rows.ndim == 2 else rows[:, None]
         for member in together.T:
             fine, why = self._visible(member[:, None], writers, verb)
             if not fine.all():
                 fine, why = self._visible(member[:, None], stamps, verb)
-                self._report_write(C, member, granules, fine, why, stamps, pc, places, verb)
+                place, which = (int(i) for i in np.argwhere(~fine)[0])
+                granule = self._granule(where, size, place, which)
+                self._report_write(
+                    C,
+                    place if places is None else int(places[place]),
+                    granule,
+                    bool(why[place, which]),
+                    int(stamps[place, which]),
+                    pc,
+                    verb,
+                )
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
         """(fine, ordered but without a fence) for writes with these stamps."""
@@ -241,7 +273,13 @@ class AsyncProxy:
         return fine, ordered & ~fenced
 
     def against_reads(
-        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None = None
+        self,
+        C: Cohort,
+        rows: Array,
+        where: Array,
+        size: int,
+        pc: int,
+        places: Array | None = None,
     ) -> None:
         """Writes (g, k) by ``rows`` must not overtake asynchronous reads, their own included."""
         blocks, warps = np.divmod(rows, self.races.warps)
@@ -250,14 +288,14 @@ class AsyncProxy:
             unseen = self._last_read[slot, blocks] > known
             if not unseen.any():
                 continue
-            late = self._read_time[slot].take(granules) > known[:, None]
+            late = self._take(self._read_time[slot], where, size) > known[:, None]
             if late.any():
                 place, which = (int(i) for i in np.argwhere(late)[0])
                 reader = self.machine.program.describe(int(self._reader_pc[slot]))
                 self._fail(
                     C,
                     place if places is None else int(places[place]),
-                    int(granules[place, which]),
+                    self._granule(where, size, place, which),
                     pc,
                     "a write may overtake an asynchronous read",
                     f"{self._names[column]} may still read there: {reader}",
@@ -289,20 +327,8 @@ class AsyncProxy:
         return f"{name} writes there, {state}"
 
     def _report_write(
-        self,
-        C: Cohort,
-        rows: Array,
-        granules: Array,
-        fine: Array,
-        unfenced: Array,
-        stamps: Array,
-        pc: int,
-        places: Array | None,
-        verb: str,
+        self, C: Cohort, row: int, granule: int, unfenced: bool, stamp: int, pc: int, verb: str
     ) -> None:
-        place, which = (int(i) for i in np.argwhere(~fine)[0])
-        granule, stamp = int(granules[place, which]), int(stamps[place, which])
-        row = place if places is None else int(places[place])
         writer = self.machine.program.describe(int(self.races.writer_pc[granule]))
         if stamp == NEVER:
             self._fail(
@@ -315,7 +341,7 @@ class AsyncProxy:
                 "write it first, and check the address and the bytes that were copied",
                 UninitialisedRead,
             )
-        if unfenced[place, which]:
+        if unfenced:
             self._fail(
                 C,
                 row,

@@ -150,9 +150,10 @@ class SharedRaces:
             if bad.any():
                 self._report(a, bad, stamps, "write")
         self._against_reads(a, strong)
-        granules = self._granules(a.where, a.size)
         if self.proxy is not None:
-            self._against_async(a, granules)
+            places = None if a.places is None else a.places[0]
+            self.proxy.against_reads(a.cohort, a.rows, a.where, a.size, a.pc, places)
+        granules = self._granules(a.where, a.size)
         self.writer_pc[granules] = a.pc
         if mark is not None:
             self.written[granules] = mark
@@ -207,17 +208,11 @@ class SharedRaces:
         for kind in (False,) if strong else (False, True):
             self._against(a, kind)
 
-    def _against_async(self, a: _Access, granules: Array) -> None:
-        assert self.proxy is not None
-        places = None if a.places is None else a.places[0]
-        self.proxy.against_reads(a.cohort, a.rows, granules.reshape(len(a.rows), -1), a.pc, places)
-
     def before_async_write(
-        self, C: Cohort, rows: Array, granules: Array, pc: int, places: Array | None
+        self, C: Cohort, rows: Array, where: Array, size: int, pc: int, places: Array | None
     ) -> None:
         """An asynchronous write (g, k) started by ``rows`` must not overtake ordinary reads."""
-        issued = _Access(C, granules << self.shift, self.granule, pc, None, rows, places)
-        self._against_reads(issued, False)
+        self._against_reads(_Access(C, where, size, pc, None, rows, places), False)
 
     def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine

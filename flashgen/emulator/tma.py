@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from flashgen.emulator.errors import LaunchArguments
 from flashgen.tensormap import TensorMapSpec
 
 Array = npt.NDArray[Any]
-MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
+CHUNK, WIDEST = 16, 128  # bytes that move together, and that shadows look at together
+_PERIOD = 1024  # bytes after which a swizzle repeats
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
 
@@ -74,12 +76,14 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Boxes:
-    """What some copies touch, in units of ``unit`` bytes.
+    """What some copies touch of a tensor; offsets count from its first byte.
 
     Attributes:
-        offsets: of the units from the tensor's first byte, (copies, units), in the order in which
-            they lie in shared memory before the swizzle.
+        unit: bytes that are in the tensor or outside it together, 1 to 16.
+        offsets: of the units, (copies, units), in the order in which they lie in shared memory
+            before the swizzle.
         inside: which units lie in the tensor, (copies, units); None when all do.
+        run, runs: the same in larger units where boxes are whole, up to 128 bytes, else None.
         bytes: that lie in the tensor, of all copies together.
         sectors: of 32 bytes that the rows of the boxes touch.
     """
@@ -87,42 +91,97 @@ class Boxes:
     unit: int
     offsets: Array
     inside: Array | None
+    run: int
+    runs: Array | None
     bytes: int
     sectors: int
 
 
 def boxes(spec: TensorMapSpec, base: int, coordinates: Array) -> Boxes:
     """The boxes at ``coordinates`` (copies, dimensions) of a tensor at address ``base``."""
-    size = spec.element_bytes
+    steps = np.array((spec.element_bytes, *spec.strides))
+    start = coordinates @ steps
+    if (coordinates < 0).any() or (coordinates + spec.box > spec.dims).any():
+        return _cut_boxes(spec, base, coordinates, start)
     count = len(coordinates)
-    sides = spec.box[:0:-1]
-    rows = math.prod(sides)
-    # Index of each row of the box along dimensions 1 and up, in the order of shared memory.
-    index = np.indices(sides).reshape(len(sides), rows)[::-1]
-    start = coordinates[:, 0] * size
-    row = np.zeros((count, rows), np.int64)
-    valid = np.ones((count, rows), bool)
-    for place, (step, limit) in enumerate(zip(spec.strides, spec.dims[1:], strict=True)):
+    unit = lowest_bit(coordinates[:, 0] * spec.element_bytes, CHUNK)
+    run = lowest_bit(np.append(start, spec.inner_bytes) | base, WIDEST)
+    for step, side in zip(spec.strides, spec.box[1:], strict=True):
+        run = lowest_bit(step, run) if side > 1 else run
+    first = base + start[:, None] + _units(spec, spec.inner_bytes)
+    sectors = ((first + spec.inner_bytes - 1) >> 5) - (first >> 5) + 1
+    return Boxes(
+        unit=unit,
+        offsets=start[:, None] + _units(spec, unit),
+        inside=None,
+        run=run,
+        runs=start[:, None] + _units(spec, run),
+        bytes=count * spec.box_bytes,
+        sectors=int(sectors.sum()),
+    )
+
+
+def _cut_boxes(spec: TensorMapSpec, base: int, coordinates: Array, start: Array) -> Boxes:
+    """The same when some of them leave the tensor."""
+    count = len(coordinates)
+    size = spec.element_bytes
+    index = _rows(spec.box)
+    valid = np.ones((count, index.shape[1]), bool)
+    for place, limit in enumerate(spec.dims[1:]):
         along = coordinates[:, place + 1, None] + index[place]
-        row += along * step
         valid &= (along >= 0) & (along < limit)
-    low = np.clip(-start, 0, spec.inner_bytes)
-    high = np.clip(spec.dims[0] * size - start, 0, spec.inner_bytes)
+    low = np.clip(-coordinates[:, 0] * size, 0, spec.inner_bytes)
+    high = np.clip((spec.dims[0] - coordinates[:, 0]) * size, 0, spec.inner_bytes)
     width = np.maximum(high - low, 0)
-    first = base + row + (start + low)[:, None]
+    first = base + (start + low)[:, None] + _units(spec, spec.inner_bytes)
     touched = ((first + width[:, None] - 1) >> 5) - (first >> 5) + 1
-    sectors = touched[valid & (width > 0)[:, None]].sum()
     # The widest unit that neither a border of the tensor nor an odd coordinate cuts through.
-    cuts = int(np.bitwise_or.reduce(np.concatenate([start, low, high]))) | 16
-    unit = cuts & -cuts
+    unit = lowest_bit(np.concatenate([coordinates[:, 0] * size, low, high]), CHUNK)
     steps = np.arange(spec.inner_bytes // unit) * unit
-    offsets = (row + start[:, None])[:, :, None] + steps
-    inside = None
-    if not valid.all() or low.any() or (high < spec.inner_bytes).any():
-        across = (steps >= low[:, None]) & (steps < high[:, None])
-        inside = (valid[:, :, None] & across[:, None]).reshape(count, -1)
-    taken = int((valid.sum(axis=1) * width).sum())
-    return Boxes(unit, offsets.reshape(count, -1), inside, taken, int(sectors))
+    across = (steps >= low[:, None]) & (steps < high[:, None])
+    return Boxes(
+        unit=unit,
+        offsets=start[:, None] + _units(spec, unit),
+        inside=(valid[:, :, None] & across[:, None]).reshape(count, -1),
+        run=unit,
+        runs=None,
+        bytes=int((valid.sum(axis=1) * width).sum()),
+        sectors=int(touched[valid & (width > 0)[:, None]].sum()),
+    )
+
+
+def lowest_bit(values: Array | int, limit: int) -> int:
+    """The largest power of two, at most ``limit``, that divides all values."""
+    bits = int(np.bitwise_or.reduce(np.asarray(values), axis=None)) | limit
+    return bits & -bits
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(box: tuple[int, ...]) -> Array:
+    """Indices of the rows of a box along dimensions 1 and up, in the order of shared memory."""
+    sides = box[:0:-1]
+    return np.indices(sides).reshape(len(sides), math.prod(sides))[::-1]
+
+
+@functools.lru_cache(maxsize=256)
+def _units(spec: TensorMapSpec, unit: int) -> Array:
+    """Offsets of the units of a box from its first byte."""
+    rows = np.array(spec.strides, np.int64) @ _rows(spec.box)
+    offsets: Array = rows[:, None] + np.arange(spec.inner_bytes // unit) * unit
+    return offsets.reshape(-1)
+
+
+def places(spec: TensorMapSpec, shared: Array, unit: int) -> Array:
+    """Where the units of boxes at addresses ``shared`` (copies,) lie in a block's shared memory."""
+    low = shared & (_PERIOD - 1)
+    if (low == low[0]).all():
+        return shared[:, None] + _turned(spec.box_bytes, unit, spec.swizzle, int(low[0]))
+    return swizzled(shared[:, None] + np.arange(spec.box_bytes // unit) * unit, spec.swizzle)
+
+
+@functools.lru_cache(maxsize=256)
+def _turned(size: int, unit: int, span: int, low: int) -> Array:
+    return swizzled(low + np.arange(size // unit) * unit, span) - low
 
 
 def swizzled(address: Array, span: int) -> Array:

@@ -12,10 +12,9 @@ from flashgen.emulator.cohort import Issued
 from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
 from flashgen.emulator.memory import PARAM_WINDOW
 from flashgen.emulator.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.tma import TensorMap
+from flashgen.emulator.tma import CHUNK, WIDEST, TensorMap, lowest_bit
 
 Array = npt.NDArray[Any]
-CHUNK = 16
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
 _TYPES = {
     "add": ("f16", "bf16", "f32", "f64", "u32", "s32", "u64"),
@@ -40,12 +39,16 @@ class Transfer:
         issued: Issued,
         pc: int,
         unit: int,
+        start: Array,
         shared: Array,
         whole: Array,
         inside: Array | None,
     ) -> None:
         self.issued, self.pc, self.unit = issued, pc, unit
+        self.start = start  # of each box in the arena of shared memory, (n,)
         self.shared, self.whole, self.inside = shared, whole, inside
+        # The same of global memory in larger units, where they are whole: their size, (n, k).
+        self.run, self.runs = unit, whole
         self.size = shared.shape[1] * unit  # bytes of each in shared memory
         # Into shared memory: the mbarriers, (n,), and the numbers of the asynchronous writes.
         self.barriers = np.zeros(0, np.int64)
@@ -61,20 +64,33 @@ class Transfer:
         """The copies of some threads, out of shared memory."""
         inside = None if self.inside is None else self.inside[which]
         issued = self.issued.some(which)
-        made = Transfer(issued, self.pc, self.unit, self.shared[which], self.whole[which], inside)
+        arrays = (self.start[which], self.shared[which], self.whole[which])
+        made = Transfer(issued, self.pc, self.unit, *arrays, inside)
         made.operation, made.groups = self.operation, self.groups[which]
         return made
 
-    def chunks(self) -> Array:
-        """Offsets of the chunks of 16 bytes in shared memory."""
-        return self.shared[:, :: CHUNK // self.unit]
+    def spans(self) -> tuple[Array, int]:
+        """Shared memory of whole boxes, in units as large as they are aligned: (n, k), bytes."""
+        size = lowest_bit(np.append(self.start, self.size), WIDEST)
+        return self.start[:, None] + np.arange(self.size // size) * size, size
 
-    def touched(self, offsets: Array) -> tuple[Array, Array]:
-        """Copies that reach the tensor at all, and their offsets with only such as lie in it."""
+    def in_shared(self) -> tuple[Array, Array, int]:
+        """Copies that reach the tensor at all, where in shared memory they do, in which units."""
         if self.inside is None:
-            return np.arange(self.issued.n), offsets
-        some = np.flatnonzero(self.inside.any(axis=1))
-        inside, offsets = self.inside[some], offsets[some]
+            return np.arange(self.issued.n), *self.spans()
+        return *self._touched(self.inside, self.shared), self.unit
+
+    def in_global(self) -> tuple[Array, Array, int]:
+        """The same of global memory."""
+        if self.inside is None:
+            return np.arange(self.issued.n), self.runs, self.run
+        return *self._touched(self.inside, self.whole), self.unit
+
+    @staticmethod
+    def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
+        """Copies with anything inside, and their offsets with only such as are."""
+        some = np.flatnonzero(inside.any(axis=1))
+        inside, offsets = inside[some], offsets[some]
         first = offsets[np.arange(len(some)), inside.argmax(axis=1)]
         return some, np.where(inside, offsets, first[:, None])
 

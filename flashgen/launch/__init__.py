@@ -31,8 +31,19 @@ from flashgen.launch.device import (
     real_driver,
 )
 from flashgen.launch.params import Param, Value, pack
+from flashgen.launch.tensormap import encode
 
-__all__ = ["Kernel", "Param", "Value", "available", "device_arch", "launch", "load", "pack"]
+__all__ = [
+    "Kernel",
+    "Param",
+    "Value",
+    "available",
+    "device_arch",
+    "encode",
+    "launch",
+    "load",
+    "pack",
+]
 
 _GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 _BLOCK_LIMITS = (1024, 1024, 64)

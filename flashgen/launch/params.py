@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol, SupportsFloat, SupportsIndex
 
 from flashgen.errors import LaunchError
+from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
 
 # struct codes by C type; little-endian like every machine that CUDA runs on.
-_CODES = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
+_CODES = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "tensormap": f"{MAP_BYTES}s"}
+_ALIGN = {"tensormap": MAP_ALIGN}  # of others their size
 _RANGES = {
     "pointer": (0, 2**64 - 1),
     "int64": (-(2**63), 2**63 - 1),
@@ -29,7 +31,7 @@ class Param(Protocol):
     def ctype(self) -> str: ...
 
 
-Value = SupportsIndex | SupportsFloat | None
+Value = SupportsIndex | SupportsFloat | bytes | None
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ def _layout(ctypes_in_order: tuple[str, ...]) -> _Layout:
                 way_out="use one of these in Source.params",
             )
         width = struct.calcsize("<" + _CODES[name])
-        pad = -at % width
+        align = _ALIGN.get(name, width)
+        pad = -at % align
         text += f"{pad}x" * bool(pad) + _CODES[name]
         at += pad + width
-        alignment = max(alignment, width)
+        alignment = max(alignment, align)
     pad = -at % alignment
     return _Layout(struct.Struct(text + f"{pad}x" * bool(pad)), at + pad)
 
@@ -64,8 +67,10 @@ def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value])
     """Lays values out as the kernel's ``struct Params``, with the alignment of C.
 
     Args:
-        params: the fields in order; ctype is "pointer", "int64", "int32" or "float32".
-        values: by name, or in the order of params. None is a null pointer.
+        params: the fields in order; ctype is "pointer", "int64", "int32", "float32" or
+            "tensormap".
+        values: by name, or in the order of params. None is a null pointer; a tensor map is the
+            bytes that `flashgen.launch.tensormap.encode` returns.
 
     Returns:
         The structure's bytes, trailing padding included.
@@ -75,6 +80,12 @@ def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value])
     """
     layout = _layout(tuple(param.ctype for param in params))
     ordered = _in_order(params, values)
+    for param, value in zip(params, ordered, strict=True):
+        # struct would pad bytes that are too few, and cut off what is too much.
+        if param.ctype == "tensormap" and not (
+            isinstance(value, bytes) and len(value) == MAP_BYTES
+        ):
+            raise _bad_value(param, value, f"the {MAP_BYTES} bytes of an encoded tensor map")
     try:
         return layout.format.pack(*ordered)
     except (struct.error, OverflowError):
@@ -109,7 +120,9 @@ def _in_order(
     return [values[name] for name in names]
 
 
-def _field(param: Param, value: Value) -> int | float:
+def _field(param: Param, value: Value) -> int | float | bytes:
+    if isinstance(value, bytes) and param.ctype == "tensormap":
+        return value
     if param.ctype == "float32":
         try:
             number = float(value)  # type: ignore[arg-type]
