@@ -6,6 +6,7 @@ out once for each problem; a launch then fills in addresses.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,11 @@ from flashgen.errors import LaunchError
 from flashgen.launch import Param, pack
 from flashgen.ops.captures import numbers_of_captured
 from flashgen.ops.checks import Problem
+from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
 Tensor = torch.Tensor
 
+_OF_TENSORS = ("pointer", "tensormap")
 _WIDTHS = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
 
 
@@ -67,16 +70,29 @@ class Arguments:
 
     Attributes:
         params: fields of the kernel's parameter, in order.
-        pointers: names of the tensors that it takes, in order.
+        pointers: names of the tensors that it takes, in order, by address or by tensor map.
+        maps: of the first of them.
     """
 
-    __slots__ = ("_format", "_pieces", "numbers", "params", "pointers")
+    __slots__ = ("_format", "_pieces", "maps", "numbers", "params", "pointers")
 
-    def __init__(self, params: Sequence[Param], numbers: Mapping[str, int | float]) -> None:
-        """Raises LaunchError when the kernel has a field that no number is known for."""
+    def __init__(
+        self,
+        params: Sequence[Param],
+        numbers: Mapping[str, int | float],
+        maps: Mapping[str, TensorMapSpec] | None = None,
+    ) -> None:
+        """
+        Args:
+            maps: what the tensor maps among the fields, which come first, say of tensors.
+
+        Raises:
+            LaunchError: the kernel has a field that no number is known for.
+        """
         self.params = tuple(params)
-        self.pointers = tuple(p.name for p in params if p.ctype == "pointer")
-        missing = [p.name for p in params if p.ctype != "pointer" and p.name not in numbers]
+        self.maps = tuple((maps or {})[p.name] for p in params if p.ctype == "tensormap")
+        self.pointers = tuple(p.name for p in params if p.ctype in _OF_TENSORS)
+        missing = [p.name for p in params if p.ctype not in _OF_TENSORS and p.name not in numbers]
         if missing:
             raise LaunchError(
                 "a kernel asks for a value that the operator does not know",
@@ -84,16 +100,25 @@ class Arguments:
                 numbers=f"known: {', '.join(sorted(numbers))}",
                 way_out="a field that flashgen.ops.arguments.numbers_of gives",
             )
-        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype != "pointer"}
+        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _OF_TENSORS}
         # With null pointers; what lies between the pointers stays as it is.
-        template = pack(self.params, [self.numbers.get(p.name) for p in params])
-        self._pieces = tuple(_pieces(params, template))
+        others = self.params[len(self.maps) :]
+        template = pack(others, [self.numbers.get(p.name) for p in others])
+        self._pieces = tuple(_pieces(others, template))
         self._format = struct.Struct(
             "<" + "".join(f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces)
         )
 
     def packed(self, addresses: Sequence[int]) -> bytes:
         """The structure with the addresses of `pointers`; 0 is a null pointer."""
+        if self.maps:
+            count = len(self.maps)
+            made = map(encoded, self.maps, addresses[:count])
+            packed = b"".join(made) + self._without_maps(addresses[count:])
+            return packed + bytes(-len(packed) % MAP_ALIGN)
+        return self._without_maps(addresses)
+
+    def _without_maps(self, addresses: Sequence[int]) -> bytes:
         if len(self._pieces) == 1:
             return self._format.pack(*addresses, self._pieces[0][2])
         values: list[Any] = []
@@ -104,8 +129,16 @@ class Arguments:
     def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
         """The fields in order, with tensors in the places of pointers."""
         return [
-            tensors[p.name] if p.ctype == "pointer" else self.numbers[p.name] for p in self.params
+            tensors[p.name] if p.ctype in _OF_TENSORS else self.numbers[p.name] for p in self.params
         ]
+
+
+@functools.lru_cache(maxsize=1024)
+def encoded(spec: TensorMapSpec, address: int) -> bytes:
+    """The 128 bytes for TMA; training meets the same addresses over and over."""
+    from flashgen.launch.tensormap import encode
+
+    return encode(spec, address)
 
 
 def _pieces(params: Sequence[Param], template: bytes) -> Iterator[tuple[int, int, bytes]]:

@@ -205,14 +205,21 @@ class Bound:
         """Runs the kernel's PTX; tensors are passed as the memory they span."""
         from flashgen import emulator
 
-        convert = {"int64": np.int64, "int32": np.int32, "float32": np.float32}
         arguments = self.arguments
-        structure = tuple(
-            (None if value is None else span(value))
-            if param.ctype == "pointer"
-            else convert[param.ctype](value)
-            for param, value in zip(arguments.params, arguments.values(tensors), strict=True)
-        )
+        maps = iter(arguments.maps)
+
+        def argument(ctype: str, value: Any) -> Any:
+            if ctype == "tensormap":
+                said = next(maps)
+                how: dict[str, Any] = {"dims": said.dims, "strides": said.strides}
+                how["dtype"] = said.dtype
+                return emulator.TensorMap(span(value), said.box, said.swizzle, **how)
+            if ctype == "pointer":
+                return None if value is None else span(value)
+            return {"int64": np.int64, "int32": np.int32, "float32": np.float32}[ctype](value)
+
+        values = arguments.values(tensors)
+        structure = tuple(map(argument, (param.ctype for param in arguments.params), values))
         return emulator.launch(
             self.build.binary.ptx,
             self.build.source.name,

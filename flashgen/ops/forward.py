@@ -17,6 +17,7 @@ from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
+from flashgen.ops.maps import maps_of, standing_still
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
@@ -48,11 +49,13 @@ class Forward:
         "_bound",
         "_built",
         "_is_empty",
+        "_kernel_arch",
         "_layout",
         "_lse_model",
         "_obstacle",
         "_out_model",
         "_sram",
+        "_standing",
         "_swapped",
         "_tables",
         "_tiles",
@@ -81,6 +84,9 @@ class Forward:
         self.problem = problem
         self.backend = backend
         self.arch = arch
+        # Where TMA cannot be used, the path that all architectures have.
+        self._standing = standing_still(arch, q=q, k=kv[0], v=kv[1])
+        self._kernel_arch = arch if self._standing is None else arch.removesuffix("a")
         self._sram = sram
         self._tiles = tiles
         self.device = q.device
@@ -136,7 +142,7 @@ class Forward:
             lse.fill_(-math.inf)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
-            width, reason = 16, ALIGNED
+            width, reason = 16, ALIGNED if self._standing is None else self._standing
         else:
             width, reason = q.element_size(), self._reason(q, k, v, out)
         bound = self._bound.get(width)
@@ -167,12 +173,13 @@ class Forward:
         if self.backend == "gpu" and width == 16 and self._sram is None and not tiles:
             tiles = remembered(self.spec, self.arch, "forward", self.problem, self.index)
         options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
-        kernel = build(self.spec, self.arch, access_bytes=width, **options)
+        kernel = build(self.spec, self._kernel_arch, access_bytes=width, **options)
         self._built = perf_counter() - start
         p = self.problem
         sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
         grid = kernel.plan.grid(*sizes, packed=self.spec.packed)
-        arguments = Arguments(kernel.source.params, numbers_of(p, tensors, captured))
+        maps = maps_of(kernel.plan, tensors)
+        arguments = Arguments(kernel.source.params, numbers_of(p, tensors, captured), maps)
         bound = self._bound[width] = Bound(kernel, arguments, grid)
         if captured:
             self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))

@@ -50,6 +50,7 @@ QUANTITIES = {
     "registers": "registers that a thread needs",
     "pending": "registers per accumulator of S and dP, for values on their way in or out",
     "launched": "registers of each thread when a block begins",
+    "searching": "registers of a warp that looks for live tiles while it copies; 0: none does",
     "producer": "registers that a thread of the copying warpgroup keeps",
     "register_limit": "registers that a thread can have with that many blocks resident",
     "extra": "registers that the spec, the architecture and unequal head dims add",

@@ -24,9 +24,8 @@ PANELS = (64, 32, 16)  # columns, widest first: patterns of 128, 64 and 32 bytes
 BARRIER_BYTES = 8
 
 
-def producer_registers(warps: int) -> int:
-    """That a thread of the copying warpgroup keeps."""
-    return int(PRODUCER({"warps": warps}))
+# What the copying warps need where they look for live tiles, instead of walking a range.
+SEARCHING_REGISTERS = 40
 
 
 def panels_of(dim: int) -> tuple[int, int]:
@@ -54,7 +53,7 @@ BLOCK_K_BY_SMEM = Formula(
 # A block gets its registers in equal shares at launch; then the warpgroup that copies gives up all
 # but `producer` of them, which the others share.
 LAUNCHED = Formula("launched", f"8*floor(R/{8 * WARP}/(blocks*(warps + {PRODUCER_WARPS})))")
-PRODUCER = Formula("producer", "2*warps + 8")
+PRODUCER = Formula("producer", "max(2*warps + 8, searching)")
 CONSUMER = Formula(
     "register_limit",
     f"8*floor((launched*(warps + {PRODUCER_WARPS}) - {PRODUCER_WARPS}*producer)/(8*warps))",

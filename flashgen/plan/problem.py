@@ -8,6 +8,7 @@ from flashgen.analysis import Block, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.expr import SCORE, elements_of
 from flashgen.plan.model_backward import OF_CAPTURED
+from flashgen.plan.model_sm90 import SEARCHING_REGISTERS
 from flashgen.plan.search import Problem
 from flashgen.spec import AttentionSpec
 
@@ -78,9 +79,16 @@ def problem_of(
         dropout_ops=_dropout_ops(spec, kernel),
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         layout=spec.block_sparse.described if spec.block_sparse else "",
+        searching=_searching(spec) if path == "sm_90a" else 0,
         path=path,
         path_note=path_note,
     )
+
+
+def _searching(spec: AttentionSpec) -> int:
+    """Registers of a warp that copies, where the mask's bounds alone do not say which tiles."""
+    plain = spec.block_sparse is None and row_interval(spec.mask) is not None
+    return 0 if plain else SEARCHING_REGISTERS
 
 
 def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tuple[str, str]:

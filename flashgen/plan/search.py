@@ -45,6 +45,7 @@ class Problem:
     dropout_ops: int
     sink_bytes: int
     layout: str = ""  # a block-sparse layout in words; "" where there is none
+    searching: int = 0
     path: str = "sm_80"
     path_note: str = ""  # why it is not the architecture's own
 
@@ -69,6 +70,7 @@ class Problem:
             "R": self.arch.registers_per_sm,
             "extra": self.extra_registers,
             "pending": self.pending,
+            "searching": self.searching,
             "access": self.access_bytes,
             "copy_ops": 1 if self.access_bytes == model.GRANULE else 3,
             "factors": 6 if wide else 1,

@@ -181,6 +181,12 @@ class Plan:
         return model_of(self.path, self.kernel, self.itemsize).other_warps if self.block_k else 0
 
     @property
+    def producer_registers(self) -> int:
+        """Per thread of the warps that copy; 0 where all compute."""
+        found = (line.value for line in self.derivation if line.name == "producer")
+        return int(next(found, 0))
+
+    @property
     def threads(self) -> int:
         """Per block."""
         return 32 * (self.warps + self.other_warps)

@@ -9,7 +9,7 @@ from typing import Any
 from flashgen.analysis import Analysis
 from flashgen.expr import LOWEST_SCORE
 from flashgen.plan import Plan
-from flashgen.plan.model_sm90 import panels_of, producer_registers
+from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import Source
@@ -131,7 +131,7 @@ def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
         "panels": panels,
         "panel_v": panel_v,
         "panels_v": panels_v,
-        "producer_registers": producer_registers(plan.warps),
+        "producer_registers": plan.producer_registers,
         "consumer_registers": plan.registers,
         "turns": max(plan.head_dim, plan.head_dim_v) <= TURNS_UP_TO,
     }

@@ -1,0 +1,61 @@
+"""What TMA is told of operands: a tensor map for each, made for one plan and one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from flashgen.arch import facts
+from flashgen.plan import Plan
+from flashgen.plan.model_sm90 import GROUP_ROWS, panels_of
+from flashgen.tensormap import TensorMapSpec
+
+Tensor = torch.Tensor
+
+
+def maps_of(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, TensorMapSpec]:
+    """By tensor; none on a path that has no TMA.
+
+    Args:
+        tensors: q, k, v and o, 4-d with a contiguous last axis and strides of multiples of 16 B.
+    """
+    if plan.path != "sm_90a":
+        return {}
+    panel, panel_v = panels_of(plan.head_dim)[0], panels_of(plan.head_dim_v)[0]
+    boxes = {
+        "q": (panel, GROUP_ROWS),
+        "k": (panel, plan.block_k),
+        "v": (panel_v, plan.block_k),
+        "o": (panel_v, GROUP_ROWS),
+    }
+    found = {}
+    for name, (columns, rows) in boxes.items():
+        tensor = tensors[name]
+        assert tensor is not None, "operands are there"
+        size, width = tensor.shape, tensor.element_size()
+        steps = (
+            tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
+        )
+        found[name] = TensorMapSpec(
+            plan.dtype,
+            (size[3], size[2], size[1], size[0]),
+            tuple(steps),
+            (columns, rows, 1, 1),
+            columns * width,
+        )
+    return found
+
+
+def standing_still(arch: str, **tensors: Tensor) -> str | None:
+    """Why an architecture with TMA cannot use it for these operands; None where it can or has none.
+
+    A tensor that is expanded has strides of 0, which the rules of tensor maps do not promise.
+    """
+    if facts(arch).path != "sm_90a":
+        return None
+    for name, tensor in tensors.items():
+        for axis, label in enumerate(("batch", "head", "row")):
+            if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
+                return f"the {label} stride of {name} is 0, over which TMA does not step"
+    return None
