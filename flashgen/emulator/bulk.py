@@ -5,8 +5,8 @@ more, one out of it when its thread waits for its group. Until then it is in fli
 memory keeps what it had, so that a wait that is missing changes results. With an order_seed copies
 are executed at random times.
 
-Order in global memory is checked as if the warp that starts a copy made it then and there; whether a
-proxy fence is missing there is not checked.
+Order in global memory is checked as if the warp that starts a copy made it there and then; that a
+proxy fence is missing there goes unnoticed.
 """
 
 from __future__ import annotations
