@@ -11,13 +11,14 @@ from wgmma_kernels import HEAD, issue
 _FORWARD = r"""
 struct __align__(64) Map { u64 opaque[16]; };
 constexpr int KEYS = 64, ROWS = 128, STAGE = KEYS * D * 2;
-enum { Q_FULL, K_FULL, K_EMPTY = K_FULL + 2, V_FULL = K_EMPTY + 2, V_EMPTY = V_FULL + 2, BARRIERS = V_EMPTY + 2 };
+enum { Q_FULL, K_FULL, K_EMPTY = 3, V_FULL = 5, V_EMPTY = 7, BARRIERS = 9 };  // two of each stage
 
 __device__ __forceinline__ void init(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 __device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    :: "r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
@@ -26,7 +27,8 @@ __device__ __forceinline__ void wait(u32 barrier, int parity) {
   asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
     "@p bra DONE; bra AGAIN; DONE: }" :: "r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void load(u32 to, const Map* map, int row, int head, int rows, u32 barrier) {
+__device__ __forceinline__ void
+load(u32 to, const Map* map, int row, int head, int rows, u32 barrier) {
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -34,8 +36,8 @@ __device__ __forceinline__ void load(u32 to, const Map* map, int row, int head, 
       "r"(row), "r"(head), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void store(const Map* map, int column, int row, int head, u32 from) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
-    :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(from) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
+    "[%0, {%1, %2, %3}], [%4];" :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(from) : "memory");
 }
 __device__ __forceinline__ u64 describe(u32 at, int leading) {
   return (u64)(at >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
@@ -60,7 +62,8 @@ __device__ __forceinline__ void scores(float (&s)[32], u32 q, u32 k) {
   keep(s); FENCE;
 #pragma unroll
   for (int i = 0; i < D / 16; ++i)
-    mma_s(s, describe(q + i / 4 * ROWS * 128 + i % 4 * 32, 0), describe(k + i / 4 * KEYS * 128 + i % 4 * 32, 0), i > 0);
+    mma_s(s, describe(q + i / 4 * ROWS * 128 + i % 4 * 32, 0),
+          describe(k + i / 4 * KEYS * 128 + i % 4 * 32, 0), i > 0);
   COMMIT;
 }
 __device__ __forceinline__ void values(float (&o)[D / 2], u32 (&p)[4][4], u32 v) {
@@ -71,7 +74,9 @@ __device__ __forceinline__ void values(float (&o)[D / 2], u32 (&p)[4][4], u32 v)
   for (int i = 0; i < 4; ++i) mma_o(o, p[i], describe(v + i * 2048, KEYS * 128), 1);
   COMMIT;
 }
-__device__ __forceinline__ void softmax(float (&s)[32], float (&m)[2], float (&l)[2], float (&shrink)[2], float c, int row, int key, int n, bool causal) {
+__device__ __forceinline__ void
+softmax(float (&s)[32], float (&m)[2], float (&l)[2], float (&shrink)[2], float c, int row, int key,
+        int n, bool causal) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int last = causal ? min(row + 8 * h, n - 1) : n - 1;
@@ -99,7 +104,8 @@ __device__ __forceinline__ void round(u32 (&p)[4][4], const float (&s)[32]) {
   for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
 }
 extern "C" __global__ void __launch_bounds__(384, 1)
-flash(const __grid_constant__ Map mq, const __grid_constant__ Map mk, const __grid_constant__ Map mv, const __grid_constant__ Map mo, int n, float scale, int causal) {
+flash(const __grid_constant__ Map mq, const __grid_constant__ Map mk, const __grid_constant__ Map mv,
+      const __grid_constant__ Map mo, int n, float scale, int causal) {
   extern __shared__ __align__(1024) unsigned char smem[];
   u32 q = SMEM(smem), k = q + ROWS * D * 2, v = k + 2 * STAGE, b = v + 2 * STAGE;
   int group = threadIdx.x / 128, row0 = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y;
@@ -168,9 +174,12 @@ flash(const __grid_constant__ Map mq, const __grid_constant__ Map mk, const __gr
   for (int i = 0; i < D / 16; ++i) {
     int at = mine + warp * 16 + lane % 16, chunk = i % 4 * 2 + lane / 16;
     u32 to = q + i / 4 * ROWS * 128 + at * 128 + ((chunk ^ (at & 7)) << 4);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(to),
-      "r"(pack(o[8 * i] * l[0], o[8 * i + 1] * l[0])), "r"(pack(o[8 * i + 2] * l[1], o[8 * i + 3] * l[1])),
-      "r"(pack(o[8 * i + 4] * l[0], o[8 * i + 5] * l[0])), "r"(pack(o[8 * i + 6] * l[1], o[8 * i + 7] * l[1])) : "memory");
+    u32 x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      x[j] = pack(o[8 * i + 2 * j] * l[j % 2], o[8 * i + 2 * j + 1] * l[j % 2]);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+      :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
   }
   PROXY_FENCE;
   asm volatile("bar.sync %0, 128;" :: "r"(group) : "memory");

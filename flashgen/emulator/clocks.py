@@ -169,3 +169,11 @@ class Clocks:
 def _widened(values: Array, more: int) -> Array:
     """The same with ``more`` further columns of zeros."""
     return np.concatenate([values, np.zeros((*values.shape[:-1], more), values.dtype)], axis=-1)
+
+
+def room(count: int, *tables: Array) -> list[Array]:
+    """The same tables with room for ``count`` entries."""
+    return [
+        t if count <= len(t) else np.concatenate([t, np.zeros(max(count, len(t)), t.dtype)])
+        for t in tables
+    ]

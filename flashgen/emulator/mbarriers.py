@@ -48,7 +48,7 @@ class Mbarriers:
         none = np.zeros((0, blocks), np.int64)
         self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
         self.made_by, self.made_at = none.copy(), none.copy()  # the warp of the init, its clock
-        self._slots: list[int] = []  # of the clocks published in this phase; the next: in the last
+        self._slots: list[int] = []  # clocks published up to this phase; the next: to the last
         self.columns: list[int] = []
 
     # ---- init and inval
@@ -294,10 +294,10 @@ class Mbarriers:
         if m.shared_races:
             published, slots = m.shared_races.clocks.published, np.array(self._slots)[k]
             columns = np.array(self.columns)[k]
+            # Earlier phases stay in it: one that has ended implies them.
             published[b, slots + 1] = published[b, slots]
             # Copies into this phase have landed: their agent's time is the number of phases.
             published[b, slots + 1, columns] = self.phase[k, b]
-            published[b, slots] = 0
         ended = np.zeros(self.tx.shape, bool)
         ended[k, b] = True
         for c in m.cohorts:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.clocks import CLOCK_SHIFT
+from flashgen.emulator.clocks import CLOCK_SHIFT, room
 from flashgen.emulator.cohort import Cohort
 from flashgen.emulator.errors import RaceError, UninitialisedRead
 
@@ -63,16 +63,18 @@ class AsyncProxy:
         self.clocks = races.clocks
         self._columns: dict[tuple[Any, ...], int] = {}
         self._names: dict[int, str] = {}
-        self._time: dict[int, int] = {}  # of the reads of each agent
-        self._read_of: dict[int, int] = {}  # column -> row of _read_time
-        self._read_time = np.zeros((0, races.count), np.uint32)
-        self._reader_pc = np.zeros(0, np.int32)
-        self._last_read = np.zeros((0, len(races.clocks.seen)), np.int64)  # newest, per block
+        # Every asynchronous read: its agent's column, and the instruction; its number is its time.
+        self._reads = 0
+        self._reader = np.zeros(64, np.int64)
+        self._reader_pc = np.zeros(64, np.int64)
+        self._tables: dict[str, Array] = {}  # the last read of each granule
+        self._table_of: dict[int, str] = {}
+        self._readers = np.zeros(0, np.int64)  # columns of agents that have read
+        self._last_read = np.zeros((0, len(races.clocks.seen)), np.int64)  # theirs, per block
         # Every asynchronous write: its agent's column, its time, and what started it.
         self._writes = 0
         self._write_column = np.zeros(64, np.int64)
         self._write_time = np.zeros(64, np.int64)
-        self._written_before = np.zeros(64, bool)
 
     # ---- agents and order
 
@@ -88,7 +90,8 @@ class AsyncProxy:
         if column is None:
             column = self._columns[kind, number] = self.clocks.new_column()
             self._names[column] = name or f"{kind} {number}"
-            self._time[column] = 0
+            # Bulk stores of different threads hardly read the same bytes: they share a table.
+            self._table_of[column] = kind if kind == "bulk" else f"{kind} {number}"
         return column
 
     def fence(self, rows: Array) -> None:
@@ -126,14 +129,23 @@ class AsyncProxy:
             UninitialisedRead: bytes that nobody has written.
             RaceError: a write that is not ordered before, or not visible to the proxy.
         """
+        if not len(where):
+            return 0  # all of it lies outside the tensor
         self._against_writes(C, rows, where, size, pc, places, "read")
-        self._time[column] += 1
-        time = self._time[column]
-        slot = self._read_slot(column)
-        self._put(self._read_time[slot], where, size, np.uint32(time))
-        self._reader_pc[slot] = pc
+        self._reads += 1
+        time = self._reads
+        self._reader, self._reader_pc = room(time + 1, self._reader, self._reader_pc)
+        self._reader[time], self._reader_pc[time] = column, pc
+        table = self._tables.get(self._table_of[column])
+        if table is None:
+            table = self._tables[self._table_of[column]] = np.zeros(self.races.count, np.uint32)
+        self._put(table, where, size, np.uint32(time))
+        if column not in self._readers:
+            self._readers = np.append(self._readers, column)
+            self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
         first = rows if rows.ndim == 1 else rows[:, 0]
-        self._last_read[slot, self.machine.row_block[first]] = time
+        blocks = self.machine.row_block[first]
+        self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
 
     def finished(self, rows: Array, column: int, time: int) -> None:
@@ -166,10 +178,9 @@ class AsyncProxy:
         count = len(where)
         numbers = self._writes + np.arange(count)
         self._writes += count
-        while self._writes > len(self._write_column):
-            for name in ("_write_column", "_write_time"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._write_column, self._write_time = room(
+            self._writes, self._write_column, self._write_time
+        )
         self._write_column[numbers] = column
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
@@ -282,37 +293,32 @@ class AsyncProxy:
         places: Array | None = None,
     ) -> None:
         """Writes (g, k) by ``rows`` must not overtake asynchronous reads, their own included."""
+        if not self._reads:
+            return
         blocks, warps = np.divmod(rows, self.races.warps)
-        for column, slot in self._read_of.items():
-            known = self.clocks.seen[blocks, warps, column]
-            unseen = self._last_read[slot, blocks] > known
-            if not unseen.any():
-                continue
-            late = self._take(self._read_time[slot], where, size) > known[:, None]
+        seen = self.clocks.seen[blocks, warps]
+        unseen = seen[:, self._readers] < self._last_read[:, blocks].T
+        if not unseen.any():
+            return
+        unsafe = self._readers[unseen.any(axis=0)].tolist()
+        for name in dict.fromkeys(self._table_of[column] for column in unsafe):
+            times = self._take(self._tables[name], where, size)
+            columns = self._reader[times]
+            late = times > np.take_along_axis(seen, columns, axis=1)
             if late.any():
                 place, which = (int(i) for i in np.argwhere(late)[0])
-                reader = self.machine.program.describe(int(self._reader_pc[slot]))
+                time = int(times[place, which])
+                reader = self.machine.program.describe(int(self._reader_pc[time]))
                 self._fail(
                     C,
                     place if places is None else int(places[place]),
                     self._granule(where, size, place, which),
                     pc,
                     "a write may overtake an asynchronous read",
-                    f"{self._names[column]} may still read there: {reader}",
+                    f"{self._names[int(self._reader[time])]} may still read there: {reader}",
                     "wait until that has read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
                     "and let a barrier say so to the warp that writes",
                 )
-
-    def _read_slot(self, column: int) -> int:
-        slot = self._read_of.get(column)
-        if slot is None:
-            slot = self._read_of[column] = len(self._read_time)
-            more = np.zeros((1, self.races.count), np.uint32)
-            self._read_time = np.concatenate([self._read_time, more])
-            self._reader_pc = np.append(self._reader_pc, np.int32(0))
-            none = np.zeros((1, self._last_read.shape[1]), np.int64)
-            self._last_read = np.concatenate([self._last_read, none])
-        return slot
 
     # ---- messages
 
