@@ -13,7 +13,7 @@ from flashgen.emulator.products import Form, Operand, add_half, add_single, mult
 Array = npt.NDArray[Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One instruction of a chain, for some warpgroups.
 
@@ -46,7 +46,7 @@ class Step:
         return bool(self.form.fragments) or bool(self.a.layout == other.a.layout)
 
 
-@dataclass
+@dataclass(eq=False)
 class Chain:
     """Instructions in flight that use the same sums, oldest first.
 

@@ -36,8 +36,7 @@ class ClusterBarrier:
         self.passed = np.zeros(rows, np.int64)  # newest phase that each has waited for
         self.used = False
         self.complete = np.zeros(len(machine.blocks), np.int64)
-        self.filling: dict[int, Array] = {}  # block -> clocks of those that have arrived
-        self.known: dict[int, Array] = {}  # block -> clocks of the last complete phase
+        self.slot = -1  # of the clocks published in this phase; the next: in the last one
 
     def arrive(self, C: Cohort, pc: int) -> None:
         """barrier.cluster.arrive: never blocks."""
@@ -48,12 +47,9 @@ class ClusterBarrier:
         self.arrived[C.rows] += 1
         blocks = np.unique(m.row_block[C.rows])
         if m.shared_races:
-            clocks = m.shared_races.clocks
-            for row in C.rows.tolist():
-                block, warp = divmod(row, m.warps)
-                old = _wide(self.filling.get(block), clocks.seen.shape[2])
-                self.filling[block] = np.maximum(old, clocks.seen[block, warp])
-            clocks.tick(C.rows)
+            if self.slot < 0:
+                self.slot = m.shared_races.clocks.new_slots(2)
+            m.shared_races.clocks.publish(C.rows, np.full(C.n, self.slot))
         self.check(blocks)
 
     def wait(self, C: Cohort, pc: int) -> None:
@@ -71,10 +67,7 @@ class ClusterBarrier:
         if done is not None:
             self.passed[done.rows] = self.arrived[done.rows]
             if m.shared_races:
-                clocks = m.shared_races.clocks
-                width = clocks.seen.shape[2]
-                known = [_wide(self.known[b], width) for b in m.row_block[done.rows].tolist()]
-                clocks.acquire(done.rows, np.stack(known))
+                m.shared_races.clocks.acquire(done.rows, np.full(done.n, self.slot + 1))
 
     def check(self, blocks: Array) -> None:
         """Completes the phases of blocks whose threads have all arrived or exited."""
@@ -85,8 +78,10 @@ class ClusterBarrier:
             if not len(rows) or (self.arrived[rows] <= self.complete[block]).any():
                 continue
             self.complete[block] += 1
-            if block in self.filling:
-                self.known[block] = self.filling.pop(block)
+            if m.shared_races:
+                published = m.shared_races.clocks.published[block]
+                published[self.slot + 1] = published[self.slot]
+                published[self.slot] = 0
             for c in m.cohorts:
                 if isinstance(c.waits, WaitsForCluster):
                     c.waits = None
@@ -117,11 +112,3 @@ class ClusterBarrier:
             f"{self.passed[C.rows[row]]} times",
             way_out="follow every barrier.cluster.arrive by one barrier.cluster.wait",
         )
-
-
-def _wide(known: Array | None, columns: int) -> Array:
-    """Clocks with zeros for agents that are newer than they."""
-    out = np.zeros(columns, np.int64)
-    if known is not None:
-        out[: len(known)] = known
-    return out

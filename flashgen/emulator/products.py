@@ -2,8 +2,9 @@
 
 Four warps hold the 64 rows of A and of the sums, 16 each, in the fragments of mma.sync (see
 `tensor`). Instructions that follow one another along k and add to the same sums are one product,
-warpgroups of a block that multiply by the same B are one as well. Ordering the columns of each
-eight as 0 2 4 6 1 3 5 7 makes what four lanes hold of one row a piece of 16 bytes.
+warpgroups of a block that multiply by the same B are one as well. Dealing the columns of each eight
+as 0 2 4 6 1 3 5 7 makes what four lanes hold of one row of the sums a piece of 16 bytes; that costs
+nothing where B is gathered by columns.
 
 Products of f16, bf16, tf32 and 8-bit floats are exact in float32; sums are rounded in float32, in
 the order of the host's BLAS. Not modelled: that tensor cores truncate while they add, to fewer bits
@@ -148,7 +149,7 @@ def multiply(
     )
     sharers = _sharers(arena, b)
     alone = [part.part(slice(None, None, sharers)) for part in b]
-    right = gather(view, arena[::sharers], alone, n, mn_b, True, "wgmma b")
+    right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
     product = scratch("wgmma d", (groups // sharers, ROWS * sharers, n), np.dtype("f4"))
     rows = left.view(ELEMENTS[kind_a])
     columns = right.view(ELEMENTS[kind_b])
@@ -160,18 +161,20 @@ def multiply(
             x = x.swapaxes(1, 2)
         x = x.reshape(-1, ROWS * sharers, x.shape[2])
         y = columns[now]
-        if mn_b:
-            dealt = y.reshape(len(y), -1, n // 8, 4, 2).swapaxes(3, 4)
-            y = to_single(np.ascontiguousarray(dealt).reshape(len(y), -1, n), kind_b)
-        else:
+        if not mn_b:
             # BLAS is faster when B need not be transposed: do it while elements are narrow.
-            y = to_single(np.ascontiguousarray(y.swapaxes(1, 2)), kind_b)
+            y = np.ascontiguousarray(y.swapaxes(1, 2))
+        y = to_single(y.reshape(len(y), -1, n), kind_b)
         np.matmul(x, y, out=product[now])
     if form.sign < 0:
         np.negative(product, out=product)
-    parts = product.view(CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
-    out = np.ascontiguousarray(parts.transpose(4, 2, 5, 0, 1, 3))
-    return out.view(np.float32).reshape(n // 2, warps, 32)
+    if mn_b:
+        single = product.reshape(groups, 4, 2, 8, n // 8, 4, 2)
+        out = np.ascontiguousarray(single.transpose(4, 2, 6, 0, 1, 3, 5))
+    else:
+        dealt = product.view(CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
+        out = np.ascontiguousarray(dealt.transpose(4, 2, 5, 0, 1, 3)).view(np.float32)
+    return out.reshape(n // 2, warps, 32)
 
 
 def _sharers(arena: Array, b: list[Operand]) -> int:

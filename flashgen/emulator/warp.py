@@ -178,6 +178,11 @@ def elect(C: Cohort, mask: Any) -> tuple[Any, Any]:
     """elect.sync: the lowest active member lane, and whether this lane is it."""
     n = C.n
     active = np.ones((n, 32), bool) if C.mask is None else C.mask
-    members = active & np.broadcast_to(_members(mask, n).reshape(-1, 32), (n, 32))
-    first = np.argmax(members, axis=1)[:, None]
+    flags = _members(mask, n)
+    if flags.ndim < 3 or flags.shape[1] == 1:
+        members = active & np.broadcast_to(flags.reshape(-1, 32), (n, 32))
+        first: Array = np.argmax(members, axis=1)[:, None]
+    else:
+        # Groups of lanes elect among themselves.
+        first = np.argmax(active[:, None, :] & flags, axis=2)
     return first.astype(np.uint32), first == LANES
