@@ -251,10 +251,11 @@ class AsyncProxy:
         stamps = self._take(self.races.written, where, size)
         writers = _different(stamps)
         together = rows if rows.ndim == 2 else rows[:, None]
+        if self._visible(together[:, :, None], writers[:, None, :], verb)[0].all():
+            return
         for member in together.T:
-            fine, why = self._visible(member[:, None], writers, verb)
+            fine, why = self._visible(member[:, None], stamps, verb)
             if not fine.all():
-                fine, why = self._visible(member[:, None], stamps, verb)
                 place, which = (int(i) for i in np.argwhere(~fine)[0])
                 granule = self._granule(where, size, place, which)
                 self._report_write(
