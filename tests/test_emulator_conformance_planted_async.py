@@ -325,6 +325,30 @@ KERNEL(barrier_overwritten) ARGS {
     if (T == 32) { FIX(full[1]) BUG(full[0]) = 3; }                             // BUG
     if (first) { arrive(&full[0]); wait(&full[0], 0); }
 }
+KERNEL(barrier_invalidated_too_early) ARGS {
+    START;
+    if (first) {
+        for (int i = 0; i < 2; ++i) {
+            init(&full[i], 1); expect(&full[i], TILE);
+            load2(s + i * TILE / 2, &in, 0, 0, &full[i]);                       // BUG
+        }
+        FIX(wait(&full[0], 0);)
+        asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(SM(&full[0])) : "memory");
+        wait(&full[1], 0);
+    }
+}
+KERNEL(store_of_a_copy_in_flight) ARGS {
+    START;
+    if (T < 32) {
+        for (int i = 8 * T; i < TILE / 2; i += 256)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"            // BUG
+                         :: "r"(SM(s + i)), "l"(raw + i) : "memory");
+        FIX(asm volatile("cp.async.wait_all;" ::: "memory");)
+        fence_async();
+        __syncwarp();
+        if (first) { store2(&out, 0, 0, s); commit(); wait_read<0>(); }         // BUG
+    }
+}
 KERNEL(too_many_arrivals) ARGS {
     START;
     if (first) {
@@ -368,6 +392,7 @@ ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
     "barrier_never_initialised": MbarrierMisuse,
     "barrier_initialised_twice": (MbarrierMisuse, RaceError),
     "too_many_arrivals": MbarrierMisuse,
+    "barrier_invalidated_too_early": (MbarrierMisuse, RaceError),
     "more_bytes_than_it_counts": MbarrierMisuse,
     "no_init_fence_or_barrier": (RaceError, MbarrierMisuse),
     "consumer_skips_the_full_wait": (RaceError, UninitialisedRead),
@@ -380,6 +405,7 @@ KERNELS = sorted({*LINES, *DEADLOCKS})
 
 # What the correct twin leaves: rows of the tensor that its stores reach, or of the raw output.
 STORED = {
+    "store_of_a_copy_in_flight": 32,
     "load_over_a_store_that_still_reads": 256,
     "fenced_by_a_warp_that_has_not_seen_the_stores": 32,
     "missing_proxy_fence": 32,

@@ -15,7 +15,12 @@ from flashgen.emulator.errors import LaunchArguments, UnknownInstruction
 from flashgen.errors import LaunchError
 
 SEEDS = [None, 1, 2]
-HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
+# The constants lie first in device memory: what lies outside must be zero all the same.
+HEADER = """.version 8.6
+.target sm_90a
+.address_size 64
+.const .align 16 .b32 first[4] = {7, 7, 7, 7};
+"""
 RNG = np.random.default_rng(7)
 
 

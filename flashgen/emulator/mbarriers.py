@@ -177,14 +177,25 @@ class Mbarriers:
     # ---- arrivals and bytes
 
     def arrive(
-        self, C: Cohort, address: Any, count: Any, lanes: Any, pc: int, mode: dict[str, Any]
-    ) -> Array | None:
-        """mbarrier.arrive and arrive_drop, with expect_tx; ``count`` arrivals by each lane.
+        self,
+        C: Cohort,
+        address: Any,
+        count: Any,
+        lanes: Any,
+        pc: int,
+        *,
+        expects: Any = None,
+        release: bool = True,
+        drop: bool = False,
+        complete: bool = True,
+    ) -> Array:
+        """mbarrier.arrive and arrive_drop: ``count`` arrivals by each lane.
 
         Args:
-            mode: "bytes" to expect first, "release" (what went before is published), "drop" (later
-                phases expect so many fewer), "complete" False (it must not complete the phase),
-                "state" (the result is wanted).
+            expects: bytes to expect first, by each lane.
+            release: what went before is published.
+            drop: later phases expect so many arrivals fewer.
+            complete: it may complete its phase.
 
         Returns:
             The state of each lane, (n, 32): the phase that it arrived at.
@@ -193,20 +204,20 @@ class Mbarriers:
         place, lane, numbers, blocks = self.find(C, address, lanes, pc)
         counts = spread(count, C.n)[place, lane].astype(np.int64)
         rows = C.rows[place]
-        tx = None if mode["bytes"] is None else spread(mode["bytes"], C.n)[place, lane]
+        tx = None if expects is None else spread(expects, C.n)[place, lane]
         phases = np.empty(len(place), np.int64)
         # Together, when no phase can end in between; else one after the other.
         width = max(1, self.expected.shape[1])
         keys, group = np.unique(numbers * width + blocks, return_inverse=True)
         total = np.bincount(group, weights=counts, minlength=len(keys)).astype(np.int64)
-        together = (total <= self.pending[keys // width, keys % width]).all() and not mode["drop"]
+        together = (total <= self.pending[keys // width, keys % width]).all() and not drop
         steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(place))]
         for step in steps:
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
             if tx is not None:
                 self._expect(C, k, b, tx[step].astype(np.int64), place[step], pc)
-            if m.shared_races and mode["release"]:
+            if m.shared_races and release:
                 pairs = np.unique(rows[step] * (1 << 20) + k)
                 slots = np.array(self._slots)[pairs & MOST]
                 m.shared_races.clocks.publish(pairs >> 20, slots)
@@ -214,20 +225,18 @@ class Mbarriers:
             if late.any():
                 self._too_many(C, pc, int(place[step][np.argmax(late)]), k, b, late)
             np.subtract.at(self.pending, (k, b), counts[step])
-            if mode["drop"]:
+            if drop:
                 self.expected[k, b] -= counts[step]
-            if not mode["complete"] and (self.pending[k, b] == 0).any():
+            if not complete and (self.pending[k, b] == 0).any():
                 self._misuse(
                     C,
                     pc,
                     int(place[step][0]),
                     "an arrival with .noComplete completes its phase",
                     self.state(int(k[0]), int(b[0])),
-                    "use it only where other arrivals are still to come",
+                    "use it only where other arrivals are to come",
                 )
             self._complete(k, b)
-        if not mode["state"]:
-            return None
         state = np.zeros((C.n, 32), np.uint64)
         state[place, lane] = phases
         return state
@@ -343,8 +352,7 @@ class Mbarriers:
         if stuck.any():
             C.polls = True
         if m.shared_races and done.any():
-            place, lane = np.nonzero(done)
-            pairs = np.unique(C.rows[place] * (1 << 20) + numbers[place, lane])
+            pairs = np.unique(C.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = np.array(self._slots)[pairs & MOST] + 1
             m.shared_races.clocks.acquire(pairs >> 20, slots)
         return done

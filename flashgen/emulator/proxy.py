@@ -326,6 +326,8 @@ class AsyncProxy:
     def describe(self, stamp: int) -> str:
         """Who made an asynchronous write, and why nobody may look yet."""
         number = stamp - int(ASYNC)
+        if stamp == FLIGHT:
+            return "a cp.async that nobody has waited for writes there"
         if not 0 <= number < self._writes:
             return "an mbarrier lies there"
         name = self._names[int(self._write_column[number])]
@@ -360,7 +362,7 @@ class AsyncProxy:
             )
         if stamp >= ASYNC:
             numbers = f"{self.describe(stamp)}: {writer}"
-            way_out = "wait for its mbarrier first, in the warp that reads or one it meets"
+            way_out = "wait for that first, in the warp that starts this or in one that it meets"
         else:
             numbers = f"warp {stamp & 31} writes there: {writer}"
             way_out = "separate the two by a barrier that both warps pass"

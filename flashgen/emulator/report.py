@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashgen.emulator.warpgroup import RegisterPool
 
 Array = npt.NDArray[Any]
+_MOST_LINES = 24  # of a deadlock's report
 
 
 class WaitsForWarp:
@@ -167,6 +168,8 @@ class Reports:
                 f"{whole} take the branch",
             )
         first = self.cohorts[0]
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
         raise DeadlockError(
             "deadlock: every warp waits and nobody can release them",
             where=self.place(int(first.rows[0]), None, first.waits.pc),
