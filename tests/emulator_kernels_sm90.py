@@ -37,7 +37,8 @@ load(u32 to, const Map* map, int row, int head, int rows, u32 barrier) {
 }
 __device__ __forceinline__ void store(const Map* map, int column, int row, int head, u32 from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
-    "[%0, {%1, %2, %3}], [%4];" :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(from) : "memory");
+    "[%0, {%1, %2, %3}], [%4];"
+    :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(from) : "memory");
 }
 __device__ __forceinline__ u64 describe(u32 at, int leading) {
   return (u64)(at >> 4) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
@@ -104,8 +105,9 @@ __device__ __forceinline__ void round(u32 (&p)[4][4], const float (&s)[32]) {
   for (int i = 0; i < 16; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
 }
 extern "C" __global__ void __launch_bounds__(384, 1)
-flash(const __grid_constant__ Map mq, const __grid_constant__ Map mk, const __grid_constant__ Map mv,
-      const __grid_constant__ Map mo, int n, float scale, int causal) {
+flash(const __grid_constant__ Map mq, const __grid_constant__ Map mk,
+      const __grid_constant__ Map mv, const __grid_constant__ Map mo, int n, float scale,
+      int causal) {
   extern __shared__ __align__(1024) unsigned char smem[];
   u32 q = SMEM(smem), k = q + ROWS * D * 2, v = k + 2 * STAGE, b = v + 2 * STAGE;
   int group = threadIdx.x / 128, row0 = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y;
