@@ -354,6 +354,28 @@ KERNEL(plain)(const unsigned char* in, unsigned char* out, const int* sizes) {
         store_bulk(out + blockIdx.x * 512, s + 16, size); commit(); wait_read<0>();
     }
 }
+KERNEL(rows_by_lanes)(const float* in, float* out, int early) {
+    ROOM(float);
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); if (early) expect(&full, 2048); }
+    __syncwarp();
+    load_bulk(s + 16 * T, in + 512 * blockIdx.x + 16 * (31 - T), 64, &full);
+    __syncwarp();
+    if (T == 0 && !early) expect(&full, 2048);
+    wait(&full, 0);
+    for (int i = T; i < 512; i += 32) out[512 * blockIdx.x + i] = s[i];
+}
+KERNEL(a_phase_ends_between_two_copies)(const float* in, float* out) {
+    ROOM(float);
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 64); }
+    __syncwarp();
+    if (T < 2) load_bulk(s + 16 * T, in + 16 * T, 64, &full);
+    wait(&full, 0);
+    if (T == 0) expect(&full, 64);
+    wait(&full, 1);
+    out[T] = s[T];
+}
 KERNEL(plain_sum)(const float* in, float* out, unsigned short* half) {
     ROOM(float);
     for (int i = T; i < 128; i += 32) s[i] = in[i];
@@ -416,6 +438,22 @@ def test_plain_copies_have_their_own_sizes(seed: int | None) -> None:
     sizes = np.array([16, 512, 32, 48, 512, 496], np.int32)
     launch(hopper_ptx(CUDA), "plain", 6, 32, [source, target, sizes], 528, order_seed=seed)
     assert (target == np.where(np.arange(512) < sizes[:, None], source, 0)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("early", [0, 1])
+def test_copies_of_many_lanes_complete_one_phase(early: int, seed: int | None) -> None:
+    values = RNG.standard_normal((3, 32, 16)).astype(np.float32)
+    out = np.zeros_like(values)
+    launch(hopper_ptx(CUDA), "rows_by_lanes", 3, 32, [values, out, early], 2048, order_seed=seed)
+    assert (out == values[:, ::-1]).all()
+
+
+def test_a_copy_may_count_for_the_next_phase() -> None:
+    values = RNG.standard_normal(32).astype(np.float32)
+    out = np.zeros_like(values)
+    launch(hopper_ptx(CUDA), "a_phase_ends_between_two_copies", 1, 32, [values, out], 128)
+    assert (out == values).all()
 
 
 def test_plain_reductions_add() -> None:

@@ -223,7 +223,15 @@ class Mbarriers:
                 m.shared_races.clocks.publish(pairs >> 20, slots)
             late = self.pending[k, b] < counts[step]
             if late.any():
-                self._too_many(C, pc, int(place[step][np.argmax(late)]), k, b, late)
+                which = int(np.argmax(late))
+                self._misuse(
+                    C,
+                    pc,
+                    int(place[step][which]),
+                    "more arrivals at an mbarrier than it expects",
+                    self.state(int(k[which]), int(b[which])),
+                    "let as many arrive as mbarrier.init counts, and wait before the next phase",
+                )
             np.subtract.at(self.pending, (k, b), counts[step])
             if drop:
                 self.expected[k, b] -= counts[step]
@@ -262,31 +270,22 @@ class Mbarriers:
                 "expect the bytes of one phase only, in one place",
             )
 
-    def _too_many(self, C: Cohort, pc: int, row: int, k: Array, b: Array, late: Array) -> NoReturn:
-        which = int(np.argmax(late))
-        self._misuse(
-            C,
-            pc,
-            row,
-            "more arrivals at an mbarrier than it expects",
-            self.state(int(k[which]), int(b[which])),
-            "let as many threads arrive as mbarrier.init counts, and wait before the next phase",
-        )
-
     def deliver(self, numbers: Array, blocks: Array, sizes: Array) -> Array:
         """complete_tx by bulk copies, one after the other; returns the phase that each fell into.
 
         The count may go below zero: bytes may come before they are expected.
         """
         phases = np.empty(len(numbers), np.int64)
-        order = [slice(None)]
-        keys = numbers * self.tx.shape[1] + blocks
-        if len(np.unique(keys)) < len(keys):
-            order = [slice(i, i + 1) for i in range(len(keys))]
-        for step in order:
+        keys, group = np.unique(numbers * self.tx.shape[1] + blocks, return_inverse=True)
+        total = np.bincount(group, weights=sizes, minlength=len(keys)).astype(np.int64)
+        at = np.divmod(keys, self.tx.shape[1])
+        # A phase can only end with its last copy, unless there are more bytes than it waits for.
+        together = ((self.pending[at] > 0) | (total <= self.tx[at])).all()
+        steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(numbers))]
+        for step in steps:
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
-            self.tx[k, b] -= sizes[step]
+            np.subtract.at(self.tx, (k, b), sizes[step])
             self._complete(k, b)
         return phases
 
