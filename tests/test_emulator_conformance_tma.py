@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from hopper_ptx import hopper_ptx
+from hypothesis import given
+from hypothesis import strategies as st
 from test_emulator_conformance import Array
 
 from flashgen.emulator import Counters, TensorMap, launch
 from flashgen.emulator.errors import LaunchArguments, UnknownInstruction
+from flashgen.emulator.tma import boxes
 from flashgen.errors import LaunchError
 
 SEEDS = [None, 1, 2]
@@ -150,6 +155,47 @@ def test_the_swizzle_depends_on_the_address_and_not_on_the_box() -> None:
     assert (got == want).all()
 
 
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[Array, tuple[int, ...], list[tuple[int, ...]]]:
+    """A tensor, a box and places of it, which may lie anywhere around the tensor."""
+    dtype = draw(st.sampled_from(["uint8", "uint16", "float32", "int64"]))
+    size = np.dtype(dtype).itemsize
+    rank = draw(st.integers(1, 5))
+    dims = [draw(st.integers(1, 40 // size))] + [draw(st.integers(1, 4)) for _ in range(rank - 1)]
+    box = [draw(st.integers(1, 3)) * 16 // size] + [
+        draw(st.integers(1, 3)) for _ in range(rank - 1)
+    ]
+    inner = -(-dims[0] * size // 16) * 16 // size
+    full = (1 + np.arange(inner * math.prod(dims[1:])) % 250).astype(dtype)
+    array = full.reshape(*dims[:0:-1], inner)[..., : dims[0]]
+    place = st.tuples(
+        *(st.integers(-side - 1, dim + 1) for side, dim in zip(box, dims, strict=True))
+    )
+    return array, tuple(box), draw(st.lists(place, min_size=1, max_size=3))
+
+
+@given(tensors())
+def test_boxes_are_found_wherever_they_lie(
+    case: tuple[Array, tuple[int, ...], list[tuple[int, ...]]],
+) -> None:
+    array, box, places = case
+    spec = TensorMap(array, box).spec
+    found = boxes(spec, 1 << 20, np.array(places))
+    low, high = np.lib.array_utils.byte_bounds(array)
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+    where = found.offsets[:, :, None] + np.arange(found.unit)
+    taken = raw[np.clip(where, 0, len(raw) - 1)]
+    if found.inside is not None:
+        taken[~found.inside] = 0
+    want = np.stack([padded_box(array, at, box).reshape(-1) for at in places])
+    assert np.array_equal(taken.reshape(len(places), -1).view(array.dtype), want)
+    assert found.bytes == int(np.count_nonzero(want)) * array.itemsize
+    if found.runs is not None:
+        ranges = found.runs[:, :, None] + np.arange(found.run)
+        assert np.array_equal(ranges.reshape(len(places), -1), where.reshape(len(places), -1))
+        assert not (ranges[..., 0] % found.run).any()
+
+
 def test_any_strides_serve_as_a_tensor() -> None:
     batch = RNG.integers(1, 1000, (2, 10, 3, 16)).astype(np.int32)  # [B, N, H, D]
     heads = batch.transpose(0, 2, 1, 3)
@@ -248,6 +294,9 @@ KERNEL(maps_in_a_struct)(const __grid_constant__ Params p) {
         fence_init();
         const CUtensorMap* map = blockIdx.x ? &p.y : &p.x;
         asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+        asm volatile("cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"
+                     :: "l"(map), "r"(p.n) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], 64;" :: "l"(p.a) : "memory");
         expect(&full, 64);
         ull policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -221,7 +221,7 @@ class Mbarriers:
                 pairs = np.unique(rows[step] * (1 << 20) + k)
                 slots = np.array(self._slots)[pairs & MOST]
                 m.shared_races.clocks.publish(pairs >> 20, slots)
-            late = self.pending[k, b] < (counts[step] if not together else 1)
+            late = self.pending[k, b] < counts[step]
             if late.any():
                 self._too_many(C, pc, int(place[step][np.argmax(late)]), k, b, late)
             np.subtract.at(self.pending, (k, b), counts[step])

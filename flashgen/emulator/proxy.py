@@ -250,23 +250,20 @@ class AsyncProxy:
     ) -> None:
         stamps = self._take(self.races.written, where, size)
         writers = _different(stamps)
-        together = rows if rows.ndim == 2 else rows[:, None]
-        if self._visible(together[:, :, None], writers[:, None, :], verb)[0].all():
+        together = rows.reshape(len(rows), -1, 1)  # (g, w, 1): each of w warps must see all
+        if self._visible(together, writers[:, None], verb)[0].all():
             return
-        for member in together.T:
-            fine, why = self._visible(member[:, None], stamps, verb)
-            if not fine.all():
-                place, which = (int(i) for i in np.argwhere(~fine)[0])
-                granule = self._granule(where, size, place, which)
-                self._report_write(
-                    C,
-                    place if places is None else int(places[place]),
-                    granule,
-                    bool(why[place, which]),
-                    int(stamps[place, which]),
-                    pc,
-                    verb,
-                )
+        fine, unfenced = self._visible(together, stamps[:, None], verb)
+        place, member, which = (int(i) for i in np.argwhere(~fine)[0])
+        self._report_write(
+            C,
+            place if places is None else int(places[place]),
+            self._granule(where, size, place, which),
+            bool(unfenced[place, member, which]),
+            int(stamps[place, which]),
+            pc,
+            verb,
+        )
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
         """(fine, ordered but without a fence) for writes with these stamps."""
