@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hopper_ptx import hopper_ptx, marked_lines
+from test_emulator_conformance import Array
 
 from flashgen.emulator import TensorMap, launch
 from flashgen.emulator.errors import (
@@ -25,7 +26,7 @@ SEEDS = [None, 1, 2]
 ROWS, COLUMNS = 256, 64
 TILE = 32 * COLUMNS * 2  # bytes of a box of 32 rows of float16
 
-# Every kernel doubles its input, tile by tile; `in` and `out` are maps of boxes of 32 rows.
+# Kernels copy tiles of their input; `in` and `out` are maps of boxes of 32 rows.
 CUDA = r"""
 #define ARGS (MAP in, MAP out, const unsigned short* raw, unsigned short* to, int tiles)
 #define TILE 4096
@@ -34,11 +35,6 @@ CUDA = r"""
     __shared__ ull full[2], empty[2]; \
     const bool first = T == 0; \
     (void)s
-__device__ __forceinline__ u twice(u x) { return (x & 0x7fff7fffu) + 0x04000400u; }
-__device__ __forceinline__ void work(unsigned short* s) {
-    u* w = (u*)s;
-    for (int i = T % 64; i < TILE / 4; i += 64) w[i] = twice(w[i]);
-}
 KERNEL(missing_wait) ARGS {
     START;
     if (first) { init(&full[0], 1); fence_init(); }
@@ -228,6 +224,45 @@ KERNEL(store_read_known_to_its_thread_only) ARGS {
         FIX(__syncthreads();)
     }
 }
+KERNEL(load_over_a_store_that_still_reads) ARGS {
+    START;
+    if (first) {
+        init(&full[0], 1);
+        for (int t = 0; t < tiles; ++t) {
+            expect(&full[0], TILE);
+            load2(s, &in, 0, 32 * t, &full[0]);                                 // BUG
+            wait(&full[0], t & 1);
+            store2(&out, 0, 32 * t, s); commit();                               // BUG
+            FIX(wait_read<0>();)
+        }
+        wait_read<0>();
+    }
+}
+KERNEL(load_over_what_a_warp_still_reads) ARGS {
+    START;
+    if (first) { init(&full[0], 1); fence_init(); }
+    __syncthreads();
+    for (int t = 0; t < tiles; ++t) {
+        if (first) { expect(&full[0], TILE); load2(s, &in, 0, 32 * t, &full[0]); } // BUG
+        wait(&full[0], t & 1);
+        for (int i = T; i < TILE / 2; i += blockDim.x) to[t * TILE / 2 + i] = s[i]; // BUG
+        FIX(__syncthreads();)
+    }
+}
+KERNEL(fenced_by_a_warp_that_has_not_seen_the_stores) ARGS {
+    START;
+    if (first) { init(&full[0], blockDim.x - 32); fence_init(); }
+    __syncthreads();
+    if (T >= 32) {                              // two warps write, one stores what they wrote
+        for (int i = T - 32; i < TILE / 2; i += blockDim.x - 32) s[i] = raw[i]; // BUG
+        arrive(&full[0]);
+    } else {
+        BUG(fence_async();)
+        wait(&full[0], 0);
+        FIX(fence_async();)
+        if (first) { store2(&out, 0, 0, s); commit(); wait_read<0>(); }         // BUG
+    }
+}
 KERNEL(ends_before_its_store_has_read) ARGS {
     START;
     for (int i = T; i < TILE / 2; i += blockDim.x) s[i] = raw[i];
@@ -290,6 +325,30 @@ KERNEL(barrier_overwritten) ARGS {
     if (T == 32) { FIX(full[1]) BUG(full[0]) = 3; }                             // BUG
     if (first) { arrive(&full[0]); wait(&full[0], 0); }
 }
+KERNEL(barrier_invalidated_too_early) ARGS {
+    START;
+    if (first) {
+        for (int i = 0; i < 2; ++i) {
+            init(&full[i], 1); expect(&full[i], TILE);
+            load2(s + i * TILE / 2, &in, 0, 0, &full[i]);                       // BUG
+        }
+        FIX(wait(&full[0], 0);)
+        asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(SM(&full[0])) : "memory");
+        wait(&full[1], 0);
+    }
+}
+KERNEL(store_of_a_copy_in_flight) ARGS {
+    START;
+    if (T < 32) {
+        for (int i = 8 * T; i < TILE / 2; i += 256)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"            // BUG
+                         :: "r"(SM(s + i)), "l"(raw + i) : "memory");
+        FIX(asm volatile("cp.async.wait_all;" ::: "memory");)
+        fence_async();
+        __syncwarp();
+        if (first) { store2(&out, 0, 0, s); commit(); wait_read<0>(); }         // BUG
+    }
+}
 KERNEL(too_many_arrivals) ARGS {
     START;
     if (first) {
@@ -333,6 +392,7 @@ ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
     "barrier_never_initialised": MbarrierMisuse,
     "barrier_initialised_twice": (MbarrierMisuse, RaceError),
     "too_many_arrivals": MbarrierMisuse,
+    "barrier_invalidated_too_early": (MbarrierMisuse, RaceError),
     "more_bytes_than_it_counts": MbarrierMisuse,
     "no_init_fence_or_barrier": (RaceError, MbarrierMisuse),
     "consumer_skips_the_full_wait": (RaceError, UninitialisedRead),
@@ -343,14 +403,45 @@ LINES = marked_lines(CUDA)
 KERNELS = sorted({*LINES, *DEADLOCKS})
 
 
-def run(kernel: str, fixed: bool, seed: int | None) -> np.ndarray:
+# What the correct twin leaves: rows of the tensor that its stores reach, or of the raw output.
+STORED = {
+    "store_of_a_copy_in_flight": 32,
+    "load_over_a_store_that_still_reads": 256,
+    "fenced_by_a_warp_that_has_not_seen_the_stores": 32,
+    "missing_proxy_fence": 32,
+    "proxy_fence_before_the_stores": 32,
+    "store_without_barrier": 32,
+    "store_overwritten_before_it_has_read": 256,
+    "store_read_known_to_its_thread_only": 64,
+    "ends_before_its_store_has_read": 32,
+    "store_of_unwritten_memory": 32,
+}
+WRITTEN = {
+    "load_over_what_a_warp_still_reads": 256,
+    "missing_wait": 32,
+    "only_the_producer_waits": 32,
+    "generic_writes_before_a_load": 32,
+    "wrong_phase": 256,
+    "parity_never_flips": 256,
+    "expects_too_much": 32,
+    "expects_too_little": 32,
+    "producer_skips_the_empty_wait": 256,
+    "consumer_skips_the_full_wait": 256,
+    "consumer_releases_too_early": 256,
+    "producer_waits_for_the_wrong_parity": 256,
+    "one_consumer_never_releases": 256,
+}
+
+
+def run(kernel: str, fixed: bool, seed: int | None) -> list[Array]:
+    """The input, what lies behind the output map, and the raw output."""
     source = np.arange(ROWS * COLUMNS, dtype=np.uint16).reshape(ROWS, COLUMNS)
     target = np.zeros_like(source)
     raw = np.zeros_like(source)
     maps = [TensorMap(a, (COLUMNS, 32), dtype="float16") for a in (source, target)]
     ptx = hopper_ptx(CUDA, fixed)
     launch(ptx, kernel, 1, 96, [*maps, source, raw, 8], shared_bytes=3 * TILE, order_seed=seed)
-    return np.stack([target, raw])
+    return [source, target, raw]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -371,4 +462,7 @@ def test_a_planted_bug_is_named(kernel: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_correct_twin_runs(kernel: str, seed: int | None) -> None:
-    run(kernel, True, seed)
+    source, target, raw = run(kernel, True, seed)
+    for array, rows in ((target, STORED.get(kernel, 0)), (raw, WRITTEN.get(kernel, 0))):
+        assert (array[:rows] == source[:rows]).all()
+        assert rows == 0 or not array[rows:].any()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from hopper_ptx import hopper_ptx
+from hypothesis import given
+from hypothesis import strategies as st
 from test_emulator_conformance import Array
 
 from flashgen.emulator import Counters, TensorMap, launch
 from flashgen.emulator.errors import LaunchArguments, UnknownInstruction
+from flashgen.emulator.tma import boxes
 from flashgen.errors import LaunchError
 
 SEEDS = [None, 1, 2]
-HEADER = ".version 8.6\n.target sm_90a\n.address_size 64\n"
+# The constants lie first in device memory: what lies outside must be zero all the same.
+HEADER = """.version 8.6
+.target sm_90a
+.address_size 64
+.const .align 16 .b32 first[4] = {7, 7, 7, 7};
+"""
 RNG = np.random.default_rng(7)
 
 
@@ -145,6 +155,47 @@ def test_the_swizzle_depends_on_the_address_and_not_on_the_box() -> None:
     assert (got == want).all()
 
 
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[Array, tuple[int, ...], list[tuple[int, ...]]]:
+    """A tensor, a box and places of it, which may lie anywhere around the tensor."""
+    dtype = draw(st.sampled_from(["uint8", "uint16", "float32", "int64"]))
+    size = np.dtype(dtype).itemsize
+    rank = draw(st.integers(1, 5))
+    dims = [draw(st.integers(1, 40 // size))] + [draw(st.integers(1, 4)) for _ in range(rank - 1)]
+    box = [draw(st.integers(1, 3)) * 16 // size] + [
+        draw(st.integers(1, 3)) for _ in range(rank - 1)
+    ]
+    inner = -(-dims[0] * size // 16) * 16 // size
+    full = (1 + np.arange(inner * math.prod(dims[1:])) % 250).astype(dtype)
+    array = full.reshape(*dims[:0:-1], inner)[..., : dims[0]]
+    place = st.tuples(
+        *(st.integers(-side - 1, dim + 1) for side, dim in zip(box, dims, strict=True))
+    )
+    return array, tuple(box), draw(st.lists(place, min_size=1, max_size=3))
+
+
+@given(tensors())
+def test_boxes_are_found_wherever_they_lie(
+    case: tuple[Array, tuple[int, ...], list[tuple[int, ...]]],
+) -> None:
+    array, box, places = case
+    spec = TensorMap(array, box).spec
+    found = boxes(spec, 1 << 20, np.array(places))
+    low, high = np.lib.array_utils.byte_bounds(array)
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+    where = found.offsets[:, :, None] + np.arange(found.unit)
+    taken = raw[np.clip(where, 0, len(raw) - 1)]
+    if found.inside is not None:
+        taken[~found.inside] = 0
+    want = np.stack([padded_box(array, at, box).reshape(-1) for at in places])
+    assert np.array_equal(taken.reshape(len(places), -1).view(array.dtype), want)
+    assert found.bytes == int(np.count_nonzero(want)) * array.itemsize
+    if found.runs is not None:
+        ranges = found.runs[:, :, None] + np.arange(found.run)
+        assert np.array_equal(ranges.reshape(len(places), -1), where.reshape(len(places), -1))
+        assert not (ranges[..., 0] % found.run).any()
+
+
 def test_any_strides_serve_as_a_tensor() -> None:
     batch = RNG.integers(1, 1000, (2, 10, 3, 16)).astype(np.int32)  # [B, N, H, D]
     heads = batch.transpose(0, 2, 1, 3)
@@ -243,6 +294,9 @@ KERNEL(maps_in_a_struct)(const __grid_constant__ Params p) {
         fence_init();
         const CUtensorMap* map = blockIdx.x ? &p.y : &p.x;
         asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+        asm volatile("cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"
+                     :: "l"(map), "r"(p.n) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], 64;" :: "l"(p.a) : "memory");
         expect(&full, 64);
         ull policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -299,6 +353,28 @@ KERNEL(plain)(const unsigned char* in, unsigned char* out, const int* sizes) {
         wait(&full, 0);
         store_bulk(out + blockIdx.x * 512, s + 16, size); commit(); wait_read<0>();
     }
+}
+KERNEL(rows_by_lanes)(const float* in, float* out, int early) {
+    ROOM(float);
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); if (early) expect(&full, 2048); }
+    __syncwarp();
+    load_bulk(s + 16 * T, in + 512 * blockIdx.x + 16 * (31 - T), 64, &full);
+    __syncwarp();
+    if (T == 0 && !early) expect(&full, 2048);
+    wait(&full, 0);
+    for (int i = T; i < 512; i += 32) out[512 * blockIdx.x + i] = s[i];
+}
+KERNEL(a_phase_ends_between_two_copies)(const float* in, float* out) {
+    ROOM(float);
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 64); }
+    __syncwarp();
+    if (T < 2) load_bulk(s + 16 * T, in + 16 * T, 64, &full);
+    wait(&full, 0);
+    if (T == 0) expect(&full, 64);
+    wait(&full, 1);
+    out[T] = s[T];
 }
 KERNEL(plain_sum)(const float* in, float* out, unsigned short* half) {
     ROOM(float);
@@ -362,6 +438,22 @@ def test_plain_copies_have_their_own_sizes(seed: int | None) -> None:
     sizes = np.array([16, 512, 32, 48, 512, 496], np.int32)
     launch(hopper_ptx(CUDA), "plain", 6, 32, [source, target, sizes], 528, order_seed=seed)
     assert (target == np.where(np.arange(512) < sizes[:, None], source, 0)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("early", [0, 1])
+def test_copies_of_many_lanes_complete_one_phase(early: int, seed: int | None) -> None:
+    values = RNG.standard_normal((3, 32, 16)).astype(np.float32)
+    out = np.zeros_like(values)
+    launch(hopper_ptx(CUDA), "rows_by_lanes", 3, 32, [values, out, early], 2048, order_seed=seed)
+    assert (out == values[:, ::-1]).all()
+
+
+def test_a_copy_may_count_for_the_next_phase() -> None:
+    values = RNG.standard_normal(32).astype(np.float32)
+    out = np.zeros_like(values)
+    launch(hopper_ptx(CUDA), "a_phase_ends_between_two_copies", 1, 32, [values, out], 128)
+    assert (out == values).all()
 
 
 def test_plain_reductions_add() -> None:

@@ -318,6 +318,69 @@ def test_groups_that_add_to_the_same_sums_land_one_after_the_other(
     assert (sums_of(out, 64) == want).all()
 
 
+BRANCHES = (
+    HEAD
+    + issue("mma", 16)
+    + r"""
+// Warpgroups leave each other between the instructions of a chain and between groups.
+extern "C" __global__ void branches(const uint4* a, const uint4* b, float* out, u64 da, u64 db) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  int group = threadIdx.x / 128 + blockIdx.x;
+  fill((uint4*)smem, a, 8192);
+  fill((uint4*)(smem + 8192), b, 2048);
+  PROXY_FENCE; __syncthreads();
+  float d[8], e[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { d[i] = 1; e[i] = 2; }
+  keep(d); keep(e); FENCE;
+  mma(d, da, db, 1);
+  if (group % 2) mma(d, da + 2, db + 2, 1);
+  if (group % 3 == 2) mma(d, da + 4, db + 4, 0);
+  COMMIT;
+  if (group % 2 == 0) { mma(e, da + 6, db + 6, group > 2); COMMIT; }
+  WAIT(1);
+  if (group % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) d[i] *= 2;
+    keep(d); FENCE;
+    mma(d, da + 6, db + 6, 1); COMMIT;
+  } else { mma(d, da, db, 1); COMMIT; }
+  WAIT(0); keep(d); keep(e);
+  out += (blockIdx.x * blockDim.x + threadIdx.x) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { out[i] = d[i]; out[8 + i] = e[i]; }
+}
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_chains_are_cut_where_warpgroups_part(seed: int | None) -> None:
+    blocks, groups = 3, 4
+    a, b = integers(16, (64, 64), "f16"), integers(17, (16, 64), "f16")
+    left, right = stored(a, 128), stored(b, 128)
+    where = left.descriptors()[0], right.descriptors(left.image.size)[0]
+    out = np.zeros((blocks, groups, 128, 16), np.float32)
+    args = [left.image, right.image, out, *where]
+    ptx = compiled(BRANCHES)
+    emulator.launch(ptx, "branches", blocks, 128 * groups, args, 10240, order_seed=seed)
+    parts = [exact(a[:, 16 * i : 16 * i + 16], b[:, 16 * i : 16 * i + 16]) for i in range(4)]
+    for block, member in itertools.product(range(blocks), range(groups)):
+        group = block + member
+        d, e = 1 + parts[0], np.full((64, 16), 2.0)
+        if group % 2:
+            d = d + parts[1]
+        if group % 3 == 2:
+            d = parts[2]
+        if group % 2 == 0:
+            d, e = 2 * d + parts[3], (e if group > 2 else 0) + parts[3]
+        else:
+            d = d + parts[0]
+        got = out[block, member]
+        assert (sums_of(got[:, :8], 16) == d).all(), group
+        assert (sums_of(got[:, 8:], 16) == e).all(), group
+
+
 def test_counters_know_products_and_the_bytes_of_operands() -> None:
     a, b = integers(1, (64, 64), "f16"), integers(2, (96, 64), "f16")
     left, right = stored(a, 128), stored(b, 128)

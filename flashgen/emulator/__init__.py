@@ -5,10 +5,11 @@ the entry. The path of a kernel: ``lexer`` and ``parser`` (text to :mod:`ptx` da
 (calls inlined), ``program`` (flow and liveness), ``codegen`` with the ``emit_*`` modules (one
 Python function per segment), ``machine`` (cohorts of warps through segments). What instructions
 mean is in ``integers``, ``floats``, ``halves``, ``convert``, ``warp``, ``tensor``, ``access``,
-``atomics``, ``copies`` and ``barriers``; for warpgroups in ``wgmma`` (with ``chains``, ``products``
-and ``descriptors``), ``register_order`` (with ``hazards``), ``warpgroup`` and ``clusters``;
-``races`` checks, ``counters`` counts: in a launch with profile=True also what ``recorder`` records,
-by the models of ``banks`` and ``work``. ``l2`` runs what was recorded through a cache.
+``atomics``, ``copies`` and ``barriers``; those of sm_90 in ``mbarriers``, ``bulk`` with ``tma``,
+``wgmma`` with ``chains``, ``products`` and ``descriptors``, ``register_order`` with ``hazards``,
+``warpgroup`` and ``clusters``. ``races`` checks, with ``clocks``, and ``proxy`` for what is
+asynchronous; ``counters`` counts: in a launch with profile=True also what ``recorder`` records, by
+the models of ``banks`` and ``work``. ``l2`` runs what was recorded through a cache.
 """
 
 from flashgen.emulator.counters import Counters, Totals

@@ -161,10 +161,17 @@ class Barriers:
             released.R[register] = np.dtype(dtype).type(value)
         return released
 
-    def describe(self, c: Cohort) -> str:
-        """What a waiting cohort waits for, for the deadlock report."""
+    def describe(self, c: Cohort) -> list[str]:
+        """Which warps of a waiting cohort wait for what, for the deadlock report."""
+        ids = c.waits.ids
+        return [
+            f"{self.machine.warps_text(c.rows[ids == barrier])}, {self._state(c, barrier)}"
+            for barrier in np.unique(ids).tolist()
+        ]
+
+    def _state(self, c: Cohort, barrier: int) -> str:
         m, waits = self.machine, c.waits
-        block, barrier = int(m.row_block[c.rows[0]]), int(waits.ids[0])
+        block = int(m.row_block[c.rows[np.argmax(waits.ids == barrier)]])
         expected = int(self.expected[block, barrier])
         if expected <= 0:
             expected = int(m.live_warps[block]) * 32

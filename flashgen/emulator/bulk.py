@@ -4,6 +4,9 @@ A copy is executed when somebody must see it done: one into shared memory when n
 more, one out of it when its thread waits for its group. Until then it is in flight and shared
 memory keeps what it had, so that a wait that is missing changes results. With an order_seed copies
 are executed at random times.
+
+Order in global memory is checked as if the warp that starts a copy made it there and then; that a
+proxy fence is missing there goes unnoticed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from flashgen.emulator.access import check_window, spread
 from flashgen.emulator.atomics import combine
 from flashgen.emulator.cohort import Cohort, Issued
 from flashgen.emulator.dtypes import DTYPE
-from flashgen.emulator.errors import RaceError
+from flashgen.emulator.errors import MbarrierMisuse, RaceError
 from flashgen.emulator.memory import SHIFT
 from flashgen.emulator.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.tma import CHUNK, WIDEST, TensorMap, boxes, lowest_bit, overlapping, places
@@ -286,6 +289,17 @@ class Bulk:
                 shared[to] = data
             self.incoming.remove(t)
             blocks = m.row_block[t.issued.rows]
+            gone = m.mbarriers.expected[t.barriers, blocks] == 0
+            if gone.any():
+                m.fail(
+                    MbarrierMisuse,
+                    "an mbarrier is invalidated while a bulk copy is under way to it",
+                    t.issued,
+                    t.pc,
+                    row=int(np.argmax(gone)),
+                    numbers=f"a copy of {t.size:,} bytes",
+                    way_out="wait for the phase of the copy first",
+                )
             phases = m.mbarriers.deliver(t.barriers, blocks, np.full(len(blocks), t.size))
             if m.proxy is not None and t.writes is not None:
                 m.proxy.landed(t.writes, phases + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.emulator.codegen import Generator
 from flashgen.emulator.emit_memory import address
 from flashgen.emulator.memory import SHARED_WINDOW
-from flashgen.emulator.ptx import Instruction, Mem, Operand
+from flashgen.emulator.ptx import Instruction, Mem, Operand, Reg, Sym
 from flashgen.emulator.registry import emits
 
 _ACTIONS = ("arrive", "arrive_drop", "test_wait", "try_wait", "init", "inval")
@@ -16,7 +16,7 @@ def place_of(g: Generator, operand: Operand) -> str:
     """The address of an mbarrier in the block's shared memory; its state space is optional."""
     if g.mods.take("shared", "shared::cta", "shared::cluster"):
         return address(g, operand, "shared")
-    if isinstance(operand, Mem) and not hasattr(operand.base, "index"):
+    if isinstance(operand, Mem) and isinstance(operand.base, Sym):
         return address(g, operand, "shared")
     return f"({address(g, operand, '')} - {SHARED_WINDOW})"
 
@@ -68,11 +68,15 @@ def _arrive(g: Generator, operands: list[Operand], drop: bool, release: bool) ->
     given = g.read(operands[1], "u4") if len(operands) > 1 else ""
     count = given if given and not expects else "1"
     g.demand()
-    wanted = to is not None and hasattr(to, "index")
-    mode = (
-        f"{{'bytes': {given if expects else None}, 'release': {release}, 'drop': {drop}, "
-        f"'complete': {complete}, 'state': {wanted}}}"
-    )
-    state = g.let(f"E.mbarriers.arrive(C, {where}, {count}, {g.lanes()}, {g.pc}, {mode})")
-    if wanted and to is not None:
-        g.write(to, state, "u8")
+    options = f", expects={given}" if expects else ""
+    for name, value, default in (
+        ("release", release, True),
+        ("drop", drop, False),
+        ("complete", complete, True),
+    ):
+        options += f", {name}={value}" if value is not default else ""
+    call = f"E.mbarriers.arrive(C, {where}, {count}, {g.lanes()}, {g.pc}{options})"
+    if isinstance(to, Reg):
+        g.write(to, g.let(call), "u8")
+    else:
+        g.say(call)

@@ -14,10 +14,9 @@ from flashgen.emulator.ptx import Imm, Instruction, Operand, Reg, Vec
 from flashgen.emulator.registry import emits, items_of, runtime
 from flashgen.emulator.wgmma import KEPT_GROUPS
 
-# Element types -> depth of one instruction, the types they may be mixed with, types of the sums
+# Element type -> depth of one instruction, and types of the sums
 _DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
-_SUMS = {"f16": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",)}
-_SUMS |= dict.fromkeys(("e4m3", "e5m2"), ("f32", "f16"))
+_SUMS = {kind: ("f32",) if kind in ("bf16", "tf32") else ("f32", "f16") for kind in _DEPTH}
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
@@ -93,32 +92,29 @@ def _multiply(g: Generator, ins: Instruction) -> None:
 def _parsed(g: Generator, ins: Instruction) -> tuple[Form, Operand, Operand, Operand]:
     """What an mma_async says, its operands A and B and whether it adds."""
     mods = g.mods
-    shape = next((m for m in mods.left if _SHAPE.fullmatch(m)), "")
-    mods.take(shape)
-    types = list(mods.left)
-    if not shape or len(types) != 3:
+    shape = _SHAPE.fullmatch(mods.left[0]) if mods.left else None
+    if shape is None or len(mods.left) != 4:
         raise g.unknown("sparse or saturating forms")
+    _, d_type, a_type, b_type = mods.left
     mods.left.clear()
-    d_type, a_type, b_type = types
-    columns, depth = (int(n) for n in _SHAPE.fullmatch(shape).groups())  # type: ignore[union-attr]
+    columns, depth = (int(number) for number in shape.groups())
     mixed = a_type != b_type and {a_type, b_type} != {"e4m3", "e5m2"}
     if a_type not in _DEPTH or mixed or d_type not in _SUMS[a_type]:
         raise g.unknown("these types")
     if depth != _DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:
         raise g.unknown("this shape with these types")
     to, a, b, adds, *rest = ins.operands
-    flags = [as_immediate(operand) for operand in rest]
-    if None in flags or any(sign not in (1, -1) for sign in flags[:2]) or len(flags) < 2:
+    signs = [as_immediate(operand) or 0 for operand in rest[:2]]
+    if len(signs) < 2 or not set(signs) <= {1, -1}:
         raise g.unknown("a scale other than 1 and -1")
+    flags = [as_immediate(operand) for operand in rest[2:]]
+    # 16-bit operands in shared memory have a flag each.
+    movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
+    if len(flags) != len(movable) or not set(flags) <= {0, 1}:
+        raise g.unknown("other transpositions than its operands have")
     transposed = [False, False]
-    if depth == 16:
-        wanted = [1] if isinstance(a, Vec) else [0, 1]
-        if len(flags) - 2 != len(wanted) or any(flag not in (0, 1) for flag in flags[2:]):
-            raise g.unknown("other transpositions than its operands need")
-        for which, flag in zip(wanted, flags[2:], strict=True):
-            transposed[which] = flag == 1
-    elif len(flags) != 2:
-        raise g.unknown("a transposition of these types")
+    for which, flag in zip(movable, flags, strict=True):
+        transposed[which] = flag == 1
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
     fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
     half = d_type == "f16"
@@ -126,16 +122,16 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[Form, Operand, Operand, Ope
         raise g.unknown("another number of sums")
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of another size")
-    sign = (flags[0] or 1) * (flags[1] or 1)
-    kinds = (a_type, b_type)
-    form = Form(columns, half, kinds, (transposed[0], transposed[1]), sign, (), ())
-    return _with_registers(form, registers, fragments), a, b, adds
-
-
-def _with_registers(form: Form, registers: list[int], fragments: list[int]) -> Form:
-    from dataclasses import replace
-
-    return replace(form, registers=tuple(registers), fragments=tuple(fragments))
+    form = Form(
+        columns,
+        half,
+        kinds=(a_type, b_type),
+        transposed=(transposed[0], transposed[1]),
+        sign=signs[0] * signs[1],
+        registers=tuple(registers),
+        fragments=tuple(fragments),
+    )
+    return form, a, b, adds
 
 
 @runtime

@@ -48,7 +48,7 @@ class Mbarriers:
         none = np.zeros((0, blocks), np.int64)
         self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
         self.made_by, self.made_at = none.copy(), none.copy()  # the warp of the init, its clock
-        self._slots: list[int] = []  # of the clocks published in this phase; the next: in the last
+        self._slots: list[int] = []  # clocks published up to this phase; the next: to the last
         self.columns: list[int] = []
 
     # ---- init and inval
@@ -177,14 +177,25 @@ class Mbarriers:
     # ---- arrivals and bytes
 
     def arrive(
-        self, C: Cohort, address: Any, count: Any, lanes: Any, pc: int, mode: dict[str, Any]
-    ) -> Array | None:
-        """mbarrier.arrive and arrive_drop, with expect_tx; ``count`` arrivals by each lane.
+        self,
+        C: Cohort,
+        address: Any,
+        count: Any,
+        lanes: Any,
+        pc: int,
+        *,
+        expects: Any = None,
+        release: bool = True,
+        drop: bool = False,
+        complete: bool = True,
+    ) -> Array:
+        """mbarrier.arrive and arrive_drop: ``count`` arrivals by each lane.
 
         Args:
-            mode: "bytes" to expect first, "release" (what went before is published), "drop" (later
-                phases expect so many fewer), "complete" False (it must not complete the phase),
-                "state" (the result is wanted).
+            expects: bytes to expect first, by each lane.
+            release: what went before is published.
+            drop: later phases expect so many arrivals fewer.
+            complete: it may complete its phase.
 
         Returns:
             The state of each lane, (n, 32): the phase that it arrived at.
@@ -193,41 +204,47 @@ class Mbarriers:
         place, lane, numbers, blocks = self.find(C, address, lanes, pc)
         counts = spread(count, C.n)[place, lane].astype(np.int64)
         rows = C.rows[place]
-        tx = None if mode["bytes"] is None else spread(mode["bytes"], C.n)[place, lane]
+        tx = None if expects is None else spread(expects, C.n)[place, lane]
         phases = np.empty(len(place), np.int64)
         # Together, when no phase can end in between; else one after the other.
         width = max(1, self.expected.shape[1])
         keys, group = np.unique(numbers * width + blocks, return_inverse=True)
         total = np.bincount(group, weights=counts, minlength=len(keys)).astype(np.int64)
-        together = (total <= self.pending[keys // width, keys % width]).all() and not mode["drop"]
+        together = (total <= self.pending[keys // width, keys % width]).all() and not drop
         steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(place))]
         for step in steps:
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
             if tx is not None:
                 self._expect(C, k, b, tx[step].astype(np.int64), place[step], pc)
-            if m.shared_races and mode["release"]:
+            if m.shared_races and release:
                 pairs = np.unique(rows[step] * (1 << 20) + k)
                 slots = np.array(self._slots)[pairs & MOST]
                 m.shared_races.clocks.publish(pairs >> 20, slots)
-            late = self.pending[k, b] < (counts[step] if not together else 1)
+            late = self.pending[k, b] < counts[step]
             if late.any():
-                self._too_many(C, pc, int(place[step][np.argmax(late)]), k, b, late)
+                which = int(np.argmax(late))
+                self._misuse(
+                    C,
+                    pc,
+                    int(place[step][which]),
+                    "more arrivals at an mbarrier than it expects",
+                    self.state(int(k[which]), int(b[which])),
+                    "let as many arrive as mbarrier.init counts, and wait before the next phase",
+                )
             np.subtract.at(self.pending, (k, b), counts[step])
-            if mode["drop"]:
+            if drop:
                 self.expected[k, b] -= counts[step]
-            if not mode["complete"] and (self.pending[k, b] == 0).any():
+            if not complete and (self.pending[k, b] == 0).any():
                 self._misuse(
                     C,
                     pc,
                     int(place[step][0]),
                     "an arrival with .noComplete completes its phase",
                     self.state(int(k[0]), int(b[0])),
-                    "use it only where other arrivals are still to come",
+                    "use it only where other arrivals are to come",
                 )
             self._complete(k, b)
-        if not mode["state"]:
-            return None
         state = np.zeros((C.n, 32), np.uint64)
         state[place, lane] = phases
         return state
@@ -253,31 +270,22 @@ class Mbarriers:
                 "expect the bytes of one phase only, in one place",
             )
 
-    def _too_many(self, C: Cohort, pc: int, row: int, k: Array, b: Array, late: Array) -> NoReturn:
-        which = int(np.argmax(late))
-        self._misuse(
-            C,
-            pc,
-            row,
-            "more arrivals at an mbarrier than it expects",
-            self.state(int(k[which]), int(b[which])),
-            "let as many threads arrive as mbarrier.init counts, and wait before the next phase",
-        )
-
     def deliver(self, numbers: Array, blocks: Array, sizes: Array) -> Array:
         """complete_tx by bulk copies, one after the other; returns the phase that each fell into.
 
         The count may go below zero: bytes may come before they are expected.
         """
         phases = np.empty(len(numbers), np.int64)
-        order = [slice(None)]
-        keys = numbers * self.tx.shape[1] + blocks
-        if len(np.unique(keys)) < len(keys):
-            order = [slice(i, i + 1) for i in range(len(keys))]
-        for step in order:
+        keys, group = np.unique(numbers * self.tx.shape[1] + blocks, return_inverse=True)
+        total = np.bincount(group, weights=sizes, minlength=len(keys)).astype(np.int64)
+        at = np.divmod(keys, self.tx.shape[1])
+        # A phase can only end with its last copy, unless there are more bytes than it waits for.
+        together = ((self.pending[at] > 0) | (total <= self.tx[at])).all()
+        steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(numbers))]
+        for step in steps:
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
-            self.tx[k, b] -= sizes[step]
+            np.subtract.at(self.tx, (k, b), sizes[step])
             self._complete(k, b)
         return phases
 
@@ -294,10 +302,10 @@ class Mbarriers:
         if m.shared_races:
             published, slots = m.shared_races.clocks.published, np.array(self._slots)[k]
             columns = np.array(self.columns)[k]
+            # Earlier phases stay in it: one that has ended implies them.
             published[b, slots + 1] = published[b, slots]
             # Copies into this phase have landed: their agent's time is the number of phases.
             published[b, slots + 1, columns] = self.phase[k, b]
-            published[b, slots] = 0
         ended = np.zeros(self.tx.shape, bool)
         ended[k, b] = True
         for c in m.cohorts:
@@ -343,8 +351,7 @@ class Mbarriers:
         if stuck.any():
             C.polls = True
         if m.shared_races and done.any():
-            place, lane = np.nonzero(done)
-            pairs = np.unique(C.rows[place] * (1 << 20) + numbers[place, lane])
+            pairs = np.unique(C.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = np.array(self._slots)[pairs & MOST] + 1
             m.shared_races.clocks.acquire(pairs >> 20, slots)
         return done

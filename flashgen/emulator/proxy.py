@@ -129,6 +129,8 @@ class AsyncProxy:
             UninitialisedRead: bytes that nobody has written.
             RaceError: a write that is not ordered before, or not visible to the proxy.
         """
+        if not len(where):
+            return 0  # all of it lies outside the tensor
         self._against_writes(C, rows, where, size, pc, places, "read")
         self._reads += 1
         time = self._reads
@@ -248,22 +250,20 @@ class AsyncProxy:
     ) -> None:
         stamps = self._take(self.races.written, where, size)
         writers = _different(stamps)
-        together = rows if rows.ndim == 2 else rows[:, None]
-        for member in together.T:
-            fine, why = self._visible(member[:, None], writers, verb)
-            if not fine.all():
-                fine, why = self._visible(member[:, None], stamps, verb)
-                place, which = (int(i) for i in np.argwhere(~fine)[0])
-                granule = self._granule(where, size, place, which)
-                self._report_write(
-                    C,
-                    place if places is None else int(places[place]),
-                    granule,
-                    bool(why[place, which]),
-                    int(stamps[place, which]),
-                    pc,
-                    verb,
-                )
+        together = rows.reshape(len(rows), -1, 1)  # (g, w, 1): each of w warps must see all
+        if self._visible(together, writers[:, None], verb)[0].all():
+            return
+        fine, unfenced = self._visible(together, stamps[:, None], verb)
+        place, member, which = (int(i) for i in np.argwhere(~fine)[0])
+        self._report_write(
+            C,
+            place if places is None else int(places[place]),
+            self._granule(where, size, place, which),
+            bool(unfenced[place, member, which]),
+            int(stamps[place, which]),
+            pc,
+            verb,
+        )
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
         """(fine, ordered but without a fence) for writes with these stamps."""
@@ -323,6 +323,8 @@ class AsyncProxy:
     def describe(self, stamp: int) -> str:
         """Who made an asynchronous write, and why nobody may look yet."""
         number = stamp - int(ASYNC)
+        if stamp == FLIGHT:
+            return "a cp.async that nobody has waited for writes there"
         if not 0 <= number < self._writes:
             return "an mbarrier lies there"
         name = self._names[int(self._write_column[number])]
@@ -357,7 +359,7 @@ class AsyncProxy:
             )
         if stamp >= ASYNC:
             numbers = f"{self.describe(stamp)}: {writer}"
-            way_out = "wait for its mbarrier first, in the warp that reads or one it meets"
+            way_out = "wait for that first, in the warp that starts this or in one that it meets"
         else:
             numbers = f"warp {stamp & 31} writes there: {writer}"
             way_out = "separate the two by a barrier that both warps pass"

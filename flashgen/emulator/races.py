@@ -287,7 +287,9 @@ class SharedRaces:
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= ASYNC and self.proxy is not None:
             what += f"; {self.proxy.describe(stamp)}: {source}"
-            way_out = "wait for its mbarrier first; the memory of an mbarrier is nobody's else"
+            way_out = "wait for its mbarrier first, in this warp or in one that it meets"
+            if stamp == MBARRIER:
+                way_out = "keep off the memory of mbarriers, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             what += f"; warp {stamp & 31} writes there: {source}"

@@ -1,6 +1,9 @@
 """The order of ordinary instructions and wgmma on the same registers, checked while they run.
 
 Only where `hazards` has found that some path could be wrong: everything here is then exact.
+Registers that were only read since the last fence need none here, though the PTX ISA asks for one
+after any access: what an instruction reads it has read before a later wgmma starts. Nor is a fence
+asked for between products of different shapes that use the same sums one after the other.
 """
 
 from __future__ import annotations

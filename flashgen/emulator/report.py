@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashgen.emulator.warpgroup import RegisterPool
 
 Array = npt.NDArray[Any]
+_MOST_LINES = 24  # of a deadlock's report
 
 
 class WaitsForWarp:
@@ -121,13 +122,13 @@ class Reports:
             way_out="look for an endless loop, or raise step_limit of emulator.launch",
         )
 
-    def _warps_of(self, c: Cohort) -> str:
-        """The warps of a cohort: those of its first block by number."""
-        row = int(c.rows[0])
-        here = self.row_warp[c.rows[self.row_block[c.rows] == self.row_block[row]]]
+    def warps_text(self, rows: Array) -> str:
+        """Warps of the wave: those of the first block by number."""
+        row = int(rows[0])
+        here = self.row_warp[rows[self.row_block[rows] == self.row_block[row]]]
         there = np.zeros(int(here.max()) + 1, bool)
         there[here] = True
-        others = f" and {c.n - len(here)} of other blocks" if c.n > len(here) else ""
+        others = f" and {len(rows) - len(here)} of other blocks" if len(rows) > len(here) else ""
         plural = "s" if len(here) > 1 else ""
         return f"block {self.block_name(row)} warp{plural} {lane_text(there)}{others}"
 
@@ -137,9 +138,12 @@ class Reports:
         partial = None
         for c in self.cohorts:
             row = int(c.rows[0])
-            text = self._warps_of(c)
+            text = self.warps_text(c.rows)
             if isinstance(c.waits, WaitsForPhase):
                 lines += self.mbarriers.describe(c)
+                continue
+            if isinstance(c.waits, WaitsAtBarrier):
+                lines += self.barriers.describe(c)
                 continue
             if isinstance(c.waits, WaitsForWarp):
                 pc = c.waits.pc
@@ -148,8 +152,6 @@ class Reports:
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
                 text += f"{self.program.describe(pc)}"
-            elif isinstance(c.waits, WaitsAtBarrier):
-                text += ", " + self.barriers.describe(c)
             elif isinstance(c.waits, WaitsForCluster):
                 text += ", " + self.cluster.describe(c)
             else:
@@ -166,6 +168,8 @@ class Reports:
                 f"{whole} take the branch",
             )
         first = self.cohorts[0]
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
         raise DeadlockError(
             "deadlock: every warp waits and nobody can release them",
             where=self.place(int(first.rows[0]), None, first.waits.pc),
