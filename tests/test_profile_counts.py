@@ -24,8 +24,8 @@ SIZES = [(1, 2, 2, 384, 384), (2, 4, 2, 113, 203), (1, 2, 1, 257, 150)]
 KERNELS = ("forward", "delta", "fused", "delta", "dkdv", "dq")
 
 
-def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **values: float) -> None:
-    profiles = all_kernels(spec, sizes, **values)
+def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **options: float) -> None:
+    profiles = all_kernels(spec, sizes, **options)
     assert tuple(profile.plan.kernel for profile in profiles) == KERNELS
     for profile in profiles:
         for tensor in profile.tensors:
@@ -52,12 +52,56 @@ def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes)
         pytest.param("local_global", SIZES[2], marks=pytest.mark.slow),
     ],
 )
-def test_predicted_bytes_of_operands_under_a_layout_are_exact(name, sizes):
-    for profile in all_kernels(loaded(name), sizes):
-        predicted = [t for t in profile.tensors if t.issued.predicted is not None]
-        assert len(predicted) >= 4, "all but the layout's own lists"
-        for tensor in predicted:
-            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+def test_predicted_bytes_are_exact_under_a_layout_its_own_lists_included(name, sizes):
+    check_bytes(loaded(name), sizes)
+    forward = all_kernels(loaded(name), sizes)[0]
+    lists = {"c_layout", "c_layout_row_counts", "c_layout_row_blocks"}
+    assert lists <= {tensor.name for tensor in forward.tensors}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(SIZES[0], marks=pytest.mark.slow),
+        SIZES[1],
+        pytest.param(SIZES[2], marks=pytest.mark.slow),
+    ],
+)
+def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_with_the_call(sizes):
+    check_bytes(loaded("block_sparse"), sizes, density=0.3)
+
+
+def comb(b, h, q, k):
+    return (k <= q) & ((q - k < 40) | (k % 128 < 7))
+
+
+def window_of_the_head(b, h, q, k):
+    return (k <= q) & (q - k < 32 * (h + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mask", "blocks", "options", "offsets"),
+    [
+        # Neither the layout nor the mask alone says which tile is next.
+        (comb, (32, 32), {}, (0, 0)),
+        (window_of_the_head, (48, 32), {}, (17, 0)),
+        # Blocks of a few positions: more lines and more blocks of a tile than a warp has lanes.
+        (None, (3, 2), {"head_dim": 32}, (0, 11)),
+        (None, (200, 136), {"dtype": "float32"}, (0, 0)),
+        # Warps that share rows: each asks the layout for all of the scores that it computes.
+        (comb, (40, 24), {"head_dim": 256}, (0, 33)),
+    ],
+)
+def test_predicted_bytes_are_exact_for_masks_and_layouts_of_any_blocks(
+    mask, blocks, options, offsets
+):
+    sparse = fg.BlockSparse(None, *blocks)
+    spec = fg.AttentionSpec(mask, block_sparse=sparse, **{"head_dim": 64, **options})
+    q_offset, k_offset = offsets
+    for sizes in SIZES:
+        for density in (0.1, 0.8):
+            check_bytes(spec, sizes, density=density, q_offset=q_offset, k_offset=k_offset)
 
 
 def test_what_the_plan_calls_issued_is_what_the_emulator_counts():

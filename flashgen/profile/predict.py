@@ -12,7 +12,8 @@ from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
 from flashgen.plan.duration import Duration, duration_of
-from flashgen.profile.visits import Array, HeadWalk, walks_of
+from flashgen.profile.layouts import bytes_of_layout
+from flashgen.profile.visits import Array, HeadWalk, heads_of, joined
 from flashgen.spec import AttentionSpec
 
 TERMS = ("tensor", "shared", "l2", "atomics", "special", "issue")
@@ -47,20 +48,24 @@ def predict(
 ) -> Prediction | None:
     """What the plan says of a launch; None where it says nothing.
 
-    It says nothing of the kernels of tables, of packed sequences, whose tiles depend on where they
-    begin, and of masks that differ between the query heads of a group in a kernel of theirs.
+    It says nothing of the kernels of tables, and of packed sequences, whose tiles depend on where
+    they begin.
     """
     plan = build.plan
     if plan.kernel == "summary" or spec.packed:
         return None
-    walks = walks_of(spec, build.analysis.mask, plan, problem, captured)
-    if walks is None:
-        return None
+    mask = build.analysis.mask
+    heads = heads_of(spec, mask, plan, problem, captured)
+    walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
         found = _forward(plan, _sum(Traffic, plan.traffic, walks))
     else:
         ask = functools.partial(plan.backward_traffic, dlse=dlse)
         found = _backward(plan, _sum(BackwardTraffic, ask, walks), dlse)
+    if spec.block_sparse is not None:
+        lists = bytes_of_layout(mask, plan, heads)
+        # Which bytes of the lists are different ones nobody says.
+        found = replace(found, bytes={**found.bytes, **lists}, distinct=None)
     return found if plan.of_captured else replace(found, duration=duration_of(plan, walks))
 
 
