@@ -49,6 +49,7 @@ def all_kernels(
     density: float | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
+    dropout_p: float = 0.0,
     **values: float,
 ) -> tuple[Profile, ...]:
     """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them.
@@ -59,6 +60,8 @@ def all_kernels(
     """
     q, k, v = random_operands(spec, sizes)
     options = {"scalars": values, "q_offset": q_offset, "k_offset": k_offset}
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "rng": torch.tensor([7, 3])}
     if density is not None:
         ends = sizes[3] + q_offset, sizes[4] + k_offset + spec.block_sparse.block_k
         live = random_layout(spec, sizes[:2], ends, density, seed=0)

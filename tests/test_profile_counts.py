@@ -139,6 +139,20 @@ def test_predicted_bytes_are_exact_where_some_queries_reach_no_key():
     check_bytes(loaded("sliding_window"), SIZES[2], window=30)
 
 
+@pytest.mark.parametrize(
+    "sizes", [SIZES[1], *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[::2])]
+)
+def test_predicted_bytes_are_exact_with_dropout_but_for_seeds_that_a_loop_reads(sizes):
+    for profile in all_kernels(loaded("causal").replace(dropout=True), sizes, dropout_p=0.1):
+        unknown = {tensor.name for tensor in profile.tensors if tensor.issued.predicted is None}
+        assert unknown == ({"rng"} if profile.plan.owns_keys else set()), profile.kernel
+        for tensor in profile.tensors:
+            if tensor.name not in unknown:
+                assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+        if profile.plan.kernel == "forward":
+            assert profile.distinct.counted == profile.distinct.predicted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

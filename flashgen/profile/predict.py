@@ -16,6 +16,9 @@ from flashgen.profile.layouts import bytes_of_layout
 from flashgen.profile.visits import Array, HeadWalk, heads_of, joined
 from flashgen.spec import AttentionSpec
 
+RNG_BYTES = 16
+"""Dropout's seed and offset, of 8 bytes each."""
+
 TERMS = ("tensor", "shared", "l2", "atomics", "special", "issue")
 """Of a plan's cost, in clocks of one SM per score element."""
 
@@ -66,6 +69,15 @@ def predict(
         lists = bytes_of_layout(mask, plan, heads)
         # Which bytes of the lists are different ones nobody says.
         found = replace(found, bytes={**found.bytes, **lists}, distinct=None)
+    drops = any(param.name == "rng" for param in build.source.params)
+    if drops and plan.kernel in ("forward", "dq"):
+        # Every thread reads both before its loop; where it reads them in each step, how much of
+        # the offset is read is up to the compiler.
+        p = problem
+        x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+        rng = {"rng": RNG_BYTES * plan.threads * x * y * z}
+        distinct = None if found.distinct is None else found.distinct + RNG_BYTES
+        found = replace(found, bytes={**found.bytes, **rng}, distinct=distinct)
     return found if plan.of_captured else replace(found, duration=duration_of(plan, walks))
 
 
