@@ -50,6 +50,7 @@ def all_kernels(
     q_offset: int = 0,
     k_offset: int = 0,
     dropout_p: float = 0.0,
+    sink: bool = False,
     **values: float,
 ) -> tuple[Profile, ...]:
     """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them.
@@ -62,6 +63,8 @@ def all_kernels(
     options = {"scalars": values, "q_offset": q_offset, "k_offset": k_offset}
     if dropout_p:
         options |= {"dropout_p": dropout_p, "rng": torch.tensor([7, 3])}
+    if sink:
+        options["tensors"] = {spec.sink.name: torch.linspace(-1, 1, sizes[1])}
     if density is not None:
         ends = sizes[3] + q_offset, sizes[4] + k_offset + spec.block_sparse.block_k
         live = random_layout(spec, sizes[:2], ends, density, seed=0)

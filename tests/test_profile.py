@@ -204,9 +204,13 @@ def test_masks_that_differ_between_heads_are_predicted_head_by_head():
     spec = fg.AttentionSpec(mask_mod=mask_mod, head_dim=32)
     for profile in all_kernels(spec, (2, 2, 2, 300, 300)):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
+        if profile.plan.kernel == "forward":
+            assert profile.distinct.counted == profile.distinct.predicted
     # K and V of a group are read once for all of its heads, where any of them reaches the tile.
     for profile in all_kernels(spec, (2, 4, 2, 300, 500)):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
+        # Which of these K and V are the same bytes nobody says.
+        assert profile.distinct.predicted is None
 
 
 def test_a_size_of_0_has_no_profile():

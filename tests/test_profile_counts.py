@@ -139,6 +139,11 @@ def test_predicted_bytes_are_exact_where_some_queries_reach_no_key():
     check_bytes(loaded("sliding_window"), SIZES[2], window=30)
 
 
+def test_predicted_bytes_are_exact_with_a_sink():
+    for sizes in (SIZES[1], SIZES[2]):
+        check_bytes(loaded("sink"), sizes, sink=True)
+
+
 @pytest.mark.parametrize(
     "sizes", [SIZES[1], *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[::2])]
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashgen.analysis import MaskAnalysis
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
@@ -61,24 +62,51 @@ def predict(
     heads = heads_of(spec, mask, plan, problem, captured)
     walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
-        found = _forward(plan, _sum(Traffic, plan.traffic, walks))
+        moved = _sum(Traffic, plan.traffic, walks)
+        found = _forward(plan, moved)
     else:
         ask = functools.partial(plan.backward_traffic, dlse=dlse)
-        found = _backward(plan, _sum(BackwardTraffic, ask, walks), dlse)
+        moved = _sum(BackwardTraffic, ask, walks)
+        found = _backward(plan, moved, dlse)
+    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem)
     if spec.block_sparse is not None:
-        lists = bytes_of_layout(mask, plan, heads)
-        # Which bytes of the lists are different ones nobody says.
-        found = replace(found, bytes={**found.bytes, **lists}, distinct=None)
-    drops = any(param.name == "rng" for param in build.source.params)
-    if drops and plan.kernel in ("forward", "dq"):
-        # Every thread reads both before its loop; where it reads them in each step, how much of
-        # the offset is read is up to the compiler.
-        p = problem
-        x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
-        rng = {"rng": RNG_BYTES * plan.threads * x * y * z}
-        distinct = None if found.distinct is None else found.distinct + RNG_BYTES
-        found = replace(found, bytes={**found.bytes, **rng}, distinct=distinct)
+        more |= bytes_of_layout(mask, plan, heads)
+    distinct = found.distinct
+    if distinct is not None and "rng" in more:
+        distinct += RNG_BYTES
+    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+        distinct = None
+    found = replace(found, bytes={**found.bytes, **more}, distinct=distinct)
     return found if plan.of_captured else replace(found, duration=duration_of(plan, walks))
+
+
+def _of_sink(
+    spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic | BackwardTraffic
+) -> dict[str, int]:
+    """A sink's logits, and the sums of its gradient; nothing where other code reads it too."""
+    sink = spec.sink
+    if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
+        return {}
+    sums = moved.dsink if isinstance(moved, BackwardTraffic) else 0
+    return {f"c_{sink.name}": moved.sink, "sink_sums": sums}
+
+
+def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
+    """Seed and offset, where every thread reads them once, before its loop.
+
+    Kernels that own keys read them in each step: how much of the offset is up to the compiler.
+    """
+    plan = build.plan
+    drops = any(param.name == "rng" for param in build.source.params)
+    if not drops or plan.kernel not in ("forward", "dq"):
+        return {}
+    x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+    return {"rng": RNG_BYTES * plan.threads * x * y * z}
+
+
+def _shared(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether heads that are told apart may touch the same bytes: then nobody says how many."""
+    return spec.sink is not None or problem.heads_q != problem.heads_kv
 
 
 def _sum(kind: Any, ask: Any, walks: list[HeadWalk]) -> Any:
