@@ -21,6 +21,8 @@ from flashgen.emulator.l2 import simulate
 from flashgen.emulator.recorder import Trace
 from flashgen.ops import run_backward, run_forward
 from flashgen.pipeline import Build
+from flashgen.plan import Plan, plan, plan_backward
+from flashgen.plan.duration import duration
 
 ARCH = "sm_80"
 
@@ -87,10 +89,15 @@ def flash_memory(n: int, d: int) -> int:
 # ---- flashgen's kernels, executed --------------------------------------------------------------
 
 
-def executed(spec: fg.AttentionSpec, n: int, heads: int) -> tuple[Counts, Counts]:
+def executed(
+    spec: fg.AttentionSpec, n: int, heads: int, *, deterministic: bool = False
+) -> tuple[Counts, Counts]:
     """Forward and backward of one head of n x n, in the emulator.
 
     The bytes of HBM are those of one head of a launch with so many: see `hbm_of_a_head`.
+
+    Args:
+        deterministic: the backward pass by the scheme "split".
     """
     generator = torch.Generator().manual_seed(0)
     shape = (1, 1, n, spec.head_dim)
@@ -101,21 +108,41 @@ def executed(spec: fg.AttentionSpec, n: int, heads: int) -> tuple[Counts, Counts
         ahead = run_forward(spec, q, k, v, **how)
     assert ahead.report.kernel is not None, "there are queries and keys"
     forward = _counts(ahead.report.kernel, launches[0], heads)
+    how["deterministic"] = deterministic
     with emulator.profiling() as launches:
         back = run_backward(spec, q, k, v, ahead.out, ahead.lse, dout, **how)
     backward = Counts(0, 0, 0, 0)
     for report, counters in zip(back.reports, launches, strict=True):
         assert report.kernel is not None
         backward += _counts(report.kernel, counters, heads)
-        if report.kernel.plan.kernel == "fused":
-            backward += _around_dq(n, spec.head_dim, dout.element_size())
+        backward += around_dq(report.kernel.plan, n, dout.element_size())
     return forward, backward
 
 
-def _around_dq(n: int, d: int, itemsize: int) -> Counts:
-    """torch's part of dQ: its float32 sums are filled with zeros, and copied when they are done."""
-    moved = 4 * n * d + (4 + itemsize) * n * d
+def around_dq(plan: Plan, n: int, itemsize: int) -> Counts:
+    """torch's part of dQ beside "fused": its float32 sums, of whole tiles of rows, are filled with
+    zeros; when they are done they are copied, what is beyond whole groups of 16 rows by itself.
+
+    Far more than fits L2 at once is filled, and then copied: all of it goes to HBM and comes back.
+    """
+    if plan.kernel != "fused":
+        return Counts(0, 0, 0, 0)
+    row, tiles = 4 * plan.head_dim, -(-n // plan.block_q)
+    apart = 2 * 16 * row if n % 16 else 0  # put in order before they are copied
+    moved = tiles * plan.block_q * row + n * row + n * itemsize * plan.head_dim + apart
     return Counts(0, moved, moved, moved)
+
+
+def predicted_seconds(
+    spec: fg.AttentionSpec, batch: int, heads: int, n: int, *, deterministic: bool
+) -> float:
+    """Forward and backward by the plan's model: work against HBM, kernel by kernel."""
+    backward = plan_backward(spec, ARCH, deterministic=deterministic)
+    sizes = (batch, heads, heads, n, n)
+    kernels = (plan(spec, ARCH), *backward.kernels)
+    moved = sum(around_dq(each, n, each.itemsize).hbm for each in kernels) * batch * heads
+    rate = facts(ARCH).hbm_bytes_per_s
+    return sum(duration(each, *sizes).seconds for each in kernels) + moved / rate
 
 
 def _counts(build: Build, counters: Counters, heads: int) -> Counts:

@@ -24,12 +24,13 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
     figure, axes = plt.subplots(figsize=(6, 4))
     names = ["standard", "flash"]
-    measured = [record["paper"][name]["gb"] for name in names]
-    counted = [record["gpt2"][name]["hbm_gb"] for name in names]
-    places = range(len(names))
+    bars = {"standard": "standard", "flash, fused": "fused", "flash, split": "split"}
+    measured = [record["paper"][name.partition(",")[0]]["gb"] for name in bars]
+    counted = [record["gpt2"][name]["hbm_gb"] for name in bars.values()]
+    places = range(len(bars))
     axes.bar([x - 0.2 for x in places], measured, 0.4, label="the paper, measured")
     axes.bar([x + 0.2 for x in places], counted, 0.4, label="counted, model of L2")
-    axes.set_xticks(list(places), names)
+    axes.set_xticks(list(places), list(bars))
     axes.set_ylabel("HBM traffic, GB")
     axes.set_title("GPT-2 medium, forward and backward")
     axes.legend()

@@ -6,8 +6,10 @@ import functools
 from pathlib import Path
 
 import torch
+from sparse_layouts import random_layout
 
 import flashgen as fg
+from flashgen.ops.block_sparse import with_layout
 from flashgen.profile import Profile, profile_backward, profile_forward
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,10 +42,33 @@ def forward(spec: fg.AttentionSpec, sizes: Sizes, arch: str = "sm_80") -> Profil
 
 
 @functools.cache
-def all_kernels(spec: fg.AttentionSpec, sizes: Sizes, **values: float) -> tuple[Profile, ...]:
-    """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them."""
+def all_kernels(
+    spec: fg.AttentionSpec,
+    sizes: Sizes,
+    *,
+    density: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    dropout_p: float = 0.0,
+    sink: bool = False,
+    **values: float,
+) -> tuple[Profile, ...]:
+    """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them.
+
+    Args:
+        density: share of live blocks of a random layout that is given with the call, one for each
+            batch entry and head, with a column of blocks more than there are keys for.
+    """
     q, k, v = random_operands(spec, sizes)
-    options = {"scalars": values}
+    options = {"scalars": values, "q_offset": q_offset, "k_offset": k_offset}
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "rng": torch.tensor([7, 3])}
+    if sink:
+        options["tensors"] = {spec.sink.name: torch.linspace(-1, 1, sizes[1])}
+    if density is not None:
+        ends = sizes[3] + q_offset, sizes[4] + k_offset + spec.block_sparse.block_k
+        live = random_layout(spec, sizes[:2], ends, density, seed=0)
+        options["tensors"] = dict(with_layout(spec, {"layout": live}))
     run, found = profile_forward(spec, q, k, v, **options)
     dout = torch.randn(run.out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     for deterministic, dlse in ((False, torch.ones_like(run.lse)), (True, None)):

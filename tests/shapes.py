@@ -1,6 +1,6 @@
 """The shapes that every variant is tried on, and small subsets that still cover every value.
 
-The whole product (shapes x batches x heads x layouts x dtypes x head dims) belongs in a slow tier.
+The slow tier has every spec with every head dim, and all pairs of the other factors over specs.
 `covering` picks few cases in which every value of every factor occurs, each shape with a different
 mix, so that a run of minutes still meets every length, head count, layout, dtype and head dim.
 """
@@ -29,6 +29,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (8, 40, 64, 96, 128, 256)
 LAYOUTS = ("contiguous", "sequence_major", "gaps")
 """Storage [B, H, N, D]; [B, N, H, D] seen as [B, H, N, D]; every row with elements after it."""
+
+
+def halves_of_lengths(turn: int) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """Every second of `LENGTHS` with its number, the others at the next turn."""
+    return tuple(enumerate(LENGTHS))[turn % 2 :: 2]
 
 
 @dataclass(frozen=True)

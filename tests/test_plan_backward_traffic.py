@@ -137,6 +137,21 @@ def test_a_group_of_heads_reads_keys_once_and_writes_their_gradients_once():
         assert grouped.q == single.q
 
 
+def test_heads_of_a_group_that_differ_are_told_one_behind_the_other():
+    for name in ("dkdv", "fused"):
+        plan = kernels()[name]
+        keys, queries = 2 * plan.block_k, 3 * plan.block_q
+        one, other = [[0], []], [[], [1, 2]]
+        both = plan.backward_traffic(1, 2, 1, queries, keys, [*one, *other])
+        alike = [plan.backward_traffic(1, 2, 1, queries, keys, walk) for walk in (one, other)]
+        assert 2 * both.q == alike[0].q + alike[1].q
+        assert 2 * both.added == alike[0].added + alike[1].added
+        assert 2 * both.scores == alike[0].scores + alike[1].scores
+        # Each tile of keys is read for one of the heads, and written once.
+        assert both.k == alike[0].k + alike[1].k == keys * plan.head_dim * plan.itemsize
+        assert both.dk == alike[0].dk
+
+
 def test_the_wrong_question_is_refused():
     with pytest.raises(ValueError, match="dq is a backward kernel"):
         kernels()["dq"].traffic(1, 1, 1, 10, 10)

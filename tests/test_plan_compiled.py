@@ -11,6 +11,9 @@ import flashgen as fg
 SPECS = Path(__file__).resolve().parents[1] / "specs"
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
+# One of each kind: what the model counts registers by. All specs: tests/test_generated.py.
+NAMES = ("causal", "full", "softcap", "dilated_window", "alibi")
+
 
 def check(name: str, dtype: str, head_dim: int, arch: str, **options: object) -> None:
     """Compiles the planned kernel of a spec and holds it to the plan."""
@@ -52,7 +55,7 @@ def test_the_model_is_not_far_above_what_the_compiler_needs():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", sorted(path.stem for path in SPECS.glob("*.py")))
+@pytest.mark.parametrize("name", NAMES)
 def test_no_planned_tile_spills(name, dtype, arch):
     for head_dim in HEAD_DIMS:
         check(name, dtype, head_dim, arch)

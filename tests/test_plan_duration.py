@@ -72,3 +72,13 @@ def test_half_of_the_tiles_take_half_of_the_work() -> None:
     assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
     with pytest.raises(ValueError, match="the launch has 64"):
         duration(chosen, 1, 1, 1, n, n, [range(2)])
+
+
+def test_a_block_walks_for_each_head_of_its_group() -> None:
+    dkdv = plan_backward(SPEC, deterministic=True).kernel("dkdv")
+    sizes = (1, 2, 1, 3 * dkdv.block_q, 2 * dkdv.block_k)
+    alike = duration(dkdv, *sizes, [[0], [1, 2]])
+    assert duration(dkdv, *sizes, [[0], [1, 2], [0], [1, 2]]) == alike
+    fewer = duration(dkdv, *sizes, [[0], [1, 2], [], [0]])
+    work = {found: found.lines[2].value for found in (alike, fewer)}
+    assert work[fewer] == pytest.approx(work[alike] * 4 / 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,10 +204,13 @@ def test_masks_that_differ_between_heads_are_predicted_head_by_head():
     spec = fg.AttentionSpec(mask_mod=mask_mod, head_dim=32)
     for profile in all_kernels(spec, (2, 2, 2, 300, 300)):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
-    # K and V of a group are read once for all of its heads: the formulas do not say which tiles.
-    grouped = {p.plan.kernel: p for p in all_kernels(spec, (1, 2, 1, 300, 300))}
-    assert grouped["dkdv"].issued.predicted is None
-    assert grouped["dq"].issued.counted == grouped["dq"].issued.predicted
+        if profile.plan.kernel == "forward":
+            assert profile.distinct.counted == profile.distinct.predicted
+    # K and V of a group are read once for all of its heads, where any of them reaches the tile.
+    for profile in all_kernels(spec, (2, 4, 2, 300, 500)):
+        assert profile.issued.counted == profile.issued.predicted, profile.kernel
+        # Which of these K and V are the same bytes nobody says.
+        assert profile.distinct.predicted is None
 
 
 def test_a_size_of_0_has_no_profile():
@@ -269,6 +273,36 @@ def test_the_command_prints_everything(tmp_path: Path):
     assert "P = exp2(S - max)" in text
     assert "roofline written to roof.png" in text
     assert (tmp_path / "roof.png").is_file()
+
+
+def test_the_command_counts_with_dropout():
+    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,1,40,200", "--backward"]
+    plain, dropped = (
+        CliRunner().invoke(app, [*command, *more]) for more in ([], ["--dropout", "0.25"])
+    )
+    for result in (plain, dropped):
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("\nkernel ") == 3
+    assert "dropout p 0.25" in dropped.stdout.splitlines()[0]
+    assert "dropout" not in plain.stdout
+    forward = dropped.stdout.split("\nkernel ")[1]
+    (row,) = [line.split() for line in forward.splitlines() if line.startswith("rng ")]
+    # Every thread of each of the blocks reads seed and offset.
+    (launch,) = [line for line in forward.splitlines() if line.startswith("launch ")]
+    blocks, warps = (int(n) for n in re.findall(r"(\d+) (?:blocks|warps)", launch))
+    assert row[1:5] == [
+        f"{16 * 32 * blocks * warps:,}",
+        f"{16 * 32 * blocks * warps:,}",
+        "1.000",
+        "16",
+    ]
+
+
+def test_the_command_refuses_a_probability_that_is_none():
+    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,1,5", "--dropout", "1.5"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "1.5" in result.stderr
 
 
 def test_the_command_says_when_nothing_is_launched():

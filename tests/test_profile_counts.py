@@ -16,6 +16,7 @@ from flashgen.compile import compile
 from flashgen.emulator.recorder import SECTOR_BYTES
 from flashgen.ops.backends import span
 from flashgen.pipeline import Build, build
+from flashgen.profile import Profile
 from flashgen.profile.make import profile_of
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -24,9 +25,13 @@ SIZES = [(1, 2, 2, 384, 384), (2, 4, 2, 113, 203), (1, 2, 1, 257, 150)]
 KERNELS = ("forward", "delta", "fused", "delta", "dkdv", "dq")
 
 
-def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **values: float) -> None:
-    profiles = all_kernels(spec, sizes, **values)
+def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **options: float) -> None:
+    profiles = all_kernels(spec, sizes, **options)
     assert tuple(profile.plan.kernel for profile in profiles) == KERNELS
+    check_each(profiles)
+
+
+def check_each(profiles: tuple[Profile, ...]) -> None:
     for profile in profiles:
         for tensor in profile.tensors:
             counted, predicted = tensor.issued.counted, tensor.issued.predicted
@@ -52,12 +57,56 @@ def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes)
         pytest.param("local_global", SIZES[2], marks=pytest.mark.slow),
     ],
 )
-def test_predicted_bytes_of_operands_under_a_layout_are_exact(name, sizes):
-    for profile in all_kernels(loaded(name), sizes):
-        predicted = [t for t in profile.tensors if t.issued.predicted is not None]
-        assert len(predicted) >= 4, "all but the layout's own lists"
-        for tensor in predicted:
-            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+def test_predicted_bytes_are_exact_under_a_layout_its_own_lists_included(name, sizes):
+    check_bytes(loaded(name), sizes)
+    forward = all_kernels(loaded(name), sizes)[0]
+    lists = {"c_layout", "c_layout_row_counts", "c_layout_row_blocks"}
+    assert lists <= {tensor.name for tensor in forward.tensors}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(SIZES[0], marks=pytest.mark.slow),
+        SIZES[1],
+        pytest.param(SIZES[2], marks=pytest.mark.slow),
+    ],
+)
+def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_with_the_call(sizes):
+    check_bytes(loaded("block_sparse"), sizes, density=0.3)
+
+
+def comb(b, h, q, k):
+    return (k <= q) & ((q - k < 40) | (k % 128 < 7))
+
+
+def window_of_the_head(b, h, q, k):
+    return (k <= q) & (q - k < 32 * (h + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mask", "blocks", "changes", "offsets"),
+    [
+        # Neither the layout nor the mask alone says which tile is next.
+        (comb, (32, 32), {}, (0, 0)),
+        (window_of_the_head, (48, 32), {}, (17, 0)),
+        # Blocks of a few positions: more lines and more blocks of a tile than a warp has lanes.
+        (None, (3, 2), {"head_dim": 32}, (0, 11)),
+        (None, (200, 136), {"dtype": "float32"}, (0, 0)),
+        # Two warps compute the same scores, of "dkdv" and "dq": each asks the layout for them.
+        (comb, (40, 24), {"head_dim": 256, "dtype": "float32"}, (0, 33)),
+    ],
+)
+def test_predicted_bytes_are_exact_for_masks_and_layouts_of_any_blocks(
+    mask, blocks, changes, offsets
+):
+    sparse = fg.BlockSparse(None, *blocks)
+    spec = fg.AttentionSpec(mask, block_sparse=sparse, **{"head_dim": 64, **changes})
+    q_offset, k_offset = offsets
+    for sizes, density in zip(SIZES, (0.8, 0.1, 0.3), strict=True):
+        options = {"density": density, "q_offset": q_offset, "k_offset": k_offset}
+        check_each(all_kernels(spec, sizes, **options))
 
 
 def test_what_the_plan_calls_issued_is_what_the_emulator_counts():
@@ -93,6 +142,25 @@ def test_predicted_bytes_are_exact_for_every_dtype(dtype):
 
 def test_predicted_bytes_are_exact_where_some_queries_reach_no_key():
     check_bytes(loaded("sliding_window"), SIZES[2], window=30)
+
+
+def test_predicted_bytes_are_exact_with_a_sink():
+    for sizes in (SIZES[1], SIZES[2]):
+        check_bytes(loaded("sink"), sizes, sink=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES[1], *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[::2])]
+)
+def test_predicted_bytes_are_exact_with_dropout_but_for_seeds_that_a_loop_reads(sizes):
+    for profile in all_kernels(loaded("causal").replace(dropout=True), sizes, dropout_p=0.1):
+        unknown = {tensor.name for tensor in profile.tensors if tensor.issued.predicted is None}
+        assert unknown == ({"rng"} if profile.plan.owns_keys else set()), profile.kernel
+        for tensor in profile.tensors:
+            if tensor.name not in unknown:
+                assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+        if profile.plan.kernel == "forward":
+            assert profile.distinct.counted == profile.distinct.predicted
 
 
 @pytest.mark.slow

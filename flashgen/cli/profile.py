@@ -30,6 +30,7 @@ class Request:
     sram: int | None = None
     scalars: tuple[str, ...] = ()
     backward: bool = False
+    dropout: float = 0.0
     deterministic: bool = False
     seed: int = 0
     lines: int = 8
@@ -48,6 +49,8 @@ def profile(request: Request) -> None:
         head_dim=request.head_dim,
         head_dim_v=request.head_dim_v,
     )
+    if request.dropout:
+        spec = spec.replace(dropout=True)
     sizes = parse_shape(request.shape)
     with busy("loading torch"):
         from flashgen.cli.run import random_tensors
@@ -55,10 +58,12 @@ def profile(request: Request) -> None:
     if request.plot is not None:
         check_plot()
     values, _ = scalar_values(spec, request.path, request.scalars)
-    operands, (dout, dlse, _) = random_tensors(spec, sizes, request.seed, "emulator")
+    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, "emulator")
     captured, _ = tensor_values(spec, request.path, sizes, seed=request.seed)
     options: dict[str, Any] = {"scalars": values, "tensors": captured}
     options |= {"arch": request.arch, "sram": request.sram}
+    if request.dropout:
+        options |= {"dropout_p": request.dropout, "rng": rng}
     with busy(f"{spec.name}: compiling, then counting {sizes} in the emulator"):
         run, profiles = profile_forward(spec, *operands, **options)
     if request.backward:
@@ -70,7 +75,9 @@ def profile(request: Request) -> None:
                 **options,
             )
         profiles += more
-    say(f"{spec.name}, {request.path}: {sizes}, {spec.dtype}, {run.arch}, counted in the emulator")
+    drops = f", dropout p {request.dropout}" if request.dropout else ""
+    what = f"{spec.name}, {request.path}: {sizes}, {spec.dtype}{drops}"
+    say(f"{what}, {run.arch}, counted in the emulator")
     if not profiles:
         say("nothing was launched: a size is 0")
         return

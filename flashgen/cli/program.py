@@ -127,10 +127,13 @@ def profile(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward kernels too.")] = False,
+    dropout: Annotated[
+        float, typer.Option(metavar="P", help="Probability of dropping an element of P.")
+    ] = 0.0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="With --backward: sums in a fixed order.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random operands, and of dropout.")] = 0,
     lines: Annotated[int, typer.Option(help="How many lines of the source to show.")] = 8,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
@@ -151,6 +154,7 @@ def profile(
             sram=sram,
             scalars=tuple(scalar or ()),
             backward=backward,
+            dropout=dropout,
             deterministic=deterministic,
             seed=seed,
             lines=lines,

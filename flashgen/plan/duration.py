@@ -144,10 +144,12 @@ def _lengths(
     if visited is None:
         walked = -(-seq_q // plan.block_q) if plan.owns_keys else -(-seq_k // plan.block_k)
         return [walked * times] * tiles
-    found = [len(list(each)) * times for each in visited]
+    found = [len(list(each)) for each in visited]
+    if len(found) == tiles * times:  # those of each head of the group
+        return [sum(found[tile::tiles]) for tile in range(tiles)]
     if len(found) != tiles:
         raise ValueError(f"visited has {len(found)} tiles, the launch has {tiles}")
-    return found
+    return [length * times for length in found]
 
 
 def _scores(plan: Plan, steps: int, rows: int) -> int:

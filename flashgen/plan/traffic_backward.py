@@ -89,14 +89,18 @@ def backward_traffic(
     if plan.owns_keys:
         owned, walked, owned_seq, walked_seq = walked, owned, walked_seq, owned_seq
     count, steps = -(-owned_seq // owned), -(-walked_seq // walked)
+    group = heads_q // heads_kv if plan.owns_keys else 1
     walk = [range(steps)] * count if visited is None else [list(tiles) for tiles in visited]
-    if len(walk) != count:
+    if len(walk) not in (count, count * group):
         side = "key" if plan.owns_keys else "query"
         raise ValueError(f"visited has {len(walk)} {side} tiles, there are {count}")
-    own_rows = sum(rows_of_tile(n, owned, owned_seq) for n, tiles in enumerate(walk) if tiles)
+    walks = pairs * count // len(walk)  # how often these are walked
+    own_rows = sum(
+        rows_of_tile(n, owned, owned_seq) for n in range(count) if any(map(len, walk[n::count]))
+    )
     walked_rows = sum(rows_of_tile(n, walked, walked_seq) for tiles in walk for n in tiles)
     visits = sum(len(tiles) for tiles in walk)
-    scores = pairs * visits * plan.block_q * plan.block_k
+    scores = walks * visits * plan.block_q * plan.block_k
     if plan.kernel == "dq" or plan.of_captured:
         return BackwardTraffic(
             q=pairs * own_rows * qk_row,
@@ -112,12 +116,12 @@ def backward_traffic(
     return BackwardTraffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,
-        q=pairs * walked_rows * qk_row,
-        do=pairs * walked_rows * v_row,
-        rows_read=pairs * walked_rows * ROW_BYTES,
+        q=walks * walked_rows * qk_row,
+        do=walks * walked_rows * v_row,
+        rows_read=walks * walked_rows * ROW_BYTES,
         dk=blocks * seq_k * qk_row,
         dv=blocks * seq_k * v_row,
-        added=pairs * visits * plan.block_q * plan.head_dim * SUM_BYTES
+        added=walks * visits * plan.block_q * plan.head_dim * SUM_BYTES
         if plan.kernel == "fused"
         else 0,
         scores=scores,

@@ -258,7 +258,8 @@ class Plan:
         """Bytes that a backward kernel moves to and from global memory.
 
         Args:
-            visited: as for `traffic`; where `owns_keys`, the query tiles for each key tile.
+            visited: as for `traffic`; where `owns_keys`, the query tiles for each key tile, the
+                same for every head, or those of each query head of a group one behind the other.
             dlse: the caller has a gradient of LSE.
 
         Raises:

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashgen.analysis import MaskAnalysis
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
 from flashgen.plan.duration import Duration, duration_of
-from flashgen.profile.visits import Array, HeadWalk, walks_of
+from flashgen.profile.layouts import bytes_of_layout
+from flashgen.profile.visits import Array, HeadWalk, heads_of, joined
 from flashgen.spec import AttentionSpec
+
+RNG_BYTES = 16
+"""Dropout's seed and offset, of 8 bytes each."""
 
 TERMS = ("tensor", "shared", "l2", "atomics", "special", "issue")
 """Of a plan's cost, in clocks of one SM per score element."""
@@ -47,21 +52,61 @@ def predict(
 ) -> Prediction | None:
     """What the plan says of a launch; None where it says nothing.
 
-    It says nothing of the kernels of tables, of packed sequences, whose tiles depend on where they
-    begin, and of masks that differ between the query heads of a group in a kernel of theirs.
+    It says nothing of the kernels of tables, and of packed sequences, whose tiles depend on where
+    they begin.
     """
     plan = build.plan
     if plan.kernel == "summary" or spec.packed:
         return None
-    walks = walks_of(spec, build.analysis.mask, plan, problem, captured)
-    if walks is None:
-        return None
+    mask = build.analysis.mask
+    heads = heads_of(spec, mask, plan, problem, captured)
+    walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
-        found = _forward(plan, _sum(Traffic, plan.traffic, walks))
+        moved = _sum(Traffic, plan.traffic, walks)
+        found = _forward(plan, moved)
     else:
         ask = functools.partial(plan.backward_traffic, dlse=dlse)
-        found = _backward(plan, _sum(BackwardTraffic, ask, walks), dlse)
+        moved = _sum(BackwardTraffic, ask, walks)
+        found = _backward(plan, moved, dlse)
+    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem)
+    if spec.block_sparse is not None:
+        more |= bytes_of_layout(mask, plan, heads)
+    distinct = found.distinct
+    if distinct is not None and "rng" in more:
+        distinct += RNG_BYTES
+    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+        distinct = None
+    found = replace(found, bytes={**found.bytes, **more}, distinct=distinct)
     return found if plan.of_captured else replace(found, duration=duration_of(plan, walks))
+
+
+def _of_sink(
+    spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic | BackwardTraffic
+) -> dict[str, int]:
+    """A sink's logits, and the sums of its gradient; nothing where other code reads it too."""
+    sink = spec.sink
+    if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
+        return {}
+    sums = moved.dsink if isinstance(moved, BackwardTraffic) else 0
+    return {f"c_{sink.name}": moved.sink, "sink_sums": sums}
+
+
+def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
+    """Seed and offset, where every thread reads them once, before its loop.
+
+    Kernels that own keys read them in each step: how much of the offset is up to the compiler.
+    """
+    plan = build.plan
+    drops = any(param.name == "rng" for param in build.source.params)
+    if not drops or plan.kernel not in ("forward", "dq"):
+        return {}
+    x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+    return {"rng": RNG_BYTES * plan.threads * x * y * z}
+
+
+def _shared(spec: AttentionSpec, problem: Problem) -> bool:
+    """Whether heads that are told apart may touch the same bytes: then nobody says how many."""
+    return spec.sink is not None or problem.heads_q != problem.heads_kv
 
 
 def _sum(kind: Any, ask: Any, walks: list[HeadWalk]) -> Any:

@@ -153,10 +153,7 @@ def _predictor(
     def predict(plan: Plan) -> Duration:
         size = plan.block_q, plan.block_k
         if size not in walks:
-            found = walks_of(spec, analysis.mask, plan, problem, captured)
-            every = (problem.batch, problem.heads_q, problem.heads_kv)
-            # Where query heads that share keys differ nobody says what a block walks: all, here.
-            walks[size] = found or [((*every, problem.seq_q, problem.seq_k), None)]
+            walks[size] = walks_of(spec, analysis.mask, plan, problem, captured)
         return duration_of(plan, walks[size])
 
     return predict
