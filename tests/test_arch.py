@@ -37,9 +37,10 @@ def test_limits_agree_with_each_other(name):
     assert arch.mma_16bit == 2 * arch.mma_tf32
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", [*known(), "sm_90a"])
 def test_every_architecture_is_served_by_a_template_that_exists(name):
-    assert (TEMPLATES / f"forward_{facts(name).path.replace('_', '')}.cu.j2").is_file()
+    path = facts(name).path.replace("_", "").removesuffix("a")
+    assert (TEMPLATES / f"forward_{path}.cu.j2").is_file()
 
 
 def test_a_suffix_names_the_same_chip():

@@ -229,9 +229,33 @@ def test_a_wrong_option_is_refused_by_name(options, what):
 
 
 def test_a_suffixed_architecture_is_planned_as_its_chip():
-    assert plan_of(64, arch="sm_90a").arch == "sm_90a"
-    assert plan_of(64, arch="sm_90a").block_k == plan_of(64, arch="sm_90").block_k
+    assert plan_of(64, arch="sm_100a").arch == "sm_100a"
+    assert plan_of(64, arch="sm_100a").block_k == plan_of(64, arch="sm_100").block_k
     assert {plan_of(64, arch=name).path for name in known()} == {"sm_80"}
+
+
+def test_hopper_has_a_code_path_of_its_own():
+    hopper = plan_of(64, arch="sm_90a")
+    assert (hopper.arch, hopper.path) == ("sm_90a", "sm_90a")
+    assert hopper.threads == 32 * hopper.warps + 128
+    assert hopper.smem_bytes <= 227 * KIB
+    assert plan_of(64, "float32", arch="sm_90a").path == "sm_80"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(128, (128, 176)), (192, (128, 112)), (256, (128, 80))]
+)
+def test_the_model_finds_the_tiles_that_flashattention_3_was_tuned_to(head_dim, tile):
+    """Of its table for masks without bounds, by registers and shared memory alone."""
+    found = plan_of(head_dim, arch="sm_90a")
+    assert (found.block_q, found.block_k) == tile
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_tensor_cores_are_busy_three_quarters_of_the_predicted_time(head_dim):
+    hopper = plan_of(head_dim, arch="sm_90a")
+    tensor = next(line.value for line in hopper.derivation if line.name == "tensor")
+    assert tensor / hopper.cost >= 0.75
 
 
 def test_the_contract_s_fields_are_there():

@@ -68,7 +68,7 @@ def remembered(
 ) -> Mapping[str, Tile]:
     """The tiles to take for a call on a GPU; none where nothing was measured."""
     root = config.cache_dir()
-    if root is None:
+    if root is None or not (root / TUNED).is_dir():
         return {}
     winner = read(place(root, gpu_name(index), spec, arch, which, problem))
     if winner is None or not _can_have(spec, arch, which, winner.tiles):
