@@ -158,10 +158,10 @@ def profile_of(build: Build, counters: Counters, prediction: Prediction | None) 
             sum(tensor.distinct for tensor in tensors),
             prediction.distinct if prediction and complete else None,
         ),
-        work=_work(plan, arch, totals, added, prediction),
+        work=_work(plan.dtype, plan.path, arch, totals, added, prediction),
         totals=totals,
         l2=l2,
-        roofline=roofline(plan, arch, totals, added, l2),
+        roofline=roofline(arch, plan.dtype, totals, added, l2, plan.path),
         phases=phases_of(source, counters.by_line(outermost=True)),
         lines=lines_of(source, counters.by_line()),
         duration=prediction.duration if prediction else None,
@@ -193,10 +193,15 @@ def _tensors(
 
 
 def _work(
-    plan: Plan, arch: Arch, totals: Totals, added: int, prediction: Prediction | None
+    dtype: str,
+    path: str,
+    arch: Arch,
+    totals: Totals,
+    added: int,
+    prediction: Prediction | None,
 ) -> tuple[Quantity, ...]:
     """Multiply-adds, and the clocks of each term of the plan's cost."""
-    at = clocks(plan, arch, totals, added)
+    at = clocks(arch, dtype, totals, added, path)
     said: Mapping[str, float] = prediction.clocks if prediction else {}
     macs = prediction.multiply_adds if prediction else None
     found = [Quantity("multiply-adds", "", totals.tensor_multiply_adds, macs)]

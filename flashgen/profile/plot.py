@@ -44,7 +44,7 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
     shown = [profile for profile in profiles if profile.roofline.flops]
     arch, dtype = profiles[0].arch, profiles[0].plan.dtype
     chip = arch.sms * arch.clock_hz
-    peak = 2.0 * tensor_rate(arch, dtype) * chip
+    peak = 2.0 * max(tensor_rate(arch, dtype, p.plan.path) for p in profiles) * chip
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
     rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}

@@ -6,21 +6,22 @@ from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
 from flashgen.emulator import Totals
 from flashgen.emulator.l2 import L2Traffic
 from flashgen.emulator.recorder import SECTOR_BYTES
-from flashgen.plan import Plan
 from flashgen.profile.value import Bound, Roofline
 
 ADDED_BYTES_SHARE = 0.5
 """Of L2's rate, for atomic additions: the planner's assumption, `flashgen.plan.search`."""
 
 
-def tensor_rate(plan: Plan, arch: Arch) -> int:
+def tensor_rate(arch: Arch, dtype: str, path: str = "sm_80") -> int:
     """Multiply-adds per clock and SM: with wgmma on the sm_90a path, with mma.sync elsewhere."""
-    if plan.path == "sm_90a":
+    if path == "sm_90a":
         return arch.tensor_16bit
-    return arch.mma_tf32 if plan.dtype == "float32" else arch.mma_16bit
+    return arch.mma_tf32 if dtype == "float32" else arch.mma_16bit
 
 
-def clocks(plan: Plan, arch: Arch, totals: Totals, added_bytes: int) -> dict[str, float]:
+def clocks(
+    arch: Arch, dtype: str, totals: Totals, added_bytes: int, path: str = "sm_80"
+) -> dict[str, float]:
     """Clocks of one SM for all of a kernel's work, by the names of the terms of a plan's cost.
 
     A wavefront of shared memory is a clock, an instruction of PTX an issue slot. The assembler
@@ -31,7 +32,7 @@ def clocks(plan: Plan, arch: Arch, totals: Totals, added_bytes: int) -> dict[str
     """
     plain = totals.sectors * SECTOR_BYTES - added_bytes
     return {
-        "tensor": totals.tensor_multiply_adds / tensor_rate(plan, arch),
+        "tensor": totals.tensor_multiply_adds / tensor_rate(arch, dtype, path),
         "shared": float(totals.wavefronts),
         "l2": plain / arch.l2_bytes_per_clock,
         "atomics": added_bytes / (ADDED_BYTES_SHARE * arch.l2_bytes_per_clock),
@@ -40,13 +41,20 @@ def clocks(plan: Plan, arch: Arch, totals: Totals, added_bytes: int) -> dict[str
     }
 
 
-def roofline(plan: Plan, arch: Arch, totals: Totals, added_bytes: int, l2: L2Traffic) -> Roofline:
+def roofline(
+    arch: Arch,
+    dtype: str,
+    totals: Totals,
+    added_bytes: int,
+    l2: L2Traffic,
+    path: str = "sm_80",
+) -> Roofline:
     """Where the kernel stands when every SM has an equal share of the work."""
     flops = 2.0 * totals.tensor_multiply_adds
     chip = arch.sms * arch.clock_hz
-    at = clocks(plan, arch, totals, added_bytes)
+    at = clocks(arch, dtype, totals, added_bytes, path)
     asked = totals.sectors * SECTOR_BYTES
-    peak = 2.0 * tensor_rate(plan, arch) * chip
+    peak = 2.0 * tensor_rate(arch, dtype, path) * chip
     float_lanes = totals.lanes.get("float", 0)
     amounts = {
         "tensor": ("tensor cores", flops, "FLOP"),
