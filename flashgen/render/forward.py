@@ -12,8 +12,9 @@ from flashgen.plan import Plan
 from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
-from flashgen.render.source import Source
+from flashgen.render.source import ELEMENTS, Source
 from flashgen.render.walk import ScoreCode, walk_of
+from flashgen.render.wgmma import Results
 from flashgen.spec import AttentionSpec
 
 # Warpgroups take turns at the tensor cores up to this head dim. Beyond it a tile has so few keys
@@ -124,6 +125,11 @@ def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:
 
 def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
     """The template for TMA and wgmma, and its own fields: panels, registers, turns."""
+    operand = ELEMENTS[plan.dtype].mma
+
+    def shape(columns: int) -> str:
+        return f"m64n{columns}k16.f32.{operand}.{operand}"
+
     panel, panels = panels_of(plan.head_dim)
     panel_v, panels_v = panels_of(plan.head_dim_v)
     return "forward_sm90.cu.j2", {
@@ -131,6 +137,10 @@ def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
         "panels": panels,
         "panel_v": panel_v,
         "panels_v": panels_v,
+        "scores": Results.of(plan.block_k),
+        "output": Results.of(plan.head_dim_v),
+        "scores_shape": shape(plan.block_k),
+        "output_shape": shape(plan.head_dim_v),
         "producer_registers": plan.producer_registers,
         "consumer_registers": plan.registers,
         "turns": max(plan.head_dim, plan.head_dim_v) <= TURNS_UP_TO,
