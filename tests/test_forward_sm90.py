@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (TMA, wgmma) meets the error rule in the emulator, checkers on.
 
-`make test` has every spec once at one head dim; every spec at every head dim, with dropout, lengths
-and heads in turn, is `slow`.
+`make test` has every third spec once at one head dim; every spec at every head dim, with dropout,
+lengths and heads in turn, is `slow`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def check(path: Path, head_dim: int) -> None:
     assert run.plan.path == ("sm_80" if spec.packed else "sm_90a")
 
 
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_every_spec_meets_the_error_rule(path: Path) -> None:
+@pytest.mark.parametrize("path", SPECS[::3], ids=SPEC_IDS[::3])
+def test_every_third_spec_meets_the_error_rule(path: Path) -> None:
     check(path, HEAD_DIMS[SPECS.index(path) % 2 * 2 + 1])
 
 

@@ -1,4 +1,4 @@
-"""The feasible tiles of a kernel on the sm_80 path, and the cheapest of them."""
+"""The feasible tiles of a kernel, and the cheapest of them."""
 
 from __future__ import annotations
 
