@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
     from flashgen.reference import Verdict
-
-_TIMED_LAUNCHES = 20
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,7 @@ def run(request: Request) -> None:
     sizes = parse_shape(request.shape)
     with busy("loading torch"):
         from flashgen.ops import run_backward, run_forward
+        from flashgen.tune import on_gpu
     values, examples = scalar_values(spec, request.path, request.scalars)
     backend, why = choose_backend(request.backend)
     operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, backend)
@@ -102,7 +100,7 @@ def run(request: Request) -> None:
     where = {"gpu": "on the GPU", "emulator": "in the emulator"}.get(backend, "on the CPU")
     with busy(f"{spec.name}: compiling, then running {sizes} {where}"):
         result = forward()
-        elapsed = _time_on_gpu(forward) if backend == "gpu" else result.report.run_seconds
+        elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
     verdicts: dict[str, Verdict] = {}
     if request.check:
         with busy(f"{spec.name}: computing the oracle in float64"):
@@ -111,7 +109,7 @@ def run(request: Request) -> None:
     if request.backward:
         with busy(f"{spec.name}: compiling, then running the backward kernels {where}"):
             gradients = backward()
-            total = _time_on_gpu(backward) if backend == "gpu" else None
+            total = on_gpu(backward) if backend == "gpu" else None
         backward_rows = _backward_rows(gradients, total)
         if request.check:
             with busy(f"{spec.name}: computing the gradients in float64"):
@@ -201,20 +199,6 @@ def random_tensors(
     dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
     dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
     return operands, (dout, dlse, torch.tensor([seed, 0], device=device))
-
-
-def _time_on_gpu(call: Callable[[], object]) -> float:
-    """Seconds of one call: the mean of many, between two events of the stream."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(_TIMED_LAUNCHES):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _TIMED_LAUNCHES
 
 
 def _judge(

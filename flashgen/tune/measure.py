@@ -18,7 +18,7 @@ from flashgen.tune.rank import Choice
 
 Tensor = torch.Tensor
 
-LAUNCHES = 10
+LAUNCHES = 20
 ROUNDS = 7
 
 Call = Callable[[], object]
