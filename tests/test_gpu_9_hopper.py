@@ -1,0 +1,61 @@
+"""On a Hopper GPU: the kernel with TMA and wgmma against the oracle, and the same bits again.
+
+A dry run does the same in the emulator, with one small case.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gpu_device as gpu
+import pytest
+import torch
+from shapes import Case
+
+import flashgen as fg
+from examples import fitted, spec_path, values_of
+from flashgen import reference
+from flashgen.ops import run_forward
+
+pytestmark = gpu.MARKS
+live_gpu = gpu.live_gpu
+
+HEAD_DIMS = gpu.pick((40, 64, 96, 128, 192, 256), (64,))
+SPECS = gpu.pick(
+    ("causal", "full", "softcap", "sliding_window", "document", "bigbird", "sink", "alibi"),
+    ("causal",),
+)
+LENGTHS = gpu.pick(((1023, 1024), (257, 257), (1, 700)), ((70, 90),))
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if not gpu.DRY and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_hopper_kernel_meets_the_error_rule_and_repeats_its_bits(name, head_dim, lengths):
+    path: Path = spec_path(name)
+    spec = fg.load(path).replace(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+    case = fitted(spec, Case(*lengths, 2, 4, 2, "bfloat16", head_dim))
+    values = values_of(path, case)
+    on_device = values | {
+        "tensors": {name: t.to(gpu.DEVICE) for name, t in values["tensors"].items()}
+    }
+    q, k, v = case.tensors(seed=5)
+    given = tuple(tensor.to(gpu.DEVICE) for tensor in (q, k, v))
+    how = {"backend": gpu.BACKEND, "arch": "sm_90a", **on_device}
+    run = run_forward(spec, *given, **how)
+    assert run.plan.path == "sm_90a"
+    exact = reference.attention(spec, q, k, v, **values)
+    same = reference.same_dtype(spec, q, k, v, **values)
+    for found, exactly, yardstick in zip((run.out, run.lse), exact, same, strict=True):
+        verdict = reference.compare(found.cpu(), exactly, yardstick)
+        assert verdict, verdict
+    for _ in range(gpu.pick(20, 1)):
+        again = run_forward(spec, *given, **how)
+        assert torch.equal(again.out, run.out)
+        assert torch.equal(again.lse, run.lse)
