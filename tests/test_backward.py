@@ -113,7 +113,7 @@ COVERING = [
         id=f"{path.stem}-{case.id}-p{dropout_p}-{fixed}",
         # Half a minute each, most of it in the compiler; or run by test_forward.py at least.
         marks=pytest.mark.slow
-        if (case.dtype, case.head_dim) == ("float32", 256) or (number % 24 < 12 and number % 2)
+        if (case.dtype, case.head_dim) == ("float32", 256) or number % 2
         else [],
     )
     for number, path in enumerate(SPECS)
