@@ -85,6 +85,7 @@ def meetings(name: str, case: Case, offset: int = 0, **shapes: tuple[int, ...]) 
     return meetings_of(build, problem, tensors, packed=False)
 
 
+@pytest.mark.slow
 def test_contributions_are_counted_by_what_is_summed_before() -> None:
     case = Case(300, 70, 2, 4, 2)
     pairs, warps = 2 * 4, 3 * 4
@@ -93,6 +94,7 @@ def test_contributions_are_counted_by_what_is_summed_before() -> None:
     assert meetings("relative_bias", case, table=(370,)) == {"table": pairs * 300 * 70}
 
 
+@pytest.mark.slow
 def test_positions_that_have_an_element_each_do_not_meet() -> None:
     case = Case(300, 70, 2, 4, 2)
     assert meetings("dense_bias", case, bias=(2, 4, 300, 70)) == {"bias": 1}
@@ -112,6 +114,7 @@ def test_positions_past_the_end_of_a_tensor_meet_in_its_last_element() -> None:
     assert meetings("symmetric_bias", case, -1, t=(400,)) == {"t": 300 + warps}
 
 
+@pytest.mark.slow
 def test_packed_sequences_share_their_rows_and_keys() -> None:
     t = fg.Tensor("t", ("seq_q", "seq_k"), "float32", grad=True)
     kinds = {
@@ -262,6 +265,7 @@ def test_a_sum_of_all_that_can_meet_in_one_element_is_exact() -> None:
         assert float(run.captured[0]) == 2 * 4 * 200 * dlse
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_tensor_is_the_dtype_of_its_gradient() -> None:
     for dtype in DTYPES:
         t = fg.Tensor("t", ("heads",), dtype, grad=True)
@@ -317,6 +321,7 @@ def test_torchs_switch_gives_the_same_bits_through_autograd() -> None:
     assert torch.equal(found, asked)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_gives_the_bits_of_an_eager_one() -> None:
     spec = fg.load(spec_path("symmetric_bias")).replace(head_dim=32)
     op = fg.attention(spec)
