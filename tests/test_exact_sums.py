@@ -198,7 +198,9 @@ def test_float_sums_do_depend_on_the_order_of_blocks() -> None:
 
 
 JUDGED = [
-    pytest.param(name, dtype, marks=[] if (i - 2 * j) % 6 == 0 else pytest.mark.slow)
+    pytest.param(
+        name, dtype, marks=[] if (i - 2 * j) % 6 == 0 and dtype != "float32" else pytest.mark.slow
+    )
     for i, name in enumerate(NAMES)
     for j, dtype in enumerate(DTYPES)
 ]
@@ -223,7 +225,9 @@ def test_the_kernel_is_launched_twice_and_both_are_reported() -> None:
 
 
 @pytest.mark.parametrize("factor", [1e30, 1e-30])
-@pytest.mark.parametrize("name", ["symmetric_bias", "temperature"])
+@pytest.mark.parametrize(
+    "name", ["symmetric_bias", pytest.param("temperature", marks=pytest.mark.slow)]
+)
 def test_huge_and_tiny_gradients_are_as_exact_as_others(name: str, factor: float) -> None:
     call = Call(name, Case(40, 50, 1, 2, 2, "float32", 32))
     dout, dlse = call.dout * factor, call.dlse * factor

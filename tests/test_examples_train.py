@@ -46,6 +46,7 @@ def small(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
     return smaller
 
 
+@pytest.mark.slow
 def test_the_example_trains_alike_with_torch_and_with_flashgen(tmp_path: Path) -> None:
     picture = tmp_path / "a new folder" / "curves.png"
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """The forward kernel for Hopper (TMA, wgmma) meets the error rule in the emulator, checkers on.
 
-`make test` has every third spec once at one head dim; every spec at every head dim, with dropout,
+`make test` has every sixth spec once at one head dim; every spec at every head dim, with dropout,
 lengths and heads in turn, is `slow`.
 """
 
@@ -71,8 +71,8 @@ def check(path: Path, head_dim: int) -> None:
     assert run.plan.path == ("sm_80" if spec.packed else "sm_90a")
 
 
-@pytest.mark.parametrize("path", SPECS[::3], ids=SPEC_IDS[::3])
-def test_every_third_spec_meets_the_error_rule(path: Path) -> None:
+@pytest.mark.parametrize("path", SPECS[::6], ids=SPEC_IDS[::6])
+def test_every_sixth_spec_meets_the_error_rule(path: Path) -> None:
     check(path, HEAD_DIMS[SPECS.index(path) % 2 * 2 + 1])
 
 

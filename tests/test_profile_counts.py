@@ -50,7 +50,7 @@ def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes)
     ("name", "sizes"),
     [
         ("bigbird", SIZES[0]),
-        ("local_global", SIZES[1]),
+        pytest.param("local_global", SIZES[1], marks=pytest.mark.slow),
         pytest.param("bigbird", SIZES[1], marks=pytest.mark.slow),
         pytest.param("bigbird", SIZES[2], marks=pytest.mark.slow),
         pytest.param("local_global", SIZES[0], marks=pytest.mark.slow),

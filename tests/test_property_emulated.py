@@ -27,7 +27,7 @@ from flashgen.reference import Verdict
 QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 FAST = settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=QUIET)
 SLOW = settings(FAST, max_examples=200)
-MORE_DRAWS = 12
+MORE_DRAWS = 8
 
 TENSORS = {
     "ids": fg.Tensor("ids", ("batch", "tokens"), "int32"),

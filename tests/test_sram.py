@@ -34,7 +34,8 @@ def test_four_sizes_of_sram_give_four_forward_kernels_that_pass():
     assert len(found) == len(set(found.values())) == len(SIZES)
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_four_sizes_of_sram_give_four_backward_passes_that_pass(deterministic):
     spec, found = causal(128, "float32"), set()
     for size in SIZES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -428,6 +427,7 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
             tiled.backward(spec, q, k, v, out, lse, torch.ones_like(out), None, **given)
         peaks.append(count.peak)
         assert count.largest <= max(chunks.budget(), 2 * n * 8)
-    # Tiles of the workspace are not all of their full size yet; squares would be four times larger.
-    assert all(b < 2.2 * a for a, b in itertools.pairwise(peaks)), peaks
+    # Over two doublings: of the sizes between, one may be the first that needs another tile of the
+    # workspace. Squares would be sixteen times larger.
+    assert peaks[-1] < 2.2**2 * peaks[0], peaks
     assert peaks[-1] < 12 * 4 * 2 * 4096 * 8 + 10 * 8 * chunks.budget(), peaks
