@@ -212,8 +212,8 @@ def _emit_grid(g: Generator, kind: str, depth: int, grid: list[list[list[Product
     g.say(f"{', '.join(d)}, = mma_group(C, {kind!r}, {tiles}, {args})")
 
 
-@emits("ldmatrix")
-def load_matrix(g: Generator, ins: Instruction) -> None:
+def _matrices(g: Generator) -> tuple[int, bool]:
+    """Of ldmatrix and stmatrix: how many 8 x 8 matrices, and whether they are transposed."""
     mods = g.mods
     if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
         raise g.unknown("forms other than .sync.aligned.m8n8")
@@ -221,6 +221,12 @@ def load_matrix(g: Generator, ins: Instruction) -> None:
     transposed = bool(mods.take("trans"))
     if space_of(g) != "shared" or not mods.take("b16") or g.guard:
         raise g.unknown("another space, type, or a guard")
+    return count, transposed
+
+
+@emits("ldmatrix")
+def load_matrix(g: Generator, ins: Instruction) -> None:
+    count, transposed = _matrices(g)
     items = items_of(ins.operands[0])
     if len(items) != count:
         raise g.unknown("a result of another size")
@@ -233,13 +239,7 @@ def load_matrix(g: Generator, ins: Instruction) -> None:
 
 @emits("stmatrix")
 def store_matrix(g: Generator, ins: Instruction) -> None:
-    mods = g.mods
-    if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
-        raise g.unknown("forms other than .sync.aligned.m8n8")
-    count = int((mods.take("x1", "x2", "x4") or "x0")[1])
-    transposed = bool(mods.take("trans"))
-    if space_of(g) != "shared" or not mods.take("b16") or g.guard:
-        raise g.unknown("another space, type, or a guard")
+    count, transposed = _matrices(g)
     items = items_of(ins.operands[1])
     if len(items) != count:
         raise g.unknown("a source of another size")

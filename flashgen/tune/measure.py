@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from flashgen import reference
 from flashgen.errors import FlashgenError
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
-from flashgen.plan import Tile
 from flashgen.spec import AttentionSpec
 from flashgen.tune.rank import Choice
 
@@ -70,9 +69,18 @@ def checked(
         inputs: small ones: the oracle holds N x N scores.
         which: "forward", "backward", or "deterministic".
     """
-    return [
-        Measured(each, refused=_wrong(spec, each, inputs, which, backend, arch)) for each in choices
-    ]
+    call_of = _caller(spec, inputs, which, backend, arch)
+    judge = _judge(spec, inputs, which)
+
+    def wrong(choice: Choice) -> str:
+        try:
+            run = call_of(choice)()
+        except FlashgenError as error:
+            return f"{type(error).__name__}: {error.what}"
+        found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
+        return "; ".join(found) or max(map(_spills, _builds(run)), default="")
+
+    return [Measured(each, refused=wrong(each)) for each in choices]
 
 
 def fastest(
@@ -90,7 +98,7 @@ def fastest(
     In turns, so that a clock that changes changes it for all.
     """
     right = [each for each in candidates if not each.refused]
-    calls = [_call(spec, each.choice, inputs, which, backend, arch) for each in right]
+    calls = list(map(_caller(spec, inputs, which, backend, arch), (m.choice for m in right)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, found in zip(calls, times, strict=True):
@@ -116,57 +124,47 @@ def on_gpu(call: Call) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / LAUNCHES
 
 
-def _runs(
-    spec: AttentionSpec, inputs: Inputs, backend: str, arch: str
-) -> tuple[Callable[..., ForwardRun], Callable[..., BackwardRun]]:
-    """The two passes; the backward pass gets the results of a forward with the planner's tiles."""
+def _caller(
+    spec: AttentionSpec, inputs: Inputs, which: str, backend: str, arch: str
+) -> Callable[[Choice], Callable[[], ForwardRun | BackwardRun]]:
+    """What makes a call of a choice. Backward passes share a forward with the planner's tiles."""
     how = {"backend": backend, "arch": arch, **inputs.options}
-    first: list[ForwardRun] = []
-
-    def forward(tiles: Mapping[str, Tile]) -> ForwardRun:
-        return run_forward(spec, *inputs.operands, tiles=tiles, **how)
-
-    def backward(tiles: Mapping[str, Tile], deterministic: bool) -> BackwardRun:
-        if not first:
-            first.append(run_forward(spec, *inputs.operands, **how))
-        (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
-        options = {"tiles": tiles, "deterministic": deterministic, **how}
-        return run_backward(spec, q, k, v, first[0].out, first[0].lse, dout, dlse, **options)
-
-    return forward, backward
-
-
-def _call(
-    spec: AttentionSpec, choice: Choice, inputs: Inputs, which: str, backend: str, arch: str
-) -> Call:
-    forward, backward = _runs(spec, inputs, backend, arch)
+    (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
     if which == "forward":
-        return lambda: forward(choice.tiles)
-    return lambda: backward(choice.tiles, which == "deterministic")
+        return lambda choice: lambda: run_forward(spec, q, k, v, tiles=choice.tiles, **how)
+    first = run_forward(spec, q, k, v, **how)
+    given = (q, k, v, first.out, first.lse, dout, dlse)
+    fixed = which == "deterministic"
+    return lambda choice: (
+        lambda: run_backward(spec, *given, tiles=choice.tiles, deterministic=fixed, **how)
+    )
 
 
-def _wrong(
-    spec: AttentionSpec, choice: Choice, inputs: Inputs, which: str, backend: str, arch: str
-) -> str:
-    """What is wrong with a choice's results; "" if nothing is."""
-    try:
-        run = _call(spec, choice, inputs, which, backend, arch)()
-    except FlashgenError as error:
-        return f"{type(error).__name__}: {error.what}"
+def _judge(
+    spec: AttentionSpec, inputs: Inputs, which: str
+) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
+    """What holds a run against the oracle, which is the same for all choices."""
     of = (spec, *inputs.operands)
-    if isinstance(run, ForwardRun):
-        exact = reference.attention(*of, **inputs.options)
-        same = reference.same_dtype(*of, **inputs.options)
+    if which != "forward":
+
+        def gradients(run: Any) -> Mapping[str, reference.Verdict]:
+            found = (run.dq, run.dk, run.dv, *run.captured)
+            return reference.judge_gradients(found, *of, *inputs.gradients, **inputs.options)
+
+        return gradients
+    exact = reference.attention(*of, **inputs.options)
+    same = reference.same_dtype(*of, **inputs.options)
+
+    def results(run: Any) -> Mapping[str, reference.Verdict]:
         found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
-        verdicts = {name: reference.compare(*three) for name, *three in found}
-        warned = _spills(run.report.kernel)
-    else:
-        assert isinstance(run, BackwardRun)
-        gradients = (run.dq, run.dk, run.dv, *run.captured)
-        verdicts = reference.judge_gradients(gradients, *of, *inputs.gradients, **inputs.options)
-        warned = max((_spills(report.kernel) for report in run.reports), default="")
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict]
-    return "; ".join(wrong) or warned
+        return {name: reference.compare(*three) for name, *three in found}
+
+    return results
+
+
+def _builds(run: ForwardRun | BackwardRun) -> Iterable[Any]:
+    reports = (run.report,) if isinstance(run, ForwardRun) else run.reports
+    return (report.kernel for report in reports)
 
 
 def _spills(build: Any) -> str:
