@@ -187,6 +187,20 @@ def test_calls_on_the_gpu_take_the_winner(folder, monkeypatch):
     assert given._bind(16, tensors, {}).build.plan.tile != SMALLER, "sram plans for itself"
 
 
+def test_operands_that_tma_cannot_take_do_not_get_a_winner_of_its_path(folder, monkeypatch):
+    monkeypatch.setattr(backends, "index_of", lambda device: 0)
+    q, k, v, _ = tensors_of(CAUSAL, 100, 100)
+    q = torch.cat((q, q), 1)
+    expanded = [tensor.expand(1, 2, 100, 64) for tensor in (k, v)]
+    stated = check(CAUSAL, q, k, v, scale=None, q_offset=0, k_offset=0, scalars={})
+    hopper = plan(CAUSAL, "sm_90a").tile
+    where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, "sm_90a", "forward", stated)
+    tuned.write(where, tuned.Winner({"forward": hopper}, 1e-3, 2e-3))
+    forward = Forward(CAUSAL, stated, "gpu", "sm_90a", q, *expanded)
+    bound = forward._bind(16, {"q": q, "k": expanded[0], "v": expanded[1], "o": q}, {})
+    assert bound.build.plan.path == "sm_80"
+
+
 def test_a_backward_winner_names_all_kernels_of_its_scheme(folder):
     chosen = plan_backward(CAUSAL, ARCH, deterministic=True)
     tiles = {each.kernel: each.tile for each in chosen.kernels[1:]}

@@ -171,7 +171,7 @@ class Forward:
         start = perf_counter()
         tiles = self._tiles
         if self.backend == "gpu" and width == 16 and self._sram is None and not tiles:
-            tiles = remembered(self.spec, self.arch, "forward", self.problem, self.index)
+            tiles = remembered(self.spec, self._kernel_arch, "forward", self.problem, self.index)
         options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
         kernel = build(self.spec, self._kernel_arch, access_bytes=width, **options)
         self._built = perf_counter() - start
