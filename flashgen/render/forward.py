@@ -13,7 +13,7 @@ from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import ELEMENTS, Source
-from flashgen.render.walk import ScoreCode, walk_of
+from flashgen.render.walk import ScoreCode, Walk, walk_of
 from flashgen.render.wgmma import Results
 from flashgen.spec import AttentionSpec
 
@@ -101,20 +101,37 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     if spec.sink is not None:
         softmax = softmax.with_sink()
     template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan)
+    walk = walk_of(functions)
     return kernel(
         template,
         spec,
         plan,
         functions,
-        walk_of(functions),
+        walk,
         ScoreCode.of(functions),
         helpers=frozenset() if precise else frozenset({"rcp"}),
         softmax=softmax.with_dropout() if spec.dropout else softmax,
         transposed=False,
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
+        range_bits=_range_bits(walk, plan),
         **fields,
     )
+
+
+def _range_bits(walk: Walk, plan: Plan) -> str | None:
+    """A word of the columns outside a row's range; None where to compare them costs no more.
+
+    To compare takes an instruction for each column and end of the range. Words take about eight for
+    each row, and eight for each end, and the compiler then tests seven of their bits at a time
+    (counted by benchmarks/instructions.py). A range that all rows share is compared once for all.
+    """
+    ends = 1 + walk.row_has_lo
+    columns = plan.block_k // 4  # of a row, that one lane has
+    if walk.row is None or not walk.uses_q or ends * columns <= 8 * (1 + ends):
+        return None
+    above = "bits_from(hi - first)"
+    return f"{above} | ~bits_from(lo - first)" if walk.row_has_lo else above
 
 
 def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:
