@@ -77,8 +77,13 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
         parts[name].append(block)
+    mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
+    # A mask that reads memory is evaluated in a loop for each word of bits, 32 turns or the rest.
+    turns = [min(32, plan.block_k // 4 - n) for n in range(0, plan.block_k // 4, 32)]
+    if mask_loops:
+        parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search walks 32 tiles in a turn of its loop: it takes one turn.
-    parts["search"] += loop.inner
+    parts["search"] += [turn for turn in loop.inner if turn not in mask_loops]
     mask, rescale, copy, search = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )

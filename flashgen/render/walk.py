@@ -41,6 +41,7 @@ class Walk:
     row_outside: str
     row_has_lo: bool
     mask: str | None
+    mask_reads: bool  # elements of tensors, or the layout
     uses_h: bool
     uses_q: bool
     uses_k: bool
@@ -90,6 +91,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         row_outside=outside,
         row_has_lo=has_lo,
         mask=None if by_row else element.call(),
+        mask_reads=not by_row and (layout is not None or mask.expr.has(fx.Element)),
         uses_h=fx.H in element.uses,
         uses_q=fx.Q in element.uses,
         uses_k=fx.K in element.uses,
