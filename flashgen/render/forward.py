@@ -21,8 +21,8 @@ from flashgen.spec import AttentionSpec
 # that turns cost more than they order: FlashAttention-3 decides alike (its tile table, 2024).
 TURNS_UP_TO = 128
 
-# A mask that reads memory is evaluated in a loop up to this head dim of V. Beyond it O leaves too
-# few registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
+# A costly mask is evaluated in a loop up to this head dim of V. Beyond it O leaves too few
+# registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
 MASK_LOOP_UP_TO = 128
 
 
@@ -119,7 +119,8 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
         range_bits=_range_bits(walk, plan),
-        mask_loop=walk.mask_reads and plan.head_dim_v <= MASK_LOOP_UP_TO,
+        mask_loop=walk.mask_costly and plan.head_dim_v <= MASK_LOOP_UP_TO,
+        mask_outside=_mask_outside(walk),
         **fields,
     )
 
@@ -137,6 +138,17 @@ def _range_bits(walk: Walk, plan: Plan) -> str | None:
         return None
     above = "bits_from(hi - first)"
     return f"{above} | ~bits_from(lo - first)" if walk.row_has_lo else above
+
+
+def _mask_outside(walk: Walk) -> str:
+    """Whether a score is masked, in unrolled code.
+
+    Without a branch around the mask, neighbouring scores share what is of their row or column.
+    A costly mask is left behind one: all rows and columns at once would need too many registers.
+    """
+    if walk.mask_costly:
+        return f"key >= p.seq_k || !{walk.mask}"
+    return f"(key >= p.seq_k) | !{walk.mask}"
 
 
 def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:
