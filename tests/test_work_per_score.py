@@ -7,10 +7,13 @@ from functools import cache
 
 import pytest
 
+import flashgen as fg
 from benchmarks.instructions import Work, work_of
 from benchmarks.sass import disassembled, instructions, main_loop
 from benchmarks.work_per_score import HEAD_DIMS, RECORD, VARIANTS, Variant, best_rival
+from examples import spec_path
 from flashgen.cli.inspect import find_nvdisasm
+from flashgen.compile import compile
 from flashgen.pipeline import Build
 
 needs_nvdisasm = pytest.mark.skipif(
@@ -18,7 +21,7 @@ needs_nvdisasm = pytest.mark.skipif(
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
-# The issue's targets at d = 128; elsewhere the better rival is the target.
+# At d = 128 a little below the better rival; elsewhere its figure.
 TARGETS = {(128, "full"): 6.6, (128, "unmasked"): 7.0, (128, "mixed"): 8.7}
 
 
@@ -78,6 +81,32 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
     assert now.per_score(now.full, now.mask) == pytest.approx(entry["mixed"], rel=0.03)
 
 
+# ---- how a mixed tile is masked ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "arch", "how"),
+    [
+        ("causal", 128, "sm_90a", "columns_before"),
+        ("sliding_window", 64, "sm_80", "columns_before"),
+        ("causal", 128, "sm_80", "8 * n + e >= hi"),  # 48 keys: words would cost more
+        ("full", 128, "sm_90a", "8 * n + e >= hi"),  # one comparison serves all rows
+        ("dilated_window", 64, "sm_90a", "(key >= p.seq_k) | !mask_mod"),
+        ("document", 128, "sm_90a", "outside[g][r] |= 1u << i"),
+        ("natten_2d", 64, "sm_80", "outside[g][r] |= 1u << i"),
+        ("document", 192, "sm_90a", "key >= p.seq_k || !mask_mod"),  # O leaves no registers
+    ],
+)
+def test_the_mask_is_made_in_the_way_that_takes_the_fewest_instructions(
+    name: str, head_dim: int, arch: str, how: str
+) -> None:
+    spec = fg.load(spec_path(name)).replace(head_dim=head_dim, head_dim_v=head_dim)
+    text = fg.emit(spec, arch).forward.text
+    ways = ("columns_before", "8 * n + e >= hi", "(key >= p.seq_k) |", "1u << i", "p.seq_k ||")
+    assert how in text
+    assert [way for way in ways if way in text] == [way for way in ways if way in how]
+
+
 # ---- static gates ------------------------------------------------------------------------------
 
 
@@ -100,6 +129,17 @@ def gate(built: Build) -> None:
     assert {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"} <= found
     assert not found & {"LDL", "STL", "HMMA", "LDGSTS"}
     assert {i.base for i in main_loop(listing).always} >= {"HGMMA", "SYNCS", "MUFU"}
+
+
+def test_an_accumulator_read_too_early_is_a_warning() -> None:
+    """So that no warning, in the gate, means that the products do run behind the softmax."""
+    built = BY_NAME["full"].built(64)
+    begins = "      barrier_wait(v_full + 8 * v.index, v.parity);\n      start_output(v.index);"
+    assert built.source.text.count(begins) == 1
+    text = built.source.text.replace(begins, f"      s[0][0][0] += 1.0f;\n{begins}")
+    source = built.source
+    binary = compile(text, filename=source.filename, kernel=source.name, arch="sm_90a")
+    assert any("wgmma" in line and "serialized" in line for line in binary.warnings)
 
 
 def gated(head_dim: int, mask: str, softcap: bool, dropout: bool) -> None:
