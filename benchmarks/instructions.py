@@ -11,46 +11,114 @@ listed by itself. A Triton kernel has 16.9 / 25.2 and FlexAttention's 18.5 / 23.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from sass import main_loop
-
-import flashgen as fg
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import flashgen as fg  # noqa: E402
+from benchmarks.sass import Block, Loop, disassembled, main_loop  # noqa: E402
+from flashgen.pipeline import Build  # noqa: E402
+
+# What the source says before a block that not every tile runs; a rescale is in two places.
+MASK = ("if (!full_tile) {",)
+RESCALE = ("if (rescale) {", "if (__any_sync(0xffffffffu, outgrown)) {")
 
 
-def is_prefetch(ops: Counter[str]) -> bool:
-    return ops["LDGSTS"] > 0
+@dataclass(frozen=True)
+class Work:
+    """Instructions of a thread in one step of the main loop; of branches in them, all.
+
+    Attributes:
+        full: what every tile runs.
+        mask: what a mixed tile runs besides.
+        rescale: what a tile runs besides in which a row outgrew its maximum.
+        search: between this tile and the next: what finds a live tile, and other branches.
+        scores: elements of S that the thread has in a step.
+    """
+
+    full: Block
+    mask: Block
+    rescale: Block
+    search: Block
+    scores: float
+    loop: Loop
+
+    def per_score(self, *parts: Block) -> float:
+        return sum(map(len, parts)) / self.scores
+
+    def by_kind(self, *parts: Block) -> dict[str, float]:
+        """Instructions per score of each class, the most frequent first."""
+        kinds = Counter(i.kind for part in parts for i in part)
+        return {kind: count / self.scores for kind, count in kinds.most_common()}
 
 
-def is_rescale(ops: Counter[str]) -> bool:
-    return ops["SHFL"] > 0 or ops["FMUL"] > 40
+def work_of(built: Build, listing: str | None = None) -> Work:
+    """The main loop of a forward kernel, taken apart along the conditions of its source.
+
+    Args:
+        listing: of its disassembly, where it is at hand.
+    """
+    plan = built.plan
+    loop = main_loop(listing or disassembled(built.cubin))
+    masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
+    parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
+    for block in loop.conditional:
+        if _mostly_in(block, masks):
+            name = "mask"
+        elif _mostly_in(block, rescales):
+            name = "rescale"
+        else:
+            name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
+        parts[name].append(block)
+    mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
+    # A mask that reads memory is evaluated in a loop for each word of bits, 32 turns or the rest.
+    turns = [min(32, plan.block_k // 4 - n) for n in range(0, plan.block_k // 4, 32)]
+    if mask_loops:
+        parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
+    # A tile search walks 32 tiles in a turn of its loop: it takes one turn.
+    parts["search"] += [turn for turn in loop.inner if turn not in mask_loops]
+    mask, rescale, copy, search = (
+        tuple(i for block in blocks for i in block) for blocks in parts.values()
+    )
+    scores = plan.block_q * plan.block_k / (32 * plan.warps)
+    return Work((*loop.always, *copy), mask, rescale, search, scores, loop)
 
 
-def is_mask(ops: Counter[str]) -> bool:
-    return not is_prefetch(ops) and not is_rescale(ops)
+def _guarded(text: str, heads: tuple[str, ...]) -> set[int]:
+    """Numbers of the lines in braces after a line that is one of ``heads``."""
+    found: set[int] = set()
+    lines = text.splitlines()
+    for start, line in enumerate(lines):
+        if line.strip() in heads:
+            closing = line[: len(line) - len(line.lstrip())] + "}"
+            end = lines.index(closing, start)
+            found.update(range(start + 2, end + 1))
+    return found
+
+
+def _mostly_in(block: Block, lines: set[int]) -> bool:
+    inside = sum(not lines.isdisjoint(instruction.lines) for instruction in block)
+    return 2 * inside > len(block)
 
 
 def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:
     spec = fg.load(path).replace(head_dim=head_dim, dtype=dtype)
     built = fg.build(spec, arch)
-    plan = built.plan
-    loop = main_loop(built.cubin)
-    per = 32 * plan.warps / (plan.block_q * plan.block_k)
-    full = len(loop.always) + loop.matching(is_prefetch)
-    mixed = full + loop.matching(is_mask)
+    plan, work = built.plan, work_of(built)
     return [
         path.stem,
         f"{plan.block_q} x {plan.block_k}, {plan.warps} warps",
-        f"{full * per:.2f}",
-        f"{mixed * per:.2f}",
-        f"{loop.matching(is_rescale) * per:.2f}",
-        str(sum(i.base == "HMMA" for i in loop.always)),
-        str(loop.inner_loops),
+        f"{work.per_score(work.full):.2f}",
+        f"{work.per_score(work.full, work.mask):.2f}",
+        f"{work.per_score(work.rescale):.2f}",
+        f"{work.per_score(work.search):.2f}",
         str(built.binary.resources.registers),
     ]
 
@@ -63,7 +131,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_80")
     args = parser.parse_args()
     table = Table(title=f"instructions per score, {args.dtype}, d = {args.head_dim}, {args.arch}")
-    for column in ("spec", "tile", "full", "mixed", "rescale", "HMMA", "inner loops", "registers"):
+    for column in ("spec", "tile", "full", "mixed", "rescale", "search", "registers"):
         table.add_column(column, justify="left" if column in ("spec", "tile") else "right")
     for path in args.specs or sorted((ROOT / "specs").glob("*.py")):
         table.add_row(*row(path, args.head_dim, args.dtype, args.arch))

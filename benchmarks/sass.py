@@ -1,69 +1,114 @@
 """Static instruction counts of a cubin's main loop, from nvdisasm's listing.
 
 The main loop is the natural loop with the most tensor-core instructions. Its basic blocks are those
-that every iteration runs (they dominate the back edge), and conditional ones.
+that every iteration runs (they dominate the back edge), and conditional ones. Small loops that poll
+a barrier are waits, which normally end at the first look: they and what leads back from them are
+left out. A predicated instruction counts: it takes an issue slot.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashgen.cli.inspect import find_nvdisasm
+
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);?\s*$")
 LABEL = re.compile(r"^\s*(\.L_[\w$]+):")
+PLACE = re.compile(r'^\s*//## File "[^"]*", line (\d+)')
 LEAVES = ("EXIT", "RET", "KILL")
+TENSOR = ("HMMA", "HGMMA")
+WAIT_AT_MOST = 16  # instructions of a loop that polls a barrier
+
+CLASSES: dict[str, tuple[str, ...]] = {
+    "tensor": (*TENSOR, "WARPGROUP", "WARPGROUPSET"),
+    "exponential": ("MUFU",),
+    "float": ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2"),
+    "maximum, select": ("FMNMX", "FSEL", "FSETP", "FSET", "SEL", "FCHK"),
+    "convert": ("F2FP", "F2F", "F2I", "I2F", "I2FP", "PRMT", "FRND", "HMNMX2"),
+    "memory": ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDL", "STL"),
+    "lanes": ("SHFL", "VOTE", "VOTEU", "REDUX", "MATCH"),
+    "barrier": ("BAR", "SYNCS", "FENCE", "MEMBAR", "DEPBAR", "LDGDEPBAR", "NANOSLEEP"),
+    "move": ("MOV", "CS2R", "S2R", "LDC"),
+    "control": ("BRA", "BSSY", "BSYNC", "BREAK", "BMOV", "NOP", "WARPSYNC", "YIELD", *LEAVES),
+}
+_CLASS_OF = {base: name for name, bases in CLASSES.items() for base in bases}
 
 
 @dataclass(frozen=True)
 class Instruction:
     op: str  # with its modifiers
+    operands: str
     predicated: bool
     target: str | None  # label of a branch
+    lines: tuple[int, ...]  # of the source: its own, then those where that was inlined
 
     @property
     def base(self) -> str:
         return self.op.split(".")[0]
 
+    @property
+    def kind(self) -> str:
+        """A name of CLASSES, "uniform" (once for the warp), or "integer" for what is left."""
+        if self.base in _CLASS_OF:
+            return _CLASS_OF[self.base]
+        if self.base == "IMAD" and ", RZ, RZ, " in self.operands:
+            return "move"
+        uniform = self.base.startswith("U") or self.base in ("R2UR", "S2UR", "CS2UR")
+        return "uniform" if uniform else "integer"
+
+
+Block = tuple[Instruction, ...]
+
 
 @dataclass(frozen=True)
 class Loop:
-    """Blocks of one loop, without those of loops inside it."""
+    """Blocks of one loop, without those of loops inside it.
 
-    always: tuple[Instruction, ...]
-    conditional: tuple[tuple[Instruction, ...], ...]
-    inner_loops: int
+    Attributes:
+        always: what each iteration runs.
+        conditional: blocks that an iteration may leave out.
+        inner: the loops inside, without waits, as what one iteration runs at most.
+        waits: loops that poll a barrier.
+    """
 
-    def matching(self, test: Callable[[Counter[str]], bool]) -> int:
-        """Instructions of the conditional blocks whose opcodes pass ``test``."""
-        return sum(len(b) for b in self.conditional if test(Counter(i.base for i in b)))
-
-
-def nvdisasm() -> str:
-    """Path of nvdisasm: on PATH, or from the package nvidia-cuda-nvdisasm (extra ``sass``)."""
-    found = shutil.which("nvdisasm")
-    if found:
-        return found
-    for path in Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/bin/nvdisasm"):
-        return str(path)
-    sys.exit("nvdisasm is missing: pip install 'flashgen[sass]'")
+    always: Block
+    conditional: tuple[Block, ...]
+    inner: tuple[Block, ...]
+    waits: int
 
 
-def main_loop(cubin: bytes) -> Loop:
-    """The loop of ``cubin`` with the most tensor-core instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        listing = subprocess.run(
-            [nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+def disassembled(cubin: bytes) -> str:
+    """nvdisasm's listing of ``cubin``, with source lines."""
+    tool = find_nvdisasm()
+    if tool is None:
+        sys.exit("nvdisasm is missing: pip install 'flashgen[sass]'")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run(
+            [tool, "-c", "-gi", str(file)], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """All instructions of a listing, in the order of their addresses."""
+    return [instruction for block in _blocks(listing)[0] for instruction in block]
+
+
+def main_loop(listing: str) -> Loop:
+    """The loop with the most tensor-core instructions.
+
+    Raises:
+        ValueError: no loop has one.
+    """
     blocks, edges = _blocks(listing)
     dominators = _dominators(edges)
     loops: dict[int, tuple[set[int], set[int]]] = {}
@@ -74,37 +119,69 @@ def main_loop(cubin: bytes) -> Loop:
                 latches.add(block)
                 body |= _body(edges, head, block)
 
-    def tensor(body: set[int]) -> int:
-        return sum(i.base == "HMMA" for b in body for i in blocks[b])
+    def joined(body: set[int] | Sequence[int]) -> Block:
+        return tuple(i for b in sorted(body) for i in blocks[b])
 
-    head = max(loops, key=lambda h: (tensor(loops[h][0]), -len(loops[h][0])))
+    def tensor(body: set[int]) -> int:
+        return sum(i.base in TENSOR for i in joined(body))
+
+    head = max(loops, key=lambda h: (tensor(loops[h][0]), -len(loops[h][0])), default=None)
+    if head is None or not tensor(loops[head][0]):
+        raise ValueError("no loop of this listing has a tensor-core instruction")
     body, latches = loops[head]
-    inner = [h for h, (other, _) in loops.items() if h != head and other < body]
-    own = body.difference(*(loops[h][0] for h in inner))
+    inner = [loops[h][0] for h in loops if h != head and loops[h][0] < body]
+    waits = [other for other in inner if _is_wait(joined(other))]
+    inside = set().union(*inner)
+    own = body - inside
     always = [b for b in sorted(own) if all(b in dominators[latch] for latch in latches)]
-    rest = sorted(own.difference(always))
+    before = {b: {n for n in body if b in edges[n]} for b in own}
+    slow = {b for b in own if before[b] and before[b] <= set().union(*waits)}
     return Loop(
-        always=tuple(i for b in always for i in blocks[b]),
-        conditional=tuple(tuple(blocks[b]) for b in rest),
-        inner_loops=len(inner),
+        always=joined(always),
+        conditional=tuple(tuple(blocks[b]) for b in sorted(own.difference(always, slow))),
+        inner=tuple(joined(other) for other in inner if other not in waits),
+        waits=len(waits),
     )
+
+
+def by_kind(block: Sequence[Instruction]) -> Counter[str]:
+    return Counter(instruction.kind for instruction in block)
+
+
+def _is_wait(block: Block) -> bool:
+    polls = any(i.base in ("SYNCS", "NANOSLEEP") for i in block)
+    return polls and len(block) <= WAIT_AT_MOST
 
 
 def _blocks(listing: str) -> tuple[list[list[Instruction]], list[list[int]]]:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     in_text = False
-    for line in listing.splitlines():
-        if re.match(r"\s*\.section\s", line):
-            in_text = ".text." in line
+    lines: list[int] = []
+    told = False  # the lines above are of the instruction before
+    for text in listing.splitlines():
+        if re.match(r"\s*\.section\s", text):
+            in_text = ".text." in text
+        elif not in_text:
             continue
-        if not in_text:
-            continue
-        if label := LABEL.match(line):
+        elif place := PLACE.match(text):
+            if told:
+                lines, told = [], False
+            lines.append(int(place[1]))
+        elif label := LABEL.match(text):
             labels[label[1]] = len(code)
-        elif match := INSTRUCTION.match(line):
+        elif match := INSTRUCTION.match(text):
+            told = True
             target = re.search(r"\.L_[\w$]+", match[4])
-            code.append(Instruction(match[3], match[2] is not None, target and target[0]))
+            code.append(
+                Instruction(
+                    match[3],
+                    match[4].strip(),
+                    match[2] is not None,
+                    target[0] if target else None,
+                    tuple(lines),
+                )
+            )
     jumps = {n for n, i in enumerate(code) if i.base == "BRA" or i.base in LEAVES}
     starts = sorted({0, *labels.values(), *(n + 1 for n in jumps)} - {len(code)})
     number = {start: n for n, start in enumerate(starts)}
@@ -114,7 +191,9 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], list[list[int]]]:
         last, out = block[-1], []
         if last.base == "BRA" and last.target in labels:
             out.append(number[labels[last.target]])
-        falls = last.predicated or last.base not in ("BRA", *LEAVES)
+        # A branch may be conditional by an operand too: BRA P0, ... or BRA.DIV.
+        by_operand = re.match(r"!?U?P\d", last.operands) is not None or ".DIV" in last.op
+        falls = last.predicated or by_operand or last.base not in ("BRA", *LEAVES)
         if falls and n + 1 < len(blocks):
             out.append(n + 1)
         edges.append(out)

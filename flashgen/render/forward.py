@@ -13,13 +13,17 @@ from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
 from flashgen.render.source import ELEMENTS, Source
-from flashgen.render.walk import ScoreCode, walk_of
+from flashgen.render.walk import ScoreCode, Walk, walk_of
 from flashgen.render.wgmma import Results
 from flashgen.spec import AttentionSpec
 
 # Warpgroups take turns at the tensor cores up to this head dim. Beyond it a tile has so few keys
 # that turns cost more than they order: FlashAttention-3 decides alike (its tile table, 2024).
 TURNS_UP_TO = 128
+
+# A costly mask is evaluated in a loop up to this head dim of V. Beyond it O leaves too few
+# registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
+MASK_LOOP_UP_TO = 128
 
 
 @dataclass(frozen=True)
@@ -101,20 +105,50 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     if spec.sink is not None:
         softmax = softmax.with_sink()
     template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan)
+    walk = walk_of(functions)
     return kernel(
         template,
         spec,
         plan,
         functions,
-        walk_of(functions),
+        walk,
         ScoreCode.of(functions),
         helpers=frozenset() if precise else frozenset({"rcp"}),
         softmax=softmax.with_dropout() if spec.dropout else softmax,
         transposed=False,
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
+        range_bits=_range_bits(walk, plan),
+        mask_loop=walk.mask_costly and plan.head_dim_v <= MASK_LOOP_UP_TO,
+        mask_outside=_mask_outside(walk),
         **fields,
     )
+
+
+def _range_bits(walk: Walk, plan: Plan) -> str | None:
+    """A word of the columns outside a row's range; None where to compare them costs no more.
+
+    To compare takes an instruction for each column and end of the range. Words take about eight for
+    each row, and eight for each end, and the compiler then tests seven of their bits at a time
+    (counted by benchmarks/instructions.py). A range that all rows share is compared once for all.
+    """
+    ends = 1 + walk.row_has_lo
+    columns = plan.block_k // 4  # of a row, that one lane has
+    if walk.row is None or not walk.uses_q or ends * columns <= 8 * (1 + ends):
+        return None
+    above = "bits_from(hi - first)"
+    return f"{above} | ~bits_from(lo - first)" if walk.row_has_lo else above
+
+
+def _mask_outside(walk: Walk) -> str:
+    """Whether a score is masked, in unrolled code.
+
+    Without a branch around the mask, neighbouring scores share what is of their row or column.
+    A costly mask is left behind one: all rows and columns at once would need too many registers.
+    """
+    if walk.mask_costly:
+        return f"key >= p.seq_k || !{walk.mask}"
+    return f"(key >= p.seq_k) | !{walk.mask}"
 
 
 def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:

@@ -41,6 +41,7 @@ class Walk:
     row_outside: str
     row_has_lo: bool
     mask: str | None
+    mask_costly: bool  # it reads memory, or divides a position of one row or column
     uses_h: bool
     uses_q: bool
     uses_k: bool
@@ -90,6 +91,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         row_outside=outside,
         row_has_lo=has_lo,
         mask=None if by_row else element.call(),
+        mask_costly=not by_row and (layout is not None or _is_costly(mask.expr)),
         uses_h=fx.H in element.uses,
         uses_q=fx.Q in element.uses,
         uses_k=fx.K in element.uses,
@@ -98,6 +100,12 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         by_head=fx.H in tile_uses,
         last_tile_first=_last_tile_first(make),
     )
+
+
+def _is_costly(mask: sympy.Basic) -> bool:
+    """Whether unrolled code would keep much for each row and column: elements, or quotients."""
+    quotients = mask.atoms(fx.FloorDiv, fx.FloorMod)
+    return mask.has(fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
 
 
 def _full_tile(

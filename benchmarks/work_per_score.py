@@ -1,0 +1,169 @@
+"""Work per score of the Hopper forward kernels against FlashAttention-3 and 4, counted, not timed.
+
+    python benchmarks/work_per_score.py
+
+Compiles each variant at each head dim for sm_90a in bfloat16, takes the consumers' main loop of the
+machine code apart (benchmarks/instructions.py) and writes benchmarks/results/work_per_score.json.
+Exits 1 when a target is missed, a kernel spills or the compiler warned.
+
+The rivals' figures are counts of the same kind, of the main loops of their compiled kernels:
+FlashAttention-3 (hopper/, assembled by ptxas 13.0) and FlashAttention-4 (its CuTe DSL kernels for
+sm_90, ptxas 13.4). They rescale O in every tile, which their figures have in them; these kernels
+rescale where a row outgrew its maximum, which is listed by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import flashgen as fg  # noqa: E402
+from benchmarks.instructions import Work, work_of  # noqa: E402
+from flashgen.compile.nvrtc import version  # noqa: E402
+from flashgen.pipeline import Build  # noqa: E402
+
+ARCH, DTYPE = "sm_90a", "bfloat16"
+HEAD_DIMS = (64, 96, 128, 192, 256)
+RECORD = ROOT / "benchmarks" / "results" / "work_per_score.json"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Thread-instructions per score element of its main loops."""
+
+    name: str
+    head_dim: int
+    full: float  # without a mask
+    unmasked: float  # causal, tiles below the diagonal
+    mixed: float  # causal, tiles on it
+
+
+RIVALS = (
+    Rival("FlashAttention-3", 64, 6.44, 6.52, 8.80),
+    Rival("FlashAttention-4", 64, 6.58, 6.70, 8.25),
+    Rival("FlashAttention-3", 128, 6.59, 7.11, 9.41),
+    Rival("FlashAttention-4", 128, 7.03, 7.31, 8.72),
+)
+
+
+def best_rival(head_dim: int, loop: str) -> float | None:
+    """The least work of a rival: ``loop`` is "full", "unmasked" or "mixed"."""
+    known = [getattr(r, loop) for r in RIVALS if r.head_dim == head_dim]
+    return min(known, default=None)
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    spec: str  # a file of specs/
+    mask: str | None = None  # another, whose mask it takes
+    dropout: bool = False
+
+    def built(self, head_dim: int) -> Build:
+        spec = _loaded(self.spec).replace(head_dim=head_dim, head_dim_v=head_dim, dtype=DTYPE)
+        if self.mask is not None:
+            spec = spec.replace(mask_mod=_loaded(self.mask).mask_mod)
+        return fg.build(spec.replace(dropout=self.dropout), ARCH)
+
+
+def _loaded(name: str) -> fg.AttentionSpec:
+    return fg.load(ROOT / "specs" / f"{name}.py")
+
+
+VARIANTS = (
+    Variant("full", "full"),
+    Variant("causal", "causal"),
+    Variant("softcap, causal", "softcap", "causal"),
+    Variant("ALiBi, causal", "alibi", "causal"),
+    Variant("dropout", "full", dropout=True),
+    Variant("dropout, causal", "causal", dropout=True),
+    Variant("sliding window", "sliding_window"),
+    Variant("documents", "document"),
+)
+
+
+def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict[str, Any]:
+    """One kernel's entry: instructions per score, and what the kernel needs."""
+    plan, used = built.plan, built.binary.resources
+
+    def rounded(kinds: dict[str, float]) -> dict[str, float]:
+        return {kind: round(count, 3) for kind, count in kinds.items()}
+
+    return {
+        "variant": variant.name,
+        "head_dim": head_dim,
+        "tile": [plan.block_q, plan.block_k],
+        "warps": plan.warps,
+        "registers": {"launch": used.registers, "consumer": plan.registers},
+        "smem_bytes": plan.smem_bytes,
+        "spilled_bytes": used.spill_store_bytes + used.spill_load_bytes + used.stack_bytes,
+        "warnings": list(built.binary.warnings),
+        "unmasked": round(work.per_score(work.full), 3),
+        "mixed": round(work.per_score(work.full, work.mask), 3),
+        "rescale": round(work.per_score(work.rescale), 3),
+        "search": round(work.per_score(work.search), 3),
+        "unmasked_by_class": rounded(work.by_kind(work.full)),
+        "mask_by_class": rounded(work.by_kind(work.mask)),
+    }
+
+
+def failures(entry: dict[str, Any]) -> Iterator[str]:
+    """What the entry of a kernel misses, in words."""
+    what = f"{entry['variant']}, d {entry['head_dim']}"
+    if entry["spilled_bytes"] or entry["warnings"]:
+        yield f"{what}: {entry['spilled_bytes']} B spilled, warnings {entry['warnings']}"
+    loops = {"full": ("full",), "causal": ("unmasked", "mixed")}.get(entry["variant"], ())
+    for loop in loops:
+        least = best_rival(entry["head_dim"], loop)
+        got = entry["unmasked" if loop == "full" else loop]
+        if least is not None and got > least:
+            yield f"{what}: {got} instructions per score in {loop} tiles, the best rival {least}"
+
+
+def table_of(entries: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"thread-instructions per score, {ARCH}, {DTYPE}")
+    for column in ("variant", "d", "tile", "unmasked", "mixed", "+ rescale", "+ search"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for entry in entries:
+        table.add_row(
+            entry["variant"],
+            str(entry["head_dim"]),
+            "{} x {}".format(*entry["tile"]),
+            *(f"{entry[part]:.2f}" for part in ("unmasked", "mixed", "rescale", "search")),
+        )
+    return table
+
+
+def main() -> int:
+    entries = []
+    for variant in VARIANTS:
+        for head_dim in HEAD_DIMS:
+            built = variant.built(head_dim)
+            entries.append(record_of(variant, head_dim, built, work_of(built)))
+    record = {
+        "what": "thread-instructions per score element in the main loop, static machine code",
+        "arch": ARCH,
+        "dtype": DTYPE,
+        "compiler": version(),
+        "kernels": entries,
+        "rivals": [asdict(rival) for rival in RIVALS],
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    Console(width=100).print(table_of(entries))
+    missed = [line for entry in entries for line in failures(entry)]
+    print("\n".join(missed) if missed else "every target is met")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
