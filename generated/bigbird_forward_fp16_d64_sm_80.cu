@@ -546,16 +546,35 @@ bigbird_forward_fp16_d64(const __grid_constant__ Params p) {
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      // The mask is costly: one by one its reads and divisions would wait for each other, and all
+      // at once they would take too many registers. So a loop makes a bit for each element.
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int first = 0; first < BLOCK_K / 4; first += 32) {
+        unsigned outside[ROW_GROUPS][2] = {};
+#pragma unroll 1
+        for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+          const int key = column + (first + i) / 2 * 8 + i % 2;
+          const int k = p.k_offset + key;
+          const bool in_range = key < p.seq_k;
 #pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n) {
+          for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int q = q_first + 16 * g + 8 * (e / 2);
-            const int key = column + 8 * n + e % 2;
-            const int k = p.k_offset + key;
-            if (key >= p.seq_k || !in_layout(p, b, h, q, k)) s[g][n][e] = minus_infinity();
+            for (int r = 0; r < 2; ++r) {
+              const int q = q_first + 16 * g + 8 * r;
+              const bool kept = in_layout(p, b, h, q, k);
+              if (!(in_range & kept)) outside[g][r] |= 1u << i;
+            }
+          }
+        }
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+              float& x = s[g][(first + i) / 2][2 * r + i % 2];
+              if (outside[g][r] >> i & 1) x = minus_infinity();
+            }
           }
         }
       }

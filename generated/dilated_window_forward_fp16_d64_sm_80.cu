@@ -505,7 +505,7 @@ dilated_window_forward_fp16_d64(const __grid_constant__ Params p) {
             const int q = q_first + 16 * g + 8 * (e / 2);
             const int key = column + 8 * n + e % 2;
             const int k = p.k_offset + key;
-            if (key >= p.seq_k || !mask_mod(p, q, k)) s[g][n][e] = minus_infinity();
+            if ((key >= p.seq_k) | !mask_mod(p, q, k)) s[g][n][e] = minus_infinity();
           }
         }
       }

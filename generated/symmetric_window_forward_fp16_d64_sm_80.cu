@@ -334,6 +334,16 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
+// How many of a lane's columns 0, 1, 8, 9, 16, 17, ... are less than `end`.
+__device__ __forceinline__ int columns_before(int end) {
+  const unsigned width = max(end, 0);
+  return width / 8 * 2 + min(width % 8, 2u);
+}
+// A word whose bits are 1 from bit n on: all for n <= 0, none for n >= 32.
+__device__ __forceinline__ unsigned bits_from(int n) {
+  return __funnelshift_lc(0, 0xffffffffu, max(n, 0));
+}
+
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -455,7 +465,8 @@ symmetric_window_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, as seen from this lane.
+      // Each row's keys are one range, made into bits: a bit of a word costs less to test than a
+      // column to compare.
       // The lane is read anew: kept through the main loop, these values would cost registers there.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
@@ -466,13 +477,15 @@ symmetric_window_forward_fp16_d64(const __grid_constant__ Params p) {
         for (int r = 0; r < 2; ++r) {
           const int q = q_first + 16 * g + 8 * r;
           const Range keys = row_keys(p, q);
-          const int lo = keys.lo - column;
-          const int hi = keys.hi - column;
+          const int lo = columns_before(keys.lo - column);
+          const int hi = columns_before(keys.hi - column);
 #pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
+          for (int first = 0; first < BLOCK_K / 4; first += 32) {
+            const unsigned outside = bits_from(hi - first) | ~bits_from(lo - first);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (8 * n + e < lo || 8 * n + e >= hi) s[g][n][2 * r + e] = minus_infinity();
+            for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+              float& x = s[g][(first + i) / 2][2 * r + i % 2];
+              if (outside >> i & 1) x = minus_infinity();
             }
           }
         }
