@@ -95,8 +95,8 @@ def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tu
     """The code path of a kernel, and in words why it is not the architecture's own."""
     if arch.path == "sm_80":
         return arch.path, ""
-    if kernel != "forward":
-        why = "the backward kernels have no other yet"
+    if kernel in OF_CAPTURED:
+        why = "gradients of learned tensors have no other"
     elif ITEMSIZE[spec.dtype] != 2:
         why = "float32 is split into parts of tf32, which mma.sync multiplies"
     elif spec.packed:
