@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from flashgen.errors import LaunchError
 from flashgen.ops import backends, check, run_backward, run_forward
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
+from flashgen.plan import plan_backward
+from flashgen.spec import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ one warpgroup copies, two compute, 64 rows of a product each.
 
 dkdv and fused: a block owns ``block_k`` keys, whose K and V stay in shared memory, and walks the
 query tiles of ``block_q`` rows. Scores are computed transposed, so that P^T and dS^T are operands
-where they lie. Either each warpgroup owns 64 keys of 128 with all columns of dK and dV (column_warps
-1), or both own the same 64 keys: then each computes the scores of half of the queries, and half of
-the columns of dK and dV, and P and dS pass through shared memory (column_warps 2). fused also makes
-dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it in global memory.
+where they lie. Either each warpgroup owns 64 keys of 128 with all columns of dK and dV
+(column_warps 1), or both own the same 64 keys: then each computes the scores of half of the
+queries, and half of the columns of dK and dV, and P and dS pass through shared memory (column_warps
+2). fused also makes dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it in
+global memory.
 
 dq: a block owns 128 queries and walks the keys in steps of ``block_k``.
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 WARPS = 8  # that compute: two warpgroups
 BUFFERS = 2  # of dS, and of P: one is read while the other is written
 TILE_BYTES = 16  # which tile of the walk it is
+# Warps that find the tiles of the walk, and those of them that ask whether a tile is full: where a
+# block owns keys, two bring LSE and delta and tell the others.
+WALKING_WARPS = {"dkdv": (3, 2), "fused": (3, 2), "dq": (1, 1)}
 ALIGNED = 1024  # bytes: where a pattern of 128 bytes begins
 
 
@@ -147,8 +151,9 @@ BLOCK_K_BY_SMEM = Formula(
     "/(stages*e*(depth + depth_v))",
 )
 
-# The sums; S and dP of the step, and what is on its way while they are rounded.
-_OWN = "20 + extra + columns/2"
+# The sums, and addresses; S and dP of the step, and what is on its way while they are rounded.
+# Measured, as `registers_sm90` is.
+_OWN = "max(20, columns/12) + extra + columns/2"
 _SCORES = "(1 + pending)/score_warps"
 REGISTERS = Formula("registers", f"{_OWN} + block_q*{_SCORES}")
 BLOCK_Q_BY_REGISTERS = Formula("block_q", f"(register_limit - ({_OWN}))/({_SCORES})")

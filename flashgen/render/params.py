@@ -134,7 +134,9 @@ def _backward(spec: AttentionSpec, gradients: tuple[str, ...], *, summed: bool) 
     params.append(Param("rows", "pointer", "const float* rows;", _ROWS))
     params += [_tensor(name, written=True) for name in gradients]
     if summed:
-        params.append(_sums("[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows"))
+        params.append(
+            _sums("[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows")
+        )
     return [*params, *_strides(*operands, *gradients), *_numbers(spec)]
 
 
