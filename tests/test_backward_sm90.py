@@ -147,7 +147,7 @@ GIVEN = [
     # Both warpgroups own the same keys, where the plan gives each its own; and the other way.
     ("fused", 64, Tile(64, 8, 1, 1, 2, 2)),
     ("fused", 128, Tile(32, 8, 1, 1, 2, 2)),
-    ("fused", 192, Tile(16, 8, 1, 1, 1, 1)),
+    ("fused", 128, Tile(48, 8, 1, 1)),
     ("dkdv", 256, Tile(32, 8, 1, 1, 2, 2)),
     # One buffer only.
     ("fused", 256, Tile(64, 8, 1, 1, 2, 2)),
@@ -171,6 +171,10 @@ def test_a_tile_that_does_not_fit_is_refused_by_the_numbers() -> None:
     with pytest.raises(fg.PlanError) as caught:
         plan_backward(CAUSAL.replace(head_dim=128), ARCH, tiles={"fused": Tile(128, 8, 1, 1)})
     assert "shared memory: " in str(caught.value)
+    wide = CAUSAL.replace(head_dim=192, head_dim_v=192)
+    with pytest.raises(fg.PlanError) as caught:
+        plan_backward(wide, ARCH, tiles={"fused": Tile(16, 8, 1, 1)})
+    assert "registers per thread: " in str(caught.value)
     with pytest.raises(fg.PlanError) as caught:
         plan_backward(CAUSAL, ARCH, tiles={"dq": Tile(64, 4, 1, 1)})
     assert "no such combination" in str(caught.value)

@@ -31,7 +31,6 @@ Tensor = torch.Tensor
 
 _EMPTY = "nothing to launch: a size is 0"
 _TILED = "tiled algorithms on torch tensors: no kernel"
-_INT32_MAX = 2**31 - 1
 
 # What kernels call the tensors that are read in rows, and what their arguments are called.
 _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
@@ -90,7 +89,7 @@ class Backward:
         self._tiles = tiles
         self.device = tensors[0].device
         self.index = backends.index_of(self.device) if backend == "gpu" else 0
-        found = map(_obstacle, _READ.values(), tensors)
+        found = map(backends.row_obstacle, _READ.values(), tensors)
         self._layout = static_layout(spec, problem, self.device)
         self._crooked = dict(zip(_READ, found, strict=True))
         # Where TMA cannot be used, the path that all architectures have; copies are contiguous.
@@ -279,19 +278,6 @@ def _launches(bound: Iterable[Bound]) -> Iterator[tuple[Bound, bool]]:
     for kernel in bound:
         for turn in range(kernel.build.plan.launches):
             yield kernel, turn > 0
-
-
-def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why kernels cannot read a tensor with its strides, None if they can.
-
-    q, k and v have contiguous rows less than 2^31 bytes apart: that was checked.
-    """
-    if tensor.numel() and tensor.stride(3) != 1:
-        return f"the last dimension of {name} is not contiguous"
-    row_bytes = tensor.stride(2) * tensor.element_size()
-    if tensor.shape[2] > 1 and row_bytes > _INT32_MAX:
-        return f"the rows of {name} are {row_bytes:,} B apart; at most {_INT32_MAX:,} B"
-    return backends.stride_obstacle(name, tensor)
 
 
 def reports(done: Any) -> tuple[tuple[Report, ...], tuple[str, ...]]:

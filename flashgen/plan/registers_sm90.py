@@ -20,7 +20,7 @@ MASK_PENDING = 3 / 16
 
 DROPOUT = 4
 SCORE_MOD = 14
-MASK_OF_TENSORS = 4
+MASK_OF_TENSORS = 5
 # More of a warp that copies, where it reads captured tensors to find tiles.
 SEARCHING_TENSORS = 16
 
