@@ -189,6 +189,8 @@ def test_the_plan_says_how_busy_the_tensor_cores_are(head_dim: int) -> None:
     )
     assert busy == pytest.approx(tensor / plan.cost)
     assert "busy = tensor/cost" in str(plan)
+    if head_dim == 128:  # at 64 an exponential comes with half as many products
+        assert busy >= 0.65
 
 
 # ---- order -------------------------------------------------------------------------------------

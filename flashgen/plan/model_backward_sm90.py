@@ -209,7 +209,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     by_keys, fused = kernel != "dq", kernel == "fused"
     owned, walked = ("block_k", "block_q") if by_keys else ("block_q", "block_k")
     # Per score an exponential, a difference or a sum's beginning, two products, two roundings.
-    rest = f"{4.5 if by_keys else 4} + score_ops + dropout_ops"
+    rest = f"{4.5 if by_keys else 4.8} + score_ops + dropout_ops"
     rest += " + exchanged/2" if by_keys else ""
     rest += " + 1/2 + dq_columns/block_k" if fused else ""
     return (

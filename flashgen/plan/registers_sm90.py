@@ -12,14 +12,15 @@ from flashgen.plan.model_sm90 import SEARCHING_REGISTERS
 from flashgen.spec import AttentionSpec
 
 # Per accumulator of S and dP: for all kernels, for random bits, for elements of captured tensors
-# that each score reads for itself, and for those that the mask reads where it is asked for each.
+# that each score reads for itself, and those that a row or a column of scores does, and for those
+# that the mask reads where it is asked for each score.
 PENDING = 1 / 8
 DROPOUT_PENDING = 1 / 4
-READ_PENDING = 3 / 8
+READ_PENDING = {"element": 3 / 8, "row": 3 / 16, "column": 3 / 16, "block": 0.0}
 MASK_PENDING = 3 / 16
 
 DROPOUT = 4
-SCORE_MOD = 14
+SCORE_MOD = 13
 MASK_OF_TENSORS = 5
 # More of a warp that copies, where it reads captured tensors to find tiles.
 SEARCHING_TENSORS = 16
@@ -28,7 +29,7 @@ SEARCHING_TENSORS = 16
 def extra(spec: AttentionSpec) -> int:
     """Of a thread that computes, whatever the step."""
     dropout, reads = spec.dropout, _reads(spec)
-    score = SCORE_MOD if reads or (spec.score != SCORE and not dropout) else 0
+    score = SCORE_MOD if reads > 0 or (spec.score != SCORE and not dropout) else 0
     mask = MASK_OF_TENSORS if _mask_reads(spec) else 0
     return score + mask + (DROPOUT if dropout else 0)
 
@@ -37,7 +38,7 @@ def pending(spec: AttentionSpec) -> float:
     """Of a thread that computes, per accumulator of S and dP."""
     random = DROPOUT_PENDING if spec.dropout else 0
     mask = MASK_PENDING if _mask_reads(spec) else 0
-    return PENDING + random + mask + (READ_PENDING if _reads(spec) else 0)
+    return PENDING + random + mask + _reads(spec)
 
 
 def searching(spec: AttentionSpec, spare: int) -> int:
@@ -56,8 +57,10 @@ def searching(spec: AttentionSpec, spare: int) -> int:
     return SEARCHING_REGISTERS if searches or reads or bounded or spare else 0
 
 
-def _reads(spec: AttentionSpec) -> bool:
-    return any(kind_of_sum(each) == "element" for each in elements_of(spec.score))
+def _reads(spec: AttentionSpec) -> float:
+    """The same for what the score reads."""
+    read = elements_of(spec.score)
+    return max((READ_PENDING[kind_of_sum(each)] for each in read), default=0.0)
 
 
 def _mask_reads(spec: AttentionSpec) -> bool:
