@@ -82,6 +82,7 @@ QUANTITIES = {
     "overlap": "how many warps per scheduler are out of step with each other",
     "occupied": "share of the schedulers that have a warp",
     "barriers": "clocks lost at barriers per score element",
+    "waits": "clocks per score element in which an only buffer is filled",
     "cost": "clocks of one SM per score element; per row for delta",
     "busy": "predicted share of the time in which the tensor cores multiply",
     "sms": "SMs of the product",

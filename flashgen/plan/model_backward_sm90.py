@@ -202,6 +202,7 @@ OVERLAP = Formula("overlap", "blocks*(warps + 4)/8")
 # At each of three hand-overs a step the products stand still for about 150 clocks. With one buffer
 # a step also waits until its Q (in dq: K) has come, after 600 clocks on the way.
 BARRIERS = Formula("barriers", "(3*150 + (2 - stages)*600)/(block_q*block_k*blocks)", "clk")
+COST = Formula("cost", "busiest + (alone - busiest)/max(1, overlap) + barriers + waits", "clk")
 
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
@@ -228,12 +229,8 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         ALONE,
         OVERLAP,
         BARRIERS,
-        Formula(
-            "cost",
-            "busiest + (alone - busiest)/max(1, overlap) + barriers"
-            f" + (2 - stages)*e*d_qk/{owned}/l2_rate",
-            "clk",
-        ),
+        Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
+        COST,
         BUSY,
     )
 
