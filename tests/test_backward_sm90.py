@@ -73,6 +73,11 @@ def judged(
     return run
 
 
+def slow(*values: object) -> Any:
+    """A parameter of the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def own_path(spec: fg.AttentionSpec, kernel: str) -> str:
     """Which kernels have code of their own for Hopper."""
     return ARCH if kernel in ("fused", "dkdv", "dq") and not spec.packed else "sm_80"
@@ -120,7 +125,8 @@ def test_values_may_be_longer_or_shorter_than_keys(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "deterministic"), [(8, False), (40, True), (104, False), (168, True), (248, False)]
+    ("head_dim", "deterministic"),
+    [(8, False), (40, True), slow(104, False), (168, True), slow(248, False)],
 )
 def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
     head_dim: int, deterministic: bool
@@ -130,12 +136,14 @@ def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
     judged(spec, CAUSAL_PATH, case, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 700), (17, 5), (64, 128), (300, 1)])
+@pytest.mark.parametrize(
+    "lengths", [(1, 700), (17, 5), *(slow(each) for each in [(1, 1), (64, 128), (300, 1)])]
+)
 def test_lengths_that_fill_no_tile(lengths: tuple[int, int]) -> None:
     judged(CAUSAL, CAUSAL_PATH, Case(*lengths, 2, 2, 1, "float16", 64), dropout_p=0.1)
 
 
-@pytest.mark.parametrize("offsets", [(90, 0), (0, 57), (-40, -60)])
+@pytest.mark.parametrize("offsets", [slow((90, 0)), slow((0, 57)), (-40, -60)])
 def test_offsets_shift_the_positions_that_masks_see(offsets: tuple[int, int]) -> None:
     q_offset, k_offset = offsets
     judged(CAUSAL, CAUSAL_PATH, Case(113, 103), q_offset=q_offset, k_offset=k_offset)
@@ -148,7 +156,7 @@ GIVEN = [
     ("fused", 64, Tile(64, 8, 1, 1, 2, 2)),
     ("fused", 128, Tile(32, 8, 1, 1, 2, 2)),
     ("fused", 128, Tile(48, 8, 1, 1)),
-    ("dkdv", 256, Tile(32, 8, 1, 1, 2, 2)),
+    slow("dkdv", 256, Tile(32, 8, 1, 1, 2, 2)),
     # One buffer only.
     ("fused", 256, Tile(64, 8, 1, 1, 2, 2)),
     ("dq", 256, Tile(16, 8, 1, 1)),
@@ -196,7 +204,7 @@ def test_the_plan_says_how_busy_the_tensor_cores_are(head_dim: int) -> None:
 # ---- order -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, slow(2)])
 def test_deterministic_gradients_do_not_depend_on_the_order_of_warps_and_copies(seed: int) -> None:
     case = Case(200, 300, 1, 2, 1, "float16", 64)
     plain = judged(CAUSAL, CAUSAL_PATH, case, deterministic=True, dropout_p=0.1)
@@ -206,7 +214,7 @@ def test_deterministic_gradients_do_not_depend_on_the_order_of_warps_and_copies(
     assert torch.equal(plain.dv, shuffled.dv)
 
 
-@pytest.mark.parametrize(("head_dim", "seed"), [(128, 1), (192, 2)])
+@pytest.mark.parametrize(("head_dim", "seed"), [slow(128, 1), (192, 2)])
 def test_fused_ones_do_not_either_but_for_dq(head_dim: int, seed: int) -> None:
     spec = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim)
     case = Case(200, 300, 1, 2, 1, "float16", head_dim)
@@ -298,7 +306,7 @@ def check_compiled(path: Path, head_dim: int, *, dropout: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "dropout"),
-    [("causal", 128, False), ("document", 64, False), ("softcap", 192, True)],
+    [("causal", 128, False), ("document", 64, False), slow("softcap", 192, True)],
 )
 def test_planned_tiles_do_not_spill(name: str, head_dim: int, dropout: bool) -> None:
     check_compiled(spec_path(name), head_dim, dropout=dropout)
