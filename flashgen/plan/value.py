@@ -289,9 +289,9 @@ class Plan:
     def _head(self) -> str:
         """What was chosen."""
         parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
-        if self.kernel == "forward" or self.path == "sm_90a":
+        if self.kernel == "forward":
             parts.append(f"stages {self.stages}")
-        if self.kernel != "forward":
+        else:
             parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
         if self.column_warps > 1:
             parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
