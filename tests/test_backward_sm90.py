@@ -282,6 +282,20 @@ def test_expanded_operands_take_the_other_path(which: str) -> None:
     assert all(verdict.ok for verdict in verdicts.values())
 
 
+def test_the_operator_takes_the_same_kernels() -> None:
+    q, k, v = Case(70, 90, 1, 2, 1, "float16", 64).tensors(seed=1)
+    given = tuple(tensor.clone().requires_grad_() for tensor in (q, k, v))
+    op = fg.attention(CAUSAL)
+    out = op(*given, backend="emulator", arch=ARCH)
+    dout = like(out, 1)
+    out.backward(dout)
+    launched = [report.kernel.plan for report in op.backward_reports]
+    assert [(plan.kernel, plan.path) for plan in launched] == [("delta", "sm_80"), ("fused", ARCH)]
+    found = tuple(tensor.grad for tensor in given)
+    verdicts = reference.judge_gradients(found, CAUSAL, q, k, v, dout, torch.zeros(out.shape[:3]))
+    assert all(verdict.ok for verdict in verdicts.values())
+
+
 # ---- no spills ---------------------------------------------------------------------------------
 
 
