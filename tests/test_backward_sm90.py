@@ -300,7 +300,7 @@ def test_the_operator_takes_the_same_kernels() -> None:
 
 
 def check_compiled(path: Path, head_dim: int, *, dropout: bool) -> None:
-    """The first plan is what the compiler can do; registers and shared memory are the plan's."""
+    """Nothing spills, with the first plan where nothing is dropped; registers are the plan's."""
     spec = fg.load(path).replace(
         dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, dropout=dropout
     )
@@ -310,7 +310,7 @@ def check_compiled(path: Path, head_dim: int, *, dropout: bool) -> None:
             plan, used = built.plan, built.binary.resources
             if plan.path != ARCH:
                 continue
-            assert plan == chosen.kernel(plan.kernel), "planned with registers to spare"
+            assert dropout or plan == chosen.kernel(plan.kernel), "planned with registers to spare"
             assert used.clean
             assert built.binary.warnings == ()
             assert used.max_threads == plan.threads

@@ -153,7 +153,7 @@ BLOCK_K_BY_SMEM = Formula(
 
 # The sums, and addresses; S and dP of the step, and what is on its way while they are rounded.
 # Measured, as `registers_sm90` is.
-_OWN = "max(20, columns/12) + extra + columns/2"
+_OWN = "20 + max(0, columns - 256)/10 + extra + columns/2"
 _SCORES = "(1 + pending)/score_warps"
 REGISTERS = Formula("registers", f"{_OWN} + block_q*{_SCORES}")
 BLOCK_Q_BY_REGISTERS = Formula("block_q", f"(register_limit - ({_OWN}))/({_SCORES})")

@@ -2,6 +2,7 @@
 
 Such that no chosen tile of any example spills: tests/test_backward_sm90.py. What the compiler makes
 of an instruction more is no smooth function: these are steps between tiles, and on the safe side.
+Beside dropout a first plan may spill all the same, and `flashgen.build` makes a second one.
 """
 
 from __future__ import annotations
