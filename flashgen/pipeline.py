@@ -84,7 +84,7 @@ def emit(
     """The CUDA sources of ``spec``: the same each time, without compiler or GPU.
 
     Args:
-        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120".
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120".
         sram: shared memory per block in bytes to plan for, instead of the architecture's.
         policy: "derived", or "paper" for Algorithm 1's block sizes in the forward kernel.
         access_bytes: 16 for tensors whose addresses and strides are multiples of 16 bytes, the

@@ -51,6 +51,7 @@ def all_kernels(
     k_offset: int = 0,
     dropout_p: float = 0.0,
     sink: bool = False,
+    arch: str = "sm_80",
     **values: float,
 ) -> tuple[Profile, ...]:
     """The forward kernel's, and of each backward kernel of both schemes; dLSE with one of them.
@@ -60,7 +61,7 @@ def all_kernels(
             batch entry and head, with a column of blocks more than there are keys for.
     """
     q, k, v = random_operands(spec, sizes)
-    options = {"scalars": values, "q_offset": q_offset, "k_offset": k_offset}
+    options = {"scalars": values, "q_offset": q_offset, "k_offset": k_offset, "arch": arch}
     if dropout_p:
         options |= {"dropout_p": dropout_p, "rng": torch.tensor([7, 3])}
     if sink:

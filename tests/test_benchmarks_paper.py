@@ -81,7 +81,7 @@ def test_the_command_writes_its_record_and_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [128, 200])
 def test_what_torch_moves_for_dq_is_what_it_fills_and_copies(n: int) -> None:
     plan = plan_backward(SPEC, paper.ARCH).of_keys
-    sums = zero_sums(torch.empty(1, 1, n, plan.head_dim), plan.block_q)
+    sums = zero_sums(torch.empty(1, 1, n, plan.head_dim), plan)
     assert sums.shape[2] * 16 % plan.block_q == 0
     copied = n * plan.head_dim * (sums.element_size() + plan.itemsize)
     apart = 2 * sums[:, :, 0].nbytes if n % 16 else 0

@@ -1,4 +1,4 @@
-"""On a Hopper GPU: the kernel with TMA and wgmma against the oracle, and the same bits again.
+"""On a Hopper GPU: the kernels with TMA and wgmma against the oracle, and the same bits again.
 
 A dry run does the same in the emulator, with one small case.
 """
@@ -15,7 +15,7 @@ from shapes import Case
 import flashgen as fg
 from examples import fitted, spec_path, values_of
 from flashgen import reference
-from flashgen.ops import run_forward
+from flashgen.ops import run_backward, run_forward
 
 pytestmark = gpu.MARKS
 live_gpu = gpu.live_gpu
@@ -59,3 +59,42 @@ def test_the_hopper_kernel_meets_the_error_rule_and_repeats_its_bits(name, head_
         again = run_forward(spec, *given, **how)
         assert torch.equal(again.out, run.out)
         assert torch.equal(again.lse, run.lse)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", SPECS)
+def test_hopper_gradients_meet_the_error_rule_and_repeat_their_bits(
+    name, head_dim, lengths, deterministic
+):
+    """But for dQ of the fused kernel, whose sums have no order."""
+    path: Path = spec_path(name)
+    spec = fg.load(path).replace(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+    case = fitted(spec, Case(*lengths, 2, 4, 2, "bfloat16", head_dim))
+    values = values_of(path, case)
+    on_device = values | {
+        "tensors": {name: t.to(gpu.DEVICE) for name, t in values["tensors"].items()}
+    }
+    q, k, v = case.tensors(seed=5)
+    given = tuple(tensor.to(gpu.DEVICE) for tensor in (q, k, v))
+    how = {"backend": gpu.BACKEND, "arch": "sm_90a", **on_device}
+    forward = run_forward(spec, *given, **how)
+    generator = torch.Generator().manual_seed(6)
+    dout = torch.randn(forward.out.shape, generator=generator).to(q.dtype)
+    dlse = torch.randn(forward.lse.shape, generator=generator)
+    given += (forward.out, forward.lse, dout.to(gpu.DEVICE), dlse.to(gpu.DEVICE))
+    run = run_backward(spec, *given, deterministic=deterministic, **how)
+    paths = {report.kernel.plan.kernel: report.kernel.plan.path for report in run.reports}
+    own = {"dkdv", "dq"} if "dq" in paths else {"fused"}
+    assert {kernel for kernel, taken in paths.items() if taken == "sm_90a"} == own
+    found = tuple(each.cpu() for each in (run.dq, run.dk, run.dv, *run.captured))
+    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
+    for each, verdict in verdicts.items():
+        assert verdict.ok, f"{each}: {verdict}"
+    for _ in range(gpu.pick(20, 1)):
+        again = run_backward(spec, *given, deterministic=deterministic, **how)
+        assert torch.equal(again.dk, run.dk)
+        assert torch.equal(again.dv, run.dv)
+        if "dq" in paths:
+            assert torch.equal(again.dq, run.dq)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from flashgen.errors import LaunchError
 from flashgen.ops import backends, check, run_backward, run_forward
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
+from flashgen.plan import plan_backward
+from flashgen.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ def test_sums_in_register_order_become_rows(shape, rows_first):
     dq = torch.full((batch, heads, seq, dim), float("nan")).half()
     if rows_first:
         dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
-    sums = zero_sums(dq, 32)
+    plan = replace(plan_backward(AttentionSpec(head_dim=64)).of_keys, block_q=32)
+    sums = zero_sums(dq, plan)
     assert sums.shape == (batch, heads, -(-seq // 32) * 2, dim // 8, 4, 8, 4)
     assert (sums == 0).all()
     wanted = torch.randn(shape)
@@ -177,8 +181,30 @@ def test_sums_in_register_order_become_rows(shape, rows_first):
             sums[:, :, r, c, e, a, t] = wanted[:, :, row, column]
         else:
             sums[:, :, r, c, e, a, t] = float("inf")
-    copy_sums(sums, dq)
+    copy_sums(sums, dq, math.nan)
     assert torch.equal(dq, wanted.half())
+
+
+@pytest.mark.parametrize(("shape", "together"), [((2, 3, 64, 8), 32), ((1, 2, 37, 136), 16)])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
+    batch, heads, seq, dim = shape
+    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
+    if rows_first:
+        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
+    hopper = plan_backward(AttentionSpec(head_dim=dim), "sm_90a").of_keys
+    plan = replace(hopper, block_q=2 * together)
+    sums = zero_sums(dq, plan)
+    tiles, strips = -(-seq // (2 * together)) * 2, -(-dim // 16)
+    assert sums.shape == (batch, heads, tiles, strips, together // 8, 8, 4, 2, 2)
+    assert (sums == 0).all()
+    wanted = torch.randn(shape)
+    for r, c, n, a, t, i, e in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
+        row, column = together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
+        inside = row < seq and column < dim
+        sums[:, :, r, c, n, a, t, i, e] = wanted[:, :, row, column] if inside else float("inf")
+    copy_sums(sums, dq, 0.25)
+    assert torch.equal(dq, (wanted * 0.25).half())
 
 
 def test_results_lie_as_their_model_does():

@@ -25,7 +25,7 @@ SIZES = [(1, 2, 2, 384, 384), (2, 4, 2, 113, 203), (1, 2, 1, 257, 150)]
 KERNELS = ("forward", "delta", "fused", "delta", "dkdv", "dq")
 
 
-def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **options: float) -> None:
+def check_bytes(spec: fg.AttentionSpec, sizes: tuple[int, ...], **options: float | str) -> None:
     profiles = all_kernels(spec, sizes, **options)
     assert tuple(profile.plan.kernel for profile in profiles) == KERNELS
     check_each(profiles)
@@ -74,6 +74,31 @@ def test_predicted_bytes_are_exact_under_a_layout_its_own_lists_included(name, s
 )
 def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_with_the_call(sizes):
     check_bytes(loaded("block_sparse"), sizes, density=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dropout_p"),
+    [
+        ("causal", 64, 0.1),
+        pytest.param("full", 40, 0.0, marks=pytest.mark.slow),
+        pytest.param("causal", 192, 0.0, marks=pytest.mark.slow),
+        ("bigbird", 128, 0.0),
+    ],
+)
+def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
+    name, head_dim, dropout_p
+):
+    spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout_p > 0)
+    _, *profiles = all_kernels(spec, SIZES[1], arch="sm_90a", dropout_p=dropout_p)
+    for profile in profiles:
+        assert profile.plan.path == ("sm_80" if profile.plan.kernel == "delta" else "sm_90a")
+        for tensor in profile.tensors:
+            if tensor.name == "rng" and profile.plan.owns_keys:
+                continue  # read in each step, as much of it as the compiler likes
+            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+        products = [each for each in profile.work if each.name == "multiply-adds"]
+        assert all(each.counted == each.predicted for each in products)
+        assert bool(products) == (profile.plan.kernel != "delta")
 
 
 def comb(b, h, q, k):

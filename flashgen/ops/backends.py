@@ -111,12 +111,26 @@ def stride_obstacle(name: str, tensor: Tensor) -> str | None:
     return None
 
 
+def row_obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why kernels cannot read a tensor with its strides, None if they can.
+
+    q, k and v have contiguous rows less than 2^31 bytes apart: that was checked.
+    """
+    if tensor.numel() and tensor.stride(3) != 1:
+        return f"the last dimension of {name} is not contiguous"
+    row_bytes = tensor.stride(2) * tensor.element_size()
+    if tensor.shape[2] > 1 and row_bytes > _INT32_MAX:
+        return f"the rows of {name} are {row_bytes:,} B apart; at most {_INT32_MAX:,} B"
+    return stride_obstacle(name, tensor)
+
+
 def base_obstacle(name: str, tensor: Tensor) -> str | None:
     """The same for the address of the first element."""
     offset = tensor.data_ptr() % 16
     return f"{name} begins {offset} B past a multiple of 16 B" if offset else None
 
 
+_INT32_MAX = 2**31 - 1
 ALIGNED = "all base pointers and strides are multiples of 16 B"
 
 

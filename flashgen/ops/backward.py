@@ -17,6 +17,7 @@ from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
+from flashgen.ops.maps import maps_of, standing_still
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
 from flashgen.ops.tables import Counted, Tables
@@ -30,7 +31,6 @@ Tensor = torch.Tensor
 
 _EMPTY = "nothing to launch: a size is 0"
 _TILED = "tiled algorithms on torch tensors: no kernel"
-_INT32_MAX = 2**31 - 1
 
 # What kernels call the tensors that are read in rows, and what their arguments are called.
 _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
@@ -50,6 +50,7 @@ class Backward:
         "_layout",
         "_meetings",
         "_sram",
+        "_standing",
         "_tables",
         "_tiles",
         "arch",
@@ -88,9 +89,16 @@ class Backward:
         self._tiles = tiles
         self.device = tensors[0].device
         self.index = backends.index_of(self.device) if backend == "gpu" else 0
-        found = map(_obstacle, _READ.values(), tensors)
+        found = map(backends.row_obstacle, _READ.values(), tensors)
         self._layout = static_layout(spec, problem, self.device)
         self._crooked = dict(zip(_READ, found, strict=True))
+        # Where TMA cannot be used, the path that all architectures have; copies are contiguous.
+        by_tma = {
+            label: tensor
+            for (name, label), tensor in zip(_READ.items(), tensors, strict=True)
+            if name != "o" and self._crooked[name] is None
+        }
+        self._standing = standing_still(arch, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
         self._tables: Tables | None = None  # for the kernels that read captured tensors
         # Where gradients are summed exactly: how many contributions may meet in an element.
@@ -166,7 +174,7 @@ class Backward:
             if sinks.SUMS in kernel.arguments.pointers:
                 tensors[sinks.SUMS] = sinks.sums_for(kernel, q)
             if "dq_sum" in kernel.arguments.pointers:
-                dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan.block_q)
+                dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan)
         emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
         counted: list[Counted] = []
         if self._tables is not None:
@@ -179,13 +187,14 @@ class Backward:
             counters = kernel.run(self.backend, tensors, self.index, **emulation)
             counted.append((kernel.build, counters, time.perf_counter() - start))
         if dq_sum is not None:
-            copy_sums(dq_sum, dq)
+            copy_sums(dq_sum, dq, self.problem.scale)
         sink_sums = tensors.get(sinks.SUMS)
         if sink_sums is not None:
             sinks.add_sums(self.spec, sums, by_name, sink_sums)
         built, self._built = self._built, 0.0
         told = tuple(text for _, text in copies)
-        done = (self, tuple(counted), told, built, ALIGNED)
+        reason = ALIGNED if self._standing is None else self._standing
+        done = (self, tuple(counted), told, built, reason)
         return (dq, dk, dv, *sums.gradients()), done
 
     def _bind(
@@ -198,11 +207,12 @@ class Backward:
 
         start = time.perf_counter()
         tiles = self._tiles
+        arch = self.arch if self._standing is None else self.arch.removesuffix("a")
         if self.backend == "gpu" and self._sram is None and not tiles:
             which = "deterministic" if self.deterministic else "backward"
-            tiles = remembered(self.spec, self.arch, which, self.problem, self.index)
+            tiles = remembered(self.spec, arch, which, self.problem, self.index)
         kernels = build_backward(
-            self.spec, self.arch, sram=self._sram, deterministic=self.deterministic, tiles=tiles
+            self.spec, arch, sram=self._sram, deterministic=self.deterministic, tiles=tiles
         )
         self._built = time.perf_counter() - start
         p = self.problem
@@ -210,7 +220,7 @@ class Backward:
         bound = self._bound[copied] = tuple(
             Bound(
                 kernel,
-                Arguments(kernel.source.params, numbers),
+                Arguments(kernel.source.params, numbers, maps_of(kernel.plan, tensors)),
                 kernel.plan.grid(
                     *(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k), packed=self.spec.packed
                 ),
@@ -270,25 +280,12 @@ def _launches(bound: Iterable[Bound]) -> Iterator[tuple[Bound, bool]]:
             yield kernel, turn > 0
 
 
-def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why kernels cannot read a tensor with its strides, None if they can.
-
-    q, k and v have contiguous rows less than 2^31 bytes apart: that was checked.
-    """
-    if tensor.numel() and tensor.stride(3) != 1:
-        return f"the last dimension of {name} is not contiguous"
-    row_bytes = tensor.stride(2) * tensor.element_size()
-    if tensor.shape[2] > 1 and row_bytes > _INT32_MAX:
-        return f"the rows of {name} are {row_bytes:,} B apart; at most {_INT32_MAX:,} B"
-    return backends.stride_obstacle(name, tensor)
-
-
 def reports(done: Any) -> tuple[tuple[Report, ...], tuple[str, ...]]:
     """The Reports of what `Backward.run` did, one per launch, and what was copied."""
     call, counted, copies, built, reason = done
     if not counted:
         return (Report("none", call.arch, 0, reason),), ()
-    width = 16 if reason is ALIGNED else 0
+    width = 0 if reason is _TILED else 16
     told = tuple(
         Report(call.backend, call.arch, width, reason, kernel, counters, built, seconds)
         for kernel, counters, seconds in counted

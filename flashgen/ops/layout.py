@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashgen.ops.symbols import known
+from flashgen.plan import Plan
+from flashgen.plan.model_backward_sm90 import queries_of_sums
 
 Tensor = torch.Tensor
 
@@ -35,22 +37,39 @@ def in_layout_of(model: Tensor, result: Tensor) -> Tensor:
     return result if result.stride() == wanted.stride() else wanted.copy_(result)
 
 
-def zero_sums(dq: Tensor, block_q: int) -> Tensor:
-    """The float32 sums that blocks add their parts of dQ to, in the order of mma.sync's registers.
+def zero_sums(dq: Tensor, plan: Plan) -> Tensor:
+    """The float32 sums that blocks add their parts of dQ to, in the order of their registers.
+
+    Args:
+        plan: of the kernel that adds.
 
     Returns:
-        [batch, heads, R, C, 4, 8, 4]: R rows of 16, up to whole tiles of block_q; C columns of 8.
-        Element (r, c, e, a, t) is row 16 r + 8 (e // 2) + a, column 8 c + 2 t + e % 2.
+        mma.sync: [batch, heads, R, C, 4, 8, 4]: R rows of 16, up to whole tiles of block_q; C
+        columns of 8. Element (r, c, e, a, t) is row 16 r + 8 (e // 2) + a, column 8 c + 2 t +
+        e % 2.
+        wgmma, which has dQ transposed: [batch, heads, R, C, n, 8, 4, 2, 2]: R rows of 8 n, up to
+        whole tiles of block_q; C columns of 16. Element (r, c, n, a, t, i, e) is row 8 (r n + n) +
+        2 t + e, column 16 c + 8 i + a. These are not yet multiplied by the scale.
     """
     batch, heads, seq, dim = dq.shape
-    rows = -(-seq // block_q) * block_q // 16
-    shape = (batch, heads, rows, dim // 8, 4, 8, 4)
+    rows = -(-seq // plan.block_q) * plan.block_q
+    shape: tuple[int, ...] = (batch, heads, rows // 16, dim // 8, 4, 8, 4)
+    if plan.path == "sm_90a":
+        together = queries_of_sums(plan)
+        shape = (batch, heads, rows // together, -(-dim // 16), together // 8, 8, 4, 2, 2)
     return torch.zeros(shape, dtype=torch.float32, device=dq.device)
 
 
-def copy_sums(sums: Tensor, dq: Tensor) -> None:
-    """Rounds the sums of `zero_sums` into dq, in one copy (two when seq is no multiple of 16)."""
+def copy_sums(sums: Tensor, dq: Tensor, scale: float) -> None:
+    """Rounds the sums of `zero_sums` into dq, in one copy; in two when the last rows are not whole.
+
+    Args:
+        scale: of Q K^T, for sums that are not yet multiplied by it.
+    """
     batch, heads, seq, dim = dq.shape
+    if sums.dim() == 9:
+        _copy_transposed(sums, dq, scale)
+        return
     columns = dim // 8
     # r, c, e // 2, e % 2, a, t  ->  r, e // 2, a, c, t, e % 2
     tiles = sums.view(batch, heads, -1, columns, 2, 2, 8, 4).permute(0, 1, 2, 4, 6, 3, 7, 5)
@@ -60,3 +79,11 @@ def copy_sums(sums: Tensor, dq: Tensor) -> None:
     if rest:
         last = tiles[:, :, whole].reshape(batch, heads, 16, dim)
         dq[:, :, 16 * whole :].copy_(last[:, :, :rest])
+
+
+def _copy_transposed(sums: Tensor, dq: Tensor, scale: float) -> None:
+    batch, heads, seq, dim = dq.shape
+    # r, c, n, a, t, i, e  ->  r, n, t, e, c, i, a
+    ordered = sums.permute(0, 1, 2, 4, 6, 8, 3, 7, 5)
+    rows = ordered.reshape(batch, heads, -1, 16 * sums.shape[3])[:, :, :seq, :dim]
+    torch.mul(rows, scale, out=dq)

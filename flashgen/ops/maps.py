@@ -8,7 +8,8 @@ import torch
 
 from flashgen.arch import facts
 from flashgen.plan import Plan
-from flashgen.plan.model_sm90 import GROUP_ROWS, panels_of
+from flashgen.plan.model_backward_sm90 import panels_of_kernel
+from flashgen.plan.model_sm90 import GROUP_ROWS
 from flashgen.tensormap import TensorMapSpec
 
 Tensor = torch.Tensor
@@ -18,16 +19,19 @@ def maps_of(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, Tenso
     """By tensor; none on a path that has no TMA.
 
     Args:
-        tensors: q, k, v and o, 4-d with a contiguous last axis and strides of multiples of 16 B.
+        tensors: q, k, v, and o or do, 4-d with a contiguous last axis and strides of multiples of
+            16 B.
     """
     if plan.path != "sm_90a":
         return {}
-    panel, panel_v = panels_of(plan.head_dim)[0], panels_of(plan.head_dim_v)[0]
+    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
+    (panel, _), (panel_v, _) = panels_of_kernel(plan.kernel, *sizes)
+    queries = GROUP_ROWS if plan.kernel == "forward" else plan.block_q
     boxes = {
-        "q": (panel, GROUP_ROWS),
+        "q": (panel, queries),
         "k": (panel, plan.block_k),
         "v": (panel_v, plan.block_k),
-        "o": (panel_v, GROUP_ROWS),
+        "o" if plan.kernel == "forward" else "do": (panel_v, queries),
     }
     found = {}
     for name, (columns, rows) in boxes.items():

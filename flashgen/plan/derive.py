@@ -56,7 +56,7 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         warps=tile.warps,
         column_warps=tile.column_warps,
         score_warps=tile.score_warps,
-        stages=problem.model.stages,
+        stages=int(at["stages"]),
         access_bytes=problem.access_bytes,
         **layout(problem.path, problem.kernel, at),
         smem_bytes=int(at["smem"]),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from flashgen.plan import model
 from flashgen.plan.formulas import Number
 from flashgen.plan.model_backward import ROW_BYTES
+from flashgen.plan.model_backward_sm90 import regions
 
 # The order of the tiles, and how many bytes each has. Sizes are multiples of 128 bytes, because
 # blocks are multiples of 16 rows and head dims of 8 elements: the swizzle works on aligned groups.
@@ -29,6 +30,8 @@ def layout(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
     found = dict.fromkeys(_KEYS, 0)
     e, block_q, block_k = int(at["e"]), int(at["block_q"]), int(at["block_k"])
     d_qk, d_v = int(at["d_qk"]), int(at["d_v"])
+    if path == "sm_90a" and kernel != "forward":
+        return found | regions(kernel, at)
     if path == "sm_90a":
         depth, depth_v, stages = int(at["depth"]), int(at["depth_v"]), int(at["stages"])
         found["smem_k"] = e * block_q * max(depth, depth_v)

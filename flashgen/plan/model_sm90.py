@@ -83,6 +83,8 @@ BUSIEST = Formula("busiest", "max(tensor, shared, l2, special, issue)", "clk")
 # At each of two hand-overs a step, of K and of V, the products stand still for about 150 clocks.
 BARRIERS = Formula("barriers", "2*150/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "busiest + barriers", "clk")
+# A prediction: the share of the time in which the tensor cores multiply.
+BUSY = Formula("busy", "tensor/cost")
 
 FORWARD = KernelModel(
     name="forward",
@@ -93,7 +95,7 @@ FORWARD = KernelModel(
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
     register_limit=CONSUMER,
-    cost_steps=(PRODUCTS, REST, TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, BARRIERS, COST),
+    cost_steps=(PRODUCTS, REST, TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, BARRIERS, COST, BUSY),
     stages=STAGES,
     warp_counts=(8, 12),
     other_warps=PRODUCER_WARPS,

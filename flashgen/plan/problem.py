@@ -7,6 +7,7 @@ import sympy
 from flashgen.analysis import Block, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.expr import SCORE, elements_of
+from flashgen.plan import registers_sm90
 from flashgen.plan.model_backward import OF_CAPTURED
 from flashgen.plan.model_sm90 import SEARCHING_REGISTERS
 from flashgen.plan.search import Problem
@@ -62,6 +63,11 @@ def problem_of(
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
     path, path_note = _path(spec, arch, kernel, access_bytes)
+    extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
+    searching = _searching(spec) if path == "sm_90a" else 0
+    if path == "sm_90a" and kernel != "forward":
+        extra, pending = registers_sm90.extra(spec), registers_sm90.pending(spec)
+        searching = registers_sm90.searching(spec, spare_registers)
     return Problem(
         kernel=kernel,
         arch=arch,
@@ -73,13 +79,13 @@ def problem_of(
         smem_limit=limit,
         # Every architecture has 1 KiB more per SM than one block can have.
         smem_of_sm=limit + arch.smem_per_sm - arch.smem_per_block,
-        extra_registers=_extra_registers(spec, arch, kernel) + spare_registers,
-        pending=_pending(spec, kernel),
+        extra_registers=extra + spare_registers,
+        pending=pending,
         score_ops=_score_ops(spec) if kernel == "forward" else _slope_ops(spec),
         dropout_ops=_dropout_ops(spec, kernel),
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         layout=spec.block_sparse.described if spec.block_sparse else "",
-        searching=_searching(spec) if path == "sm_90a" else 0,
+        searching=searching,
         path=path,
         path_note=path_note,
     )
@@ -95,8 +101,8 @@ def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tu
     """The code path of a kernel, and in words why it is not the architecture's own."""
     if arch.path == "sm_80":
         return arch.path, ""
-    if kernel != "forward":
-        why = "the backward kernels have no other yet"
+    if kernel in OF_CAPTURED:
+        why = "gradients of learned tensors have no other"
     elif ITEMSIZE[spec.dtype] != 2:
         why = "float32 is split into parts of tf32, which mma.sync multiplies"
     elif spec.packed:

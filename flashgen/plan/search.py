@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashgen.arch import SMEM_RESERVED, Arch
-from flashgen.plan import model, model_backward, model_sm90
+from flashgen.plan import model, model_backward, model_backward_sm90, model_sm90
 from flashgen.plan.formulas import Number, tidy
 from flashgen.plan.model import MMA_ROWS, STEP, KernelModel
 from flashgen.plan.model_backward import SYNCS, dq_row_warps
@@ -18,7 +18,7 @@ MODELS: dict[tuple[str, int], KernelModel] = {
     ("forward", 4): model.FORWARD_32BIT,
     **model_backward.MODELS,
 }
-PATHS = {"sm_80": MODELS, "sm_90a": model_sm90.MODELS}
+PATHS = {"sm_80": MODELS, "sm_90a": model_sm90.MODELS | model_backward_sm90.MODELS}
 
 
 def model_of(path: str, kernel: str, itemsize: int) -> KernelModel:
@@ -71,6 +71,8 @@ class Problem:
             "extra": self.extra_registers,
             "pending": self.pending,
             "searching": self.searching,
+            # Random bits take delta apart from its sign, and once instead of twice.
+            "query_bytes": 8 if self.dropout_ops else 12,
             "access": self.access_bytes,
             "copy_ops": 1 if self.access_bytes == model.GRANULE else 3,
             "factors": 6 if wide else 1,

@@ -121,8 +121,13 @@ def backward_traffic(
         rows_read=walks * walked_rows * ROW_BYTES,
         dk=blocks * seq_k * qk_row,
         dv=blocks * seq_k * v_row,
-        added=walks * visits * plan.block_q * plan.head_dim * SUM_BYTES
+        added=walks * visits * plan.block_q * _columns_of_sums(plan) * SUM_BYTES
         if plan.kernel == "fused"
         else 0,
         scores=scores,
     )
+
+
+def _columns_of_sums(plan: Plan) -> int:
+    """Of dQ: with wgmma its transpose is added in strips of 16."""
+    return 16 * -(-plan.head_dim // 16) if plan.path == "sm_90a" else plan.head_dim

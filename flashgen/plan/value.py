@@ -92,8 +92,9 @@ class Plan:
         score_warps: how many of those share their scores, each computing those of block_q /
             score_warps queries: column_warps, with P and dS passed through shared memory, or 1,
             when each computes all of them and nothing is passed.
-        stages: buffers each for K and V in "forward". Backward kernels have a fixed number: two for
-            the operand that a step uses first and last (Q; in "dq" K), one for the other.
+        stages: buffers each for K and V in "forward", and for the two operands of a step of the
+            backward kernels of path "sm_90a". Those of "sm_80" have a fixed number: two for the
+            operand that a step uses first and last (Q; in "dq" K), one for the other.
         access_bytes: per access to global memory: 16, or itemsize for tensors not so aligned.
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
         smem_do, smem_rows, smem_p, smem_ds: the same of dO, of (LSE, delta) per query row, and of P

@@ -18,6 +18,7 @@ import numpy as np
 from flashgen.analysis import MaskAnalysis, evaluate
 from flashgen.expr import K_HI, K_LO, Q_HI, Q_LO, K, Q
 from flashgen.plan import Plan
+from flashgen.plan.model_backward_sm90 import WALKING_WARPS
 from flashgen.profile.lists import Lists
 from flashgen.profile.visits import Alike, Visit
 from flashgen.tiled.walk import EMPTY, FULL, Axis, Walk
@@ -32,21 +33,32 @@ WARP = 32
 def bytes_of_layout(mask: MaskAnalysis, plan: Plan, heads: Iterable[Alike]) -> dict[str, int]:
     """Bytes that a launch reads of the layout, by the names of the kernel's pointers."""
     counts = entries = blocks = 0
+    asking, _ = _asking(plan)
     for each in heads:
         if each.walk is None or each.lists is None or each.visits is None:
             return {}
         times = each.batch * each.heads_q
         for visit in each.visits:
             asked = _asked(each.walk, plan, each.lists, visit)
-            counts += times * plan.warps * sum(lines for lines, _ in asked)
-            entries += times * plan.warps * sum(found for _, found in asked)
+            counts += times * asking * sum(lines for lines, _ in asked)
+            entries += times * asking * sum(found for _, found in asked)
             blocks += times * _of_tiles(mask, each.walk, plan, each.lists, visit)
+    if plan.path == "sm_90a" and plan.kernel == "forward":
+        # Of the warps that copy all ask for the first tile, but one of them for the next.
+        return {"c_layout": LIVE_BYTES * blocks}
     side = "column" if plan.owns_keys else "row"
     return {
         "c_layout": LIVE_BYTES * blocks,
         f"c_layout_{side}_counts": INDEX_BYTES * counts,
         f"c_layout_{side}_blocks": INDEX_BYTES * entries,
     }
+
+
+def _asking(plan: Plan) -> tuple[int, int]:
+    """Warps of a block that ask for the next tile, and whether a tile is full."""
+    if plan.path == "sm_90a" and plan.kernel != "forward":
+        return WALKING_WARPS[plan.kernel]
+    return plan.warps, plan.warps
 
 
 def _sides(walk: Walk, plan: Plan) -> tuple[Axis, Axis]:
@@ -103,7 +115,7 @@ def _of_tiles(mask: MaskAnalysis, walk: Walk, plan: Plan, lists: Lists, visit: V
             if live.all():
                 continue
         elements += _kept(mask, walk, plan, visit, tile)
-    return plan.warps * shared + plan.column_warps // plan.score_warps * elements
+    return _asking(plan)[1] * shared + plan.column_warps // plan.score_warps * elements
 
 
 def _until_one_is_not(live: Array) -> int:

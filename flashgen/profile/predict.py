@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.analysis import MaskAnalysis
+from flashgen.arch import WARP
 from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
@@ -92,7 +93,7 @@ def _of_sink(
 
 
 def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
-    """Seed and offset, where every thread reads them once, before its loop.
+    """Seed and offset, where every thread that computes reads them once, before its loop.
 
     Kernels that own keys read them in each step: how much of the offset is up to the compiler.
     """
@@ -101,7 +102,7 @@ def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
     if not drops or plan.kernel not in ("forward", "dq"):
         return {}
     x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
-    return {"rng": RNG_BYTES * plan.threads * x * y * z}
+    return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
 
 
 def _shared(spec: AttentionSpec, problem: Problem) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from flashgen.analysis import Analysis, Walk
 from flashgen.plan import Plan
+from flashgen.render.backward_sm90 import backward_sm90
 from flashgen.render.captured import captured
 from flashgen.render.exponential import Exponential
 from flashgen.render.functions import KEYS, QUERIES, SpecFunctions
@@ -34,6 +35,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         return _delta(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
+    if plan.path == "sm_90a":
+        return backward_sm90(spec, analysis, plan)
     by_queries = plan.owns_keys
     functions = SpecFunctions(spec, analysis, QUERIES if by_queries else KEYS)
     # The kernel that walks the queries of several heads keeps its place in these variables.

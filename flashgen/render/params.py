@@ -20,6 +20,7 @@ _SHAPES = {
 }
 _CPP_NAMES = {"do": "dout"}
 _ROWS = "[batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE"
+_TRANSPOSED_SUMS = "[batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled"
 _AXES = {"b": "batch entry", "h": "head", "n": "row"}
 _SIZES = {
     "batch": "",
@@ -58,7 +59,7 @@ def params_of(
     if role in SUMS:
         learned = (tensor for tensor in read if tensor.grad)
         captures += [param for t in learned for param in params_of_gradient(t, SUMS[role])]
-    params = _with_maps(spec) if path == "sm_90a" else _of_role(spec, role)
+    params = _with_maps(spec, role) if path == "sm_90a" else _of_role(spec, role)
     return (*(map(_of_all_sequences, params) if spec.packed else params), *captures)
 
 
@@ -68,8 +69,12 @@ def _of_role(spec: AttentionSpec, role: str) -> list[Param]:
         return _forward(spec)
     if role == "delta":
         return _delta()
-    gradients = () if role in SUMS else ("dq",) if role == "dq" else ("dk", "dv")
-    return _backward(spec, gradients, summed=role == "fused")
+    return _backward(spec, _gradients_of(role), summed=role == "fused")
+
+
+def _gradients_of(role: str) -> tuple[str, ...]:
+    """Those that a backward kernel stores row by row."""
+    return () if role in SUMS else ("dq",) if role == "dq" else ("dk", "dv")
 
 
 def _of_all_sequences(param: Param) -> Param:
@@ -90,13 +95,23 @@ def _forward(spec: AttentionSpec) -> list[Param]:
     ]
 
 
-def _with_maps(spec: AttentionSpec) -> list[Param]:
+def _with_maps(spec: AttentionSpec, role: str) -> list[Param]:
+    if role != "forward":
+        gradients = _gradients_of(role)
+        return [
+            *(_map(name) for name in ("q", "k", "v", "do")),
+            Param("rows", "pointer", "const float* rows;", _ROWS),
+            *(_tensor(name, written=True) for name in gradients),
+            *([_sums(_TRANSPOSED_SUMS)] if role == "fused" else []),
+            *_strides(*gradients),
+            *_numbers(spec),
+        ]
     lse = Param("lse", "pointer", "float* lse;", "[batch, heads_q, seq_q], natural log")
     return [*(_map(name) for name in "qkvo"), lse, *_numbers(spec)]
 
 
 def _map(name: str) -> Param:
-    what = f"{_SHAPES[name]}, {'written' if name == 'o' else 'read'} by TMA"
+    what = f"{_SHAPES[name.removeprefix('d')]}, {'written' if name == 'o' else 'read'} by TMA"
     return Param(name, "tensormap", f"TensorMap {name}_map;", what)
 
 
@@ -119,9 +134,14 @@ def _backward(spec: AttentionSpec, gradients: tuple[str, ...], *, summed: bool) 
     params.append(Param("rows", "pointer", "const float* rows;", _ROWS))
     params += [_tensor(name, written=True) for name in gradients]
     if summed:
-        what = "[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows"
-        params.append(Param("dq_sum", "pointer", "float* dq_sum;", what))
+        params.append(
+            _sums("[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows")
+        )
     return [*params, *_strides(*operands, *gradients), *_numbers(spec)]
+
+
+def _sums(what: str) -> Param:
+    return Param("dq_sum", "pointer", "float* dq_sum;", what)
 
 
 def _tensor(name: str, *, written: bool = False) -> Param:

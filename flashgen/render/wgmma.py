@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-_NUMBERS_A_LINE = 16
+_NUMBERS_A_LINE = 15  # of three digits, in lines of 100 columns
 _REGISTERS_OF_8_COLUMNS = 4
 
 
