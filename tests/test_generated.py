@@ -23,12 +23,13 @@ SPECS = sorted((ROOT / "specs").glob("*.py"))
 SPEC_IDS = [path.stem for path in SPECS]
 LEARNED = [path for path in SPECS if analyse(fg.load(path)).score.learned]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+GENERATED_FOR = ("sm_80", "sm_90a")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 
 @functools.cache
-def sources(path: Path) -> tuple[Source, ...]:
-    return tuple(kernels_of(fg.load(path), "sm_80"))
+def sources(path: Path, arch: str = "sm_80") -> tuple[Source, ...]:
+    return tuple(kernels_of(fg.load(path), arch))
 
 
 def both_ways(spec: fg.AttentionSpec, arch: str) -> list[Build]:
@@ -50,16 +51,18 @@ def check_gates(built: Build) -> None:
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
 
+@pytest.mark.parametrize("arch", GENERATED_FOR)
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_a_generated_file_is_what_its_spec_emits(path: Path) -> None:
-    for source in sources(path):
+def test_a_generated_file_is_what_its_spec_emits(path: Path, arch: str) -> None:
+    for source in sources(path, arch):
         committed = GENERATED / source.filename
-        assert committed.is_file(), f"missing; flashgen emit specs/{path.name} --arch sm_80"
+        assert committed.is_file(), f"missing; flashgen emit specs/{path.name} --arch {arch}"
         assert committed.read_bytes() == source.text.encode(), source.filename
 
 
 def test_every_generated_file_belongs_to_a_spec() -> None:
-    emitted = {source.filename for path in SPECS for source in sources(path)}
+    every = itertools.product(SPECS, GENERATED_FOR)
+    emitted = {source.filename for path, arch in every for source in sources(path, arch)}
     assert {path.name for path in GENERATED.glob("*.cu")} == emitted
 
 
@@ -67,7 +70,8 @@ def test_every_generated_file_belongs_to_a_spec() -> None:
 def test_an_emitted_file_is_clean_text(path: Path) -> None:
     spec = fg.load(path)
     dropping = spec.replace(dropout=True, head_dim=40, head_dim_v=72)
-    for source in (*sources(path), *kernels_of(dropping, "sm_80")):
+    odd = [source for arch in GENERATED_FOR for source in kernels_of(dropping, arch)]
+    for source in (*sources(path), *sources(path, "sm_90a"), *odd):
         text, lines = source.text, source.text.splitlines()
         assert text.endswith("}\n")
         assert all(line == line.rstrip() and "\t" not in line for line in lines)
@@ -121,7 +125,7 @@ def test_kernels_of_exact_sums_pass_the_static_gates(path: Path, head_dim: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_backward_kernels_of_every_spec_pass_the_static_gates(path: Path, arch: str) -> None:
     """Head dims, dtypes and dropout take turns."""
