@@ -17,7 +17,7 @@ from flashgen.spec import AttentionSpec
 # that the mask reads where it is asked for each score.
 PENDING = 1 / 8
 DROPOUT_PENDING = 1 / 4
-READ_PENDING = {"element": 3 / 8, "row": 3 / 16, "column": 3 / 16, "block": 0.0}
+READ_PENDING = {"element": 1 / 2, "row": 3 / 16, "column": 3 / 16, "block": 0.0}
 MASK_PENDING = 1 / 4
 
 DROPOUT = 4
