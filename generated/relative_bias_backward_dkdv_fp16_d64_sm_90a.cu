@@ -32,8 +32,8 @@
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
 //           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_q*(1 +
-//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 13 + 128/2 + 80*(1 + 0.5)/1
-//             = 217 of 240  (binds)
+//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 13 + 128/2 + 80*(1 + 0.625)/1
+//             = 227 of 240  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(depth + depth_v) - 16*stages
 //               - 8*(1 + 4*stages))/(stages*(e*(depth + depth_v) + query_bytes) +
 //               2*e*exchanged*block_k)
@@ -41,7 +41,7 @@
 //             64) + 12) + 2*2*0*128) = 372.3433
 //           block_q <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/((1
 //               + pending)/score_warps)
-//             = (240 - (20 + max(0, 128 - 256)/10 + 13 + 128/2))/((1 + 0.5)/1) = 95.3333
+//             = (240 - (20 + max(0, 128 - 256)/10 + 13 + 128/2))/((1 + 0.625)/1) = 88
 //           tensor = macs/tensor_rate = 256/2048 = 0.1250 clk
 //           shared = (reads + e*(depth + depth_v)/block_k + e*exchanged)/128
 //             = (11.2 + 2*(64 + 64)/128 + 2*0)/128 = 0.1031 clk
@@ -55,7 +55,7 @@
 //           cost = busiest + (alone - busiest)/max(1, overlap) + barriers + waits
 //             = 0.15 + (0.3164 - 0.15)/max(1, 1.5) + 0.04395 + 0 = 0.3049 clk
 //           busy = tensor/cost = 0.125/0.3049 = 0.4100
-//           refused block_q 96: needs 241 registers per thread, 240 allowed
+//           refused block_q 96: needs 253 registers per thread, 240 allowed
 //           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 75,752 B
 

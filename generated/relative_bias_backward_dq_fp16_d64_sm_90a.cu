@@ -11,7 +11,7 @@
 //
 //   score_mod = score + table[q + seq_k - k - 1]
 //
-// plan      dq  block_q 128  block_k 112  warps 8  blocks per SM 1
+// plan      dq  block_q 128  block_k 96  warps 8  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
 //           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
@@ -19,44 +19,44 @@
 //           stages = max(1, min(2, floor((min(M, M_sm/blocks - reserved) - 8 - e*block_q*(depth +
 //               depth_v))/(block_k*e*(depth + depth_v) + 16 + 32))))
 //             = max(1, min(2, floor((min(232448, 233472/1 - 1024) - 8 - 2*128*(64 +
-//             64))/(112*2*(64 + 64) + 16 + 32)))) = 2
+//             64))/(96*2*(64 + 64) + 16 + 32)))) = 2
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
 //           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
 //           smem = e*block_q*(depth + depth_v) + stages*(block_k*e*(depth + depth_v) + 16) + 8*(1
-//             + 4*stages) = 2*128*(64 + 64) + 2*(112*2*(64 + 64) + 16) + 8*(1 + 4*2)
-//             = 90,216 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 1*(90216 + 1024) = 91,240 B of 233,472 B
+//             + 4*stages) = 2*128*(64 + 64) + 2*(96*2*(64 + 64) + 16) + 8*(1 + 4*2)
+//             = 82,024 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(82024 + 1024) = 83,048 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
 //           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_k*(1 + pending)
-//             = 20 + max(0, 64 - 256)/10 + 13 + 64/2 + 112*(1 + 0.5) = 233 of 240  (binds)
+//             = 20 + max(0, 64 - 256)/10 + 13 + 64/2 + 96*(1 + 0.625) = 221 of 240  (binds)
 //           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(depth + depth_v) - 16*stages
 //               - 8*(1 + 4*stages))/(stages*e*(depth + depth_v))
 //             = (min(232448, 233472/1 - 1024) - 2*128*(64 + 64) - 16*2 - 8*(1 + 4*2))/(2*2*(64 +
 //             64)) = 389.7969
 //           block_k <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/(1
-//             + pending) = (240 - (20 + max(0, 64 - 256)/10 + 13 + 64/2))/(1 + 0.5) = 116.6667
+//             + pending) = (240 - (20 + max(0, 64 - 256)/10 + 13 + 64/2))/(1 + 0.625) = 107.6923
 //           tensor = macs/tensor_rate = 192/2048 = 0.0938 clk
-//           shared = (reads + e*(depth + depth_v)/block_q)/128 = (8.286 + 2*(64 + 64)/128)/128
-//             = 0.0804 clk
+//           shared = (reads + e*(depth + depth_v)/block_q)/128 = (8.667 + 2*(64 + 64)/128)/128
+//             = 0.0833 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (1.714 + 16.8)/128 = 0.1446 clk
+//           issue = (products + rest)/128 = (2 + 16.8)/128 = 0.1469 clk
 //           alone = max(tensor, shared) + special + rest/128
-//             = max(0.09375, 0.08036) + 0.0625 + 16.8/128 = 0.2875 clk
+//             = max(0.09375, 0.08333) + 0.0625 + 16.8/128 = 0.2875 clk
 //           barriers = (3*150 + (2 - stages)*600)/(block_q*block_k*blocks)
-//             = (3*150 + (2 - 2)*600)/(128*112*1) = 0.0314 clk
+//             = (3*150 + (2 - 2)*600)/(128*96*1) = 0.0366 clk
 //           waits = (2 - stages)*e*d_qk/block_q/l2_rate = (2 - 2)*2*64/128/64 = 0 clk
 //           cost = busiest + (alone - busiest)/max(1, overlap) + barriers + waits
-//             = 0.1446 + (0.2875 - 0.1446)/max(1, 1.5) + 0.03139 + 0 = 0.2713 clk
-//           busy = tensor/cost = 0.09375/0.2713 = 0.3456
-//           refused block_k 128: needs 257 registers per thread, 240 allowed
+//             = 0.1469 + (0.2875 - 0.1469)/max(1, 1.5) + 0.03662 + 0 = 0.2772 clk
+//           busy = tensor/cost = 0.09375/0.2772 = 0.3381
+//           refused block_k 112: needs 247 registers per thread, 240 allowed
 //           refused block_q 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 90,216 B
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 82,024 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 112;  // keys per step of the main loop
+constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and dO
 constexpr int CONSUMERS = 2;  // warpgroups that compute
@@ -80,10 +80,10 @@ constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;
-constexpr int SMEM_V = 61440;
-constexpr int SMEM_TILES = 90112;  // a Tile for each buffer of K
+constexpr int SMEM_V = 57344;
+constexpr int SMEM_TILES = 81920;  // a Tile for each buffer of K
 constexpr int SMEM_BARRIERS = SMEM_TILES + 16 * STAGES;
-constexpr int SMEM_BYTES = 90216;
+constexpr int SMEM_BYTES = 82024;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(SMEM_DO == SMEM_Q + Q_BYTES, "plan and code disagree: Q tile");
@@ -302,18 +302,18 @@ __device__ __forceinline__ void multiply_columns(
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
 __device__ __forceinline__ void multiply_rows(
-    float (&d)[14][4], unsigned long long a, unsigned long long b,
+    float (&d)[12][4], unsigned long long a, unsigned long long b,
     bool add) {
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %58, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {"
+      "setp.ne.b32 add, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
-      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
-      "}, %56, %57, add, 1, 1, 0, 0;\n"
+      "%45, %46, %47"
+      "}, %48, %49, add, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
         "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
@@ -326,9 +326,7 @@ __device__ __forceinline__ void multiply_rows(
         "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
         "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
         "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 

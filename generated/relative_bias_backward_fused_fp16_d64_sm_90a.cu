@@ -33,8 +33,8 @@
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
 //           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_q*(1 +
-//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 13 + 128/2 + 80*(1 + 0.5)/1
-//             = 217 of 240  (binds)
+//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 13 + 128/2 + 80*(1 + 0.625)/1
+//             = 227 of 240  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(depth + depth_v) - 16*stages
 //               - 8*(1 + 4*stages))/(stages*(e*(depth + depth_v) + query_bytes) + 2*e*max(1,
 //               exchanged)*block_k + 4*depth)
@@ -42,7 +42,7 @@
 //             64) + 12) + 2*2*max(1, 0)*128 + 4*64) = 153.0491
 //           block_q <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/((1
 //               + pending)/score_warps)
-//             = (240 - (20 + max(0, 128 - 256)/10 + 13 + 128/2))/((1 + 0.5)/1) = 95.3333
+//             = (240 - (20 + max(0, 128 - 256)/10 + 13 + 128/2))/((1 + 0.625)/1) = 88
 //           tensor = macs/tensor_rate = 320/2048 = 0.1562 clk
 //           shared = (reads + e*(depth + depth_v)/block_k + e*max(1, exchanged) +
 //             8*dq_columns/block_k)/128 = (16.4 + 2*(64 + 64)/128 + 2*max(1, 0) + 8*64/128)/128
@@ -58,7 +58,7 @@
 //           cost = busiest + (alone - busiest)/max(1, overlap) + barriers + waits
 //             = 0.1906 + (0.3898 - 0.1906)/max(1, 1.5) + 0.04395 + 0 = 0.3674 clk
 //           busy = tensor/cost = 0.1562/0.3674 = 0.4253
-//           refused block_q 96: needs 241 registers per thread, 240 allowed
+//           refused block_q 96: needs 253 registers per thread, 240 allowed
 //           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 137,192 B
 

@@ -326,10 +326,13 @@ def test_emit_takes_every_spec_of_the_folder_and_names_left_over_files(tmp_path,
     names = {path.name for path in (tmp_path / "generated").glob("*_forward_*.cu")}
     assert names == {"one_forward_fp16_d16_sm_80.cu", "two_forward_fp16_d16_sm_80.cu"}
     assert flashgen("emit", "--check").exit_code == 0
+    assert flashgen("emit", "--arch", "sm_90a").exit_code == 0
+    assert "left over" not in flashgen("emit").stdout, "of another architecture"
     (specs / "two.py").unlink()
     result = flashgen("emit", "--check")
     assert result.exit_code == 1
     assert "left over: generated/two_forward_fp16_d16_sm_80.cu" in result.stdout
+    assert "sm_90a" not in result.stdout
     (tmp_path / "generated" / "one_forward_fp16_d16_sm_80.cu").unlink()
     result = flashgen("emit", "--check")
     assert "missing: generated/one_forward_fp16_d16_sm_80.cu" in result.stdout

@@ -33,10 +33,10 @@ def emit(
         typer.Exit: with status 1 when a comparison finds any difference.
         FlashgenError: a spec cannot be loaded, planned or rendered.
     """
-    everything = not paths
-    wanted = sources(paths or default_specs(), archs or [config.arch() or DEFAULT_ARCH], sram)
+    archs = archs or [config.arch() or DEFAULT_ARCH]
+    wanted = sources(paths or default_specs(), archs, sram)
     # Only the complete set can say which files are left over, and only for its own architectures.
-    stale = _left_over(folder, wanted) if everything and not archs else []
+    stale = [] if paths else _left_over(folder, archs, wanted)
     if check:
         _check(folder, wanted, stale)
     else:
@@ -97,8 +97,9 @@ def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Itera
             yield source
 
 
-def _left_over(folder: Path, wanted: dict[str, Source]) -> list[Path]:
-    return sorted(path for path in folder.glob("*.cu") if path.name not in wanted)
+def _left_over(folder: Path, archs: Sequence[str], wanted: dict[str, Source]) -> list[Path]:
+    there = (path for arch in archs for path in folder.glob(f"*_{arch}.cu"))
+    return sorted(path for path in there if path.name not in wanted)
 
 
 def _write(folder: Path, wanted: dict[str, Source], stale: Sequence[Path]) -> None:
