@@ -27,7 +27,7 @@ from benchmarks.sass import Block, Loop, disassembled, main_loop  # noqa: E402
 from flashgen.pipeline import Build  # noqa: E402
 
 # What the source says before a block that not every tile runs; a rescale is in two places.
-MASK = ("if (!full_tile) {",)
+MASK = ("if (!full_tile) {", "if (!tile.full) {")
 RESCALE = ("if (rescale) {", "if (__any_sync(0xffffffffu, outgrown)) {")
 
 
@@ -60,7 +60,7 @@ class Work:
 
 
 def work_of(built: Build, listing: str | None = None) -> Work:
-    """The main loop of a forward kernel, taken apart along the conditions of its source.
+    """The main loop of a kernel, taken apart along the conditions of its source.
 
     Args:
         listing: of its disassembly, where it is at hand.

@@ -1,4 +1,4 @@
-"""Work per score of the Hopper forward kernels against FlashAttention-3 and 4, counted, not timed.
+"""Work per score of the Hopper kernels against FlashAttention-3 and 4, counted, not timed.
 
     python benchmarks/work_per_score.py
 
@@ -8,8 +8,9 @@ Exits 1 when a target is missed, a kernel spills or the compiler warned.
 
 The rivals' figures are counts of the same kind, of the main loops of their compiled kernels:
 FlashAttention-3 (hopper/, assembled by ptxas 13.0) and FlashAttention-4 (its CuTe DSL kernels for
-sm_90, ptxas 13.4). They rescale O in every tile, which their figures have in them; these kernels
-rescale where a row outgrew its maximum, which is listed by itself.
+sm_90, ptxas 13.4). Forward they rescale O in every tile, which their figures have in them; these
+kernels rescale where a row outgrew its maximum, which is listed by itself. Backward they compare
+each key with the length, and all but one have no loop of their own for unmasked tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import flashgen as fg  # noqa: E402
 from benchmarks.instructions import Work, work_of  # noqa: E402
 from flashgen.compile.nvrtc import version  # noqa: E402
-from flashgen.pipeline import Build  # noqa: E402
+from flashgen.pipeline import Build, build_backward  # noqa: E402
 
 ARCH, DTYPE = "sm_90a", "bfloat16"
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -44,8 +45,9 @@ class Rival:
     name: str
     head_dim: int
     full: float  # without a mask
-    unmasked: float  # causal, tiles below the diagonal
+    unmasked: float | None  # causal, tiles below the diagonal
     mixed: float  # causal, tiles on it
+    backward: bool = False
 
 
 RIVALS = (
@@ -53,13 +55,18 @@ RIVALS = (
     Rival("FlashAttention-4", 64, 6.58, 6.70, 8.25),
     Rival("FlashAttention-3", 128, 6.59, 7.11, 9.41),
     Rival("FlashAttention-4", 128, 7.03, 7.31, 8.72),
+    Rival("FlashAttention-3", 64, 11.02, 10.45, 12.12, backward=True),
+    Rival("FlashAttention-4", 64, 10.11, None, 11.17, backward=True),
+    Rival("FlashAttention-3", 128, 12.65, None, 15.06, backward=True),
+    Rival("FlashAttention-4", 128, 11.47, None, 13.62, backward=True),
 )
 
 
-def best_rival(head_dim: int, loop: str) -> float | None:
+def best_rival(head_dim: int, loop: str, *, backward: bool = False) -> float | None:
     """The least work of a rival: ``loop`` is "full", "unmasked" or "mixed"."""
-    known = [getattr(r, loop) for r in RIVALS if r.head_dim == head_dim]
-    return min(known, default=None)
+    alike = [r for r in RIVALS if (r.head_dim, r.backward) == (head_dim, backward)]
+    known = [getattr(rival, loop) for rival in alike]
+    return min((each for each in known if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,18 @@ class Variant:
     spec: str  # a file of specs/
     mask: str | None = None  # another, whose mask it takes
     dropout: bool = False
+    backward: bool = False
 
     def built(self, head_dim: int) -> Build:
+        """Forward; or the kernel that makes dK and dV, and dQ with them where the plan says so."""
         spec = _loaded(self.spec).replace(head_dim=head_dim, head_dim_v=head_dim, dtype=DTYPE)
         if self.mask is not None:
             spec = spec.replace(mask_mod=_loaded(self.mask).mask_mod)
-        return fg.build(spec.replace(dropout=self.dropout), ARCH)
+        spec = spec.replace(dropout=self.dropout)
+        if not self.backward:
+            return fg.build(spec, ARCH)
+        (built,) = (b for b in build_backward(spec, ARCH) if b.plan.kernel in ("dkdv", "fused"))
+        return built
 
 
 def _loaded(name: str) -> fg.AttentionSpec:
@@ -89,6 +102,11 @@ VARIANTS = (
     Variant("dropout, causal", "causal", dropout=True),
     Variant("sliding window", "sliding_window"),
     Variant("documents", "document"),
+    Variant("backward, full", "full", backward=True),
+    Variant("backward, causal", "causal", backward=True),
+    Variant("backward, softcap, causal", "softcap", "causal", backward=True),
+    Variant("backward, ALiBi, causal", "alibi", "causal", backward=True),
+    Variant("backward, dropout, causal", "causal", dropout=True, backward=True),
 )
 
 
@@ -102,6 +120,7 @@ def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict
     return {
         "variant": variant.name,
         "head_dim": head_dim,
+        "kernel": plan.kernel,
         "tile": [plan.block_q, plan.block_k],
         "warps": plan.warps,
         "registers": {"launch": used.registers, "consumer": plan.registers},
@@ -122,9 +141,11 @@ def failures(entry: dict[str, Any]) -> Iterator[str]:
     what = f"{entry['variant']}, d {entry['head_dim']}"
     if entry["spilled_bytes"] or entry["warnings"]:
         yield f"{what}: {entry['spilled_bytes']} B spilled, warnings {entry['warnings']}"
-    loops = {"full": ("full",), "causal": ("unmasked", "mixed")}.get(entry["variant"], ())
+    backward = entry["kernel"] != "forward"
+    mask = entry["variant"].removeprefix("backward, ")
+    loops = {"full": ("full",), "causal": ("unmasked", "mixed")}.get(mask, ())
     for loop in loops:
-        least = best_rival(entry["head_dim"], loop)
+        least = best_rival(entry["head_dim"], loop, backward=backward)
         got = entry["unmasked" if loop == "full" else loop]
         if least is not None and got > least:
             yield f"{what}: {got} instructions per score in {loop} tiles, the best rival {least}"
@@ -132,12 +153,13 @@ def failures(entry: dict[str, Any]) -> Iterator[str]:
 
 def table_of(entries: list[dict[str, Any]]) -> Table:
     table = Table(title=f"thread-instructions per score, {ARCH}, {DTYPE}")
-    for column in ("variant", "d", "tile", "unmasked", "mixed", "+ rescale", "+ search"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
+    for column in ("variant", "d", "kernel", "tile", "unmasked", "mixed", "+ rescale", "+ search"):
+        table.add_column(column, justify="left" if column in ("variant", "kernel") else "right")
     for entry in entries:
         table.add_row(
             entry["variant"],
             str(entry["head_dim"]),
+            entry["kernel"],
             "{} x {}".format(*entry["tile"]),
             *(f"{entry[part]:.2f}" for part in ("unmasked", "mixed", "rescale", "search")),
         )
