@@ -46,7 +46,7 @@ demo: $(VENV)/base.stamp
 	$(BIN)/flashgen run specs/causal.py
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
