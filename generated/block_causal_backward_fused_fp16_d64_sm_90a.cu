@@ -509,7 +509,8 @@ __device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const flo
 // all bits of the low and of the high half.
 __device__ __forceinline__ unsigned pair_from(int end, int n) {
   unsigned mask;
-  const int bits = max(16 * end - 128 * n, 0);
+  const int near = min(max(end, 0), 1 << 20);  // 16 times it is a number still
+  const int bits = max(16 * near - 128 * n, 0);
   asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 and more: 0
   return mask;
 }

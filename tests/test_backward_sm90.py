@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from judged import judged_backward
 from shapes import HEADS, LAYOUTS, LENGTHS, Case
 from test_backward import like
 
@@ -147,6 +148,16 @@ def test_lengths_that_fill_no_tile(lengths: tuple[int, int]) -> None:
 def test_offsets_shift_the_positions_that_masks_see(offsets: tuple[int, int]) -> None:
     q_offset, k_offset = offsets
     judged(CAUSAL, CAUSAL_PATH, Case(113, 103), q_offset=q_offset, k_offset=k_offset)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_that_end_far_from_the_tile_are_masked_whole(deterministic: bool) -> None:
+    """16 times such an end does not fit in an int."""
+    steep = fg.AttentionSpec(lambda b, h, q, k: q >= (k - 60) * 30_000_000, head_dim=64)
+    wide = fg.AttentionSpec(lambda b, h, q, k: k >= (q - 60) * 30_000_000, head_dim=64)
+    judged_backward(
+        wide if deterministic else steep, 70, 90, arch=ARCH, deterministic=deterministic
+    )
 
 
 # ---- tiles -------------------------------------------------------------------------------------
