@@ -1,14 +1,24 @@
-"""One call of a spec without captures, in the emulator, held against the float64 oracle."""
+"""One call of a spec in the emulator, held against the float64 oracle."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import Case
 
 import flashgen as fg
+from examples import fitted, values_of
 from flashgen import reference
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+
+RNG = (0x0123456789ABCDEF, 42)  # seed and offset of dropout
+
+
+def like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
 def tensors_of(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1) -> Any:
@@ -42,4 +52,36 @@ def judged_backward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) 
     run = run_backward(spec, q, k, v, forward.out, forward.lse, dout, backend="emulator", **how)
     verdicts = reference.judge_gradients((run.dq, run.dk, run.dv), spec, q, k, v, dout)
     assert all(verdicts.values()), verdicts
+    return run
+
+
+def judged_case(
+    spec: fg.AttentionSpec,
+    path: Path,
+    case: Case,
+    dropout_p: float = 0.0,
+    *,
+    offsets: dict[str, int],
+    **how: Any,
+) -> BackwardRun:
+    """Runs and judges the gradients of an example, those of its captured tensors too.
+
+    Args:
+        spec: of the file at ``path``, whose values it takes.
+        how: for `flashgen.ops.run_backward`.
+    """
+    case = fitted(spec, case)
+    numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
+    if dropout_p:
+        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
+    q, k, v = case.tensors(seed=case.scores % 1000)
+    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
+    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
+    results = (forward.out, forward.lse, dout, dlse)
+    run = run_backward(spec, q, k, v, *results, backend="emulator", **how, **numbers)
+    found = (run.dq, run.dk, run.dv, *run.captured)
+    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
+    for name, verdict in verdicts.items():
+        assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
+    assert run.dq.dtype == run.dk.dtype == run.dv.dtype == q.dtype
     return run

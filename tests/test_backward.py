@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from judged import RNG, judged_case, like
 from shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, Case, covering, halves_of_lengths
 
 import flashgen as fg
-from examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
+from examples import SPEC_IDS, SPECS, spec_path
 from flashgen import reference
 from flashgen.dropout import keep_mask
 from flashgen.ops import BackwardRun, run_backward, run_forward
@@ -30,7 +31,6 @@ MOST_SCORES = 40_000
 SHARES = 12  # of the lengths, which specs take in turn
 OFFSETS = [(90, 0), (0, 57), (-40, -60)]
 CAUSAL = spec_path("causal")
-RNG = (0x0123456789ABCDEF, 42)  # seed and offset
 
 
 def loaded(path: Path, case: Case, dropout_p: float = 0.0) -> AttentionSpec:
@@ -42,36 +42,13 @@ def loaded(path: Path, case: Case, dropout_p: float = 0.0) -> AttentionSpec:
     )
 
 
-def like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
 def check_gradients(
     path: Path, case: Case, dropout_p: float = 0.0, deterministic: bool = False, **offsets: int
 ) -> BackwardRun:
-    """Run one problem and hold the three gradients against the oracle."""
+    """Run one problem and hold its gradients against the oracle."""
     spec = loaded(path, case, dropout_p)
-    case = fitted(spec, case)
-    numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
-    if dropout_p:
-        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-    q, k, v = case.tensors(seed=case.scores % 1000)
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
-    run = run_backward(
-        spec,
-        *(q, k, v, forward.out, forward.lse, dout, dlse),
-        backend="emulator",
-        deterministic=deterministic,
-        **numbers,
-    )
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
-    for name, verdict in verdicts.items():
-        assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
-    assert run.dq.dtype == run.dk.dtype == run.dv.dtype == q.dtype
-    return run
+    how = {"offsets": offsets, "deterministic": deterministic}
+    return judged_case(spec, path, case, dropout_p, **how)
 
 
 def turns(number: int) -> tuple[float, bool]:

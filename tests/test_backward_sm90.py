@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import judged_backward
+from judged import judged_backward, judged_case, like
 from shapes import HEADS, LAYOUTS, LENGTHS, Case
-from test_backward import like
 
 import flashgen as fg
-from examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
+from examples import SPEC_IDS, SPECS, spec_path
 from flashgen import reference
 from flashgen.ops import BackwardRun, run_backward, run_forward
 from flashgen.pipeline import build_backward
@@ -25,7 +24,6 @@ from flashgen.plan import NO_TILES, Tile, plan_backward
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SMALL = [lengths for lengths in LENGTHS if lengths[0] * lengths[1] < 70_000]
-RNG = (7, 3)
 CAUSAL_PATH, FULL_PATH = spec_path("causal"), spec_path("full")
 CAUSAL = fg.load(CAUSAL_PATH)
 FULL = fg.load(FULL_PATH)
@@ -44,27 +42,14 @@ def judged(
 ) -> BackwardRun:
     """Run one problem, hold its gradients against the oracle and its kernels against their plan."""
     spec = spec.replace(dtype=case.dtype, dropout=dropout_p > 0)
-    case = fitted(spec, case)
-    numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
-    if dropout_p:
-        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-    q, k, v = case.tensors(seed=case.scores % 1000)
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
-    run = run_backward(
-        spec,
-        *(q, k, v, forward.out, forward.lse, dout, dlse),
-        backend="emulator",
+    run = judged_case(
+        *(spec, path, case, dropout_p),
+        offsets=offsets,
         arch=ARCH,
         deterministic=deterministic,
         tiles=tiles or NO_TILES,
         order_seed=order_seed,
-        **numbers,
     )
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
-    for name, verdict in verdicts.items():
-        assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
     for report in run.reports:
         assert report.kernel is not None
         binary, plan = report.kernel.binary, report.kernel.plan

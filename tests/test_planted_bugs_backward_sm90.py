@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from judged import like
 from shapes import Case
-from test_backward import like
 from test_forward_sm90 import with_text
 
 import flashgen as fg
