@@ -121,16 +121,34 @@ COMPOSITIONS = {
 }
 
 
+IN_FAST_TIER = {("t5_documents", "bfloat16"), ("sparse_dropout", "float16")}
+
 # Each with one dtype of 16 bits in `make test`, with the others in the slow tier.
 PAIRS = [
     pytest.param(name, dtype, marks=[] if j == i % 2 else pytest.mark.slow)
     for i, name in enumerate(COMPOSITIONS)
     for j, dtype in enumerate(DTYPES)
 ]
+# float32 has no kernel of its own there.
+ON_HOPPER = [
+    pytest.param(name, dtype, marks=[] if (name, dtype) in IN_FAST_TIER else pytest.mark.slow)
+    for name in COMPOSITIONS
+    for dtype in DTYPES
+    if dtype != "float32"
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_a_composition_meets_the_error_rule(name: str, dtype: str) -> None:
+    check_composition(name, dtype, "sm_80")
+
+
+@pytest.mark.parametrize(("name", "dtype"), ON_HOPPER)
+def test_it_does_with_the_kernels_for_hopper(name: str, dtype: str) -> None:
+    check_composition(name, dtype, "sm_90a")
+
+
+def check_composition(name: str, dtype: str, arch: str) -> None:
     of = COMPOSITIONS[name]
     case = Case(**{**vars(of.case), "dtype": dtype})
     spec = fg.AttentionSpec(
@@ -143,7 +161,7 @@ def test_a_composition_meets_the_error_rule(name: str, dtype: str) -> None:
         name=name,
         **of.options,
     )
-    check(spec, case, of.dropout_p)
+    check(spec, case, of.dropout_p, arch)
 
 
 # Those that test_forward.py and test_backward.py have too are in the slow tier here.
@@ -160,7 +178,7 @@ def test_any_head_dim_that_is_a_multiple_of_eight_works(head_dim: int) -> None:
     check(spec, Case(70, 90, 1, 2, 1, dtype, head_dim), 0.0)
 
 
-def check(spec: fg.AttentionSpec, case: Case, dropout_p: float) -> None:
+def check(spec: fg.AttentionSpec, case: Case, dropout_p: float, arch: str = "sm_80") -> None:
     generator = torch.Generator().manual_seed(case.scores)
     known = captured(case, generator)
     values: dict[str, Any] = {
@@ -171,7 +189,7 @@ def check(spec: fg.AttentionSpec, case: Case, dropout_p: float) -> None:
     if dropout_p:
         values |= {"dropout_p": dropout_p, "rng": RNG}
     q, k, v = case.tensors()
-    run = run_forward(spec, q, k, v, backend="emulator", **values)
+    run = run_forward(spec, q, k, v, backend="emulator", arch=arch, **values)
     exact = reference.attention(spec, q, k, v, **values)
     same = reference.same_dtype(spec, q, k, v, **values)
     for got, ref, ordinary in zip((run.out, run.lse), exact, same, strict=True):
@@ -180,7 +198,7 @@ def check(spec: fg.AttentionSpec, case: Case, dropout_p: float) -> None:
     dout = torch.randn(run.out.shape, generator=generator).to(q.dtype)
     dlse = torch.randn(run.lse.shape, generator=generator)
     grads = (q, k, v, run.out, run.lse, dout, dlse)
-    back = run_backward(spec, *grads, backend="emulator", **values)
+    back = run_backward(spec, *grads, backend="emulator", arch=arch, **values)
     found = (back.dq, back.dk, back.dv, *back.captured)
     judged = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
     for name, verdict in judged.items():

@@ -3,12 +3,13 @@
 Random expressions over every operator and over captured tensors of every kind, at random sizes,
 dtypes, offsets and dropout, with sinks, block-sparse layouts and packed sequences; forward and
 backward, gradients of captured tensors included, with all checkers on. `make test` tries 20, four
-of them the simplest there is; the slow tier 200.
+of them the simplest there is; the slow tier 200, and as many with the kernels for Hopper.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from expr_trees import SCALARS, traced
 from hypothesis import HealthCheck, Phase, assume, example, given, note, seed, settings
 from hypothesis import strategies as st
+from shapes import DTYPES
 
 import flashgen as fg
 from flashgen import reference
@@ -111,12 +113,14 @@ SCORES = st.one_of(
 )
 
 
-def problems(head_dims: list[int]) -> st.SearchStrategy[dict[str, Any]]:
+def problems(
+    head_dims: list[int], dtypes: Sequence[str] = DTYPES
+) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
             "mask": st.one_of(st.none(), MASKS, MASKS),
             "score": SCORES,
-            "dtype": st.sampled_from(["float16", "bfloat16", "float32"]),
+            "dtype": st.sampled_from(dtypes),
             "head_dim": st.sampled_from(head_dims),
             "sizes": st.tuples(
                 st.integers(1, 2),
@@ -218,7 +222,7 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def verdicts_of(problem: dict[str, Any]) -> dict[str, Verdict]:
+def verdicts_of(problem: dict[str, Any], arch: str) -> dict[str, Verdict]:
     """Of the results and gradients of one draw of operands and captures."""
     spec = spec_of(problem)
     batch, (heads_q, heads_kv), seq_q, seq_k = problem["sizes"]
@@ -234,19 +238,20 @@ def verdicts_of(problem: dict[str, Any]) -> dict[str, Verdict]:
     numbers = values_of(spec, problem)
     if problem["dropout_p"]:
         numbers |= {"dropout_p": problem["dropout_p"], "rng": torch.tensor([problem["seed"], 3])}
-    run = run_forward(spec, q, k, v, backend="emulator", **numbers)
+    how: dict[str, Any] = {"backend": "emulator", "arch": arch}
+    run = run_forward(spec, q, k, v, **how, **numbers)
     exact = reference.attention(spec, q, k, v, **numbers)
     same = reference.same_dtype(spec, q, k, v, **numbers)
     found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
     verdicts = {name: reference.compare(*three) for name, *three in found}
     dout, dlse = normal(heads_q, seq_q), normal(heads_q, seq_q)[..., 0].float()
-    how = {"backend": "emulator", "deterministic": problem["deterministic"]}
+    how["deterministic"] = problem["deterministic"]
     back = run_backward(spec, q, k, v, run.out, run.lse, dout, dlse, **how, **numbers)
     gradients = (back.dq, back.dk, back.dv, *back.captured)
     return verdicts | reference.judge_gradients(gradients, spec, q, k, v, dout, dlse, **numbers)
 
 
-def check(problem: dict[str, Any]) -> None:
+def check(problem: dict[str, Any], arch: str = "sm_80") -> None:
     """The error rule for one draw.
 
     Elements of a row share the errors of its P, so that with a few rows the RMS of two equally good
@@ -256,11 +261,11 @@ def check(problem: dict[str, Any]) -> None:
     """
     spec = spec_of(problem)
     note(f"{spec.mask} | {spec.score}")
-    verdicts = verdicts_of(problem)
+    verdicts = verdicts_of(problem, arch)
     wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
     if wrong and all(by_chance(verdict) for verdict in wrong.values()):
         draws = [
-            verdicts_of(problem | {"seed": problem["seed"] + 7919 * draw})
+            verdicts_of(problem | {"seed": problem["seed"] + 7919 * draw}, arch)
             for draw in range(1, MORE_DRAWS + 1)
         ]
         wrong = {
@@ -356,3 +361,11 @@ def test_unseen_masks_and_scores_meet_the_error_rule(share: int) -> None:
 @given(problem=problems([8, 40, 64]))
 def test_many_unseen_masks_and_scores_meet_the_error_rule(problem: dict[str, Any]) -> None:
     check(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+@SLOW
+@given(problem=problems([8, 40, 64, 128], ["float16", "bfloat16"]))
+def test_so_do_many_with_the_kernels_for_hopper(problem: dict[str, Any]) -> None:
+    check(problem, "sm_90a")
