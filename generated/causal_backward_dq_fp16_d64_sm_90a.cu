@@ -322,22 +322,23 @@ __device__ __forceinline__ void multiply_rows(
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
-// Byte offset of a granule in a tile with G granules per row. The column is XORed with the row, so
-// that neither a row nor a column of granules crowds into few banks.
+// Byte offset of a granule of a row-major tile with G granules per row. Columns are XORed with bits
+// of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
 __device__ __forceinline__ unsigned granule_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
-// Two neighbouring elements of a row, of its n-th 8 columns.
+// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned tile, int row, int n, int lane, float first,
+__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
                                            float second) {
-  const unsigned address = tile + granule_offset<G>(row, n) + lane % 4 * 4;
+  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write one granule of O.
 __device__ __forceinline__ void store_granule(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -348,8 +349,8 @@ __device__ __forceinline__ void store_granule(Element* to, unsigned from) {
 
 // The threads that compute copy ROWS rows of G granules to global memory, those below `valid_rows`.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_granules(Element* to, long long stride, unsigned tile,
-                                               int valid_rows, int thread) {
+__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
+                                           int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -630,6 +631,6 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   // 7. Copy it out in whole granules, each row by several warps: hence the barrier.
   named_wait(1, THREADS);
   Element* dq_rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + q_start * p.dq_stride_n;
-  store_granules<BLOCK_Q, GRANULES>(dq_rows, p.dq_stride_n, smem_base + SMEM_Q, p.seq_q - q_start,
-                                    thread);
+  store_rows<BLOCK_Q, GRANULES>(dq_rows, p.dq_stride_n, smem_base + SMEM_Q, p.seq_q - q_start,
+                                thread);
 }

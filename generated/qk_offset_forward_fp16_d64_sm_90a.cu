@@ -230,9 +230,13 @@ __device__ __forceinline__ void store_rows(const TensorMap& to, unsigned from, i
                     "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
-// Until the stores that this thread started have read shared memory.
-__device__ __forceinline__ void store_wait() {
+
+// Close the group of such copies that this thread started, and wait until all of its groups have
+// read shared memory.
+__device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
@@ -732,6 +736,7 @@ qk_offset_forward_fp16_d64(const __grid_constant__ Params p) {
   named_wait(8 + group, 128);
   if (thread % 128 == 0 && q_start + 64 * group < p.seq_q) {
     store_rows<PANELS_V, PANEL_V, 64>(p.o_map, q_tile_base, q_start + 64 * group, h, b);
-    store_wait();
+    bulk_commit();
+    bulk_wait();
   }
 }

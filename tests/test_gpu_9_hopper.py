@@ -5,7 +5,7 @@ A dry run does the same in the emulator, with one small case.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import gpu_device as gpu
 import pytest
@@ -34,20 +34,33 @@ def hopper() -> None:
         pytest.skip("no GPU of compute capability 9.0")
 
 
+class Example(NamedTuple):
+    """A spec with operands, on the device and, for the oracle, on the CPU."""
+
+    spec: fg.AttentionSpec
+    operands: tuple[torch.Tensor, ...]
+    values: dict[str, Any]
+    given: tuple[torch.Tensor, ...]
+    how: dict[str, Any]  # of the run on the device
+
+
+def example(name: str, head_dim: int, lengths: tuple[int, int]) -> Example:
+    path = spec_path(name)
+    spec = fg.load(path).replace(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+    case = fitted(spec, Case(*lengths, 2, 4, 2, "bfloat16", head_dim))
+    values = values_of(path, case)
+    tensors = {name: tensor.to(gpu.DEVICE) for name, tensor in values["tensors"].items()}
+    operands = case.tensors(seed=5)
+    given = tuple(tensor.to(gpu.DEVICE) for tensor in operands)
+    how = {"backend": gpu.BACKEND, "arch": "sm_90a", **values, "tensors": tensors}
+    return Example(spec, operands, values, given, how)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_hopper_kernel_meets_the_error_rule_and_repeats_its_bits(name, head_dim, lengths):
-    path: Path = spec_path(name)
-    spec = fg.load(path).replace(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
-    case = fitted(spec, Case(*lengths, 2, 4, 2, "bfloat16", head_dim))
-    values = values_of(path, case)
-    on_device = values | {
-        "tensors": {name: t.to(gpu.DEVICE) for name, t in values["tensors"].items()}
-    }
-    q, k, v = case.tensors(seed=5)
-    given = tuple(tensor.to(gpu.DEVICE) for tensor in (q, k, v))
-    how = {"backend": gpu.BACKEND, "arch": "sm_90a", **on_device}
+    spec, (q, k, v), values, given, how = example(name, head_dim, lengths)
     run = run_forward(spec, *given, **how)
     assert run.plan.path == "sm_90a"
     exact = reference.attention(spec, q, k, v, **values)
@@ -69,16 +82,7 @@ def test_hopper_gradients_meet_the_error_rule_and_repeat_their_bits(
     name, head_dim, lengths, deterministic
 ):
     """But for dQ of the fused kernel, whose sums have no order."""
-    path: Path = spec_path(name)
-    spec = fg.load(path).replace(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
-    case = fitted(spec, Case(*lengths, 2, 4, 2, "bfloat16", head_dim))
-    values = values_of(path, case)
-    on_device = values | {
-        "tensors": {name: t.to(gpu.DEVICE) for name, t in values["tensors"].items()}
-    }
-    q, k, v = case.tensors(seed=5)
-    given = tuple(tensor.to(gpu.DEVICE) for tensor in (q, k, v))
-    how = {"backend": gpu.BACKEND, "arch": "sm_90a", **on_device}
+    spec, (q, k, v), values, given, how = example(name, head_dim, lengths)
     forward = run_forward(spec, *given, **how)
     generator = torch.Generator().manual_seed(6)
     dout = torch.randn(forward.out.shape, generator=generator).to(q.dtype)

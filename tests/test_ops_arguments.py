@@ -181,11 +181,13 @@ def test_sums_in_register_order_become_rows(shape, rows_first):
             sums[:, :, r, c, e, a, t] = wanted[:, :, row, column]
         else:
             sums[:, :, r, c, e, a, t] = float("inf")
-    copy_sums(sums, dq, math.nan)
+    copy_sums(sums, plan, dq, math.nan)
     assert torch.equal(dq, wanted.half())
 
 
-@pytest.mark.parametrize(("shape", "together"), [((2, 3, 64, 8), 32), ((1, 2, 37, 136), 16)])
+@pytest.mark.parametrize(
+    ("shape", "together"), [((2, 3, 64, 8), 32), ((1, 2, 37, 136), 16), ((2, 1, 45, 32), 16)]
+)
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
     batch, heads, seq, dim = shape
@@ -203,7 +205,7 @@ def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first)
         row, column = together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
         inside = row < seq and column < dim
         sums[:, :, r, c, n, a, t, i, e] = wanted[:, :, row, column] if inside else float("inf")
-    copy_sums(sums, dq, 0.25)
+    copy_sums(sums, plan, dq, 0.25)
     assert torch.equal(dq, (wanted * 0.25).half())
 
 

@@ -11,20 +11,20 @@ import torch
 from flashgen.errors import InputError
 from flashgen.ops import backends, sinks
 from flashgen.ops.arguments import Arguments, numbers_of
-from flashgen.ops.backends import ALIGNED, Bound
+from flashgen.ops.backends import Bound
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
-from flashgen.ops.maps import maps_of, standing_still
+from flashgen.ops.maps import maps_of, path_for
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
 from flashgen.ops.tables import Counted, Tables
 from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.tuned import remembered
 from flashgen.ops.variants import learning, without_dropout
-from flashgen.plan import NO_TILES, Tile
+from flashgen.plan import NO_TILES, Plan, Tile
 from flashgen.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -47,10 +47,11 @@ class Backward:
         "_bound",
         "_built",
         "_crooked",
+        "_kernel_arch",
         "_layout",
         "_meetings",
+        "_reason",
         "_sram",
-        "_standing",
         "_tables",
         "_tiles",
         "arch",
@@ -92,13 +93,13 @@ class Backward:
         found = map(backends.row_obstacle, _READ.values(), tensors)
         self._layout = static_layout(spec, problem, self.device)
         self._crooked = dict(zip(_READ, found, strict=True))
-        # Where TMA cannot be used, the path that all architectures have; copies are contiguous.
+        # Copies are contiguous.
         by_tma = {
             label: tensor
             for (name, label), tensor in zip(_READ.items(), tensors, strict=True)
             if name != "o" and self._crooked[name] is None
         }
-        self._standing = standing_still(arch, **by_tma)
+        self._kernel_arch, self._reason = path_for(arch, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[Bound, ...]] = {}
         self._tables: Tables | None = None  # for the kernels that read captured tensors
         # Where gradients are summed exactly: how many contributions may meet in an element.
@@ -169,12 +170,13 @@ class Backward:
         bound = self._bound.get(copied := tuple(name for name, _ in copies))
         if bound is None:
             bound = self._bind(copied, tensors, by_name)
-        dq_sum = None
+        unrounded: tuple[Tensor, Plan] | None = None
         for kernel in bound:
             if sinks.SUMS in kernel.arguments.pointers:
                 tensors[sinks.SUMS] = sinks.sums_for(kernel, q)
             if "dq_sum" in kernel.arguments.pointers:
                 dq_sum = tensors["dq_sum"] = zero_sums(dq, kernel.build.plan)
+                unrounded = dq_sum, kernel.build.plan
         emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
         counted: list[Counted] = []
         if self._tables is not None:
@@ -186,15 +188,14 @@ class Backward:
             start = time.perf_counter()
             counters = kernel.run(self.backend, tensors, self.index, **emulation)
             counted.append((kernel.build, counters, time.perf_counter() - start))
-        if dq_sum is not None:
-            copy_sums(dq_sum, dq, self.problem.scale)
+        if unrounded is not None:
+            copy_sums(*unrounded, dq, self.problem.scale)
         sink_sums = tensors.get(sinks.SUMS)
         if sink_sums is not None:
             sinks.add_sums(self.spec, sums, by_name, sink_sums)
         built, self._built = self._built, 0.0
         told = tuple(text for _, text in copies)
-        reason = ALIGNED if self._standing is None else self._standing
-        done = (self, tuple(counted), told, built, reason)
+        done = (self, tuple(counted), told, built, self._reason)
         return (dq, dk, dv, *sums.gradients()), done
 
     def _bind(
@@ -207,12 +208,15 @@ class Backward:
 
         start = time.perf_counter()
         tiles = self._tiles
-        arch = self.arch if self._standing is None else self.arch.removesuffix("a")
         if self.backend == "gpu" and self._sram is None and not tiles:
             which = "deterministic" if self.deterministic else "backward"
-            tiles = remembered(self.spec, arch, which, self.problem, self.index)
+            tiles = remembered(self.spec, self._kernel_arch, which, self.problem, self.index)
         kernels = build_backward(
-            self.spec, arch, sram=self._sram, deterministic=self.deterministic, tiles=tiles
+            self.spec,
+            self._kernel_arch,
+            sram=self._sram,
+            deterministic=self.deterministic,
+            tiles=tiles,
         )
         self._built = time.perf_counter() - start
         p = self.problem

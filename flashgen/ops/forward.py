@@ -11,13 +11,13 @@ import torch
 
 from flashgen.ops import backends
 from flashgen.ops.arguments import Arguments, numbers_of
-from flashgen.ops.backends import ALIGNED, Bound, nearest_arch
+from flashgen.ops.backends import Bound, nearest_arch
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
-from flashgen.ops.maps import maps_of, standing_still
+from flashgen.ops.maps import maps_of, path_for
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
@@ -46,6 +46,7 @@ class Forward:
     """
 
     __slots__ = (
+        "_aligned_reason",
         "_bound",
         "_built",
         "_is_empty",
@@ -55,7 +56,6 @@ class Forward:
         "_obstacle",
         "_out_model",
         "_sram",
-        "_standing",
         "_swapped",
         "_tables",
         "_tiles",
@@ -84,9 +84,7 @@ class Forward:
         self.problem = problem
         self.backend = backend
         self.arch = arch
-        # Where TMA cannot be used, the path that all architectures have.
-        self._standing = standing_still(arch, q=q, k=kv[0], v=kv[1])
-        self._kernel_arch = arch if self._standing is None else arch.removesuffix("a")
+        self._kernel_arch, self._aligned_reason = path_for(arch, q=q, k=kv[0], v=kv[1])
         self._sram = sram
         self._tiles = tiles
         self.device = q.device
@@ -142,7 +140,7 @@ class Forward:
             lse.fill_(-math.inf)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
-            width, reason = 16, ALIGNED if self._standing is None else self._standing
+            width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._reason(q, k, v, out)
         bound = self._bound.get(width)

@@ -44,12 +44,12 @@ def zero_sums(dq: Tensor, plan: Plan) -> Tensor:
         plan: of the kernel that adds.
 
     Returns:
-        mma.sync: [batch, heads, R, C, 4, 8, 4]: R rows of 16, up to whole tiles of block_q; C
-        columns of 8. Element (r, c, e, a, t) is row 16 r + 8 (e // 2) + a, column 8 c + 2 t +
+        mma.sync: [batch, heads, R, C, 4, 8, 4]: R tiles of 16 rows, up to whole tiles of block_q;
+        C columns of 8. Element (r, c, e, a, t) is row 16 r + 8 (e // 2) + a, column 8 c + 2 t +
         e % 2.
-        wgmma, which has dQ transposed: [batch, heads, R, C, n, 8, 4, 2, 2]: R rows of 8 n, up to
-        whole tiles of block_q; C columns of 16. Element (r, c, n, a, t, i, e) is row 8 (r n + n) +
-        2 t + e, column 16 c + 8 i + a. These are not yet multiplied by the scale.
+        wgmma, which has dQ transposed: [batch, heads, R, C, N, 8, 4, 2, 2]: R tiles of 8 N rows, up
+        to whole tiles of block_q; C columns of 16. Element (r, c, n, a, t, i, e) is row 8 (r N + n)
+        + 2 t + e, column 16 c + 8 i + a. These are not yet multiplied by the scale.
     """
     batch, heads, seq, dim = dq.shape
     rows = -(-seq // plan.block_q) * plan.block_q
@@ -60,30 +60,28 @@ def zero_sums(dq: Tensor, plan: Plan) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=dq.device)
 
 
-def copy_sums(sums: Tensor, dq: Tensor, scale: float) -> None:
-    """Rounds the sums of `zero_sums` into dq, in one copy; in two when the last rows are not whole.
+def copy_sums(sums: Tensor, plan: Plan, dq: Tensor, scale: float) -> None:
+    """Rounds the sums of `zero_sums` into dq, in one pass; in two where the last tile is not whole.
 
     Args:
+        plan: of the kernel that added.
         scale: of Q K^T, for sums that are not yet multiplied by it.
     """
     batch, heads, seq, dim = dq.shape
-    if sums.dim() == 9:
-        _copy_transposed(sums, dq, scale)
-        return
-    columns = dim // 8
-    # r, c, e // 2, e % 2, a, t  ->  r, e // 2, a, c, t, e % 2
-    tiles = sums.view(batch, heads, -1, columns, 2, 2, 8, 4).permute(0, 1, 2, 4, 6, 3, 7, 5)
-    whole, rest = divmod(seq, 16)
-    rows = dq[:, :, : 16 * whole].view(batch, heads, whole, 2, 8, columns, 4, 2)
-    rows.copy_(tiles[:, :, :whole])
-    if rest:
-        last = tiles[:, :, whole].reshape(batch, heads, 16, dim)
-        dq[:, :, 16 * whole :].copy_(last[:, :, :rest])
-
-
-def _copy_transposed(sums: Tensor, dq: Tensor, scale: float) -> None:
-    batch, heads, seq, dim = dq.shape
-    # r, c, n, a, t, i, e  ->  r, n, t, e, c, i, a
-    ordered = sums.permute(0, 1, 2, 4, 6, 8, 3, 7, 5)
-    rows = ordered.reshape(batch, heads, -1, 16 * sums.shape[3])[:, :, :seq, :dim]
-    torch.mul(rows, scale, out=dq)
+    if plan.path == "sm_90a":
+        # r, c, n, a, t, i, e  ->  r; row: n, t, e; column: c, i, a
+        tiles = sums.permute(0, 1, 2, 4, 6, 8, 3, 7, 5)
+        together, factor = queries_of_sums(plan), scale
+    else:
+        # r, c, e // 2, e % 2, a, t  ->  r; row: e // 2, a; column: c, t, e % 2
+        split = sums.view(batch, heads, -1, dim // 8, 2, 2, 8, 4)
+        tiles = split.permute(0, 1, 2, 4, 6, 3, 7, 5)
+        together, factor = 16, 1.0
+    # Columns up to 16 that are not in dq leave no way to see it in the order of the tiles.
+    whole = seq // together if dim * together == tiles[0, 0, 0].numel() else 0
+    if whole:
+        rows = dq[:, :, : whole * together].view(batch, heads, whole, *tiles.shape[3:])
+        torch.mul(tiles[:, :, :whole], factor, out=rows)
+    if (done := whole * together) < seq:
+        rest = tiles[:, :, whole:].reshape(batch, heads, -1, tiles[0, 0, 0].numel() // together)
+        torch.mul(rest[:, :, : seq - done, :dim], factor, out=dq[:, :, done:])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from flashgen.arch import facts
+from flashgen.ops.backends import ALIGNED
 from flashgen.plan import Plan
 from flashgen.plan.model_backward_sm90 import panels_of_kernel
 from flashgen.plan.model_sm90 import GROUP_ROWS
@@ -51,15 +52,16 @@ def maps_of(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, Tenso
     return found
 
 
-def standing_still(arch: str, **tensors: Tensor) -> str | None:
-    """Why an architecture with TMA cannot use it for these operands; None where it can or has none.
+def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
+    """The architecture whose kernels can read these aligned operands, and why it is that one.
 
-    A tensor that is expanded has strides of 0, which the rules of tensor maps do not promise.
+    A tensor that is expanded has strides of 0, which the rules of tensor maps do not promise: then
+    it is the path that all architectures have.
     """
-    if facts(arch).path != "sm_90a":
-        return None
-    for name, tensor in tensors.items():
-        for axis, label in enumerate(("batch", "head", "row")):
-            if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
-                return f"the {label} stride of {name} is 0, over which TMA does not step"
-    return None
+    if facts(arch).path == "sm_90a":
+        for name, tensor in tensors.items():
+            for axis, label in enumerate(("batch", "head", "row")):
+                if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
+                    why = f"the {label} stride of {name} is 0, over which TMA does not step"
+                    return arch.removesuffix("a"), why
+    return arch, ALIGNED

@@ -63,11 +63,12 @@ def problem_of(
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
     path, path_note = _path(spec, arch, kernel, access_bytes)
-    extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
-    searching = _searching(spec) if path == "sm_90a" else 0
     if path == "sm_90a" and kernel != "forward":
         extra, pending = registers_sm90.extra(spec), registers_sm90.pending(spec)
         searching = registers_sm90.searching(spec, spare_registers)
+    else:
+        extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
+        searching = _searching(spec) if path == "sm_90a" else 0
     return Problem(
         kernel=kernel,
         arch=arch,
