@@ -100,6 +100,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
+  int head_bits;  // 2^this heads take turns, tile by tile
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -370,9 +371,10 @@ block_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const unsigned smem_base = shared_address(smem);
 
   // 1. Which query tile, head and batch entry this block owns: grid (query tiles, heads, batch).
-  // The last tiles reach the most keys: they go first, so that no long tile is left for the end.
-  const int q_tile = gridDim.x - 1 - blockIdx.x;
-  const int h = blockIdx.y;
+  // The last tiles reach the most keys: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int q_tile = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits);
+  const int h = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;

@@ -144,6 +144,7 @@ struct Params {
   float scale;  // of Q K^T
   int s_clean;  // the spec's clean
   int s_block;  // the spec's block
+  int head_bits;  // 2^this heads take turns, tile by tile
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -529,9 +530,10 @@ block_diffusion_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   const unsigned do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
 
   // 1. Which keys this block owns: grid (key tiles, key heads, batch).
-  // The last tiles reach the most queries: they go first, so that no long tile is left for the end.
-  const int k_start = (gridDim.x - 1 - blockIdx.x) * BLOCK_K;
-  const int h_kv = blockIdx.y;
+  // The last tiles reach the most queries: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int k_start = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits) * BLOCK_K;
+  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
 
   // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.

@@ -142,6 +142,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
+  int head_bits;  // 2^this heads take turns, tile by tile
   const unsigned char* c_layout;  // [batch, heads, blocks_q, blocks_k], the spec's layout
   long long c_layout_stride_0;  // elements to the next along batch
   long long c_layout_stride_1;  // elements to the next along heads
@@ -569,8 +570,10 @@ block_sparse_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   const unsigned do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
 
   // 1. Which keys this block owns: grid (key tiles, key heads, batch).
-  const int k_start = blockIdx.x * BLOCK_K;
-  const int h_kv = blockIdx.y;
+  // The first tiles reach the most queries: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int k_start = (blockIdx.x >> p.head_bits) * BLOCK_K;
+  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
 
   // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.

@@ -156,6 +156,7 @@ struct Params {
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
   int s_shift;  // the spec's shift
+  int head_bits;  // 2^this heads take turns, tile by tile
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -543,8 +544,10 @@ causal_offset_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const unsigned do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
 
   // 1. Which keys this block owns: grid (key tiles, key heads, batch).
-  const int k_start = blockIdx.x * BLOCK_K;
-  const int h_kv = blockIdx.y;
+  // The first tiles reach the most queries: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int k_start = (blockIdx.x >> p.head_bits) * BLOCK_K;
+  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
 
   // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.

@@ -135,6 +135,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
+  int head_bits;  // 2^this heads take turns, tile by tile
   const int* c_length;  // [batch], the spec's length
   long long c_length_stride_0;  // elements to the next along batch
   int c_length_size_0;  // batch
@@ -526,9 +527,10 @@ padding_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const unsigned smem_base = shared_address(smem);
 
   // 1. Which keys this block owns: grid (key tiles, key heads, batch).
-  // The last tiles reach the most queries: they go first, so that no long tile is left for the end.
-  const int k_start = (gridDim.x - 1 - blockIdx.x) * BLOCK_K;
-  const int h_kv = blockIdx.y;
+  // The last tiles reach the most queries: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int k_start = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits) * BLOCK_K;
+  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
   const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
   const int h_end = (h_kv + 1) * group;

@@ -155,6 +155,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
+  int head_bits;  // 2^this heads take turns, tile by tile
   const unsigned char* c_mask;  // [batch, seq_k], the spec's mask
   long long c_mask_stride_0;  // elements to the next along batch
   long long c_mask_stride_1;  // elements to the next along seq_k
@@ -595,9 +596,10 @@ padding_mask_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const unsigned do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
 
   // 1. Which keys this block owns: grid (key tiles, key heads, batch).
-  // The last tiles reach the most queries: they go first, so that no long tile is left for the end.
-  const int k_start = (gridDim.x - 1 - blockIdx.x) * BLOCK_K;
-  const int h_kv = blockIdx.y;
+  // The last tiles reach the most queries: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int k_start = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits) * BLOCK_K;
+  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
 
   // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.

@@ -112,6 +112,7 @@ struct Params {
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
   int s_prefix;  // the spec's prefix
+  int head_bits;  // 2^this heads take turns, tile by tile
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -412,9 +413,10 @@ prefix_lm_forward_fp16_d64(const __grid_constant__ Params p) {
   const unsigned v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
 
   // 1. Which query tile, head and batch entry this block owns: grid (query tiles, heads, batch).
-  // The last tiles reach the most keys: they go first, so that no long tile is left for the end.
-  const int q_tile = gridDim.x - 1 - blockIdx.x;
-  const int h = blockIdx.y;
+  // The last tiles reach the most keys: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const int q_tile = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits);
+  const int h = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;

@@ -101,6 +101,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // of Q K^T
+  int head_bits;  // 2^this heads take turns, tile by tile
   const int* c_cu_seqlens_q;  // [boundaries], the spec's cu_seqlens_q
   long long c_cu_seqlens_q_stride_0;  // elements to the next along boundaries
   int c_cu_seqlens_q_size_0;  // boundaries
@@ -442,10 +443,11 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
   const unsigned smem_base = shared_address(smem);
 
   // 1. Which sequence, query tile and head this block owns: grid (tiles of all sequences, heads).
-  // The last tiles reach the most keys: they go first, so that no long tile is left for the end.
-  const Place place = place_of(packed, gridDim.x - 1 - blockIdx.x);
+  // The last tiles reach the most keys: they go first, so that no long one is left for
+  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
+  const Place place = place_of(packed, ((gridDim.x - 1 - blockIdx.x) >> packed.head_bits));
   const int b = place.b;
-  const int h = blockIdx.y;
+  const int h = blockIdx.y << packed.head_bits | (blockIdx.x & ((1 << packed.head_bits) - 1));
   const int q_start = place.tile * BLOCK_Q;
   const Params p = sequence_of(packed, b);
   if (q_start >= p.seq_q) return;

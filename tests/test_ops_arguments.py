@@ -264,7 +264,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     assert run.backend == "gpu"
     (launched,) = gpu.started
     assert launched.stream == 77
-    assert launched.grid == run.plan.grid(2, 2, 2, 40, 40)
+    assert launched.grid == run.plan.grid(2, 2, 2, 40, 40, head_bits=1) == (2, 1, 2)
     assert launched.block == (run.plan.threads, 1, 1)
     given = given_of(launched, run.source)
     for name, tensor in zip(

@@ -8,8 +8,9 @@ import pytest
 
 import flashgen as fg
 from flashgen.plan import plan, plan_backward
-from flashgen.plan.duration import duration, makespan
+from flashgen.plan.duration import Heads, duration, makespan
 from flashgen.plan.formulas import evaluate
+from flashgen.plan.order import head_bits
 
 SPEC = fg.AttentionSpec(head_dim=64)
 
@@ -41,7 +42,7 @@ def test_every_line_is_its_own_arithmetic() -> None:
 def test_blocks_are_handed_out_in_turns(
     lengths: list[int], times: int, slots: int, expected: int
 ) -> None:
-    assert makespan([(lengths, times)], slots) == expected
+    assert makespan([Heads(lengths, times)], slots) == expected
 
 
 def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
@@ -49,7 +50,7 @@ def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
     for _ in range(200):
         lengths = [chance.randrange(1, 40) for _ in range(chance.randrange(1, 30))]
         times, slots = chance.randrange(1, 5), chance.randrange(1, 20)
-        found = makespan([(lengths, times)], slots)
+        found = makespan([Heads(lengths, times, chance.randrange(1, 4))], slots)
         least = max(max(lengths), -(-sum(lengths) * times // slots))
         assert least <= found < least + max(lengths)
 
@@ -82,3 +83,43 @@ def test_a_block_walks_for_each_head_of_its_group() -> None:
     fewer = duration(dkdv, *sizes, [[0], [1, 2], [], [0]])
     work = {found: found.lines[2].value for found in (alike, fewer)}
     assert work[fewer] == pytest.approx(work[alike] * 4 / 6)
+
+
+def test_heads_that_take_turns_leave_no_long_block_for_the_end() -> None:
+    one_head = list(range(1, 33))
+    by_head = makespan([Heads(one_head, 16)], 132)
+    in_turns = makespan([Heads(one_head, 16, 8)], 132)
+    assert in_turns < by_head
+    assert in_turns <= 1.05 * sum(one_head) * 16 / 132
+
+
+# ---- order of blocks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq", "bits"),
+    [
+        ((16, 16), 4096, 4),  # 32 MiB of K and V
+        ((16, 16), 8192, 3),
+        ((16, 2), 8192, 4),  # eight heads share theirs
+        ((12, 12), 512, 2),
+        ((7, 7), 512, 0),
+        ((32, 32), 1 << 20, 0),  # not even one head's fit
+    ],
+)
+def test_as_many_heads_take_turns_as_fit_in_l2(heads, seq, bits) -> None:
+    chosen = plan(fg.AttentionSpec(head_dim=128), "sm_90a")
+    assert head_bits(chosen, *heads, 100, seq) == bits
+    tiles = -(-100 // chosen.block_q)
+    assert chosen.grid(3, *heads, 100, seq, head_bits=bits) == (
+        tiles << bits,
+        heads[0] >> bits,
+        3,
+    )
+
+
+def test_where_blocks_own_keys_it_is_q_and_its_gradient_that_must_fit() -> None:
+    fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
+    assert head_bits(fused, 16, 16, 4096, 100) == 4
+    assert head_bits(fused, 16, 2, 4096, 100) == 1
+    assert head_bits(fused, 16, 2, 8192, 100) == 0

@@ -35,6 +35,7 @@ def run(text: str, *, source: Source = SOURCE, order_seed: int | None = None) ->
         *(np.int64(stride) for t in (q, k, v, out) for stride in t.stride()[:3]),
         *(np.int32(size) for size in (1, 2, 2, SEQ, SEQ, 0, 0)),
         np.float32(64**-0.5),
+        np.int32(0),  # head_bits
     ]
     emulator.launch(
         binary.ptx,

@@ -70,6 +70,7 @@ def run(text: str, source: Source, order_seed: int | None = None) -> torch.Tenso
         "q_offset": 0,
         "k_offset": 0,
         "scale": 0.125,
+        "head_bits": 0,
     }
     for name, tensor in tensors.items():
         for axis, stride in zip("bhn", tensor.stride()[:3], strict=False):

@@ -258,6 +258,7 @@ def profile_of_text(made: Build, text: str):
         *(np.int64(stride) for t in (q, k, v, v) for stride in t.stride()[:3]),
         *(np.int32(size) for size in (*sizes, 0, 0)),
         np.float32(0.125),
+        np.int32(0),  # head_bits
     )
     plan = source.plan
     counters = emulator.launch(

@@ -48,6 +48,19 @@ class MaskAnalysis:
     row: Interval | None
 
     @property
+    def growth(self) -> int:
+        """1 where later tiles reach more than earlier ones, -1 where less, 0 where both ends move.
+
+        0 also where no bound depends on the tile: as far as the bounds say, all are alike.
+        """
+        corners = {Q_LO, Q_HI, K_LO, K_HI}
+        lo, hi = (
+            end is not None and bool(end.free_symbols & corners)
+            for end in (self.reach.lo, self.reach.hi)
+        )
+        return hi - lo
+
+    @property
     def summarised(self) -> tuple[tuple[TensorSymbol, int], ...]:
         """The tensors, each with an axis, of whose ranges the extremes are asked for."""
         ends = (

@@ -10,14 +10,14 @@ import torch
 
 from flashgen.errors import InputError
 from flashgen.ops import backends, sinks
-from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import Bound
+from flashgen.ops.bind import bind
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check, check_gradients
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import copy_sums, empty_rows, in_layout_of, zero_sums
-from flashgen.ops.maps import maps_of, path_for
+from flashgen.ops.maps import path_for
 from flashgen.ops.report import BackwardRun, Report
 from flashgen.ops.sums import ExactSums, FloatSums, meetings_of
 from flashgen.ops.tables import Counted, Tables
@@ -219,23 +219,15 @@ class Backward:
             tiles=tiles,
         )
         self._built = time.perf_counter() - start
-        p = self.problem
-        numbers = numbers_of(p, tensors, captured)
+        p, packed = self.problem, self.spec.packed
         bound = self._bound[copied] = tuple(
-            Bound(
-                kernel,
-                Arguments(kernel.source.params, numbers, maps_of(kernel.plan, tensors)),
-                kernel.plan.grid(
-                    *(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k), packed=self.spec.packed
-                ),
-            )
-            for kernel in kernels
+            bind(kernel, p, tensors, captured, packed=packed) for kernel in kernels
         )
         if captured:
             self._tables = Tables(self.spec, self.arch, captured, bound)
         for kernel in kernels:
             if kernel.plan.kernel == "captured_exact":
-                self._meetings = meetings_of(kernel, p, captured, packed=self.spec.packed)
+                self._meetings = meetings_of(kernel, p, captured, packed=packed)
         return bound
 
     def _tiled(

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from flashgen.ops import backends
-from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import Bound, nearest_arch
+from flashgen.ops.bind import bind
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
 from flashgen.ops.contents import check_contents
 from flashgen.ops.layout import empty_rows, in_layout_of, rows_before_heads
-from flashgen.ops.maps import maps_of, path_for
+from flashgen.ops.maps import path_for
 from flashgen.ops.numbers import probability_of
 from flashgen.ops.report import ForwardRun, Report
 from flashgen.ops.sinks import lse_without_keys
@@ -173,12 +173,9 @@ class Forward:
         options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
         kernel = build(self.spec, self._kernel_arch, access_bytes=width, **options)
         self._built = perf_counter() - start
-        p = self.problem
-        sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
-        grid = kernel.plan.grid(*sizes, packed=self.spec.packed)
-        maps = maps_of(kernel.plan, tensors)
-        arguments = Arguments(kernel.source.params, numbers_of(p, tensors, captured), maps)
-        bound = self._bound[width] = Bound(kernel, arguments, grid)
+        packed = self.spec.packed
+        bound = bind(kernel, self.problem, tensors, captured, packed=packed)
+        self._bound[width] = bound
         if captured:
             self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))
         return bound

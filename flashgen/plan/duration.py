@@ -11,10 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.arch import facts
 from flashgen.plan.derive import printed
 from flashgen.plan.formulas import Formula, Number, Steps
+from flashgen.plan.order import head_bits
 from flashgen.plan.traffic import LSE_BYTES, Visited
 from flashgen.plan.value import Line, Plan, broken
 
@@ -66,33 +68,40 @@ def duration(
     seq_q: int,
     seq_k: int,
     visited: Visited | None = None,
+    *,
+    uneven: bool = False,
 ) -> Duration:
     """The time of one launch of a kernel with these sizes.
 
     Args:
         visited: for each tile that a block owns, those that it walks, as in `Plan.traffic`, the
             same for every batch entry and head; None for all of them.
+        uneven: the mask's bounds move with the tile (`MaskAnalysis.growth`), so heads take turns.
 
     Raises:
         ValueError: visited is for another number of tiles.
     """
-    return duration_of(plan, [((batch, heads_q, heads_kv, seq_q, seq_k), visited)])
+    return duration_of(plan, [((batch, heads_q, heads_kv, seq_q, seq_k), visited)], uneven=uneven)
 
 
-def duration_of(plan: Plan, walks: Sequence[tuple[Sizes, Visited | None]]) -> Duration:
+def duration_of(
+    plan: Plan, walks: Sequence[tuple[Sizes, Visited | None]], *, uneven: bool = False
+) -> Duration:
     """The same of a launch whose heads are not alike.
 
     Args:
-        walks: the parts of the launch, each with its own sizes and visited tiles.
+        walks: the parts of the launch, each with its own sizes and visited tiles. Where heads take
+            turns, those of one part do.
     """
     arch = facts(plan.arch)
     parts, rows = [], 0
     for (batch, heads_q, heads_kv, seq_q, seq_k), visited in walks:
         tiles, heads, entries = plan.grid(batch, heads_q, heads_kv, seq_q, seq_k)
         lengths = _lengths(plan, tiles, heads_q // heads_kv, seq_q, seq_k, visited)
-        parts.append((lengths, heads * entries))
+        bits = head_bits(plan, heads_q, heads_kv, seq_q, seq_k) if uneven else 0
+        parts.append(Heads(lengths, heads * entries, 1 << bits))
         rows += batch * heads_q * seq_q
-    steps = sum(sum(lengths) * times for lengths, times in parts)
+    steps = sum(sum(part.lengths) * part.times for part in parts)
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -111,26 +120,34 @@ def duration_of(plan: Plan, walks: Sequence[tuple[Sizes, Visited | None]]) -> Du
     )
 
 
-def makespan(parts: Sequence[tuple[Sequence[int], int]], slots: int) -> int:
+class Heads(NamedTuple):
+    """Heads of a launch that are alike: the steps of each block of one, in the order of tiles."""
+
+    lengths: Sequence[int]
+    times: int
+    together: int = 1  # so many take turns, longer blocks first
+
+
+def makespan(parts: Sequence[Heads], slots: int) -> int:
     """Steps until all blocks are done, when each free slot takes the next one.
 
     Args:
-        parts: of the launch, one behind the other: steps of the blocks of one head, in the order of
-            the tiles, of which longer ones go first; and how often they are repeated, head by head.
+        parts: of the launch, one behind the other.
         slots: blocks that run at the same time.
     """
-    different = {length for lengths, _ in parts for length in lengths}
+    different = {length for part in parts for length in part.lengths}
     if not different:
         return 1
     if len(different) == 1:
-        blocks = sum(len(lengths) * times for lengths, times in parts)
+        blocks = sum(len(part.lengths) * part.times for part in parts)
         return max(1, different.pop() * -(-blocks // slots))
     ends = [0] * slots
-    for lengths, times in parts:
+    for lengths, times, together in parts:
         ordered = sorted(lengths, reverse=True)
-        for _ in range(times):
+        for first in range(0, times, together):
             for length in ordered:
-                heapq.heapreplace(ends, ends[0] + length)
+                for _ in range(min(together, times - first)):
+                    heapq.heapreplace(ends, ends[0] + length)
     return max(ends)
 
 

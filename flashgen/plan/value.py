@@ -206,12 +206,15 @@ class Plan:
         seq_k: int,
         *,
         packed: bool = False,
+        head_bits: int = 0,
     ) -> tuple[int, int, int]:
         """Blocks of the launch: (tiles, heads, batch entries).
 
-        Of query tiles and query heads, or, where `owns_keys`, of key tiles and key heads.
+        Of query tiles and query heads, or, where `owns_keys`, of key tiles and key heads. Where
+        heads take turns, (tiles times such heads, heads divided by them, batch entries).
 
         Args:
+            head_bits: as from `flashgen.plan.order.head_bits`; 0: head by head.
             packed: the batch entries are sequences that lie one behind the other, seq_q and seq_k
                 their lengths together: (at most so many tiles of all of them, heads, 1).
         """
@@ -219,8 +222,8 @@ class Plan:
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
         if packed and self.kernel != "delta":
-            return length // block + batch, heads, 1
-        return -(-length // block), heads, 1 if packed else batch
+            return (length // block + batch) << head_bits, heads >> head_bits, 1
+        return -(-length // block) << head_bits, heads >> head_bits, 1 if packed else batch
 
     def traffic(
         self,

@@ -78,7 +78,9 @@ def predict(
     if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
         distinct = None
     found = replace(found, bytes={**found.bytes, **more}, distinct=distinct)
-    return found if plan.of_captured else replace(found, duration=duration_of(plan, walks))
+    if plan.of_captured:
+        return found
+    return replace(found, duration=duration_of(plan, walks, uneven=mask.growth != 0))
 
 
 def _of_sink(

@@ -15,7 +15,7 @@ from flashgen.render.params import params_of
 from flashgen.render.readers import SUMS, place_of_sum, reader
 from flashgen.render.sink import logit_of
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
-from flashgen.render.walk import ScoreCode, Walk
+from flashgen.render.walk import ScoreCode, Walk, owned_by_block
 from flashgen.spec import AttentionSpec
 
 
@@ -55,10 +55,14 @@ def kernel(
     if plan.of_captured:
         sums = SUMS[plan.kernel]
         readers += tuple(place_of_sum(tensor, sums) for tensor in read if tensor.grad)
-    params = params_of(spec, plan.kernel, plan.path, read, tables)
+    uneven = walk is not None and walk.uneven
+    params = params_of(spec, plan.kernel, plan.path, read, tables, uneven=uneven)
     packed = Packed.of(params, owns_keys=plan.owns_keys) if spec.packed and functions else None
     spec_functions = (score.functions if score else ()) + (walk.functions if walk else ()) + more
     printed = functions.printer.helpers if functions else set()
+    parameter = "packed" if packed else "p"
+    if walk is not None:
+        fields |= owned_by_block(walk, parameter)
     text = render_template(
         template,
         name=name,
@@ -80,7 +84,7 @@ def kernel(
         forward=plan.kernel == "forward",
         dropout=spec.dropout,
         packed=packed,
-        parameter="packed" if packed else "p",
+        parameter=parameter,
         first_row=partial(first_row, packed is not None),
         sink=logit_of(sink),
         **fields,

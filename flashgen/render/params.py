@@ -21,6 +21,7 @@ _SHAPES = {
 _CPP_NAMES = {"do": "dout"}
 _ROWS = "[batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE"
 _TRANSPOSED_SUMS = "[batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled"
+_TURNS = "2^this heads take turns, tile by tile"
 _AXES = {"b": "batch entry", "h": "head", "n": "row"}
 _SIZES = {
     "batch": "",
@@ -44,6 +45,8 @@ def params_of(
     path: str = "sm_80",
     read: Sequence[Tensor] = (),
     tables: Sequence[tuple[Tensor, int]] = (),
+    *,
+    uneven: bool = False,
 ) -> tuple[Param, ...]:
     """The fields of one kernel, in order: tensors, strides, sizes, numbers, captures.
 
@@ -51,6 +54,7 @@ def params_of(
         path: the code path; on "sm_90a" operands are tensor maps, which have their strides in them.
         read: the captured tensors that its code reads.
         tables: of extremes that it reads: of a tensor along an axis.
+        uneven: heads take turns, tile by tile.
     """
     captures = [param for tensor in read for param in params_of_tensor(tensor)]
     captures += [param_of_table(tensor, axis) for tensor, axis in tables]
@@ -59,8 +63,9 @@ def params_of(
     if role in SUMS:
         learned = (tensor for tensor in read if tensor.grad)
         captures += [param for t in learned for param in params_of_gradient(t, SUMS[role])]
+    turns = [Param("head_bits", "int32", "int head_bits;", _TURNS)] if uneven else []
     params = _with_maps(spec, role) if path == "sm_90a" else _of_role(spec, role)
-    return (*(map(_of_all_sequences, params) if spec.packed else params), *captures)
+    return (*(map(_of_all_sequences, params) if spec.packed else params), *turns, *captures)
 
 
 def _of_role(spec: AttentionSpec, role: str) -> list[Param]:

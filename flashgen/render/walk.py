@@ -48,7 +48,8 @@ class Walk:
     uses_lo: bool  # the first position of the tile that the block owns
     uses_hi: bool
     by_head: bool  # reach, full or may depend on the head
-    last_tile_first: bool
+    uneven: bool  # by its bounds: tiles have different numbers of others to walk
+    last_tile_first: bool  # the later ones have more
 
 
 def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
@@ -98,7 +99,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         uses_lo=along.owned_lo in all_uses,
         uses_hi=along.owned_hi in all_uses,
         by_head=fx.H in tile_uses,
-        last_tile_first=_last_tile_first(make),
+        uneven=mask.growth != 0,
+        last_tile_first=mask.growth > 0,
     )
 
 
@@ -140,15 +142,20 @@ def _full_by_mask(
     return "whole" if must is None else f"whole && {must.call(**renamed)}"
 
 
-def _last_tile_first(make: SpecFunctions) -> bool:
-    """Whether later tiles have more to walk: the tiles with the most work should go first."""
-    reach = make.mask.reach
-    owned = {make.direction.owned_lo, make.direction.owned_hi}
-    return _moves(reach.hi, owned) and not _moves(reach.lo, owned)
+def owned_by_block(walk: Walk, parameter: str) -> dict[str, str]:
+    """C++ for the tile and the head of a block, from its number; see `flashgen.plan.order`.
 
-
-def _moves(end: sympy.Expr | None, owned: set[sympy.Symbol]) -> bool:
-    return end is not None and bool(end.free_symbols & owned)
+    Args:
+        parameter: the name of the kernel's parameter.
+    """
+    if not walk.uneven:
+        return {"block_tile": "blockIdx.x", "block_head": "blockIdx.y"}
+    bits = f"{parameter}.head_bits"
+    number = "(gridDim.x - 1 - blockIdx.x)" if walk.last_tile_first else "blockIdx.x"
+    return {
+        "block_tile": f"({number} >> {bits})",
+        "block_head": f"blockIdx.y << {bits} | (blockIdx.x & ((1 << {bits}) - 1))",
+    }
 
 
 @dataclass(frozen=True)

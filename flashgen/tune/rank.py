@@ -154,6 +154,6 @@ def _predictor(
         size = plan.block_q, plan.block_k
         if size not in walks:
             walks[size] = walks_of(spec, analysis.mask, plan, problem, captured)
-        return duration_of(plan, walks[size])
+        return duration_of(plan, walks[size], uneven=analysis.mask.growth != 0)
 
     return predict

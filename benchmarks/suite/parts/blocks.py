@@ -20,8 +20,7 @@ from benchmarks.suite.device import first_line
 from benchmarks.suite.forms import live_elements
 from benchmarks.suite.timing import measure, sets_needed
 from flashgen.errors import FlashgenError
-from flashgen.ops.arguments import Arguments, numbers_of
-from flashgen.ops.backends import Bound
+from flashgen.ops.bind import bind
 from flashgen.ops.checks import check
 from flashgen.pipeline import Build
 
@@ -130,9 +129,7 @@ def forced(build: Build, case: Case, inputs: Inputs, backend: str) -> Callable[[
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": None}
-    arguments = Arguments(build.source.params, numbers_of(problem, tensors))
-    grid_size = build.plan.grid(case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k)
-    bound = Bound(build, arguments, grid_size)
+    bound = bind(build, problem, tensors)
     index = q.device.index or 0
 
     def call() -> torch.Tensor:
