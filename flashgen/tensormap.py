@@ -8,7 +8,7 @@ Dimensions, strides and box sizes are given innermost first, as cuTensorMapEncod
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from flashgen.errors import LaunchError
@@ -46,6 +46,8 @@ class TensorMapSpec:
         box: sizes of the box that one copy moves, in elements.
         swizzle: span in bytes of the pattern that permutes 16-byte chunks in shared memory: 32, 64
             or 128; 0 for none.
+        before: bytes from the map's first element to the tensor's, for a map that has places
+            before the tensor, which nobody asks for: see `stretches`.
 
     Raises:
         LaunchError: the driver would refuse it.
@@ -56,6 +58,7 @@ class TensorMapSpec:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    before: int = 0
 
     def __post_init__(self) -> None:
         rank = len(self.dims)
@@ -99,25 +102,57 @@ class TensorMapSpec:
 
     @property
     def span_bytes(self) -> int:
-        """From the tensor's first byte to the end of its last."""
+        """From the map's first byte to the end of its last."""
         steps = (self.element_bytes, *self.strides)
         last = sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
         return last + self.element_bytes
 
-    def check_address(self, address: int) -> None:
-        """The tensor begins at an address.
+    def stretches(self) -> TensorMapSpec:
+        """The same tensor, 4-d with one batch entry, for boxes that end where a stretch does.
+
+        A stretch is some rows (dimension 1) that lie behind each other. The new map has the rows
+        twice: the element (c, n, h, e) is that of row n + e - N of the tensor's N. So where a
+        stretch of L rows ends in front of row e, its row r is n = N - L + r, and the first row
+        behind it is n = N, which is outside the map: it reads as zeros and is not written.
+
+        Neither the driver nor TMA asks for strides that keep elements apart, or for memory behind
+        what no box has inside the map; Triton's ragged descriptors (triton/tools/ragged_tma.py)
+        rest on the same, with addresses that wrap around where here they begin earlier.
 
         Raises:
-            LaunchError: it is not aligned.
+            LaunchError: there are several batch entries, or the driver would refuse it.
+        """
+        if len(self.dims) != 4 or self.dims[3] != 1:
+            self._refuse("stretches of several batch entries", "4 dimensions, the last of size 1")
+        columns, rows, heads, _ = self.dims
+        per_row, per_head, _ = self.strides
+        return replace(
+            self,
+            dims=(columns, rows, heads, rows + 1),
+            strides=(per_row, per_head, per_row),
+            before=rows * per_row,
+        )
+
+    def first(self, address: int) -> int:
+        """The address of the map, for a tensor that begins at one.
+
+        Raises:
+            LaunchError: it is not aligned, or there are fewer addresses before it than `before`.
         """
         if address % 16:
             self._refuse("a tensor that is not aligned to 16 bytes", f"it begins at {address:#x}")
+        if address < self.before:
+            self._refuse(
+                "places before address 0", f"{self.before:,} B before a tensor at {address:#x}"
+            )
+        return address - self.before
 
     def _refuse(self, what: str, numbers: str) -> NoReturn:
         raise LaunchError(
             f"a tensor map cannot have {what}",
             where=f"TensorMapSpec, {self.dtype}, dims {self.dims}, strides {self.strides} B, "
-            f"box {self.box}, swizzle {self.swizzle}",
+            f"box {self.box}, swizzle {self.swizzle}"
+            + (f", {self.before:,} B before it" if self.before else ""),
             numbers=numbers,
             way_out="choose sizes and strides that TMA accepts, or copy without it",
         )

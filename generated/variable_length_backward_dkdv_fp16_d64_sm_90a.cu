@@ -2,7 +2,7 @@
 //   flashgen emit specs/variable_length.py --arch sm_90a
 //
 // spec      variable_length, specs/variable_length.py
-// template  templates/backward_dkdv_sm80.cu.j2
+// template  templates/backward_sm90.cu.j2
 // target    sm_90a  dtype float16  head_dim 64  backward, dkdv
 //
 //   S = scale Q K^T    P = mask_mod ? exp(S - LSE) : 0    dP = dO V^T
@@ -12,101 +12,120 @@
 //
 //   mask_mod  = q + seq_k - seq_q >= k
 //
-// plan      dkdv  block_q 112  block_k 128  warps 8  blocks per SM 1
+// plan      dkdv  block_q 128  block_k 128  warps 8  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
-//           sm_80 path: a box of TMA would reach into the next of the packed sequences
-//           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + exchanged*block_k) +
-//             16) = 2*128*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*128) + 16) = 77,568 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 1*(77568 + 1024) = 78,592 B of 233,472 B
-//           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(1*8/4))) = 255
-//           registers = 56 + extra + row_groups*columns/2 + block_q*row_groups*(1 +
-//             pending)/score_warps = 56 + 8 + 1*128/2 + 112*1*(1 + 0.125)/1 = 254 of 255  (binds)
-//           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
-//               d_qk + exchanged*block_k) + 16)
-//             = (min(232448, 233472/1 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64 + 0*128) + 16)
-//             = 499.2000
-//           block_q <= (register_limit - (56 + extra + row_groups*columns/2))/(row_groups*(1 +
-//             pending)/score_warps) = (255 - (56 + 8 + 1*128/2))/(1*(1 + 0.125)/1) = 112.8889
-//           tensor = factors*macs/tensor_rate = 1*256/1288 = 0.1988 clk
-//           shared = (reads + e*(d_qk + d_v)/block_k + e*exchanged)/128
-//             = (34.29 + 2*(64 + 64)/128 + 2*0)/128 = 0.2835 clk
+//           depth = 64*ceil(d_qk/64) = 64*ceil(64/64) = 64
+//           depth_v = 16*column_warps*ceil(d_v/(16*column_warps)) = 16*1*ceil(64/(16*1)) = 64
+//           stages = max(1, min(2, floor((min(M, M_sm/blocks - reserved) - 8 - e*block_k*(depth +
+//               depth_v) - block_q*(2*e*exchanged*block_k))/(block_q*(e*(depth + depth_v) +
+//               query_bytes) + 16 + 32))))
+//             = max(1, min(2, floor((min(232448, 233472/1 - 1024) - 8 - 2*128*(64 + 64) -
+//             128*(2*2*0*128))/(128*(2*(64 + 64) + 12) + 16 + 32)))) = 2
+//           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
+//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
+//           smem = e*block_k*(depth + depth_v) + 1024*ceil(stages*block_q*e*depth_v/1024) +
+//               block_q*(stages*e*depth + 2*e*exchanged*block_k) + stages*(query_bytes*block_q +
+//               16) + 8*(1 + 4*stages)
+//             = 2*128*(64 + 64) + 1024*ceil(2*128*2*64/1024) + 128*(2*2*64 + 2*2*0*128) +
+//             2*(12*128 + 16) + 8*(1 + 4*2) = 101,480 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(101480 + 1024) = 102,504 B of 233,472 B
+//           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
+//             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
+//           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_q*(1 +
+//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 0 + 128/2 + 128*(1 + 0.125)/1
+//             = 228 of 240
+//           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(depth + depth_v) - 16*stages
+//               - 8*(1 + 4*stages))/(stages*(e*(depth + depth_v) + query_bytes) +
+//               2*e*exchanged*block_k)
+//             = (min(232448, 233472/1 - 1024) - 2*128*(64 + 64) - 16*2 - 8*(1 + 4*2))/(2*(2*(64 +
+//             64) + 12) + 2*2*0*128) = 372.3433
+//           block_q <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/((1
+//               + pending)/score_warps)
+//             = (240 - (20 + max(0, 128 - 256)/10 + 0 + 128/2))/((1 + 0.125)/1) = 138.6667
+//           tensor = macs/tensor_rate = 256/2048 = 0.1250 clk
+//           shared = (reads + e*(depth + depth_v)/block_k + e*exchanged)/128
+//             = (10 + 2*(64 + 64)/128 + 2*0)/128 = 0.0938 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (6.143 + 6.643)/128 = 0.0999 clk
-//           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.03125 + max(0.1988, 0.2835) + 0.0625 + 6.643/128 = 0.4291 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(112*128*1) = 0.0419 clk
-//           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2835 + (0.4291 - 0.2835)/max(1, 1.5))/1 + 0.04185 = 0.4224 clk
-//           refused block_q 128: needs 272 registers per thread, 255 allowed
-//           refused block_k 256 by 32 keys per warp: needs 444 registers per thread, 255 allowed
+//           issue = (products + rest)/128 = (1.688 + 4.5)/128 = 0.0483 clk
+//           alone = max(tensor, shared) + special + rest/128
+//             = max(0.125, 0.09375) + 0.0625 + 4.5/128 = 0.2227 clk
+//           barriers = (3*150 + (2 - stages)*600)/(block_q*block_k*blocks)
+//             = (3*150 + (2 - 2)*600)/(128*128*1) = 0.0275 clk
+//           waits = (2 - stages)*e*d_qk/block_k/l2_rate = (2 - 2)*2*64/128/64 = 0 clk
+//           cost = busiest + (alone - busiest)/max(1, overlap) + barriers + waits
+//             = 0.125 + (0.2227 - 0.125)/max(1, 1.5) + 0.02747 + 0 = 0.2176 clk
+//           busy = tensor/cost = 0.125/0.2176 = 0.5745
+//           refused block_q 144: needs 144 queries per step, 128 allowed
 //           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (seq_k / 128 + batch, heads_kv, 1)  block 256  dynamic shared memory 77,568 B
+// launch    grid (seq_k / 128 + batch, heads_kv, 1)  block 384  dynamic shared memory 101,480 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
-constexpr int BLOCK_Q = 112;  // query rows per step of the main loop
+constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
 constexpr int BLOCK_K = 128;  // keys per block
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
-constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 1;  // groups of 16 keys that one warp owns
+constexpr int CONSUMERS = 2;  // warpgroups that compute
+constexpr int THREADS = 128 * CONSUMERS;  // that compute; 128 more copy
+constexpr int STAGES = 2;  // buffers for Q, and for dO
 constexpr int ELEMENT_BYTES = 2;  // float16
 
-// Shared memory moves in granules of 16 bytes, the unit of ldmatrix and of cp.async.
-constexpr int GRANULES = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
-constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and dO
+// Tiles lie in panels of so many columns, because that is what a swizzle covers.
+constexpr int PANEL = 64;  // of Q and K
+constexpr int PANELS = 1;
+constexpr int PANEL_V = 64;  // of V and dO
+constexpr int PANELS_V = 1;
+constexpr int GRANULES = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of dK
+constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of dV
+
+constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
+constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
+constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
+constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
+constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // LSE of each query, -delta of pairs, twice; Tile
+
+// What one warpgroup computes.
+constexpr int QUERIES = BLOCK_Q;  // whose scores, with 64 keys of the block
+constexpr int COLUMNS = HEAD_DIM;  // of dK, for its own 64 keys
+constexpr int COLUMNS_V = HEAD_DIM_V;  // of dV
 
 // Byte offsets into dynamic shared memory. dK and dV are staged over K and V when the loop is done.
 constexpr int SMEM_K = 0;
 constexpr int SMEM_V = 16384;
-constexpr int SMEM_Q = 32768;  // two buffers: Q is used first and last in a step
-constexpr int SMEM_DO = 61440;
-constexpr int SMEM_ROWS = 75776;  // two buffers: LSE and delta of each query
-constexpr int SMEM_BYTES = 77568;
-constexpr int Q_BYTES = 16 * GRANULES * BLOCK_Q;  // of one buffer
-constexpr int ROWS_BYTES = 8 * BLOCK_Q;
+constexpr int SMEM_Q = 32768;
+constexpr int SMEM_DO = 65536;
+constexpr int SMEM_ROWS = 98304;  // a buffer for each of Q
+constexpr int SMEM_BARRIERS = SMEM_ROWS + STAGES * ROWS_BYTES;
+constexpr int SMEM_BYTES = 101480;
 
-static_assert(BLOCK_K == 16 * ROW_GROUPS * WARPS, "plan and code disagree: keys per warp");
-static_assert(SMEM_V >= SMEM_K + 16 * GRANULES * BLOCK_K, "plan and code disagree: K tile");
-static_assert(SMEM_Q >= SMEM_V + 16 * GRANULES_V * BLOCK_K, "plan and code disagree: V tile");
-static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
-static_assert(SMEM_ROWS >= SMEM_DO + 16 * GRANULES_V * BLOCK_Q, "plan and code disagree: dO tile");
-static_assert(SMEM_BYTES >= SMEM_ROWS + 2 * ROWS_BYTES, "plan and code disagree: rows");
-
-// Groups of 8 columns of dK and of dV that one warp sums.
-constexpr int COLUMNS = HEAD_DIM / 8;
-constexpr int COLUMNS_V = HEAD_DIM_V / 8;
-constexpr int QUERIES = BLOCK_Q;  // whose scores one warp computes
+static_assert(BLOCK_K == 64 * CONSUMERS, "plan and code disagree: keys per warpgroup");
+static_assert(SMEM_V == SMEM_K + K_BYTES, "plan and code disagree: K tile");
+static_assert(SMEM_Q == SMEM_V + V_BYTES, "plan and code disagree: V tile");
+static_assert(SMEM_DO == SMEM_Q + STAGES * Q_BYTES, "plan and code disagree: Q tiles");
+static_assert(SMEM_ROWS >= SMEM_DO + STAGES * DO_BYTES, "plan and code disagree: dO tiles");
+static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
+              "plan and code disagree: rows, barriers");
 
 constexpr float LOG2E = 1.4426950408889634f;
 
 // ---- arguments ---------------------------------------------------------------------------------
 
+// What TMA knows of a tensor: made by the host, read by nobody else.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
 typedef unsigned short Element;  // the bits of a float16
 
 struct Params {
-  const Element* q;  // [1, heads_q, seq_q, HEAD_DIM]
-  const Element* k;  // [1, heads_kv, seq_k, HEAD_DIM]
-  const Element* v;  // [1, heads_kv, seq_k, HEAD_DIM_V]
-  const Element* dout;  // [1, heads_q, seq_q, HEAD_DIM_V]
+  TensorMap q_map;  // [1, heads_q, seq_q, HEAD_DIM], read by TMA, in stretches
+  TensorMap k_map;  // [1, heads_kv, seq_k, HEAD_DIM], read by TMA, in stretches
+  TensorMap v_map;  // [1, heads_kv, seq_k, HEAD_DIM_V], read by TMA, in stretches
+  TensorMap do_map;  // [1, heads_q, seq_q, HEAD_DIM_V], read by TMA, in stretches
   const float* rows;  // [1, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
   Element* dk;  // [1, heads_kv, seq_k, HEAD_DIM]
   Element* dv;  // [1, heads_kv, seq_k, HEAD_DIM_V]
-  long long q_stride_b;  // elements to the next batch entry
-  long long q_stride_h;  // elements to the next head
-  long long q_stride_n;  // elements to the next row
-  long long k_stride_b;  // elements to the next batch entry
-  long long k_stride_h;  // elements to the next head
-  long long k_stride_n;  // elements to the next row
-  long long v_stride_b;  // elements to the next batch entry
-  long long v_stride_h;  // elements to the next head
-  long long v_stride_n;  // elements to the next row
-  long long dout_stride_b;  // elements to the next batch entry
-  long long dout_stride_h;  // elements to the next head
-  long long dout_stride_n;  // elements to the next row
   long long dk_stride_b;  // elements to the next batch entry
   long long dk_stride_h;  // elements to the next head
   long long dk_stride_n;  // elements to the next row
@@ -214,20 +233,27 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   const int first_k = start_k(packed, b);
   p.seq_q = max(start_q(packed, b + 1) - first_q, 0);
   p.seq_k = max(start_k(packed, b + 1) - first_k, 0);
-  p.q += first_q * p.q_stride_n;
-  p.q_stride_b = 0;
-  p.dout += first_q * p.dout_stride_n;
-  p.dout_stride_b = 0;
-  p.k += first_k * p.k_stride_n;
-  p.k_stride_b = 0;
-  p.v += first_k * p.v_stride_n;
-  p.v_stride_b = 0;
   p.dk += first_k * p.dk_stride_n;
   p.dk_stride_b = 0;
   p.dv += first_k * p.dv_stride_n;
   p.dv_stride_b = 0;
   p.rows += 2 * first_q;
   return p;
+}
+
+// Rows of a sequence as TMA finds them. A map in stretches counts rows twice: its row n with end e
+// is the tensor's row n + e - packed.seq_q (or seq_k), and n ends where it does in any map. So when
+// rows are counted back from there, what follows the sequence lies outside the map, rather than in
+// the next sequence: it reads as zeros, and is not written.
+struct Stretch {
+  int first;  // n of the sequence's first row
+  int end;    // e: the first row behind the sequence
+};
+__device__ __forceinline__ Stretch stretch_q(const Params& packed, int b, int length) {
+  return {packed.seq_q - length, start_q(packed, b + 1)};
+}
+__device__ __forceinline__ Stretch stretch_k(const Params& packed, int b, int length) {
+  return {packed.seq_k - length, start_k(packed, b + 1)};
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -237,11 +263,171 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x, read anew each time: volatile, so that nothing made from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
+// A phase of a barrier is complete when all arrivals and all bytes that they announced are there.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+// Wait for the phase of this parity: 0 is the first. Before it, the phase of parity 1 is complete.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@!complete bra again;\n"
+      "}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer.
+struct Stage {
+  int index = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
+// on. What lies outside the sequence becomes zeros, and counts as bytes all the same.
+template <int PANELS, int PANEL, int ROWS>
+__device__ __forceinline__ void load_rows(unsigned to, const TensorMap& from, unsigned barrier,
+                                          int row, int h, const Stretch& of) {
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end) : "memory");
+  }
+}
+
+// A barrier of some of a block's warps, `threads` of them.
+__device__ __forceinline__ void named_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// A tile that wgmma reads from shared memory: rows of SWIZZLE bytes, in groups of 8, whose granules
+// of 16 bytes are XORed with the row as TMA wrote them. The same tile serves products along its
+// rows and, transposed, along its columns, which go on in a panel `panel_bytes` further. Kept as
+// the low half of the descriptor, because the high half is a constant.
+template <int SWIZZLE>
+struct Operand {
+  unsigned low;
+  __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
+      : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
+  // `index` buffers further, of `bytes` each.
+  __device__ __forceinline__ Operand buffer(int index, int bytes) const {
+    Operand moved = *this;
+    moved.low += index * (bytes / 16);
+    return moved;
+  }
+  // The descriptor of what begins `bytes` into the tile.
+  __device__ __forceinline__ unsigned long long at(int bytes) const {
+    constexpr unsigned PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
+    constexpr unsigned HIGH = PATTERN << 30 | 8 * SWIZZLE / 16;
+    return (unsigned long long)HIGH << 32 | (low + bytes / 16);
+  }
+};
+
+// The registers of the products that follow are as ordinary instructions left them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most GROUPS of the groups committed last are running.
+template <int GROUPS>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
+}
+// The compiler would move arithmetic on accumulators past the instructions above.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
+  }
+}
+
+// Round two numbers to the operand type; `first` goes to the low half.
+__device__ __forceinline__ unsigned pack(float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
+// D (+)= A B, 16 columns of A, from registers, and rows of B, from shared memory.
+__device__ __forceinline__ void multiply_columns(
+    float (&d)[8][4], const unsigned (&a)[4], unsigned long long b,
+    bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+      "%30, %31"
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)) : "memory");
+}
+
+// D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
+__device__ __forceinline__ void multiply_rows(
+    float (&d)[16][4], unsigned long long a, unsigned long long b,
+    bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+      "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
+      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+      "%60, %61, %62, %63"
+      "}, %64, %65, add, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
+        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
+        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+      : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
 // Byte offset of a granule of a row-major tile with G granules per row. Columns are XORed with bits
@@ -252,10 +438,12 @@ __device__ __forceinline__ unsigned granule_offset(int row, int column) {
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
-// Start an asynchronous copy of one granule; zeros are written instead where !valid.
-__device__ __forceinline__ void load_granule(unsigned to, const char* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
+template <int G>
+__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
+                                           float second) {
+  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
+  asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
 // Write one granule of O.
@@ -267,86 +455,12 @@ __device__ __forceinline__ void store_granule(Element* to, unsigned from) {
                :: "l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// Hide how a value came about, so that the compiler keeps it in a register through the main loop
-// instead of computing it again in every step.
-template <typename T>
-__device__ __forceinline__ void keep(T& x) {
-  if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
-}
-
-// A thread's share of a tile with G granules per row: one column, and every PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
-  static constexpr int PASS_ROWS = THREADS / G;
-  static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
-  int row;          // of the first pass
-  unsigned offset;  // of that row's granule in the tile, in bytes
-
-  __device__ __forceinline__ CopyPlace()
-      : row(threadIdx.x / G), offset(granule_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
-    keep(row);
-    keep(offset);
-  }
-
-  // Where this thread starts to read, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
-    const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
-    keep(start);
-    return start;
-  }
-};
-
-// All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
-template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
-  constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
-  if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
-    if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
-    // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
-    const unsigned offset = PASS_ROWS % 8 == 0
-                                ? place.offset + 16 * G * r
-                                : granule_offset<G>(place.row + r, thread_index() % G);
-    load_granule(tile + offset, source + (long long)step * r, r < valid_rows - place.row);
-  }
-}
-
-// Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Start copying ROWS pairs of numbers; zeros from `valid` on.
-template <int ROWS>
-__device__ __forceinline__ void load_rows(unsigned to, const float* from, int valid) {
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
-                 :: "r"(to + 8 * i), "l"(from + 2 * i), "r"(i < valid ? 8 : 0) : "memory");
-  }
-}
-
-// LSE and delta of two neighbouring queries.
-__device__ __forceinline__ void read_rows(float (&lse)[2], float (&delta)[2], unsigned address) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(lse[0]), "=f"(delta[0]), "=f"(lse[1]), "=f"(delta[1]) : "r"(address)
-               : "memory");
-}
-
-// All threads copy ROWS rows of G granules from shared to global memory, those below `valid_rows`.
+// The threads that compute copy ROWS rows of G granules to global memory, those below `valid_rows`.
 template <int ROWS, int G>
 __device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows) {
+                                           int valid_rows, int thread) {
 #pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * G; i += THREADS) {
+  for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
     const int column = i % G;
     if (row < valid_rows) {
@@ -356,97 +470,12 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
-
-// D += A B, 16 x 8 x 16
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
-  unsigned packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
-}
-
-// Four 8 x 8 matrices, 8 rows of one granule each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-
-// The granule two steps of the swizzle apart: XOR reaches it inside a group of 8, addition beyond.
-template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
-  constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
-  return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
-}
-
-// Where a lane points ldmatrix for an A tile (rows 0-7, 8-15; then the same of the next granule),
-template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
-  return granule_offset<G>(first_row + lane % 16, lane / 16);
-}
-// for two B tiles of K (keys 0-7, two granules; then keys 8-15),
-template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
-  return granule_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-// and for two B tiles of V, transposed on the way (keys 0-7, 8-15; then of the next granule).
-template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return granule_offset<G>(lane % 16, lane / 16);
-}
-
-// A: rows row..row+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
-  ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
-}
-
-// B, twice: keys key..key+7 and key+8..key+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
-  unsigned x[4];
-  ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-}
-
-// B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
-  unsigned x[4];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at_column<G>(lane_address, 2 * d) + 16 * G * key) : "memory");
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
-template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
-  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
-  asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
+// Which of the threads that compute this is, read anew each time: volatile, so that nothing made
+// from it is kept in registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index - 128;
 }
 
 // One instruction, with an error below 2^-22 of the result.
@@ -456,74 +485,72 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
-// 8 * TILES.
-template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
-      FragmentB b[2];
-      load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        mma(s[g][2 * n], a[g], b[0]);
-        mma(s[g][2 * n + 1], a[g], b[1]);
-      }
-    }
-  }
-}
-
-// sum += A B, where DEPTH rows of B are the depth. operand(a, g, n) gives the fragment of A for row
-// group g and depth step n. TILES groups of 8 columns are summed, from the `first` pair of them on:
-// one of SHARES such shares, the last of which may be cut short or empty.
-template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
-  constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
-  constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // no share is cut short
-#pragma unroll
-  for (int n = 0; n < DEPTH / P_KEYS; ++n) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
-      const int pair = first + d;
-      if (WHOLE || 2 * pair + 1 < COLUMNS) {
-        FragmentB b[2];
-        load_v<G>(b, b_lane, P_KEYS * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          mma(sum[g][2 * d], a[g], b[0]);
-          mma(sum[g][2 * d + 1], a[g], b[1]);
-        }
-      }
-    }
-  }
-}
-
-// A operand from accumulators: 8 columns each of TILES tiles become the depth.
-template <int GROUPS, int TILES>
-struct Accumulated {
-  const float (&s)[GROUPS][TILES][4];
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][n * (P_KEYS / 8)]);
-  }
+// A step of the walk.
+struct Tile {
+  int start;  // the first query
+  int h;
+  int full;  // the mask is true on every element, and is not evaluated
+  int end;   // there is no such tile: the walk is over
 };
+__device__ __forceinline__ void store_tile(unsigned address, const Tile& tile) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(tile.start), "r"(tile.h), "r"(tile.full), "r"(tile.end)
+               : "memory");
+}
+__device__ __forceinline__ Tile read_tile(unsigned address) {
+  Tile tile;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.end) : "r"(address)
+               : "memory");
+  return tile;
+}
+
+// Neighbouring numbers in shared memory.
+__device__ __forceinline__ void store_pair(unsigned address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void read_pair(float (&x)[2], unsigned address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void read_four(float (&x)[4], unsigned address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+}
+
+// Accumulators, rounded: each 16 columns as the operand A of a product, which is four matrices of
+// 8 x 8 too.
+template <int N>
+__device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N / 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = from[2 * n + i / 2] + i % 2 * 2;
+      to[n][i] = pack(pair[0], pair[1]);
+    }
+  }
+}
+
+// Which of two neighbouring queries are at or past `end`, the first being number 8 n:
+// all bits of the low and of the high half.
+__device__ __forceinline__ unsigned pair_from(int end, int n) {
+  unsigned mask;
+  const int near = min(max(end, 0), 1 << 20);  // 16 times it is a number still
+  const int bits = max(16 * near - 128 * n, 0);
+  asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 and more: 0
+  return mask;
+}
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
+  const unsigned resident = smem_base + SMEM_BARRIERS;  // K and V have arrived
+  const unsigned q_full = resident + 8, q_empty = q_full + 8 * STAGES;
+  const unsigned do_full = q_empty + 8 * STAGES, do_empty = do_full + 8 * STAGES;
 
   // 1. Which keys of which sequence this block owns: grid (tiles of all sequences, key heads).
   // The first tiles reach the most queries: they go first, so that no long one is left for
@@ -534,199 +561,282 @@ variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
   const int k_start = place.tile * BLOCK_K;
   const Params p = sequence_of(packed, b);
   if (k_start >= p.seq_k) return;
-  const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
-  const int h_end = (h_kv + 1) * group;
 
-  const char* k_rows = (const char*)(p.k + b * p.k_stride_b + h_kv * p.k_stride_h);
-  const char* v_rows = (const char*)(p.v + b * p.v_stride_b + h_kv * p.v_stride_h);
-  const char* q_rows = (const char*)(p.q + b * p.q_stride_b);
-  const char* do_rows = (const char*)(p.dout + b * p.dout_stride_b);
-  const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;  // bytes from one row to the next
-  const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
-  const int q_step = int(p.q_stride_n) * ELEMENT_BYTES;
-  const int do_step = int(p.dout_stride_n) * ELEMENT_BYTES;
+  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but copies,
+  // where TMA must not look.
+  const Stretch qs = stretch_q(packed, b, p.seq_q);
+  const Stretch ks = stretch_k(packed, b, p.seq_k);
+  const TensorMap& q_map = packed.q_map;
+  const TensorMap& k_map = packed.k_map;
+  const TensorMap& v_map = packed.v_map;
+  const TensorMap& do_map = packed.do_map;
 
-  // 2. The query tiles [next_tile, tile_end) that the mask lets reach these keys, for each head.
-  const int k_lo = p.k_offset + k_start;
-  const int k_hi = p.k_offset + min(k_start + BLOCK_K, p.seq_k) - 1;
-  int next_h = h_kv * group;
-  const Range reach = tile_reach(p, k_lo);
-  int next_tile = reach.lo / BLOCK_Q;
-  const int tile_end =
-      reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
-  const int first_tile = next_tile;
-  // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
-  const Range full = tile_full(p, k_hi);
-  // Go on to the next tile that is there, in this head or in a later one; next_h = h_end: none.
-  const auto settle = [&] {
-    while (true) {
-      if (next_tile < tile_end || ++next_h >= h_end) return;
-      next_tile = first_tile;
+  // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.
+  if (threadIdx.x == 0) {
+    barrier_init(resident, 1);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(q_full + 8 * i, 3);
+      barrier_init(do_full + 8 * i, 1);
+      barrier_init(q_empty + 8 * i, 4 * CONSUMERS);  // every warp read LSE, delta and Tile
+      barrier_init(do_empty + 8 * i, CONSUMERS);
     }
-  };
-  settle();
-
-  // 3. Start the copies of K and V, which stay, and of the first Q and dO.
-  const CopyPlace<GRANULES> q_place;
-  const CopyPlace<GRANULES_V>& do_place = q_place;  // the rows of Q and dO are equally long
-  const char* q_source = q_place.source(q_rows, q_step);
-  const char* do_source = do_place.source(do_rows, do_step);
-  const auto load_q = [&](unsigned buffer) {
-    const int q_next = next_tile * BLOCK_Q;
-    load_tile<BLOCK_Q>(smem_base + SMEM_Q + buffer * Q_BYTES, q_place,
-                       q_source + next_h * p.q_stride_h * ELEMENT_BYTES
-                           + (long long)q_step * q_next,
-                       q_step, p.seq_q - q_next);
-    load_rows<BLOCK_Q>(smem_base + SMEM_ROWS + buffer * ROWS_BYTES,
-                       p.rows + 2 * ((long long)next_h * packed.seq_q + q_next),
-                       p.seq_q - q_next);
-  };
-  const auto load_do = [&] {
-    const int q_next = next_tile * BLOCK_Q;
-    load_tile<BLOCK_Q>(smem_base + SMEM_DO, do_place,
-                       do_source + next_h * p.dout_stride_h * ELEMENT_BYTES
-                           + (long long)do_step * q_next,
-                       do_step, p.seq_q - q_next);
-  };
-  if (next_h < h_end) {
-    load_tile<BLOCK_K>(smem_base + SMEM_K, q_place,
-                       q_place.source(k_rows + (long long)k_step * k_start, k_step), k_step,
-                       p.seq_k - k_start);
-    load_tile<BLOCK_K>(smem_base + SMEM_V, do_place,
-                       do_place.source(v_rows + (long long)v_step * k_start, v_step), v_step,
-                       p.seq_k - k_start);
-    load_q(0);
-    load_do();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  copy_commit();
+  __syncthreads();
 
-  // 4. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of each group of 16,
-  //    columns 2*(lane%4) and the next of each group of 8 (the layout of mma.m16n8). Rows are keys.
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
-  const unsigned k_lane = smem_base + SMEM_K + a_lane_offset<GRANULES>(warp_row, lane);
-  const unsigned v_lane = smem_base + SMEM_V + a_lane_offset<GRANULES_V>(warp_row, lane);
-  const unsigned q_lane = smem_base + SMEM_Q + b_lane_offset<GRANULES>(lane);
-  const unsigned do_lane = smem_base + SMEM_DO + b_lane_offset<GRANULES_V>(lane);
-  const unsigned q_depth = smem_base + SMEM_Q + v_lane_offset<GRANULES>(lane);
-  const unsigned do_depth = smem_base + SMEM_DO + v_lane_offset<GRANULES_V>(lane);
+  // 3. The first warpgroup copies and needs few registers.
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x >= 96) return;
+
+    // 3a. The heads that share these keys.
+    const int group = p.heads_q / p.heads_kv;
+    const int h_end = (h_kv + 1) * group;
+
+    // 3b. The query tiles [next_tile, tile_end) that the mask lets reach these keys, for each head.
+    const int k_lo = p.k_offset + k_start;
+    const int k_hi = p.k_offset + min(k_start + BLOCK_K, p.seq_k) - 1;
+    int next_h = h_kv * group;
+    const Range reach = tile_reach(p, k_lo);
+    int next_tile = reach.lo / BLOCK_Q;
+    const int tile_end =
+        reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
+    const int first_tile = next_tile;
+    // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+    const Range full = tile_full(p, k_hi);
+    // Go on to the next tile that is there, in this head or in a later one; next_h = h_end: none.
+    const auto settle = [&] {
+      while (true) {
+        if (next_tile < tile_end || ++next_h >= h_end) return;
+        next_tile = first_tile;
+      }
+    };
+    settle();
+
+    // 3c. A thread of the first warp starts TMA; its lanes walk together. The end of the walk is a
+    //     stage without a copy.
+    Stage stage;
+    if (threadIdx.x < 32) {
+      const bool copies = threadIdx.x == 0;
+      if (copies && next_h < h_end) {
+        barrier_announce(resident, K_BYTES + V_BYTES);
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, resident, k_start, h_kv, ks);
+        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, v_map, resident, k_start, h_kv,
+                                              ks);
+      }
+#pragma unroll 1
+      while (next_h < h_end) {
+        const int q_start = next_tile * BLOCK_Q;
+        if (copies) {
+          const unsigned q_here = q_full + 8 * stage.index, do_here = do_full + 8 * stage.index;
+          barrier_wait(q_empty + 8 * stage.index, stage.parity ^ 1);
+          barrier_announce(q_here, Q_BYTES);
+          load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q + stage.index * Q_BYTES, q_map,
+                                            q_here, q_start, next_h, qs);
+          barrier_wait(do_empty + 8 * stage.index, stage.parity ^ 1);
+          barrier_announce(do_here, DO_BYTES);
+          load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO + stage.index * DO_BYTES,
+                                                do_map, do_here, q_start, next_h, qs);
+        }
+        __syncwarp();
+        ++next_tile;
+        settle();
+        stage.next();
+      }
+      if (copies) {
+        barrier_wait(q_empty + 8 * stage.index, stage.parity ^ 1);
+        barrier_arrive(q_full + 8 * stage.index);
+      }
+      return;
+    }
+
+    // 3d. Two others bring LSE and delta, whose rows need not be aligned for TMA, a pair of queries
+    //     a thread; and they say which tile it is, so that the warps that compute need not walk.
+    const int thread = threadIdx.x - 32;
+#pragma unroll 1
+    while (true) {
+      const bool end = next_h >= h_end;
+      const int q_start = next_tile * BLOCK_Q;
+      const unsigned to = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES;
+      barrier_wait(q_empty + 8 * stage.index, stage.parity ^ 1);
+      if (!end && 2 * thread < BLOCK_Q) {
+        const int query = q_start + 2 * thread;
+        const long long row = (long long)next_h * packed.seq_q + query;
+        const float2* rows = (const float2*)p.rows + row;
+        float2 first = {__int_as_float(0x7f800000), 0.0f};  // past the end P shall be 0
+        float2 next = first;
+        if (query < p.seq_q) first = rows[0];
+        if (query + 1 < p.seq_q) next = rows[1];
+        store_pair(to + 8 * thread, first.x, next.x);
+        store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
+        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
+      }
+      const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
+      const bool full_tile = !end && whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
+      if (thread == 0) store_tile(to + ROWS_BYTES - 16, {q_start, next_h, full_tile, end});
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(q_full + 8 * stage.index);
+      if (end) return;
+      ++next_tile;
+      settle();
+      stage.next();
+    }
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+
+  // 4. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
+  //    columns 2*(lane%4) and the next of each group of 8. Rows are keys, columns are queries.
+  const int thread = threadIdx.x - 128;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const int warpgroup = __shfl_sync(0xffffffffu, thread / 128, 0);  // the same in the whole warp
+  const int first_key = warpgroup * 64;  // of those whose scores the warpgroup computes
+  const int warp_row = warp * 16;
+  // Row-wise and column-wise products read the same tiles.
+  constexpr int STEPS = PANEL / 16, STEPS_V = PANEL_V / 16;  // of a product along a row, in a panel
+  constexpr int K_PANEL = BLOCK_K * 2 * PANEL, V_PANEL = BLOCK_K * 2 * PANEL_V;  // bytes
+  constexpr int Q_PANEL = BLOCK_Q * 2 * PANEL, DO_PANEL = BLOCK_Q * 2 * PANEL_V;
+  const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
+  const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
+  const Operand<2 * PANEL> q_operand(smem_base + SMEM_Q, Q_PANEL);
+  const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
   const float exp_scale = p.scale * LOG2E;  // and the change to base 2; LSE comes in base 2
 
-  float dk[ROW_GROUPS][COLUMNS][4] = {};    // not yet multiplied by the scale
-  float dv[ROW_GROUPS][COLUMNS_V][4] = {};
-  unsigned buffer = 0;
+  float dk[COLUMNS / 8][4] = {};  // not yet multiplied by the scale
+  float dv[COLUMNS_V / 8][4] = {};
+  Stage stage;
 
   // 5. Main loop.
 #pragma unroll 1
-  while (next_h < h_end) {
-    const int q_start = next_tile * BLOCK_Q;
-    const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
-    const bool full_tile = whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
-    ++next_tile;
-    settle();
+  while (true) {
+    barrier_wait(q_full + 8 * stage.index, stage.parity);
+    const Tile tile = read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
+    if (tile.end) break;
+    const int q_start = tile.start;
+    barrier_wait(resident, 0);
 
-    // 5a. Q and dO have arrived; and every warp is done with the other Q: its space takes the next.
-    copy_wait_all();
-    __syncthreads();
-    if (next_h < h_end) load_q(buffer ^ 1);
-    copy_commit();
+    // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, a sum that begins at -delta
+    float s[QUERIES / 8][4];
+    float ds[QUERIES / 8][4];
+    const auto q_here = q_operand.buffer(stage.index, Q_BYTES);
+    const auto do_here = do_operand.buffer(stage.index, DO_BYTES);
+    const int first = 2 * (lane % 4);  // query of this lane, in the tile
+    const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
+    const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
+      multiply_rows(s, k_operand.at(first_key * 2 * PANEL + c / STEPS * K_PANEL + c % STEPS * 32),
+                    q_here.at(c / STEPS * Q_PANEL + c % STEPS * 32),
+                    c > 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) read_four(ds[n], delta_lane + 64 * n);
+    barrier_wait(do_full + 8 * stage.index, stage.parity);
+    pin(ds);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
+      multiply_rows(
+          ds, v_operand.at(first_key * 2 * PANEL_V + c / STEPS_V * V_PANEL + c % STEPS_V * 32),
+          do_here.at(c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
+          true);
+    }
+    wgmma_commit();
 
-    // 5b. S^T = K Q^T and dP^T = V dO^T
-    float s[ROW_GROUPS][QUERIES / 8][4] = {};
-    float ds[ROW_GROUPS][QUERIES / 8][4] = {};
-    multiply_rows<GRANULES>(s, k_lane, q_lane + buffer * Q_BYTES);
-    multiply_rows<GRANULES_V>(ds, v_lane, do_lane);
-
-    // 5c. P = exp(S - LSE), and dS = P (dP - delta).
-    const unsigned rows = smem_base + SMEM_ROWS + buffer * ROWS_BYTES;
-    const int column = 2 * (lane % 4);
+    // 5b. P = exp(S - LSE), while dP is being computed; then dS = P (dP - delta).
+    wgmma_wait<1>();
+    pin(s);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
-      float lse[2], delta[2];
-      read_rows(lse, delta, rows + 8 * (column + 8 * n));
+      float lse[2];
+      read_pair(lse, lse_lane + 32 * n);
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(fmaf(s[n][e], exp_scale, -lse[e % 2]));
+    }
+    wgmma_wait<0>();
+    pin(ds);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float probability = exp2_approx(fmaf(s[g][n][e], exp_scale, -lse[e % 2]));
-          const float dp = ds[g][n][e];
-          s[g][n][e] = probability;
-          ds[g][n][e] = probability * (dp - delta[e % 2]);
-        }
-      }
+    for (int n = 0; n < QUERIES / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
     }
 
+    // 5c. Rounded, in pairs of queries: operands of the products below.
+    unsigned p_rows[QUERIES / 16][4], ds_rows[QUERIES / 16][4];
+    round_scores(p_rows, s);
+    round_scores(ds_rows, ds);
+
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite out there.
-    if (!full_tile) {
+    if (!tile.full) {
       // The lane is read anew: kept through the main loop, these values would cost registers there.
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
-      const int row = k_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int r = 0; r < 2; ++r) {
+        const int key = row + 8 * r;
+        const int k = p.k_offset + key;
+        const Range queries = key_queries(p, k);
+        const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int key = row + 16 * g + 8 * r;
-          const int k = p.k_offset + key;
-          const Range queries = key_queries(p, k);
-          const int lo = queries.lo - column;
-          const int hi = key < p.seq_k ? queries.hi - column : 0;
-#pragma unroll
-          for (int n = 0; n < QUERIES / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (8 * n + e < lo || 8 * n + e >= hi) {
-                s[g][n][2 * r + e] = ds[g][n][2 * r + e] = 0.0f;
-              }
-            }
-          }
+        for (int n = 0; n < QUERIES / 8; ++n) {
+          const unsigned keep = pair_from(lo, n);
+          p_rows[n / 2][n % 2 * 2 + r] &= keep;
+          ds_rows[n / 2][n % 2 * 2 + r] &= keep;
         }
       }
     }
 
     // 5f. dV += P^T dO
-    const Accumulated<ROW_GROUPS, QUERIES / 8> p_rows{s};
-    multiply_columns<GRANULES_V, BLOCK_Q>(dv, p_rows, do_depth);
-
-    // 5g. Every warp is done with dO, whose space takes the next.
-    __syncthreads();
-    if (next_h < h_end) load_do();
-    copy_commit();
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < QUERIES / 16; ++n) {
+      multiply_columns(dv, p_rows[n], do_here.at(n * 16 * 2 * PANEL_V), true);
+    }
+    wgmma_commit();
 
     // 5h. dK += dS^T Q
-    const Accumulated<ROW_GROUPS, QUERIES / 8> ds_rows{ds};
-    const unsigned q_columns = q_depth + buffer * Q_BYTES;
-    multiply_columns<GRANULES, BLOCK_Q>(dk, ds_rows, q_columns);
-    buffer ^= 1;
+#pragma unroll
+    for (int n = 0; n < BLOCK_Q / 16; ++n) {
+      multiply_columns(dk, ds_rows[n], q_here.at(n * 16 * 2 * PANEL), true);
+    }
+    wgmma_commit();
+
+    // 5i. While that runs, dO is given back.
+    wgmma_wait<1>();
+    if (thread % 128 == 0) barrier_arrive(do_empty + 8 * stage.index);
+    wgmma_wait<0>();
+    pin(dk);
+    pin(dv);
+    if (lane == 0) barrier_arrive(q_empty + 8 * stage.index);
+    stage.next();
   }
 
-  // 6. Every warp is done with K and V, whose space now stages dK and dV; no copy is in flight.
-  copy_wait_all();
-  __syncthreads();
+  // 6. Every warpgroup is done with K and V, whose space now stages dK and dV.
+  named_wait(1, THREADS);
 #pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
+  for (int r = 0; r < 2; ++r) {
+    const int row = warp_row + 8 * r + lane / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp_row + 16 * g + 8 * r + lane / 4;
+    for (int n = 0; n < COLUMNS / 8; ++n) {
+      stage_pair<GRANULES>(smem_base + SMEM_K, row, n, lane,
+                           dk[n][2 * r] * p.scale, dk[n][2 * r + 1] * p.scale);
+    }
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        stage_pair<GRANULES>(smem_base + SMEM_K, row, n, lane,
-                             dk[g][n][2 * r] * p.scale, dk[g][n][2 * r + 1] * p.scale);
-      }
-#pragma unroll
-      for (int n = 0; n < COLUMNS_V; ++n) {
-        stage_pair<GRANULES_V>(smem_base + SMEM_V, row, n, lane,
-                               dv[g][n][2 * r],
-                               dv[g][n][2 * r + 1]);
-      }
+    for (int n = 0; n < COLUMNS_V / 8; ++n) {
+      stage_pair<GRANULES_V>(smem_base + SMEM_V, row, n, lane,
+                             dv[n][2 * r], dv[n][2 * r + 1]);
     }
   }
 
   // 7. Copy them out in whole granules, each row by several warps: hence the barrier.
-  __syncthreads();
+  named_wait(1, THREADS);
   Element* dk_rows = p.dk + b * p.dk_stride_b + h_kv * p.dk_stride_h + k_start * p.dk_stride_n;
   Element* dv_rows = p.dv + b * p.dv_stride_b + h_kv * p.dv_stride_h + k_start * p.dv_stride_n;
-  store_rows<BLOCK_K, GRANULES>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start);
-  store_rows<BLOCK_K, GRANULES_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start);
+  store_rows<BLOCK_K, GRANULES>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start,
+                                thread);
+  store_rows<BLOCK_K, GRANULES_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
+                                  thread);
 }

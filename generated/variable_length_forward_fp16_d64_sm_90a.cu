@@ -2,7 +2,7 @@
 //   flashgen emit specs/variable_length.py --arch sm_90a
 //
 // spec      variable_length, specs/variable_length.py
-// template  templates/forward_sm80.cu.j2
+// template  templates/forward_sm90.cu.j2
 // target    sm_90a  dtype float16  head_dim 64  forward
 //
 //   S = scale Q K^T    P = softmax(mask_mod ? S : -inf)    O = P V    LSE = log(sum(exp(S)))
@@ -10,62 +10,79 @@
 //
 //   mask_mod  = q + seq_k - seq_q >= k
 //
-// plan      block_q 128  block_k 96  warps 4  stages 1  blocks per SM 2
+// plan      block_q 128  block_k 224  warps 8  stages 2  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
-//           sm_80 path: a box of TMA would reach into the next of the packed sequences
-//           smem = e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)
-//             = 2*max(128*64 + 1*96*(64 + 64), 128*64) = 40,960 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 2*(40960 + 1024) = 83,968 B of 233,472 B
-//           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
-//           registers = row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/8 + extra
-//             = 2*(96 + 64)/2 + 64 + 2*96/8 + 4 = 252 of 255  (binds)
-//           block_k <= (min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))
-//             = (min(232448, 233472/2 - 1024)/2 - 128*64)/(1*(64 + 64)) = 388
-//           block_k <= (register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/8))
-//             = (255 - 64 - 4 - 2*64/2)/(2*(1/2 + 1/8)) = 98.4000
-//           tensor = factors*(d_qk + d_v)/tensor_rate = 1*(64 + 64)/1288 = 0.0994 clk
-//           shared = e*((d_qk + d_v)/(16*row_groups) + d_qk/block_k + (d_qk + d_v)/block_q)/128
-//             = 2*((64 + 64)/(16*2) + 64/96 + (64 + 64)/128)/128 = 0.0885 clk
+//           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
+//           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
+//           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
+//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
+//           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(1 +
+//             4*stages) = 2*(128*max(64, 64) + 2*224*(64 + 64)) + 8*(1 + 4*2)
+//             = 131,144 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(131144 + 1024) = 132,168 B of 233,472 B
+//           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
+//             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
+//           registers = block_k*3/4 + d_v/2 + 32 + extra = 224*3/4 + 64/2 + 32 + 4
+//             = 236 of 240  (binds)
+//           block_k <= ((min(M, M_sm/blocks - reserved) - 8*(1 + 4*stages))/e -
+//               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
+//             = ((min(232448, 233472/1 - 1024) - 8*(1 + 4*2))/2 - 128*max(64, 64))/(2*(64 + 64))
+//             = 421.8594
+//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (240 - 32 - 4 - 64/2)/(3/4)
+//             = 229.3333
+//           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk
+//           shared = e*(depth/block_k + (depth + d_v)/64 + (depth + depth_v)/block_q)/128
+//             = 2*(64/224 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0513 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (2.583 + 5.146)/128 = 0.0604 clk
-//           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.03125 + max(0.09938, 0.08854) + 0.0625 + 5.146/128 = 0.2333 clk
-//           barriers = 2*300/(block_q*block_k*blocks) = 2*300/(128*96*2) = 0.0244 clk
-//           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.09938 + (0.2333 - 0.09938)/max(1, 2))/1 + 0.02441 = 0.1908 clk  (binds)
-//           refused block_k 112: needs 272 registers per thread, 255 allowed
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.2024 clk against
-//               0.1908
-// launch    grid (seq_q / 128 + batch, heads_q, 1)  block 128  dynamic shared memory 40,960 B
+//           issue = (products + rest)/128 = (0.9964 + 4.5)/128 = 0.0429 clk
+//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*224*1) = 0.0105 clk
+//           cost = busiest + barriers = 0.0625 + 0.01046 = 0.0730 clk
+//           busy = tensor/cost = 0.0625/0.07296 = 0.8566
+//           refused block_k 240: needs 248 registers per thread, 240 allowed
+//           refused block_q 192 by 12 warps: needs 236 registers per thread, 160 allowed
+// launch    grid (seq_q / 128 + batch, heads_q, 1)  block 384  dynamic shared memory 131,144 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 96;  // keys per step of the main loop
+constexpr int BLOCK_K = 224;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
+constexpr int CONSUMERS = 2;  // warpgroups that compute
+constexpr int THREADS = 128 * CONSUMERS;  // that compute; 128 more copy
+constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
+constexpr int STAGES = 2;  // buffers for K, and for V
 constexpr int ELEMENT_BYTES = 2;  // float16
 
-// Shared memory moves in granules of 16 bytes, the unit of ldmatrix and of cp.async.
-constexpr int GRANULES = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
-constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and O
+// Tiles lie in panels of so many columns, the width of a swizzle. Those beyond the head dim are 0.
+constexpr int PANEL = 64;  // of Q and K
+constexpr int PANELS = 1;
+constexpr int PANEL_V = 64;  // of V and O
+constexpr int PANELS_V = 1;
+constexpr int PANEL_BYTES = PANEL * ELEMENT_BYTES;  // of a row of a panel
+constexpr int PANEL_V_BYTES = PANEL_V * ELEMENT_BYTES;
 
-// Byte offsets into dynamic shared memory. O is staged over Q, K and V when the loop is done.
+// Bytes of a tile. A warpgroup stages its rows of O over its rows of Q.
+constexpr int Q_LOADED = 64 * PANELS * PANEL_BYTES;
+constexpr int Q_BYTES = Q_LOADED > 64 * PANELS_V * PANEL_V_BYTES ? Q_LOADED
+                                                                  : 64 * PANELS_V * PANEL_V_BYTES;
+constexpr int K_BYTES = BLOCK_K * PANELS * PANEL_BYTES;
+constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
+
+// Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 16384;
-constexpr int SMEM_V = 28672;
-constexpr int SMEM_BYTES = 40960;
+constexpr int SMEM_V = 73728;
+constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;
+constexpr int SMEM_BYTES = 131144;
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
-static_assert(SMEM_K >= SMEM_Q + 16 * GRANULES * BLOCK_Q, "plan and code disagree: Q tile");
-static_assert(SMEM_V == SMEM_K + 16 * GRANULES * BLOCK_K, "plan and code disagree: K tile");
-static_assert(SMEM_BYTES == SMEM_V + 16 * GRANULES_V * BLOCK_K, "plan and code disagree: V tile");
-static_assert(SMEM_BYTES >= 16 * GRANULES_V * BLOCK_Q, "plan and code disagree: O tile");
+static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
+static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
+static_assert(PANEL_V * PANELS_V >= HEAD_DIM_V, "plan and code disagree: columns of V");
+static_assert(SMEM_K == SMEM_Q + CONSUMERS * Q_BYTES, "plan and code disagree: Q tile");
+static_assert(SMEM_V == SMEM_K + STAGES * K_BYTES, "plan and code disagree: K tiles");
+static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 + 32 * STAGES, "plan and code disagree: V tiles");
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -74,26 +91,19 @@ constexpr float MAX_LAG = 8.0f;   // how far, in powers of two, row_max may lag:
 
 // ---- arguments ---------------------------------------------------------------------------------
 
+// What TMA knows of a tensor: made by the host, read by nobody else.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
 typedef unsigned short Element;  // the bits of a float16
 
 struct Params {
-  const Element* q;  // [1, heads_q, seq_q, HEAD_DIM]
-  const Element* k;  // [1, heads_kv, seq_k, HEAD_DIM]
-  const Element* v;  // [1, heads_kv, seq_k, HEAD_DIM_V]
-  Element* o;  // [1, heads_q, seq_q, HEAD_DIM_V]
+  TensorMap q_map;  // [1, heads_q, seq_q, HEAD_DIM], read by TMA, in stretches
+  TensorMap k_map;  // [1, heads_kv, seq_k, HEAD_DIM], read by TMA, in stretches
+  TensorMap v_map;  // [1, heads_kv, seq_k, HEAD_DIM_V], read by TMA, in stretches
+  TensorMap o_map;  // [1, heads_q, seq_q, HEAD_DIM_V], written by TMA, in stretches
   float* lse;  // [1, heads_q, seq_q], natural log
-  long long q_stride_b;  // elements to the next batch entry
-  long long q_stride_h;  // elements to the next head
-  long long q_stride_n;  // elements to the next row
-  long long k_stride_b;  // elements to the next batch entry
-  long long k_stride_h;  // elements to the next head
-  long long k_stride_n;  // elements to the next row
-  long long v_stride_b;  // elements to the next batch entry
-  long long v_stride_h;  // elements to the next head
-  long long v_stride_n;  // elements to the next row
-  long long o_stride_b;  // elements to the next batch entry
-  long long o_stride_h;  // elements to the next head
-  long long o_stride_n;  // elements to the next row
   int batch;  // sequences
   int heads_q;
   int heads_kv;  // divides heads_q
@@ -202,16 +212,23 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   const int first_k = start_k(packed, b);
   p.seq_q = max(start_q(packed, b + 1) - first_q, 0);
   p.seq_k = max(start_k(packed, b + 1) - first_k, 0);
-  p.q += first_q * p.q_stride_n;
-  p.q_stride_b = 0;
-  p.o += first_q * p.o_stride_n;
-  p.o_stride_b = 0;
-  p.k += first_k * p.k_stride_n;
-  p.k_stride_b = 0;
-  p.v += first_k * p.v_stride_n;
-  p.v_stride_b = 0;
   p.lse += first_q;
   return p;
+}
+
+// Rows of a sequence as TMA finds them. A map in stretches counts rows twice: its row n with end e
+// is the tensor's row n + e - packed.seq_q (or seq_k), and n ends where it does in any map. So when
+// rows are counted back from there, what follows the sequence lies outside the map, rather than in
+// the next sequence: it reads as zeros, and is not written.
+struct Stretch {
+  int first;  // n of the sequence's first row
+  int end;    // e: the first row behind the sequence
+};
+__device__ __forceinline__ Stretch stretch_q(const Params& packed, int b, int length) {
+  return {packed.seq_q - length, start_q(packed, b + 1)};
+}
+__device__ __forceinline__ Stretch stretch_k(const Params& packed, int b, int length) {
+  return {packed.seq_k - length, start_k(packed, b + 1)};
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -221,107 +238,191 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x, read anew each time: volatile, so that nothing made from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
+// A phase of a barrier is complete when all arrivals and all bytes that they announced are there.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+// Wait for the phase of this parity: 0 is the first. Before it, the phase of parity 1 is complete.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@!complete bra again;\n"
+      "}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Byte offset of a granule of a row-major tile with G granules per row. Columns are XORed with bits
-// of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-__device__ __forceinline__ unsigned granule_offset(int row, int column) {
-  constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
-  return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
-}
+// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer.
+struct Stage {
+  int index = 0;
+  unsigned parity = 0;
 
-// Start an asynchronous copy of one granule; zeros are written instead where !valid.
-__device__ __forceinline__ void load_granule(unsigned to, const char* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-// Write one granule of O.
-__device__ __forceinline__ void store_granule(Element* to, unsigned from) {
-  unsigned x, y, z, w;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-// Hide how a value came about, so that the compiler keeps it in a register through the main loop
-// instead of computing it again in every step.
-template <typename T>
-__device__ __forceinline__ void keep(T& x) {
-  if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
-}
-
-// A thread's share of a tile with G granules per row: one column, and every PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
-  static constexpr int PASS_ROWS = THREADS / G;
-  static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
-  int row;          // of the first pass
-  unsigned offset;  // of that row's granule in the tile, in bytes
-
-  __device__ __forceinline__ CopyPlace()
-      : row(threadIdx.x / G), offset(granule_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
-    keep(row);
-    keep(offset);
-  }
-
-  // Where this thread starts to read, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
-    const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
-    keep(start);
-    return start;
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) {
+      index = 0;
+      parity ^= 1;
+    }
   }
 };
 
-// All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
-template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
-  constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
-  if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
+// Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
+// on. What lies outside the sequence becomes zeros, and counts as bytes all the same.
+template <int PANELS, int PANEL, int ROWS>
+__device__ __forceinline__ void load_rows(unsigned to, const TensorMap& from, unsigned barrier,
+                                          int row, int h, const Stretch& of) {
 #pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
-    if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
-    // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
-    const unsigned offset = PASS_ROWS % 8 == 0
-                                ? place.offset + 16 * G * r
-                                : granule_offset<G>(place.row + r, thread_index() % G);
-    load_granule(tile + offset, source + (long long)step * r, r < valid_rows - place.row);
+  for (int panel = 0; panel < PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end) : "memory");
   }
 }
 
-// Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+// The other way; rows and columns outside the sequence are left out.
+template <int PANELS, int PANEL, int ROWS>
+__device__ __forceinline__ void store_rows(const TensorMap& to, unsigned from, int row, int h,
+                                           const Stretch& of) {
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%2, %3, %4, %5}], [%1];"
+                 :: "l"(&to), "r"(from + panel * (PANEL * ROWS * ELEMENT_BYTES)),
+                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end) : "memory");
+  }
 }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+// Close the group of such copies that this thread started, and wait until all of its groups have
+// read shared memory.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
-// D += A B, 16 x 8 x 16
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+// What ordinary stores wrote to shared memory is seen by copies of boxes from here on.
+__device__ __forceinline__ void proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A barrier of some of a block's warps: `threads` of them wait, or only let others go on.
+__device__ __forceinline__ void named_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// An operand in shared memory: rows of SWIZZLE bytes in groups of 8, as TMA wrote them. Where a row
+// is a key and the columns are the product's, further columns begin `panel_bytes` later.
+template <int SWIZZLE>
+__device__ __forceinline__ unsigned long long operand(unsigned address, unsigned panel_bytes) {
+  constexpr unsigned long long PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
+  return PATTERN << 62 | (unsigned long long)(8 * SWIZZLE / 16) << 32
+         | (unsigned long long)(panel_bytes / 16) << 16 | (address & 0x3ffff) / 16;
+}
+
+// The registers of the products that follow are as ordinary instructions left them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most GROUPS of the groups committed last are running.
+template <int GROUPS>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
+}
+// The compiler would move arithmetic on accumulators past the instructions above.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
+  }
+}
+
+// D = A B^T, or added to D; 64 x BLOCK_K x 16, both operands in shared memory.
+__device__ __forceinline__ void multiply_scores(float (&d)[BLOCK_K / 8][4], unsigned long long a,
+                                                unsigned long long b, bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %114, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n224k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+      "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
+      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, "
+      "%75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
+      "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "
+      "%105, %106, %107, %108, %109, %110, %111"
+      "}, %112, %113, add, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
+        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
+        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3]),
+        "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]),
+        "+f"(d[17][0]), "+f"(d[17][1]), "+f"(d[17][2]), "+f"(d[17][3]),
+        "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]),
+        "+f"(d[19][0]), "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]),
+        "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]),
+        "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
+        "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]),
+        "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]),
+        "+f"(d[24][0]), "+f"(d[24][1]), "+f"(d[24][2]), "+f"(d[24][3]),
+        "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3]),
+        "+f"(d[26][0]), "+f"(d[26][1]), "+f"(d[26][2]), "+f"(d[26][3]),
+        "+f"(d[27][0]), "+f"(d[27][1]), "+f"(d[27][2]), "+f"(d[27][3])
+      : "l"(a), "l"(b), "r"(int(add)) : "memory");
+}
+
+// D += A B, 64 x HEAD_DIM_V x 16: A in registers, B in shared memory with a row per key.
+__device__ __forceinline__ void multiply_output(float (&d)[HEAD_DIM_V / 8][4],
+                                                const unsigned (&a)[4], unsigned long long b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+      "%30, %31"
+      "}, {%32, %33, "
+      "%34, %35}, %36, "
+      "1, 1, 1, 1;"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
 // Round two numbers to the operand type; `first` goes to the low half.
@@ -331,75 +432,25 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
   return packed;
 }
 
-// Four 8 x 8 matrices, 8 rows of one granule each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+// Two or four 8 x 8 matrices as accumulators have them; lane l points to row l%8 of matrix l/8.
+__device__ __forceinline__ void store_matrices(unsigned to, unsigned w, unsigned x, unsigned y,
+                                               unsigned z) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(to), "r"(w), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-// The granule two steps of the swizzle apart: XOR reaches it inside a group of 8, addition beyond.
-template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
-  constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
-  return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
+// Where TMA looks for a granule of 16 bytes of a panel: the swizzle is of the address itself.
+template <int SWIZZLE>
+__device__ __forceinline__ unsigned swizzled(unsigned address) {
+  return address ^ (address >> 7 & (SWIZZLE / 16 - 1)) << 4;
 }
 
-// Where a lane points ldmatrix for an A tile (rows 0-7, 8-15; then the same of the next granule),
-template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
-  return granule_offset<G>(first_row + lane % 16, lane / 16);
-}
-// for two B tiles of K (keys 0-7, two granules; then keys 8-15),
-template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
-  return granule_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-// and for two B tiles of V, transposed on the way (keys 0-7, 8-15; then of the next granule).
-template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return granule_offset<G>(lane % 16, lane / 16);
-}
-
-// A: rows row..row+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
-  ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
-}
-
-// B, twice: keys key..key+7 and key+8..key+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
-  unsigned x[4];
-  ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-}
-
-// B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
-  unsigned x[4];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at_column<G>(lane_address, 2 * d) + 16 * G * key) : "memory");
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
-}
-
-// Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
-template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
-  const unsigned address = stage + granule_offset<G>(row, n) + lane % 4 * 4;
-  asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
+// Which of the threads that compute this is, read anew each time: volatile, so that nothing made
+// from it is kept in registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index - 128;
 }
 
 // A row of the accumulator lies in the four lanes of a quad.
@@ -438,10 +489,13 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
+  const unsigned q_full = smem_base + SMEM_BARRIERS;  // barriers, 8 bytes each
+  const unsigned k_full = q_full + 8, k_empty = k_full + 8 * STAGES;
+  const unsigned v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
 
   // 1. Which sequence, query tile and head this block owns: grid (tiles of all sequences, heads).
   // The last tiles reach the most keys: they go first, so that no long one is left for
@@ -454,13 +508,14 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
   if (q_start >= p.seq_q) return;
   const int h_kv = h / (p.heads_q / p.heads_kv);
 
-  const char* q_rows =
-      (const char*)(p.q + b * p.q_stride_b + h * p.q_stride_h + q_start * p.q_stride_n);
-  const char* k_rows = (const char*)(p.k + b * p.k_stride_b + h_kv * p.k_stride_h);
-  const char* v_rows = (const char*)(p.v + b * p.v_stride_b + h_kv * p.v_stride_h);
-  const int q_step = int(p.q_stride_n) * ELEMENT_BYTES;  // bytes from one row to the next
-  const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
-  const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
+  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but copies,
+  // where TMA must not look.
+  const Stretch qs = stretch_q(packed, b, p.seq_q);
+  const Stretch ks = stretch_k(packed, b, p.seq_k);
+  const TensorMap& q_map = packed.q_map;
+  const TensorMap& k_map = packed.k_map;
+  const TensorMap& v_map = packed.v_map;
+  const TensorMap& o_map = packed.o_map;
 
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   const int q_lo = p.q_offset + q_start;
@@ -471,81 +526,108 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, q_lo);
 
-  // 3. Start the copies of Q and of the first K tile.
-  const CopyPlace<GRANULES> k_place;
-  const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<GRANULES_V>& v_place = k_place;  // the rows of K and V are equally long
-  const char* v_source = v_place.source(v_rows, v_step);
-  if (tile < tile_end) {
-    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
-                       p.seq_q - q_start);
-    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place, k_source + (long long)k_step * (tile * BLOCK_K),
-                       k_step, p.seq_k - tile * BLOCK_K);
+  // 3. Barriers in their first phase, before anybody uses them.
+  //    A buffer is full when its bytes are there, and empty when each warpgroup is done with it.
+  if (threadIdx.x == 0) {
+    barrier_init(q_full, 1);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(k_full + 8 * i, 1);
+      barrier_init(v_full + 8 * i, 1);
+      barrier_init(k_empty + 8 * i, CONSUMERS);
+      barrier_init(v_empty + 8 * i, CONSUMERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  copy_commit();
+  __syncthreads();
 
-  // 4. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of each group of 16,
-  //    columns 2*(lane%4) and the next of each group of 8 (the layout of mma.m16n8).
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
-  unsigned q_lane = smem_base + SMEM_Q + a_lane_offset<GRANULES>(warp_row, lane);
-  unsigned k_lane = smem_base + SMEM_K + b_lane_offset<GRANULES>(lane);
-  unsigned v_lane = smem_base + SMEM_V + v_lane_offset<GRANULES_V>(lane);
-  keep(q_lane);
-  keep(k_lane);
-  keep(v_lane);
-
-  float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
-  float row_sum[ROW_GROUPS][2] = {};            // this lane's share; reduced once, at the end
-  float row_max[ROW_GROUPS][2];                 // in units of log2: what exp2 subtracts
-  for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = LOWEST;
-  const float exp_scale = p.scale * LOG2E;  // and the change to base 2
-
-  // 5. Main loop.
-#pragma unroll 1
-  while (tile < tile_end) {
-    const int k_start = tile * BLOCK_K;
-    const bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
-    ++tile;
-
-    // 5a. K has arrived; and every warp is done with the last V, whose space is loaded next.
-    copy_wait_all();
-    __syncthreads();
-    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place, v_source + (long long)v_step * k_start, v_step,
-                       p.seq_k - k_start);
-    copy_commit();
-
-    // 5b. S = Q K^T
-    float s[ROW_GROUPS][BLOCK_K / 8][4] = {};
-#pragma unroll
-    for (int c = 0; c < GRANULES / 2; ++c) {
-      FragmentA q_frag[ROW_GROUPS];
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-        load_a<GRANULES>(q_frag[g], q_lane, 16 * g, 2 * c);
-      }
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) {
-        FragmentB k_frag[2];
-        load_b<GRANULES>(k_frag, k_lane, 16 * n, 2 * c);
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
-          mma(s[g][2 * n], q_frag[g], k_frag[0]);
-          mma(s[g][2 * n + 1], q_frag[g], k_frag[1]);
+  // 4. The warpgroup that copies: one lane of it.
+  //    Its warp looks for live tiles together. It needs few registers. K is a tile ahead of V, as
+  //    the products are.
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x < 32 && tile < tile_end) {
+      const bool copies = threadIdx.x == 0;
+      Stage k, v;
+      if (copies) {
+        barrier_announce(k_full, K_BYTES);
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, k_full, tile * BLOCK_K, h_kv,
+                                          ks);
+        barrier_announce(q_full, CONSUMERS * Q_LOADED);
+        for (int group = 0; group < CONSUMERS; ++group) {
+          load_rows<PANELS, PANEL, 64>(smem_base + SMEM_Q + group * Q_BYTES, q_map, q_full,
+                                       q_start + 64 * group, h, qs);
         }
       }
+      k.next();
+#pragma unroll 1
+      while (tile < tile_end) {
+        const int k_start = tile * BLOCK_K;
+        ++tile;
+        if (copies && tile < tile_end) {
+          const unsigned full = k_full + 8 * k.index;
+          barrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
+          barrier_announce(full, K_BYTES);
+          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map, full,
+                                            tile * BLOCK_K, h_kv, ks);
+        }
+        k.next();
+        if (copies) {
+          const unsigned full = v_full + 8 * v.index;
+          barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
+          barrier_announce(full, V_BYTES);
+          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
+                                                full, k_start, h_kv, ks);
+        }
+        v.next();
+      }
     }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
-    // 5c. V has arrived; and every warp is done with K, whose space takes the next tile.
-    copy_wait_all();
-    __syncthreads();
-    if (tile < tile_end) {
-      load_tile<BLOCK_K>(smem_base + SMEM_K, k_place,
-                         k_source + (long long)k_step * (tile * BLOCK_K), k_step,
-                         p.seq_k - tile * BLOCK_K);
+  // 5. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
+  //    columns 2*(lane%4) and the next of each group of 8 (the layout of wgmma's results).
+  const int thread = threadIdx.x - 128;
+  const int lane = thread % 32;
+  const int group = thread / 128;
+  const int warp_row = thread / 32 * 16;
+  const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
+  const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
+  const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
+  const unsigned long long v_operand =
+      operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
+
+  float s[ROW_GROUPS][BLOCK_K / 8][4];          // S, then P, of one tile
+  unsigned rounded[BLOCK_K / 16][4];            // P as an operand
+  float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
+  float row_sum[ROW_GROUPS][2] = {};            // this lane's share; reduced once, at the end
+  float row_max[ROW_GROUPS][2] = {{LOWEST, LOWEST}};  // in units of log2: what exp2 subtracts
+  float shrink[ROW_GROUPS][2];                  // of O, where a row outgrew its maximum
+  const float exp_scale = p.scale * LOG2E;  // and the change to base 2
+
+  // 5a. S = Q K^T
+  const auto start_scores = [&](int stage) {
+    constexpr int STEPS = PANEL / 16;  // of the product, in a panel
+#pragma unroll
+    for (int c = 0; c < PANELS * STEPS; ++c) {
+      const int q_panel = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
+      const int k_panel = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
+      multiply_scores(s[0], q_operand + q_panel,
+                      k_operand + stage * (K_BYTES / 16) + k_panel, c > 0);
     }
-    copy_commit();
+    wgmma_commit();
+  };
+  // 5b. O += P V
+  const auto start_output = [&](int stage) {
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 16; ++n) {
+      multiply_output(o[0], rounded[n],
+                      v_operand + stage * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
+    }
+    wgmma_commit();
+  };
+
+  const auto finish_scores = [&](int k_start, bool full_tile) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
@@ -574,9 +656,11 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
         }
       }
     }
+  };
 
-    // 5f. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
-    //     true one: O and the sums are rescaled when some row of the warp outgrew it by 2^8.
+  // 5f. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
+  //     true one: O and the sums are rescaled when some row of the warp outgrew it by 2^8.
+  const auto softmax = [&](int k_start) {
     float tile_max[ROW_GROUPS][2];
     bool outgrown = false;
 #pragma unroll
@@ -592,92 +676,157 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
         outgrown |= tile_max[g][r] > row_max[g][r] + MAX_LAG;
       }
     }
-    if (__any_sync(0xffffffffu, outgrown)) {
+    const bool rescale = __any_sync(0xffffffffu, outgrown);
+    if (rescale) {
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float grown = fmaxf(row_max[g][r], quad_max(tile_max[g][r]));
-          const float shrink = exp2_approx(row_max[g][r] - grown);
+          shrink[g][r] = exp2_approx(row_max[g][r] - grown);
           row_max[g][r] = grown;
-          row_sum[g][r] *= shrink;
-#pragma unroll
-          for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-            o[g][n][2 * r] *= shrink;
-            o[g][n][2 * r + 1] *= shrink;
-          }
+          row_sum[g][r] *= shrink[g][r];
         }
       }
     }
-
-    // 5g. P = exp2(S - max), rounded to the operand type, and O += P V
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / P_KEYS; ++n) {
-      FragmentA p_frag[ROW_GROUPS];
+    for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int n = 0; n < BLOCK_K / 8; ++n) {
+        float(&x)[4] = s[g][n];
 #pragma unroll
-        for (int i = 0; i < P_KEYS / 8; ++i) {
-          float(&x)[4] = s[g][n * (P_KEYS / 8) + i];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            // One rounding: the product alone may be large, and its error would not cancel.
-            x[e] = exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]));
-            row_sum[g][e / 2] += x[e];
-          }
+        for (int e = 0; e < 4; ++e) {
+          // One rounding: the product alone may be large, and its error would not cancel.
+          x[e] = exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]));
+          row_sum[g][e / 2] += x[e];
         }
-        p_fragment(p_frag[g], &s[g][n * (P_KEYS / 8)]);
       }
+    }
+    return rescale;
+  };
+  // 5g. P rounded to the operand type: 16 keys of the accumulator are 16 columns, lane by lane.
+  const auto round_p = [&]() {
 #pragma unroll
-      for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
-        FragmentB v_frag[2];
-        load_v<GRANULES_V>(v_frag, v_lane, P_KEYS * n, d);
+    for (int n = 0; n < BLOCK_K / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&x)[4] = s[0][2 * n + i / 2];
+        rounded[n][i] = pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+      }
+    }
+  };
+  // Warpgroups take turns at the tensor cores: while one multiplies, others compute their softmax.
+  constexpr int TURN = 1;  // the first of CONSUMERS named barriers
+  const auto take_turn = [&]() { named_wait(TURN + group, 256); };
+  const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
+
+  if (tile < tile_end) {
+    // 6. The first tile: nothing to overlap with yet.
+    Stage k, v;
+    int k_start = tile * BLOCK_K;
+    bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
+    ++tile;
+    barrier_wait(q_full, 0);
+    barrier_wait(k_full, 0);
+    if (group == CONSUMERS - 1) pass_turn();  // the first warpgroup's first turn
+    take_turn();
+    wgmma_fence();
+    start_scores(0);
+    pass_turn();
+    wgmma_wait<0>();
+    pin(s[0]);
+    if (thread % 128 == 0) barrier_arrive(k_empty);
+    k.next();
+    finish_scores(k_start, full_tile);
+    softmax(k_start);  // O is 0: nothing to rescale
+    round_p();
+
+    // 7. Main loop: S of this tile and O of the last one are on the tensor cores at the same time.
+#pragma unroll 1
+    while (tile < tile_end) {
+      k_start = tile * BLOCK_K;
+      full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
+      ++tile;
+      barrier_wait(k_full + 8 * k.index, k.parity);
+      take_turn();
+      wgmma_fence();
+      start_scores(k.index);
+      barrier_wait(v_full + 8 * v.index, v.parity);
+      start_output(v.index);
+      pass_turn();
+      wgmma_wait<1>();
+      pin(s[0]);
+      if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);
+      k.next();
+      finish_scores(k_start, full_tile);
+      const bool rescale = softmax(k_start);
+      wgmma_wait<0>();
+      pin(o[0]);
+      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * v.index);
+      v.next();
+      if (rescale) {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; ++g) {
-          mma(o[g][2 * d], p_frag[g], v_frag[0]);
-          mma(o[g][2 * d + 1], p_frag[g], v_frag[1]);
+#pragma unroll
+          for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) o[g][n][e] *= shrink[g][e / 2];
+          }
         }
+        pin(o[0]);
       }
+      round_p();
     }
+
+    // 8. O of the last tile.
+    if (group == 0) take_turn();  // the last warpgroup passed its last turn on
+    barrier_wait(v_full + 8 * v.index, v.parity);
+    wgmma_fence();
+    start_output(v.index);
+    wgmma_wait<0>();
+    pin(o[0]);
   }
 
-  // 6. Every warp is done with Q, K and V, whose space now stages O; and no copy is in flight.
-  copy_wait_all();
-  __syncthreads();
-  const unsigned o_stage = smem_base + 16 * GRANULES_V * warp_row;  // this warp's rows only
+  // 9. Every warp of the warpgroup is done with its rows of Q, whose space now stages O.
+  named_wait(8 + group, 128);
 
-  // 7. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+  // 10. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
   float* lse = p.lse + (long long)h * packed.seq_q;
+  float factor[2];
 #pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
+  for (int r = 0; r < 2; ++r) {
+    constexpr int g = 0;
+    const float sum = quad_sum(row_sum[g][r]);
+    const float divisor = sum == 0.0f ? 1.0f : sum;
+    factor[r] = rcp(divisor);
+    const int q_row = q_start + warp_row + 8 * r + lane / 4;
+    if (lane % 4 == 0 && q_row < p.seq_q) {
+      lse[q_row] = fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2);
+    }
+  }
+  // Of each 16 x 16 elements four matrices: rows 0-7 and 8-15, then the same of 8 columns more.
+  const unsigned o_row = q_tile_base + (warp_row % 64 + lane % 16) * PANEL_V_BYTES;
+  unsigned x[HEAD_DIM_V / 8][2];
+#pragma unroll
+  for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(row_sum[g][r]);
-      const float divisor = sum == 0.0f ? 1.0f : sum;
-      const float inverse = rcp(divisor);
-      const int row = 16 * g + 8 * r + lane / 4;
-      const int q_row = q_start + warp_row + row;
-      if (lane % 4 == 0 && q_row < p.seq_q) {
-        lse[q_row] = fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2);
-      }
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-        stage_pair<GRANULES_V>(o_stage, row, n, lane, o[g][n][2 * r] * inverse,
-                               o[g][n][2 * r + 1] * inverse);
-      }
+      x[n][r] = pack(o[0][n][2 * r] * factor[r], o[0][n][2 * r + 1] * factor[r]);
     }
   }
+#pragma unroll
+  for (int n = 0; n + 1 < HEAD_DIM_V / 8; n += 2) {
+    const unsigned panel = o_row + 8 * n / PANEL_V * (64 * PANEL_V_BYTES);
+    store_matrices(swizzled<PANEL_V_BYTES>(panel + (n % (PANEL_V / 8) + lane / 16) * 16), x[n][0],
+                   x[n][1], x[n + 1][0], x[n + 1][1]);
+  }
 
-  // 8. Copy the warp's rows out in whole granules. Only this warp wrote them: a warp barrier does.
-  __syncwarp();
-  Element* o_rows = p.o + b * p.o_stride_b + h * p.o_stride_h + (q_start + warp_row) * p.o_stride_n;
-#pragma unroll 4
-  for (int i = lane; i < 16 * ROW_GROUPS * GRANULES_V; i += 32) {
-    const int row = i / GRANULES_V;
-    const int column = i % GRANULES_V;
-    if (q_start + warp_row + row < p.seq_q) {
-      store_granule(o_rows + row * p.o_stride_n + column * (16 / ELEMENT_BYTES),
-                    o_stage + granule_offset<GRANULES_V>(row, column));
-    }
+  // 11. One thread of the warpgroup copies its 64 rows out, when all of them have been written.
+  proxy_fence();
+  named_wait(8 + group, 128);
+  if (thread % 128 == 0 && q_start + 64 * group < p.seq_q) {
+    store_rows<PANELS_V, PANEL_V, 64>(o_map, q_tile_base, q_start + 64 * group, h, qs);
+    bulk_commit();
+    bulk_wait();
   }
 }

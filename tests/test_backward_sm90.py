@@ -55,7 +55,7 @@ def judged(
         binary, plan = report.kernel.binary, report.kernel.plan
         assert binary.warnings == ()
         assert binary.resources.clean
-        assert plan.path == own_path(spec, plan.kernel)
+        assert plan.path == own_path(plan.kernel)
     return run
 
 
@@ -64,9 +64,9 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def own_path(spec: fg.AttentionSpec, kernel: str) -> str:
+def own_path(kernel: str) -> str:
     """Which kernels have code of their own for Hopper."""
-    return ARCH if kernel in ("fused", "dkdv", "dq") and not spec.packed else "sm_80"
+    return ARCH if kernel in ("fused", "dkdv", "dq") else "sm_80"
 
 
 def check(path: Path, head_dim: int) -> None:
@@ -223,14 +223,10 @@ def test_fused_ones_do_not_either_but_for_dq(head_dim: int, seed: int) -> None:
 # ---- where TMA cannot be used, the plan or the report says why ----------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [({"dtype": "float32"}, "parts of tf32"), ({"packed": True}, "packed sequences")],
-)
-def test_what_has_no_hopper_kernel_takes_the_other_path_and_says_why(changes, why) -> None:
-    chosen = plan_backward(CAUSAL.replace(**changes), ARCH)
+def test_float32_takes_the_other_path_and_says_why() -> None:
+    chosen = plan_backward(CAUSAL.replace(dtype="float32"), ARCH)
     assert {plan.path for plan in chosen.kernels} == {"sm_80"}
-    assert why in chosen.of_keys.explain()
+    assert "parts of tf32" in chosen.of_keys.explain()
     assert "sm_80 path" in str(chosen.of_keys)
 
 

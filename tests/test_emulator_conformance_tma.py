@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from test_emulator_conformance import Array
 
 from flashgen.emulator import Counters, TensorMap, launch
-from flashgen.emulator.errors import LaunchArguments, UnknownInstruction
+from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
 from flashgen.emulator.tma import boxes
 from flashgen.errors import LaunchError
+from flashgen.tensormap import TensorMapSpec
 
 SEEDS = [None, 1, 2]
 # The constants lie first in device memory: what lies outside must be zero all the same.
@@ -511,6 +512,73 @@ def test_a_map_that_the_driver_would_refuse_is_refused(changes: dict[str, Any], 
         given["box"] = (7, 8)
     with pytest.raises(LaunchError, match=said):
         TensorMap(np.zeros((16, 64), np.uint16), **given)
+
+
+# ---- maps in stretches: an element more than once, the map beginning before its array -----------
+
+
+def in_stretches(array: Array, box: tuple[int, ...], span: int = 0) -> TensorMap:
+    """Of [heads, rows, columns]."""
+    heads, rows, columns = array.shape
+    dims, steps = (columns, rows, heads, 1), (*array.strides[1::-1], 0)
+    spec = TensorMapSpec(array.dtype.name, dims, steps, (*box, 1, 1), span).stretches()
+    how = {"dims": spec.dims, "strides": spec.strides, "before": spec.before}
+    return TensorMap(array, spec.box, span, **how)
+
+
+def place_in_stretch(array: Array, first: int, end: int, row: int, head: int) -> tuple[int, ...]:
+    """Coordinates of a row of the stretch [first, end)."""
+    return (0, array.shape[1] - (end - first) + row, head, end)
+
+
+STRETCHES = [(0, 20), (0, 3), (3, 17), (17, 20), (5, 6), (8, 8)]
+
+
+@pytest.mark.parametrize("span", [0, 64])
+@pytest.mark.parametrize(("first", "end"), STRETCHES)
+def test_a_box_reads_zeros_where_its_stretch_has_ended(first: int, end: int, span: int) -> None:
+    array = RNG.integers(1, 1 << 16, (3, 20, 32)).astype(np.uint16)
+    for row, head in [(0, 1), (2, 2), (8, 0)]:
+        got, counters = load(
+            in_stretches(array, (32, 8), span), place_in_stretch(array, first, end, row, head)
+        )
+        rows = array[head, first + row : min(first + row + 8, end)]
+        want = np.zeros((8, 32), np.uint16)
+        want[: len(rows)] = rows
+        linear = want.reshape(-1).view(np.uint8)
+        assert (got == (swizzled_by_hand(linear, span) if span else linear)).all()
+        assert counters.global_read_bytes == rows.nbytes + 4 * 4 * 128
+
+
+@pytest.mark.parametrize(("first", "end"), STRETCHES)
+def test_nothing_is_written_where_the_stretch_has_ended(first: int, end: int) -> None:
+    array = np.full((3, 20, 32), 999, np.uint16)
+    data = RNG.integers(1, 900, (8, 32)).astype(np.uint16)
+    where = np.array(place_in_stretch(array, first, end, 2, 1), np.int32)
+    ptx = box_kernel(4, 512, "store")
+    launch(ptx, "k", 1, 128, [in_stretches(array, (32, 8)), where, data], 512)
+    want = np.full((3, 20, 32), 999, np.uint16)
+    here = want[1, first + 2 : min(first + 10, end)]
+    here[:] = data[: len(here)]
+    assert (array == want).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "end", "offset"), [(0, 5, -15 * 64), (19, 0, -64), (10, 20, (2 * 20 + 10) * 64)]
+)
+def test_a_box_of_a_map_in_stretches_stays_inside_its_array(
+    row: int, end: int, offset: int
+) -> None:
+    array = np.ones((2, 20, 32), np.uint16)
+    head = int(offset > 0) * 2
+    tensor = in_stretches(array, (32, 8))
+    if head:  # a head more than the array has, and so the row behind its last
+        dims = (*tensor.spec.dims[:2], 3, tensor.spec.dims[3])
+        how = {"dims": dims, "strides": tensor.spec.strides, "before": tensor.spec.before}
+        tensor = TensorMap(array, tensor.spec.box, **how)
+    with pytest.raises(OutOfBounds, match="beyond its array") as caught:
+        load(tensor, (0, row, head, end))
+    assert f"offset {offset:,} of 2,560 bytes" in caught.value.numbers
 
 
 def test_a_map_stays_inside_its_array() -> None:

@@ -22,7 +22,10 @@ live_gpu = gpu.live_gpu
 
 HEAD_DIMS = gpu.pick((40, 64, 96, 128, 192, 256), (64,))
 SPECS = gpu.pick(
-    ("causal", "full", "softcap", "sliding_window", "document", "bigbird", "sink", "alibi"),
+    (
+        *("causal", "full", "softcap", "sliding_window", "document", "bigbird", "sink", "alibi"),
+        "variable_length",
+    ),
     ("causal",),
 )
 LENGTHS = gpu.pick(((1023, 1024), (257, 257), (1, 700)), ((70, 90),))

@@ -14,9 +14,9 @@ from torch.testing._internal.optests import opcheck
 import flashgen as fg
 from flashgen import reference
 from flashgen.errors import InputError, SpecError
+from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.ops import backward as backward_module
 from flashgen.ops import forward as forward_module
-from flashgen.ops import run_backward, run_forward
 from flashgen.ops.operator import operator_of
 from flashgen.plan import plan_backward
 
@@ -55,7 +55,10 @@ LENGTHS = {
     "short": ([1, 2, 3] * 12, [3, 1, 2] * 12),
     "none": ([0, 0], [4, 0]),
     "equal": ([64, 128, 64], [64, 128, 64]),
+    "three": ([20, 70, 30], [40, 90, 20]),
+    "near": ([63, 65, 127, 129, 1, 128], [129, 64, 1, 127, 65, 225]),
 }
+ARCHS = ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
 LATE = 300
 """Where the first sequence may begin: a few tiles behind the first row."""
 MODS: dict[str, tuple[Any, Any]] = {
@@ -78,11 +81,13 @@ def spec_of(mods: str, **options: Any) -> fg.AttentionSpec:
 
 def arguments(spec: fg.AttentionSpec, lengths: str) -> dict[str, Any]:
     of_q, of_k = LENGTHS[lengths]
-    count, generator = len(of_q), torch.Generator().manual_seed(5)
+    count, longest = len(of_q), max(160, *of_q, *of_k)
+    generator = torch.Generator().manual_seed(5)
+    parts = torch.randint(3, (count, longest), generator=generator, dtype=torch.int32)
     known = {
         "cu_seqlens_q": ends(of_q),
         "cu_seqlens_k": ends(of_k),
-        "ids": torch.randint(3, (count, 160), generator=generator, dtype=torch.int32).sort(1)[0],
+        "ids": parts.sort(1)[0],
         "gate": torch.rand(count, 4, generator=generator) + 0.5,
         "bias": torch.randn(70, generator=generator),
         "sink": torch.randn(4, generator=generator),
@@ -96,23 +101,27 @@ def operands(spec: fg.AttentionSpec, lengths: str, tail: int = 7) -> tuple[Tenso
     generator = torch.Generator().manual_seed(1)
     totals = [sum(each) for each in LENGTHS[lengths]]
     shapes = ((4, totals[0]), (2, totals[1]), (2, totals[1]), (4, totals[0]))
+    dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
     made = []
-    for (heads, total), dim in zip(shapes, (16, 16, spec.head_dim_v, spec.head_dim_v), strict=True):
+    for (heads, total), dim in zip(shapes, dims, strict=True):
         tensor = torch.randn(1, heads, total + tail, dim, generator=generator)
         tensor[:, :, total:] = torch.nan
         made.append(tensor.to(getattr(torch, spec.dtype)))
     return tuple(made)
 
 
-def check(spec: fg.AttentionSpec, lengths: str, backend: str, **options: Any) -> None:
+def check(
+    spec: fg.AttentionSpec, lengths: str, backend: str, arch: str | None = None, **options: Any
+) -> tuple[ForwardRun, BackwardRun]:
     """One problem by the error rule, both passes; rows of nobody are 0, and their LSE is -inf."""
     q, k, v, dout = operands(spec, lengths)
     total_q, total_k = (sum(each) for each in LENGTHS[lengths])
     values = arguments(spec, lengths) | options
-    run = run_forward(spec, q, k, v, backend=backend, **values)
+    how = {"backend": backend, "arch": arch}
+    run = run_forward(spec, q, k, v, **how, **values)
     dlse = torch.randn(run.lse.shape, generator=torch.Generator().manual_seed(2))
     grads = (dout.nan_to_num(), dlse)
-    back = run_backward(spec, q, k, v, run.out, run.lse, *grads, backend=backend, **values)
+    back = run_backward(spec, q, k, v, run.out, run.lse, *grads, **how, **values)
     assert not run.out[:, :, total_q:].any()
     assert (run.lse[:, :, total_q:] == -torch.inf).all()
     for gradient, total in ((back.dq, total_q), (back.dk, total_k), (back.dv, total_k)):
@@ -126,10 +135,11 @@ def check(spec: fg.AttentionSpec, lengths: str, backend: str, **options: Any) ->
     judged = reference.judge_gradients(found, spec, q, k, v, *grads, **values)
     for name, verdict in judged.items():
         assert verdict.ok, f"{name}: {verdict}"
+    return run, back
 
 
 PAIRS = [
-    pytest.param(mods, lengths, marks=[] if (i - j) % 5 == 0 else pytest.mark.slow)
+    pytest.param(mods, lengths, marks=[] if i == j else pytest.mark.slow)
     for i, mods in enumerate(MODS)
     for j, lengths in enumerate(LENGTHS)
 ]
@@ -195,12 +205,13 @@ def test_the_tiled_path_meets_the_error_rule(lengths: str) -> None:
         check(spec_of(mods, dropout=True), lengths, "tiled", dropout_p=0.1, rng=RNG)
 
 
-def test_a_sequence_has_the_bits_of_a_call_of_its_own() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sequence_has_the_bits_of_a_call_of_its_own(arch: str) -> None:
     spec = spec_of("windowed")
     alone = spec_of("windowed", packed=False)
     q, k, v, _ = operands(spec, "mixed")
     values = arguments(spec, "mixed")
-    how = {"backend": "emulator", "scalars": values["scalars"]}
+    how = {"backend": "emulator", "arch": arch, "scalars": values["scalars"]}
     run = run_forward(spec, q, k, v, tensors=values["tensors"], **how)
     of_q, of_k = (values["tensors"][f"cu_seqlens_{axis}"].tolist() for axis in "qk")
     plans = set()
@@ -214,8 +225,15 @@ def test_a_sequence_has_the_bits_of_a_call_of_its_own() -> None:
     assert plans == {run.report.kernel.plan.block_k}  # else the bits would be equal by chance only
 
 
-@pytest.mark.parametrize("backend", ["emulator", "tiled"])
-def test_the_first_sequence_may_begin_late(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [
+        ("emulator", "sm_80"),
+        pytest.param("emulator", "sm_90a", marks=pytest.mark.slow),
+        ("tiled", None),
+    ],
+)
+def test_the_first_sequence_may_begin_late(backend: str, arch: str | None) -> None:
     spec = spec_of("bottom_right", sink=True)
     boundaries = torch.tensor([LATE, LATE + 20, LATE + 60], dtype=torch.int32)
     tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(4)}
@@ -225,7 +243,7 @@ def test_the_first_sequence_may_begin_late(backend: str) -> None:
         return torch.randn(1, heads, LATE + 80, 16, generator=generator).half()
 
     q, k, v, dout = normal(4), normal(2), normal(2), normal(4)
-    values = {"tensors": tensors, "backend": backend}
+    values = {"tensors": tensors, "backend": backend, "arch": arch}
     run = run_forward(spec, q, k, v, **values)
     back = run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
     rows = torch.arange(LATE + 80)
@@ -239,10 +257,12 @@ def test_the_first_sequence_may_begin_late(backend: str) -> None:
     assert all(verdict.ok for verdict in judged.values()), judged
 
 
-def test_no_tile_is_computed_that_no_sequence_has() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_tile_is_computed_that_no_sequence_has(arch: str) -> None:
     spec = spec_of("bottom_right")
     q, k, v, dout = operands(spec, "mixed")
     values = arguments(spec, "mixed") | {"backend": "emulator", "check_memory": False}
+    values["arch"] = arch
     run = run_forward(spec, q, k, v, **values)
     grads = (dout.nan_to_num(), None)
     back = run_backward(spec, q, k, v, run.out, run.lse, *grads, **values)
@@ -255,7 +275,8 @@ def test_no_tile_is_computed_that_no_sequence_has() -> None:
             assert visited(report) == there
 
 
-def test_wrong_boundaries_keep_kernels_inside_their_tensors(monkeypatch) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_wrong_boundaries_keep_kernels_inside_their_tensors(arch: str, monkeypatch) -> None:
     # As on a GPU, where nobody waits for the boundaries to look at them.
     for module in (forward_module, backward_module):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
@@ -263,9 +284,41 @@ def test_wrong_boundaries_keep_kernels_inside_their_tensors(monkeypatch) -> None
     q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, "mixed"))
     for wrong in ([-50, 10, 400], [0, 200, 100], [2**31 - 1, -(2**31), 5], [339, 339, 10_000]):
         tensors = {f"cu_seqlens_{axis}": torch.tensor(wrong, dtype=torch.int32) for axis in "qk"}
-        values = {"tensors": tensors, "backend": "emulator"}
+        values = {"tensors": tensors, "backend": "emulator", "arch": arch}
         run = run_forward(spec, q, k, v, **values)
         run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "what"),
+    [
+        ("three", "nan"),
+        *(pytest.param("near", what, marks=pytest.mark.slow) for what in ("nan", "inf")),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_nothing_of_a_sequence_gets_into_another(arch: str, lengths: str, what: str) -> None:
+    """0 times such a number would be NaN, in every row of a tile that reaches into its sequence."""
+    spec = spec_of("bottom_right", head_dim=64)
+    values = arguments(spec, lengths) | {"backend": "emulator", "arch": arch}
+    q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, lengths))
+    found = []
+    for poison in (None, float(what)):
+        nobodys = [torch.ones(tensor.shape[2], dtype=torch.bool) for tensor in (q, k)]
+        if poison is not None:
+            for tensor, name in ((q, "q"), (k, "k"), (v, "k"), (dout, "q")):
+                ends_of = values["tensors"][f"cu_seqlens_{name}"].tolist()
+                for i in range(1, len(ends_of) - 1, 2):
+                    tensor[:, :, ends_of[i] : ends_of[i + 1]] = poison
+                    nobodys["qk".index(name)][ends_of[i] : ends_of[i + 1]] = False
+        run = run_forward(spec, q, k, v, **values)
+        back = run_backward(spec, q, k, v, run.out, run.lse, dout, deterministic=True, **values)
+        of_q, of_k = (run.out, run.lse[..., None], back.dq), (back.dk, back.dv)
+        found.append(([*of_q, *of_k], [nobodys[0]] * 3 + [nobodys[1]] * 2))
+    (clean, _), (poisoned, rows) = found
+    for expected, got, others in zip(clean, poisoned, rows, strict=True):
+        assert torch.equal(got[:, :, others], expected[:, :, others])
+        assert not torch.equal(got[:, :, ~others].nan_to_num(), expected[:, :, ~others])
 
 
 def test_gradients_of_the_tiled_path_agree_with_finite_differences() -> None:

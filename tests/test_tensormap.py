@@ -91,3 +91,31 @@ def test_a_map_knows_its_sizes() -> None:
     assert SPEC.inner_bytes == 128
     assert SPEC.box_bytes == 64 * 128 * 2
     assert SPEC.span_bytes == 15 * 256_000 + 999 * 256 + 256
+
+
+# ---- maps whose boxes end where a stretch of rows does ----------------------------------------
+
+ROWS = TensorMapSpec("float16", (64, 500, 4, 1), (512, 128, 128), (64, 128, 1, 1), 128)
+
+
+def test_a_map_in_stretches_begins_a_tensor_before_the_tensor() -> None:
+    driver = FakeDriver((9, 0))
+    gpu.encode(ROWS.stretches(), 0x7F00_0000_0000, driver=driver)
+    (asked,) = driver.tensor_maps
+    assert asked[2:5] == (
+        0x7F00_0000_0000 - 500 * 512,
+        [64, 500, 4, 501],
+        [512, 128, 512],
+    )
+
+
+def test_what_no_map_in_stretches_can_be_made_of_is_refused() -> None:
+    several = TensorMapSpec("float16", (64, 500, 4, 2), (512, 128, 512_000), (64, 128, 1, 1), 128)
+    for spec in (several, SPEC):
+        with pytest.raises(LaunchError, match="stretches of several batch entries"):
+            spec.stretches()
+    driver = FakeDriver((9, 0))
+    with pytest.raises(LaunchError, match="before address 0") as caught:
+        gpu.encode(ROWS.stretches(), 0x1000, driver=driver)
+    assert "256,000 B before a tensor at 0x1000" in caught.value.numbers
+    assert not driver.calls

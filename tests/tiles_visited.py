@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import torch
@@ -12,22 +14,25 @@ from flashgen.ops import Report
 from flashgen.sparse import LAYOUT, TENSORS
 from flashgen.spec import AttentionSpec
 
-# Multiplications of one mma instruction, by the end of its shape.
-_WORK = {"m16n8k16": 16 * 8 * 16, "m16n8k8": 16 * 8 * 8}
+_SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 # Products of a tile of scores with Q or K, and with V or dO.
 _PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2)}
 
 
 def visited(report: Report) -> float:
-    """Tiles that a 16-bit kernel computed: its multiplications by those of one tile."""
+    """Tiles that a 16-bit kernel computed: its multiplications by those of one tile.
+
+    On the path of Hopper of head dims that are multiples of 16, since others are padded.
+    """
     assert report.counters is not None
     assert report.kernel is not None
     plan = report.kernel.plan
-    done = sum(
-        count * next(work for shape, work in _WORK.items() if f".{shape}." in name)
-        for name, count in report.counters.opcodes.items()
-        if name.startswith("mma.")
-    )
+    done = 0.0
+    for name, count in report.counters.opcodes.items():
+        shape = _SHAPE.search(name)
+        if shape is not None and name.startswith(("mma.", "wgmma.mma_async.")):
+            warps = 4 if name.startswith("wgmma.") else 1  # that count, and multiply together
+            done += count * math.prod(map(int, shape.groups())) / warps
     with_q, with_v = _PRODUCTS[plan.kernel]
     depth = with_q * plan.head_dim + with_v * plan.head_dim_v
     return done / (plan.block_q * plan.block_k * depth)

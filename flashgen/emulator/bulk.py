@@ -105,14 +105,17 @@ class Bulk:
                 "a box that is narrower than the span of its swizzle: its layout is not documented",
                 f"{spec.inner_bytes} bytes, span {spec.swizzle}",
             )
-        box = boxes(spec, base, coordinates)
+        first = base - spec.before
+        box = boxes(spec, first, coordinates)
         transfers.check_shared(m, issued, shared, spec.box_bytes, _TENSOR_ALIGN, pc)
+        if spec.before:
+            transfers.check_box(m, issued, box, spec.before, tensor.bytes, pc)
         block = m.shared_base_of_row[issued.rows]
         to = places(spec, shared, box.unit) + block
-        whole = box.offsets + (base - m.memory.base)
+        whole = box.offsets + (first - m.memory.base)
         transfer = Transfer(issued, pc, box.unit, shared + block[:, 0], to, whole, box.inside)
         if box.runs is not None:
-            transfer.run, transfer.runs = box.run, box.runs + (base - m.memory.base)
+            transfer.run, transfer.runs = box.run, box.runs + (first - m.memory.base)
         m.memory.touched = [m.memory.find(base)]
         transfers.count(
             m, transfer, box.bytes, box.sectors, barrier is not None, operation is not None

@@ -30,6 +30,8 @@ class TensorMap:
         dims: sizes of the tensor, innermost first; those of the array by default.
         strides: bytes between neighbours of dimensions 1 and up; those of the array by default.
         dtype: the array's by default; "bfloat16" for uint16 bit patterns of that.
+        before: bytes from the map's first element to the array. Such a map may reach beyond the
+            array on both sides; each box is then checked when it is asked for.
 
     Raises:
         LaunchError: cuTensorMapEncodeTiled would refuse it.
@@ -45,6 +47,7 @@ class TensorMap:
         dims: tuple[int, ...] | None = None,
         strides: tuple[int, ...] | None = None,
         dtype: str | None = None,
+        before: int = 0,
     ) -> None:
         if (dims is None or strides is None) and array.strides[-1] != array.itemsize:
             raise LaunchArguments(
@@ -60,16 +63,18 @@ class TensorMap:
             tuple(array.strides[-2::-1]) if strides is None else tuple(strides),
             tuple(box),
             swizzle,
+            before,
         )
         start = array.ctypes.data
-        self.spec.check_address(start)
+        self.spec.first(start)
         end = np.lib.array_utils.byte_bounds(array)[1]
-        if start + self.spec.span_bytes > end:
+        self.bytes = end - start
+        if not before and self.spec.span_bytes > self.bytes:
             raise LaunchArguments(
                 "a tensor map reaches beyond its array",
                 where="flashgen.emulator.TensorMap",
                 numbers=f"dims {self.spec.dims} with strides {self.spec.strides} B span "
-                f"{self.spec.span_bytes:,} bytes; the array has {end - start:,}",
+                f"{self.spec.span_bytes:,} bytes; the array has {self.bytes:,}",
                 way_out="give the dims and strides of the array",
             )
 

@@ -12,7 +12,7 @@ from flashgen.emulator.cohort import Issued
 from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
 from flashgen.emulator.memory import PARAM_WINDOW
 from flashgen.emulator.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.tma import CHUNK, WIDEST, TensorMap, lowest_bit
+from flashgen.emulator.tma import CHUNK, WIDEST, Boxes, TensorMap, lowest_bit
 
 Array = npt.NDArray[Any]
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
@@ -126,6 +126,25 @@ def check_shared(m: Any, issued: Issued, at: Array, size: int, align: int, pc: i
             way_out="check the address and the box, or pass a larger shared_bytes",
         )
     check_aligned(m, issued, at[:, None], None, align, pc, "shared")
+
+
+def check_box(m: Any, issued: Issued, box: Boxes, before: int, size: int, pc: int) -> None:
+    """What boxes have of a map that begins before its array lies in the array's ``size`` bytes."""
+    at = box.offsets - before
+    bad = (at < 0) | (at + box.unit > size)
+    if box.inside is not None:
+        bad &= box.inside
+    if bad.any():
+        which, unit = np.unravel_index(np.argmax(bad), bad.shape)
+        m.fail(
+            OutOfBounds,
+            "a box of a tensor map reaches beyond its array",
+            issued,
+            pc,
+            row=int(which),
+            numbers=f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes",
+            way_out="check the coordinates against the rows of the array",
+        )
 
 
 def check_global(m: Any, issued: Issued, at: Array, size: int, pc: int, write: bool) -> None:

@@ -27,9 +27,9 @@ def encode(
         128 bytes, a value for a parameter of type "tensormap" of `flashgen.launch.pack`.
 
     Raises:
-        LaunchError: the address is not aligned, there is no driver, or it refuses the map.
+        LaunchError: the address does not fit the map, there is no driver, or it refuses the map.
     """
-    spec.check_address(address)
+    first = spec.first(address)
     driver = driver or real_driver()
 
     def named(kind: str, name: str) -> Any:
@@ -40,7 +40,7 @@ def encode(
     result = driver.cuTensorMapEncodeTiled(
         named("DataType", spec.dtype.upper()),
         len(spec.dims),
-        address,
+        first,
         [driver.cuuint64_t(size) for size in spec.dims],
         [driver.cuuint64_t(step) for step in spec.strides],
         [driver.cuuint32_t(size) for size in spec.box],

@@ -226,7 +226,7 @@ class Bound:
             if ctype == "tensormap":
                 said = next(maps)
                 how: dict[str, Any] = {"dims": said.dims, "strides": said.strides}
-                how["dtype"] = said.dtype
+                how |= {"dtype": said.dtype, "before": said.before}
                 return emulator.TensorMap(span(value), said.box, said.swizzle, **how)
             if ctype == "pointer":
                 return None if value is None else span(value)

@@ -34,4 +34,5 @@ def bind(
     numbers = {**numbers_of(p, tensors, captured), "head_bits": bits}
     sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
     grid = plan.grid(*sizes, packed=packed, head_bits=bits)
-    return Bound(build, Arguments(params, numbers, maps_of(plan, tensors)), grid)
+    maps = maps_of(plan, tensors, packed=packed)
+    return Bound(build, Arguments(params, numbers, maps), grid)

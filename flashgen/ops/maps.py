@@ -16,12 +16,16 @@ from flashgen.tensormap import TensorMapSpec
 Tensor = torch.Tensor
 
 
-def maps_of(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, TensorMapSpec]:
+def maps_of(
+    plan: Plan, tensors: Mapping[str, Tensor | None], *, packed: bool = False
+) -> dict[str, TensorMapSpec]:
     """By tensor; none on a path that has no TMA.
 
     Args:
         tensors: q, k, v, and o or do, 4-d with a contiguous last axis and strides of multiples of
             16 B.
+        packed: boxes shall not reach from one of the packed sequences into the next, whose NaN
+            would get into the products as 0 * NaN: `TensorMapSpec.stretches`.
     """
     if plan.path != "sm_90a":
         return {}
@@ -42,13 +46,14 @@ def maps_of(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, Tenso
         steps = (
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )
-        found[name] = TensorMapSpec(
+        made = TensorMapSpec(
             plan.dtype,
             (size[3], size[2], size[1], size[0]),
             tuple(steps),
             (columns, rows, 1, 1),
             columns * width,
         )
+        found[name] = made.stretches() if packed else made
     return found
 
 

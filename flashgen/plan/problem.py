@@ -106,8 +106,6 @@ def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tu
         why = "gradients of learned tensors have no other"
     elif ITEMSIZE[spec.dtype] != 2:
         why = "float32 is split into parts of tf32, which mma.sync multiplies"
-    elif spec.packed:
-        why = "a box of TMA would reach into the next of the packed sequences"
     elif access_bytes != 16:
         why = "TMA takes addresses and strides in multiples of 16 bytes"
     else:

@@ -10,7 +10,7 @@ from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
-from flashgen.render.packed import Packed, first_row
+from flashgen.render.packed import Packed, first_row, of_tma
 from flashgen.render.params import params_of
 from flashgen.render.readers import SUMS, place_of_sum, reader
 from flashgen.render.sink import logit_of
@@ -86,6 +86,7 @@ def kernel(
         packed=packed,
         parameter=parameter,
         first_row=partial(first_row, packed is not None),
+        **of_tma(params, packed is not None),
         sink=logit_of(sink),
         **fields,
     )

@@ -43,6 +43,34 @@ class Packed:
         return Packed(*(("k", "BLOCK_K") if owns_keys else ("q", "BLOCK_Q")), tuple(views))
 
 
+@dataclass(frozen=True)
+class Whose:
+    """How a function that copies by TMA knows whose rows: a batch entry's, or a sequence's.
+
+    Attributes:
+        what: has the rows, in words.
+        parameter: of the function.
+        row, last: coordinates of the map, its second and its last.
+    """
+
+    what: str
+    parameter: str
+    row: str
+    last: str
+
+
+def of_tma(params: Iterable[Param], packed: bool) -> dict[str, object]:
+    """C++ of tensor maps, and of what says whose queries and keys TMA copies.
+
+    Where sequences are packed ``p`` is a copy, in which TMA must not look for maps.
+    """
+    names = [f"{param.name}_map" for param in params if param.ctype == "tensormap"]
+    fields: dict[str, object] = {name: name if packed else f"p.{name}" for name in names}
+    fields |= {f"of_{axis}": f"{axis}s" if packed else "b" for axis in "qk"}
+    stretch = Whose("sequence", "const Stretch& of", "of.first + row", "of.end")
+    return fields | {"whose": stretch if packed else Whose("tensor", "int b", "row", "b")}
+
+
 def first_row(packed: bool, head: str) -> str:
     """C++ of where a head's rows begin in what has contiguous rows: LSE, and (LSE, delta)."""
     if packed:

@@ -86,6 +86,8 @@ def _of_all_sequences(param: Param) -> Param:
     """What a size means where sequences are packed in one batch entry."""
     sizes = {"batch": "sequences", "seq_q": "rows of all sequences", "seq_k": "keys of all"}
     what = sizes.get(param.name, param.what.replace("[batch, ", "[1, "))
+    if param.ctype == "tensormap":
+        what += ", in stretches"
     return dataclasses.replace(param, what=what)
 
 
