@@ -315,6 +315,21 @@ COMPARED_CHOICE = {
     "deterministic": False,
     "seed": 341,
 }
+# The few additions to O of so few keys are rounded as often as PyTorch's, or less.
+FEW_KEYS_OF_FLOAT32 = {
+    "mask": None,
+    "score": ("+", ("tanh", "score"), "table_bucket"),
+    "dtype": "float32",
+    "head_dim": 8,
+    "sizes": (2, (2, 1), 88, 31),
+    "offsets": (30, 0),
+    "dropout_p": 0.0,
+    "sink": False,
+    "blocks": None,
+    "sequences": None,
+    "deterministic": True,
+    "seed": 131073,
+}
 
 
 def test_an_error_that_is_high_by_chance_is_told_from_one_that_is_high() -> None:
@@ -337,9 +352,8 @@ def test_an_error_that_is_high_by_chance_is_told_from_one_that_is_high() -> None
 @settings(FAST, max_examples=1, phases=[Phase.explicit])
 @given(problem=problems([8]))
 @example(problem=COMPARED_CHOICE)
-def test_a_maximum_whose_derivative_compares_a_choice_meets_the_error_rule(
-    problem: dict[str, Any],
-) -> None:
+@example(problem=FEW_KEYS_OF_FLOAT32)
+def test_a_compared_choice_and_few_keys_meet_the_error_rule(problem: dict[str, Any]) -> None:
     check(problem)
 
 

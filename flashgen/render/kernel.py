@@ -18,6 +18,10 @@ from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk, owned_by_block
 from flashgen.spec import AttentionSpec
 
+# Up to this head dim the products of a step of P V in float32 have a sum of their own. Beyond, O
+# leaves no registers for it, and the sums of Q K^T are long enough for both PyTorch and us.
+OWN_SUMS_UP_TO = 128
+
 
 def kernel(
     template: str,
@@ -82,6 +86,7 @@ def kernel(
         score=score,
         partials=partials,
         forward=plan.kernel == "forward",
+        own_sums=plan.kernel == "forward" and plan.head_dim_v <= OWN_SUMS_UP_TO,
         dropout=spec.dropout,
         packed=packed,
         parameter=parameter,
