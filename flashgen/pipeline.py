@@ -80,6 +80,7 @@ def emit(
     deterministic: bool = False,
     tile: Tile | None = None,
     tiles: Mapping[str, Tile] = NO_TILES,
+    heads_per_tile: int = 1,
 ) -> Kernels:
     """The CUDA sources of ``spec``: the same each time, without compiler or GPU.
 
@@ -93,9 +94,10 @@ def emit(
         deterministic: backward kernels that add in a fixed order.
         tile: of the forward kernel, instead of the policy's.
         tiles: of backward kernels by their names, instead of the cheapest.
+        heads_per_tile: of the forward kernel; as for `flashgen.plan`.
 
     Raises:
-        PlanError: no tile fits.
+        PlanError: no tile fits, or none with so many heads.
         RenderError: the template and the plan disagree.
     """
     analysis = _analysed(spec, render.walk_of_kernel("forward"))
@@ -107,6 +109,7 @@ def emit(
         access_bytes=access_bytes,
         spare_registers=spare_registers,
         tile=tile,
+        heads_per_tile=heads_per_tile,
     )
     config.tell(1, str(chosen))
     if config.debug_level() >= 3:  # printing expressions takes longer than making them
@@ -173,6 +176,7 @@ def build(
     policy: str = "derived",
     access_bytes: int | None = None,
     tile: Tile | None = None,
+    heads_per_tile: int = 1,
 ) -> Build:
     """``emit``, then NVRTC: ``.ptx``, ``.cubin``, ``.binary.resources``, ``.binary.log``.
 
@@ -186,7 +190,7 @@ def build(
         PlanError, RenderError: as ``emit``.
         CompileError: NVRTC is missing or rejects the source.
     """
-    return _build(spec, arch, sram, policy, access_bytes, tile)
+    return _build(spec, arch, sram, policy, access_bytes, tile, heads_per_tile)
 
 
 @functools.lru_cache(maxsize=512)
@@ -197,6 +201,7 @@ def _build(
     policy: str,
     access_bytes: int | None,
     tile: Tile | None,
+    heads_per_tile: int,
 ) -> Build:
     best: Build | None = None
     for spare in SPARE_REGISTERS if tile is None else (0,):
@@ -209,6 +214,7 @@ def _build(
                 access_bytes=access_bytes,
                 spare_registers=spare,
                 tile=tile,
+                heads_per_tile=heads_per_tile,
             )
         except PlanError:
             if best is None:

@@ -498,6 +498,11 @@ natten_2d_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 
+  const TensorMap& q_map = p.q_map;
+  const TensorMap& k_map = p.k_map;
+  const TensorMap& v_map = p.v_map;
+  const TensorMap& do_map = p.do_map;
+
   // 2. Barriers.
   if (threadIdx.x == 0) {
     barrier_init(resident, 1);
@@ -530,8 +535,10 @@ natten_2d_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const bool copies = threadIdx.x == 0;
     if (copies && tile < tile_end) {
       barrier_announce(resident, Q_BYTES + DO_BYTES);
-      load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, p.q_map, resident, q_start, h, b);
-      load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, p.do_map, resident, q_start, h, b);
+      load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, q_map, resident, q_start, h,
+                                        b);
+      load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, do_map, resident, q_start, h,
+                                            b);
     }
     Stage stage;
 #pragma unroll 1
@@ -543,11 +550,11 @@ natten_2d_backward_dq_fp16_d64(const __grid_constant__ Params p) {
         store_tile(smem_base + SMEM_TILES + 16 * stage.index, {k_start, h, full_tile, false});
         const unsigned k_here = k_full + 8 * stage.index, v_here = v_full + 8 * stage.index;
         barrier_announce(k_here, K_BYTES);
-        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index * K_BYTES, p.k_map,
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index * K_BYTES, k_map,
                                           k_here, k_start, h_kv, b);
         barrier_wait(v_empty + 8 * stage.index, stage.parity ^ 1);
         barrier_announce(v_here, V_BYTES);
-        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + stage.index * V_BYTES, p.v_map,
+        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + stage.index * V_BYTES, v_map,
                                               v_here, k_start, h_kv, b);
       }
       __syncwarp();

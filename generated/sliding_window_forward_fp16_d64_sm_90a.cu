@@ -211,7 +211,8 @@ __device__ __forceinline__ void store_rows(const TensorMap& to, unsigned from, i
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
                  "[%0, {%2, %3, %4, %5}], [%1];"
                  :: "l"(&to), "r"(from + panel * (PANEL * ROWS * ELEMENT_BYTES)),
-                    "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
+                    "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
+                 : "memory");
   }
 }
 
@@ -418,6 +419,11 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 
+  const TensorMap& q_map = p.q_map;
+  const TensorMap& k_map = p.k_map;
+  const TensorMap& v_map = p.v_map;
+  const TensorMap& o_map = p.o_map;
+
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   const int q_lo = p.q_offset + q_start;
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
@@ -451,11 +457,11 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
       Stage k, v;
       if (copies) {
         barrier_announce(k_full, K_BYTES);
-        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, p.k_map, k_full, tile * BLOCK_K, h_kv,
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, k_full, tile * BLOCK_K, h_kv,
                                           b);
         barrier_announce(q_full, CONSUMERS * Q_LOADED);
         for (int group = 0; group < CONSUMERS; ++group) {
-          load_rows<PANELS, PANEL, 64>(smem_base + SMEM_Q + group * Q_BYTES, p.q_map, q_full,
+          load_rows<PANELS, PANEL, 64>(smem_base + SMEM_Q + group * Q_BYTES, q_map, q_full,
                                        q_start + 64 * group, h, b);
         }
       }
@@ -468,7 +474,7 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
           const unsigned full = k_full + 8 * k.index;
           barrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
           barrier_announce(full, K_BYTES);
-          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, p.k_map, full,
+          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map, full,
                                             tile * BLOCK_K, h_kv, b);
         }
         k.next();
@@ -476,7 +482,7 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
           const unsigned full = v_full + 8 * v.index;
           barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
           barrier_announce(full, V_BYTES);
-          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, p.v_map,
+          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
                                                 full, k_start, h_kv, b);
         }
         v.next();
@@ -727,7 +733,7 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
   proxy_fence();
   named_wait(8 + group, 128);
   if (thread % 128 == 0 && q_start + 64 * group < p.seq_q) {
-    store_rows<PANELS_V, PANEL_V, 64>(p.o_map, q_tile_base, q_start + 64 * group, h, b);
+    store_rows<PANELS_V, PANEL_V, 64>(o_map, q_tile_base, q_start + 64 * group, h, b);
     bulk_commit();
     bulk_wait();
   }

@@ -462,6 +462,11 @@ squared_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   const int h_kv = blockIdx.y;
   const int b = blockIdx.z;
 
+  const TensorMap& q_map = p.q_map;
+  const TensorMap& k_map = p.k_map;
+  const TensorMap& v_map = p.v_map;
+  const TensorMap& do_map = p.do_map;
+
   // 2. Barriers. A stage of Q is there when TMA has brought it, and two warps LSE and delta.
   if (threadIdx.x == 0) {
     barrier_init(resident, 1);
@@ -505,8 +510,9 @@ squared_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       const bool copies = threadIdx.x == 0;
       if (copies && next_h < h_end) {
         barrier_announce(resident, K_BYTES + V_BYTES);
-        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, p.k_map, resident, k_start, h_kv, b);
-        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, p.v_map, resident, k_start, h_kv,
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, resident, k_start, h_kv,
+                                          b);
+        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, v_map, resident, k_start, h_kv,
                                               b);
       }
 #pragma unroll 1
@@ -516,12 +522,12 @@ squared_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
           const unsigned q_here = q_full + 8 * stage.index, do_here = do_full + 8 * stage.index;
           barrier_wait(q_empty + 8 * stage.index, stage.parity ^ 1);
           barrier_announce(q_here, Q_BYTES);
-          load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q + stage.index * Q_BYTES, p.q_map,
+          load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q + stage.index * Q_BYTES, q_map,
                                             q_here, q_start, next_h, b);
           barrier_wait(do_empty + 8 * stage.index, stage.parity ^ 1);
           barrier_announce(do_here, DO_BYTES);
           load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO + stage.index * DO_BYTES,
-                                                p.do_map, do_here, q_start, next_h, b);
+                                                do_map, do_here, q_start, next_h, b);
         }
         __syncwarp();
         ++next_tile;

@@ -620,7 +620,8 @@ variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
       const bool copies = threadIdx.x == 0;
       if (copies && next_h < h_end) {
         barrier_announce(resident, K_BYTES + V_BYTES);
-        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, resident, k_start, h_kv, ks);
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, resident, k_start, h_kv,
+                                          ks);
         load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, v_map, resident, k_start, h_kv,
                                               ks);
       }

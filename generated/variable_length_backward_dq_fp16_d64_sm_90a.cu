@@ -572,8 +572,10 @@ variable_length_backward_dq_fp16_d64(const __grid_constant__ Params packed) {
     const bool copies = threadIdx.x == 0;
     if (copies && tile < tile_end) {
       barrier_announce(resident, Q_BYTES + DO_BYTES);
-      load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, q_map, resident, q_start, h, qs);
-      load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, do_map, resident, q_start, h, qs);
+      load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, q_map, resident, q_start, h,
+                                        qs);
+      load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, do_map, resident, q_start, h,
+                                            qs);
     }
     Stage stage;
 #pragma unroll 1

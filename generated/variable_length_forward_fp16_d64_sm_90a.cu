@@ -297,7 +297,8 @@ __device__ __forceinline__ void store_rows(const TensorMap& to, unsigned from, i
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
                  "[%0, {%2, %3, %4, %5}], [%1];"
                  :: "l"(&to), "r"(from + panel * (PANEL * ROWS * ELEMENT_BYTES)),
-                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end) : "memory");
+                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end)
+                 : "memory");
   }
 }
 

@@ -93,6 +93,8 @@ def show(profile: Profile, lines: int) -> None:
     """All of one kernel's profile; ``lines`` of the source with the most instructions."""
     plan = profile.plan
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
+    if plan.heads_per_tile > 1:
+        tile += f" with {plan.heads_per_tile} heads"
     facts(
         [
             ("kernel", profile.kernel),

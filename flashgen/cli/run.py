@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
+    from flashgen.plan import Plan
     from flashgen.reference import Verdict
 
 
@@ -307,6 +308,7 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
         *(("table", _launched(kernel)) for kernel in tables),
         ("kernel", f"{result.source.name}, {result.source.filename}"),
         ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
+        *_heads_rows(plan, result.report.heads_reason),
         ("access", f"{result.report.access_bytes} B at once: {result.report.access_reason}"),
         ("shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"),
         (
@@ -318,6 +320,11 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
         ("build", f"{seconds(result.report.build_seconds)}, {built}"),
         ("run", f"{seconds(elapsed)}{with_checkers}"),
     ]
+
+
+def _heads_rows(plan: Plan, reason: str) -> list[tuple[str, str]]:
+    """How many heads share a tile, where they could."""
+    return [("heads", f"{plan.heads_per_tile} per tile, {reason}")] if reason else []
 
 
 def _result_rows(verdicts: dict[str, Verdict]) -> list[tuple[str, Text]]:

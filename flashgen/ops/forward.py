@@ -26,7 +26,8 @@ from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.tuned import remembered
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
-from flashgen.plan import NO_TILES, Tile
+from flashgen.plan import NO_TILES, HeadsPerTile, Tile, choose_heads, plan
+from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
 
 __all__ = ["Forward", "ForwardRun", "Report", "draw_rng", "nearest_arch", "prepare", "run_forward"]
@@ -49,6 +50,7 @@ class Forward:
         "_aligned_reason",
         "_bound",
         "_built",
+        "_heads",
         "_is_empty",
         "_kernel_arch",
         "_layout",
@@ -101,6 +103,7 @@ class Forward:
         found = map(backends.stride_obstacle, _NAMES, (q, *kv))
         self._obstacle = next((text for text in found if text), None)
         self._bound: dict[int, Bound] = {}
+        self._heads: dict[int, HeadsPerTile] = {}
         self._tables: dict[int, Tables] = {}  # for the kernels that read captured tensors
         self._built = 0.0
 
@@ -163,18 +166,27 @@ class Forward:
                 start = perf_counter()
             counters = bound.run(self.backend, tensors, self.index, **emulation)
         seconds = perf_counter() - start
-        return out, lse, (self, width, reason, bound.build, counters, built, seconds, tabled)
+        done = (self, width, reason, bound.build, counters, built, seconds, tabled)
+        return out, lse, (*done, self._heads[width].reason)
 
     def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
         tiles = self._tiles
         if self.backend == "gpu" and width == 16 and self._sram is None and not tiles:
             tiles = remembered(self.spec, self._kernel_arch, "forward", self.problem, self.index)
+        p, packed = self.problem, self.spec.packed
         options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
-        kernel = build(self.spec, self._kernel_arch, access_bytes=width, **options)
+        options |= {"access_bytes": width}
+        layout = captured.get(LAYOUT)
+        heads = self._heads[width] = choose_heads(
+            self.spec,
+            plan(self.spec, self._kernel_arch, **options),
+            *(p.batch, p.heads_q, p.heads_kv, p.seq_q),
+            layout_heads=1 if layout is None else layout.shape[1],
+        )
+        kernel = build(self.spec, self._kernel_arch, heads_per_tile=heads.heads, **options)
         self._built = perf_counter() - start
-        packed = self.spec.packed
-        bound = bind(kernel, self.problem, tensors, captured, packed=packed)
+        bound = bind(kernel, p, tensors, captured, packed=packed)
         self._bound[width] = bound
         if captured:
             self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))
@@ -190,7 +202,7 @@ class Forward:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
             lse = lse_without_keys(self.spec, named(self.spec, captured), q)
-        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [])
+        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [], "")
 
     def _tiled(
         self,
@@ -221,18 +233,19 @@ class Forward:
             )
             out = in_layout_of(q, out)
         seconds = perf_counter() - start
-        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [])
+        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [], "")
 
 
 def report(done: Any) -> Report:
     """The Report of what `Forward.run` did."""
-    forward, width, reason, kernel, counters, built, seconds, tabled = done
+    forward, width, reason, kernel, counters, built, seconds, tabled, heads = done
     backend = "none" if reason is _EMPTY else forward.backend
     tables = tuple(
         Report(backend, forward.arch, width, reason, of_table, counted, run_seconds=spent)
         for of_table, counted, spent in tabled
     )
-    return Report(backend, forward.arch, width, reason, kernel, counters, built, seconds, tables)
+    times = built, seconds
+    return Report(backend, forward.arch, width, reason, kernel, counters, *times, tables, heads)
 
 
 def prepare(

@@ -31,15 +31,17 @@ def maps_of(
         return {}
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, _), (panel_v, _) = panels_of_kernel(plan.kernel, *sizes)
-    queries = GROUP_ROWS if plan.kernel == "forward" else plan.block_q
+    # The rows of a warpgroup are queries of one head, or all that the tile has of some heads.
+    queries = min(GROUP_ROWS, plan.queries_per_tile) if plan.kernel == "forward" else plan.block_q
+    heads = GROUP_ROWS // queries if plan.heads_per_tile > 1 else 1
     boxes = {
-        "q": (panel, queries),
-        "k": (panel, plan.block_k),
-        "v": (panel_v, plan.block_k),
-        "o" if plan.kernel == "forward" else "do": (panel_v, queries),
+        "q": (panel, queries, heads),
+        "k": (panel, plan.block_k, 1),
+        "v": (panel_v, plan.block_k, 1),
+        "o" if plan.kernel == "forward" else "do": (panel_v, queries, heads),
     }
     found = {}
-    for name, (columns, rows) in boxes.items():
+    for name, (columns, rows, of_heads) in boxes.items():
         tensor = tensors[name]
         assert tensor is not None, "operands are there"
         size, width = tensor.shape, tensor.element_size()
@@ -50,7 +52,7 @@ def maps_of(
             plan.dtype,
             (size[3], size[2], size[1], size[0]),
             tuple(steps),
-            (columns, rows, 1, 1),
+            (columns, rows, of_heads, 1),
             columns * width,
         )
         found[name] = made.stretches() if packed else made

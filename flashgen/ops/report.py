@@ -32,6 +32,8 @@ class Report:
         run_seconds: of the emulator or the tiled algorithms; on a GPU, of queueing the launch.
         tables: of the kernels that ran before a forward kernel, for its tables of extremes of
             captured tensors.
+        heads_reason: of a forward kernel, why its tiles have so many heads as its plan says; ""
+            where nothing else was in question.
     """
 
     backend: str
@@ -43,6 +45,7 @@ class Report:
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     tables: tuple[Report, ...] = ()
+    heads_reason: str = ""
 
 
 @dataclass(frozen=True)

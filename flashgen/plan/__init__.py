@@ -18,9 +18,10 @@ from flashgen.plan import paper, streams
 from flashgen.plan.backward import KERNELS, plan_kernels
 from flashgen.plan.derive import made
 from flashgen.plan.feasible import feasible
+from flashgen.plan.heads import HeadsPerTile, choose_heads, one_walk_each
 from flashgen.plan.problem import ITEMSIZE, problem_of
 from flashgen.plan.refuse import does_not_fit, nothing_fits
-from flashgen.plan.search import Tile, can_have, cheapest
+from flashgen.plan.search import Problem, Tile, can_have, cheapest, shapes, unshared
 from flashgen.plan.traffic import Traffic
 from flashgen.plan.traffic_backward import BackwardTraffic
 from flashgen.plan.value import BackwardPlan, Line, Plan, Refusal
@@ -29,11 +30,13 @@ from flashgen.spec import AttentionSpec
 __all__ = [
     "BackwardPlan",
     "BackwardTraffic",
+    "HeadsPerTile",
     "Line",
     "Plan",
     "Refusal",
     "Tile",
     "Traffic",
+    "choose_heads",
     "feasible",
     "plan",
     "plan_backward",
@@ -54,6 +57,7 @@ def plan(
     access_bytes: int | None = None,
     spare_registers: int = 0,
     tile: Tile | None = None,
+    heads_per_tile: int = 1,
 ) -> Plan:
     """The tiles, warps and shared-memory layout of the forward kernel of ``spec``.
 
@@ -69,6 +73,8 @@ def plan(
             raises it when the compiler needs more for a score_mod than the model foresaw.
         tile: this one, whatever it costs, instead of the policy's: one of `feasible`, or a measured
             one.
+        heads_per_tile: query heads that share K and V, and a tile: each has an equal share of its
+            rows. On path "sm_90a", for a mask and a layout that are the same for all heads.
 
     Raises:
         PlanError: the architecture is unknown, an option is wrong, or no tile, or not the given
@@ -83,7 +89,7 @@ def plan(
             numbers=f"given {policy!r} and {tile}",
             way_out="one of them",
         )
-    return _plan(spec, arch, sram, policy, width, spare_registers, tile)
+    return _plan(spec, arch, sram, policy, width, spare_registers, tile, heads_per_tile)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,8 +101,13 @@ def _plan(
     access_bytes: int,
     spare_registers: int,
     tile: Tile | None,
+    heads_per_tile: int,
 ) -> Plan:
-    problem = problem_of(spec, facts(arch), sram, access_bytes, spare_registers)
+    problem = problem_of(
+        spec, facts(arch), sram, access_bytes, spare_registers, heads_per_tile=heads_per_tile
+    )
+    if heads_per_tile != 1:
+        _check_heads(spec, problem)
     if tile is not None:
         if not can_have(problem, tile):
             raise does_not_fit(problem, tile, _where(spec))
@@ -200,6 +211,26 @@ def _check_options(spec: AttentionSpec, sram: int | None, policy: str, access_by
             where="plan(sram=...)",
             numbers=f"given {sram!r}",
             way_out="sram=101376, which is 99 KiB, for example",
+        )
+
+
+def _check_heads(spec: AttentionSpec, problem: Problem) -> None:
+    """Whether some tile, fitting or not, can have so many heads."""
+    heads = problem.heads_per_tile
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads <= 0:
+        why = "it is a number of query heads"
+    else:
+        why = one_walk_each(spec)
+    if not why and problem.path != "sm_90a":
+        why = "the kernels of path sm_80 have tiles of one head"
+    if not why and all(next(unshared(tile.owned, heads), None) for tile in shapes(problem)):
+        why = "no tile has 16, 32 or a multiple of 64 rows for each of them"
+    if why:
+        raise PlanError(
+            "these heads cannot share a tile",
+            where=f"{_where(spec)}, plan(heads_per_tile=...)",
+            numbers=f"given {heads!r} on {problem.arch.name}: {why}",
+            way_out="heads_per_tile=1, or nothing: calls choose it by their lengths",
         )
 
 

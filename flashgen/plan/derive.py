@@ -61,13 +61,20 @@ def made(problem: Problem, tile: Tile, policy: str, notes: tuple[str, ...]) -> P
         **layout(problem.path, problem.kernel, at),
         smem_bytes=int(at["smem"]),
         sink_bytes=problem.sink_bytes,
+        heads_per_tile=problem.heads_per_tile,
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),
         blocks_per_sm=tile.blocks,
         cost=cost(problem, tile),
         derivation=tuple(replace(line, binding=line.name in binding) for line in lines),
         refused=refused,
-        notes=(_given(problem), *_path(problem), *_walked(problem), *notes),
+        notes=(
+            _given(problem),
+            *_path(problem),
+            *_walked(problem),
+            *_shared(problem, tile),
+            *notes,
+        ),
     )
 
 
@@ -88,6 +95,17 @@ def _walked(problem: Problem) -> tuple[str, ...]:
     if not problem.layout:
         return ()
     return (f"walks a block-sparse layout: {problem.layout}; clk are of tiles that it lists",)
+
+
+def _shared(problem: Problem, tile: Tile) -> tuple[str, ...]:
+    """What the rows of a tile are, where heads share it."""
+    heads = problem.heads_per_tile
+    if heads == 1:
+        return ()
+    return (
+        f"heads_per_tile {heads}: query heads that share K and V, "
+        f"{tile.owned // heads} queries of each = {tile.owned} rows",
+    )
 
 
 def _constraint_lines(problem: Problem, at: Mapping[str, Number]) -> list[Line]:

@@ -24,6 +24,7 @@ def head_bits(plan: Plan, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -
 
     As many of a batch entry as share L2: a power of two that divides its heads, those of queries
     or, where blocks own keys, those of K and V. So the low bits of a block's number say which head.
+    Heads that share a tile count as one.
 
     Args:
         seq_q, seq_k: of all packed sequences together, where they are packed.
@@ -34,7 +35,8 @@ def head_bits(plan: Plan, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -
         heads = heads_kv
         bytes_of_head: float = group * seq_q * row_bytes
     else:
-        bytes_of_head = seq_k * row_bytes / group
+        heads //= plan.heads_per_tile
+        bytes_of_head = plan.heads_per_tile * seq_k * row_bytes / group
     room = L2_SHARE * facts(plan.arch).l2_bytes
     bits = 0
     while heads % (2 << bits) == 0 and (2 << bits) * bytes_of_head <= room:

@@ -59,6 +59,7 @@ def problem_of(
     access_bytes: int,
     spare_registers: int = 0,
     kernel: str = "forward",
+    heads_per_tile: int = 1,
 ) -> Problem:
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
@@ -87,6 +88,7 @@ def problem_of(
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         layout=spec.block_sparse.described if spec.block_sparse else "",
         searching=searching,
+        heads_per_tile=heads_per_tile,
         path=path,
         path_note=path_note,
     )

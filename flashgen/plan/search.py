@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from flashgen.arch import SMEM_RESERVED, Arch
 from flashgen.plan import model, model_backward, model_backward_sm90, model_sm90
 from flashgen.plan.formulas import Number, tidy
 from flashgen.plan.model import MMA_ROWS, STEP, KernelModel
 from flashgen.plan.model_backward import SYNCS, dq_row_warps
+from flashgen.plan.model_sm90 import GROUP_ROWS
 
 # The formulas of each kernel for operands of 2 and 4 bytes.
 MODELS: dict[tuple[str, int], KernelModel] = {
@@ -46,6 +49,7 @@ class Problem:
     sink_bytes: int
     layout: str = ""  # a block-sparse layout in words; "" where there is none
     searching: int = 0
+    heads_per_tile: int = 1
     path: str = "sm_80"
     path_note: str = ""  # why it is not the architecture's own
 
@@ -185,6 +189,23 @@ def excesses(problem: Problem, tile: Tile) -> Iterator[Excess]:
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
     if of.copies_rows and tile.warps < problem.copy_warps:
         yield Excess("warps to copy a row", problem.copy_warps, tile.warps, "")
+    yield from unshared(tile.owned, problem.heads_per_tile)
+
+
+def unshared(block_q: int, heads: int) -> Iterator[Excess]:
+    """Why a tile of so many rows cannot be shared by so many heads.
+
+    A warp works for one of them, and one box of Q has the rows of a warpgroup: all of some heads,
+    or some of one.
+    """
+    if heads == 1:
+        return
+    queries = Fraction(block_q, heads)
+    if queries % MMA_ROWS:
+        yield Excess("heads per warp", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
+    elif queries % GROUP_ROWS and GROUP_ROWS % queries:
+        boxes = GROUP_ROWS // math.gcd(GROUP_ROWS, int(queries))
+        yield Excess("boxes of Q per warpgroup", boxes, 1, "")
 
 
 def fits(problem: Problem, tile: Tile) -> bool:

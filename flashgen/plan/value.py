@@ -105,6 +105,8 @@ class Plan:
         registers: per thread that the compiler may use, set by the launch bounds.
         registers_needed: per thread by the model, at most `registers`.
         blocks_per_sm: resident blocks that the launch bounds ask for.
+        heads_per_tile: query heads whose rows a forward tile has, one head behind the other; they
+            share K and V.
         cost: predicted clocks of one SM per score element; per row for "delta".
         derivation: the constraints and the objective, with their numbers.
         refused: why each next larger tile was not taken.
@@ -142,6 +144,12 @@ class Plan:
     smem_p: int = 0
     smem_ds: int = 0
     sink_bytes: int = 0
+    heads_per_tile: int = 1
+
+    @property
+    def queries_per_tile(self) -> int:
+        """Query rows that a tile has of each of its heads."""
+        return self.block_q // self.heads_per_tile
 
     @property
     def owns_keys(self) -> bool:
@@ -210,15 +218,16 @@ class Plan:
     ) -> tuple[int, int, int]:
         """Blocks of the launch: (tiles, heads, batch entries).
 
-        Of query tiles and query heads, or, where `owns_keys`, of key tiles and key heads. Where
-        heads take turns, (tiles times such heads, heads divided by them, batch entries).
+        Of query tiles and query heads, `heads_per_tile` at a time, or, where `owns_keys`, of key
+        tiles and key heads. Where heads take turns, (tiles times such heads, heads divided by them,
+        batch entries).
 
         Args:
             head_bits: as from `flashgen.plan.order.head_bits`; 0: head by head.
             packed: the batch entries are sequences that lie one behind the other, seq_q and seq_k
                 their lengths together: (at most so many tiles of all of them, heads, 1).
         """
-        length, block, heads = seq_q, self.block_q, heads_q
+        length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
         if packed and self.kernel != "delta":
@@ -242,7 +251,8 @@ class Plan:
                 head by head (batch 1, heads 1) and add.
 
         Raises:
-            ValueError: this is a backward kernel, or visited is for another number of tiles.
+            ValueError: this is a backward kernel, visited is for another number of tiles, or a tile
+                would have heads that do not share K and V.
         """
         if self.kernel != "forward":
             raise ValueError(f"{self.kernel} is a backward kernel: ask for backward_traffic")
@@ -292,6 +302,8 @@ class Plan:
     def _head(self) -> str:
         """What was chosen."""
         parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
+        if self.heads_per_tile > 1:
+            parts.insert(1, f"heads_per_tile {self.heads_per_tile}")
         if self.kernel == "forward":
             parts.append(f"stages {self.stages}")
         else:

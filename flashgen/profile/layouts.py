@@ -37,12 +37,14 @@ def bytes_of_layout(mask: MaskAnalysis, plan: Plan, heads: Iterable[Alike]) -> d
     for each in heads:
         if each.walk is None or each.lists is None or each.visits is None:
             return {}
-        times = each.batch * each.heads_q
+        pairs = each.batch * each.heads_q
+        times = pairs // plan.heads_per_tile
         for visit in each.visits:
             asked = _asked(each.walk, plan, each.lists, visit)
             counts += times * asking * sum(lines for lines, _ in asked)
             entries += times * asking * sum(found for _, found in asked)
-            blocks += times * _of_tiles(mask, each.walk, plan, each.lists, visit)
+            by_warps, by_lanes = _of_tiles(mask, each.walk, plan, each.lists, visit)
+            blocks += times * by_warps + pairs * by_lanes
     if plan.path == "sm_90a" and plan.kernel == "forward":
         # Of the warps that copy all ask for the first tile, but one of them for the next.
         return {"c_layout": LIVE_BYTES * blocks}
@@ -99,8 +101,14 @@ def _questions(visit: Visit, listed: Array, may: Array | None) -> Iterator[int]:
         tile += 1
 
 
-def _of_tiles(mask: MaskAnalysis, walk: Walk, plan: Plan, lists: Lists, visit: Visit) -> int:
-    """Blocks that a thread block reads of the layout itself, for the tiles that it visits."""
+def _of_tiles(
+    mask: MaskAnalysis, walk: Walk, plan: Plan, lists: Lists, visit: Visit
+) -> tuple[int, int]:
+    """Blocks read of the layout itself, for the tiles that a thread block visits.
+
+    Returns:
+        Those that its warps read for whole tiles; those that lanes read for a head's elements.
+    """
     owned, walked = _sides(walk, plan)
     lines = lists.lines(owned, visit.start, visit.stop)
     unmasked = _unmasked(mask, walk, plan, visit)
@@ -115,7 +123,7 @@ def _of_tiles(mask: MaskAnalysis, walk: Walk, plan: Plan, lists: Lists, visit: V
             if live.all():
                 continue
         elements += _kept(mask, walk, plan, visit, tile)
-    return _asking(plan)[1] * shared + plan.column_warps // plan.score_warps * elements
+    return _asking(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
 
 
 def _until_one_is_not(live: Array) -> int:

@@ -120,7 +120,8 @@ def heads_of(
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> Alike:
         lists = _lists(spec, live, b, h, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
-        axes = Axis(p.seq_q, plan.block_q, p.q_offset), Axis(p.seq_k, plan.block_k, p.k_offset)
+        queries, keys = plan.queries_per_tile, plan.block_k
+        axes = Axis(p.seq_q, queries, p.q_offset), Axis(p.seq_k, keys, p.k_offset)
         walk = Walk(mask, (known | places).items(), *axes)
         return Alike(batch, heads_q, heads_kv, walk, lists, _visits(walk, plan, lists))
 

@@ -30,7 +30,10 @@ _FORMULAS = {
 
 def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
     """Lines of C++ comments, none over 100 columns."""
-    if spec.file is not None:
+    if plan.heads_per_tile > 1:
+        loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
+        again = f'flashgen.emit({loaded}, arch="{plan.arch}", heads_per_tile={plan.heads_per_tile})'
+    elif spec.file is not None:
         again = f"flashgen emit {spec.file} --arch {plan.arch}"
     else:
         again = f'flashgen.emit(spec, arch="{plan.arch}")'
@@ -60,7 +63,9 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             lines.append(f"  layout    = {spec.block_sparse.described}")
         if spec.score_line or spec.mask_line or spec.block_sparse:
             lines.append("")
-    axis, block, heads = ("q", plan.block_q, "heads_q")
+    axis, block, heads = ("q", plan.queries_per_tile, "heads_q")
+    if plan.heads_per_tile > 1:
+        heads += f" / {plan.heads_per_tile}"
     if plan.owns_keys:
         axis, block, heads = ("k", plan.block_k, "heads_kv")
     grid = f"ceil(seq_{axis} / {block}), {heads}, batch"

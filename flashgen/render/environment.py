@@ -1,8 +1,7 @@
 """The Jinja environment of the templates, whose delimiters leave them valid C++ to an editor.
 
 ``/*% %*/`` blocks, ``/*{ x }*/`` values, ``/*# #*/`` comments, ``//%`` line statements and ``//#``
-line comments. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``. Where
-tags make a line longer than what they become, a comment over its end breaks only the template.
+line comments. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
 """
 
 from __future__ import annotations

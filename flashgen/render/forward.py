@@ -12,6 +12,7 @@ from flashgen.plan import Plan
 from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
+from flashgen.render.rows import rows_of
 from flashgen.render.source import ELEMENTS, Source
 from flashgen.render.walk import ScoreCode, Walk, walk_of
 from flashgen.render.wgmma import Results
@@ -112,7 +113,7 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         plan,
         functions,
         walk,
-        ScoreCode.of(functions),
+        ScoreCode.of(functions, head=rows_of(plan).head),
         helpers=frozenset() if precise else frozenset({"rcp"}),
         softmax=softmax.with_dropout() if spec.dropout else softmax,
         transposed=False,

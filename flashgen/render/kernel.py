@@ -13,6 +13,7 @@ from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.packed import Packed, first_row, of_tma
 from flashgen.render.params import params_of
 from flashgen.render.readers import SUMS, place_of_sum, reader
+from flashgen.render.rows import rows_of
 from flashgen.render.sink import logit_of
 from flashgen.render.source import ELEMENTS, Source, kernel_name, tidy
 from flashgen.render.walk import ScoreCode, Walk, owned_by_block
@@ -50,7 +51,7 @@ def kernel(
     Raises:
         RenderError: when the template asks for a field that it is not given.
     """
-    name = kernel_name(spec, plan.kernel)
+    name = kernel_name(spec, plan.kernel, plan.heads_per_tile)
     read = functions.tensors if functions else ()
     readers = functions.readers if functions else ()
     tables = functions.tables if functions else ()
@@ -67,6 +68,7 @@ def kernel(
     parameter = "packed" if packed else "p"
     if walk is not None:
         fields |= owned_by_block(walk, parameter)
+    rows = rows_of(plan)
     text = render_template(
         template,
         name=name,
@@ -85,14 +87,15 @@ def kernel(
         walk=walk,
         score=score,
         partials=partials,
+        rows=rows,
         forward=plan.kernel == "forward",
         own_sums=plan.kernel == "forward" and plan.head_dim_v <= OWN_SUMS_UP_TO,
         dropout=spec.dropout,
         packed=packed,
         parameter=parameter,
         first_row=partial(first_row, packed is not None),
-        **of_tma(params, packed is not None),
-        sink=logit_of(sink),
+        **of_tma(packed is not None),
+        sink=logit_of(sink, rows.head),
         **fields,
     )
     return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan)

@@ -59,14 +59,9 @@ class Whose:
     last: str
 
 
-def of_tma(params: Iterable[Param], packed: bool) -> dict[str, object]:
-    """C++ of tensor maps, and of what says whose queries and keys TMA copies.
-
-    Where sequences are packed ``p`` is a copy, in which TMA must not look for maps.
-    """
-    names = [f"{param.name}_map" for param in params if param.ctype == "tensormap"]
-    fields: dict[str, object] = {name: name if packed else f"p.{name}" for name in names}
-    fields |= {f"of_{axis}": f"{axis}s" if packed else "b" for axis in "qk"}
+def of_tma(packed: bool) -> dict[str, object]:
+    """C++ of what says whose queries and keys TMA copies."""
+    fields: dict[str, object] = {f"of_{axis}": f"{axis}s" if packed else "b" for axis in "qk"}
     stretch = Whose("sequence", "const Stretch& of", "of.first + row", "of.end")
     return fields | {"whose": stretch if packed else Whose("tensor", "int b", "row", "b")}
 

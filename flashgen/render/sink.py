@@ -7,11 +7,11 @@ from flashgen.render.source import Param
 from flashgen.spec import AttentionSpec
 
 
-def logit_of(sink: Tensor | None) -> str | None:
-    """C++ of the sink of head h; None without a sink."""
+def logit_of(sink: Tensor | None, head: str = "h") -> str | None:
+    """C++ of the sink of a head; None without a sink."""
     if sink is None:
         return None
-    return f"read_{sink.name}(p, h)" if sink.dims else f"read_{sink.name}(p)"
+    return f"read_{sink.name}(p, {head})" if sink.dims else f"read_{sink.name}(p)"
 
 
 def empty_row(spec: AttentionSpec) -> tuple[str, str]:

@@ -69,13 +69,14 @@ ELEMENTS = {
 }
 
 
-def kernel_name(spec: AttentionSpec, role: str) -> str:
+def kernel_name(spec: AttentionSpec, role: str, heads_per_tile: int = 1) -> str:
     """``causal_forward_fp16_d64``: what profiles, symbols and files are called by."""
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
     place = role if role == "forward" else f"backward_{role}"
-    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}"
+    heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
+    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}{heads}"
 
 
 def tidy(text: str) -> str:

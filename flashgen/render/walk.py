@@ -169,11 +169,17 @@ class ScoreCode:
     uses_k: bool
 
     @staticmethod
-    def of(make: SpecFunctions, *, slope: bool = False, element: str = "s[g][n][e]") -> ScoreCode:
-        """``slope``: the call gives the derivative too; ``element``: of Q K^T."""
+    def of(
+        make: SpecFunctions,
+        *,
+        slope: bool = False,
+        element: str = "s[g][n][e]",
+        head: str = "h",
+    ) -> ScoreCode:
+        """``slope``: the call gives the derivative too; ``element``: of Q K^T; ``head``: its."""
         if make.score.identity:
             return ScoreCode((), None, False, False, False)
         function = make.score_mod_and_slope() if slope else make.score_mod()
-        call = function.call(score=f"{element} * p.scale")
+        call = function.call(score=f"{element} * p.scale", h=head)
         uses = (symbol in function.uses for symbol in (fx.H, fx.Q, fx.K))
         return ScoreCode((function,), call, *uses)
