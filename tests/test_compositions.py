@@ -121,7 +121,7 @@ COMPOSITIONS = {
 }
 
 
-IN_FAST_TIER = {("t5_documents", "bfloat16"), ("sparse_dropout", "float16")}
+IN_FAST_TIER = {("sparse_dropout", "float16")}
 
 # Each with one dtype of 16 bits in `make test`, with the others in the slow tier.
 PAIRS = [

@@ -91,19 +91,25 @@ def of_file(name: str, case: Case, heads: int, dropout_p: float = 0.0, q_offset:
 # ---- results ------------------------------------------------------------------------------------
 
 
+def shared(name: str, *rest: object, slow: bool = False) -> Any:
+    """An example by name, with a case, heads per tile, dropout and the offset of queries."""
+    return pytest.param(name, *rest, id=name, marks=pytest.mark.slow if slow else [])
+
+
 @pytest.mark.parametrize(
     ("name", "case", "heads", "dropout_p", "q_offset"),
     [
         # A few new queries behind a cache of keys.
-        ("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295),
+        shared("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
-        ("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 128, None, "sequence_major"), 2, 0.17, 0),
-        ("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0),
+        shared(
+            "alibi", Case(64, 128, 1, 4, 2, "bfloat16", 128, None, "sequence_major"), 2, 0.17, 0
+        ),
+        shared("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, slow=True),
         # The batch entry's own keys, skipped by tables; a layout that all heads have.
-        ("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0),
-        ("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150),
+        shared("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, slow=True),
+        shared("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150, slow=True),
     ],
-    ids=["causal", "alibi", "sink", "document", "local_global"],
 )
 def test_heads_that_share_a_tile_get_what_they_get_alone(
     name: str, case: Case, heads: int, dropout_p: float, q_offset: int
