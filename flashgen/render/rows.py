@@ -32,4 +32,5 @@ _OF_HEADS = Rows("TILE_QUERIES", "head", "warp_query", "q_start + thread / 32 * 
 
 
 def rows_of(plan: Plan) -> Rows:
+    """By whether the plan's tiles have several heads."""
     return _OF_HEADS if plan.heads_per_tile > 1 else _OF_ONE_HEAD
