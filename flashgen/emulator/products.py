@@ -6,9 +6,9 @@ warpgroups of a block that multiply by the same B are one as well. Dealing the c
 as 0 2 4 6 1 3 5 7 makes what four lanes hold of one row of the sums a piece of 16 bytes; that costs
 nothing where B is gathered by columns.
 
-Products of f16, bf16, tf32 and 8-bit floats are exact in float32; sums are rounded in float32, in
-the order of the host's BLAS. Not modelled: that tensor cores truncate while they add, to fewer bits
-for 8-bit floats.
+Products of f16, bf16, tf32 and 8-bit floats are exact in float32; the sum along k of what is one
+product is rounded to float32 once. Not modelled: that tensor cores truncate while they add, to
+fewer bits for 8-bit floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.descriptors import PATTERN_BYTES, PIECE_BYTES, Layout, pieces
-from flashgen.emulator.tensor import CACHE_BYTES, CHUNK, ELEMENTS, chunks, scratch, to_single
+from flashgen.emulator.tensor import (
+    CACHE_BYTES,
+    CHUNK,
+    ELEMENTS,
+    chunks,
+    multiply_exactly,
+    scratch,
+    to_single,
+)
 
 Array = npt.NDArray[Any]
 ROWS = 64
@@ -165,7 +173,7 @@ def multiply(
             # BLAS is faster when B need not be transposed: do it while elements are narrow.
             y = np.ascontiguousarray(y.swapaxes(1, 2))
         y = to_single(y.reshape(len(y), -1, n), kind_b)
-        np.matmul(x, y, out=product[now])
+        multiply_exactly(x, y, product[now])
     if form.sign < 0:
         np.negative(product, out=product)
     if mn_b:

@@ -106,6 +106,16 @@ def to_single(elements: Array, kind: str) -> Array:
     return elements.astype(np.float32)
 
 
+def multiply_exactly(x: Array, y: Array, out: Array) -> None:
+    """x y of float32, summed in float64 and rounded once.
+
+    Sums in float32 would be rounded in the order of the host's BLAS, which on some CPUs depends on
+    the shapes: the bits of a result would change with what else is multiplied at the same time.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = np.matmul(x.astype(np.float64), y.astype(np.float64))
+
+
 @runtime
 def multiply_matrices(
     C: Cohort, kind_a: str, kind_b: str, tiles: tuple[int, int, int], a: Any, b: Any
@@ -143,7 +153,7 @@ def multiply_matrices(
         # BLAS is twice as fast when B need not be transposed: do it while elements are narrow.
         narrow = np.ascontiguousarray(columns[now])
         y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kind_b)
-        np.matmul(x, y, out=product[now])
+        multiply_exactly(x, y, product[now])
     parts = product.view(CHUNK).reshape(n, m_tiles, 2, 8, n_tiles, 2)
     out = np.ascontiguousarray(parts.transpose(1, 4, 2, 5, 0, 3))
     return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)

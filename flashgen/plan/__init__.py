@@ -92,7 +92,7 @@ def plan(
     return _plan(spec, arch, sram, policy, width, spare_registers, tile, heads_per_tile)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024, typed=True)
 def _plan(
     spec: AttentionSpec,
     arch: str,
@@ -159,7 +159,7 @@ def plan_backward(
     return _plan_backward(spec, arch, sram, deterministic, spare, tuple(sorted(tiles.items())))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024, typed=True)
 def _plan_backward(
     spec: AttentionSpec,
     arch: str,
