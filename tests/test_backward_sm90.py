@@ -1,6 +1,6 @@
 """The backward kernels for Hopper (TMA, wgmma) meet the error rule in the emulator, checkers on.
 
-`make test` has every seventh spec once at one head dim; every spec at every head dim, with dropout,
+`make test` has every ninth spec once at one head dim; every spec at every head dim, with dropout,
 determinism, lengths and heads in turn, is `slow`.
 """
 
@@ -86,9 +86,9 @@ def check(path: Path, head_dim: int) -> None:
     judged(spec, path, case, deterministic=deterministic, dropout_p=dropout_p)
 
 
-@pytest.mark.parametrize("path", SPECS[::7], ids=SPEC_IDS[::7])
-def test_every_seventh_spec_meets_the_error_rule(path: Path) -> None:
-    check(path, HEAD_DIMS[SPECS.index(path) // 7 % len(HEAD_DIMS)])
+@pytest.mark.parametrize("path", SPECS[::9], ids=SPEC_IDS[::9])
+def test_every_ninth_spec_meets_the_error_rule(path: Path) -> None:
+    check(path, HEAD_DIMS[SPECS.index(path) // 9 % len(HEAD_DIMS)])
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_every_spec_does_at_every_head_dim(path: Path, head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "deterministic"),
-    [(192, 128, False), (64, 192, True), (128, 8, False), (24, 72, True)],
+    [(192, 128, False), slow(64, 192, True), slow(128, 8, False), (24, 72, True)],
 )
 def test_values_may_be_longer_or_shorter_than_keys(
     head_dim: int, head_dim_v: int, deterministic: bool
@@ -112,7 +112,7 @@ def test_values_may_be_longer_or_shorter_than_keys(
 
 @pytest.mark.parametrize(
     ("head_dim", "deterministic"),
-    [(8, False), (40, True), slow(104, False), (168, True), slow(248, False)],
+    [(8, False), slow(40, True), slow(104, False), (168, True), slow(248, False)],
 )
 def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
     head_dim: int, deterministic: bool
@@ -123,7 +123,7 @@ def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 700), (17, 5), *(slow(each) for each in [(1, 1), (64, 128), (300, 1)])]
+    "lengths", [(1, 700), *(slow(each) for each in [(17, 5), (1, 1), (64, 128), (300, 1)])]
 )
 def test_lengths_that_fill_no_tile(lengths: tuple[int, int]) -> None:
     judged(CAUSAL, CAUSAL_PATH, Case(*lengths, 2, 2, 1, "float16", 64), dropout_p=0.1)
@@ -151,10 +151,10 @@ GIVEN = [
     # Both warpgroups own the same keys, where the plan gives each its own; and the other way.
     ("fused", 64, Tile(64, 8, 1, 1, 2, 2)),
     ("fused", 128, Tile(32, 8, 1, 1, 2, 2)),
-    ("fused", 128, Tile(48, 8, 1, 1)),
+    slow("fused", 128, Tile(48, 8, 1, 1)),
     slow("dkdv", 256, Tile(32, 8, 1, 1, 2, 2)),
     # One buffer only.
-    ("fused", 256, Tile(64, 8, 1, 1, 2, 2)),
+    slow("fused", 256, Tile(64, 8, 1, 1, 2, 2)),
     ("dq", 256, Tile(16, 8, 1, 1)),
 ]
 
@@ -210,7 +210,7 @@ def test_deterministic_gradients_do_not_depend_on_the_order_of_warps_and_copies(
     assert torch.equal(plain.dv, shuffled.dv)
 
 
-@pytest.mark.parametrize(("head_dim", "seed"), [slow(128, 1), (192, 2)])
+@pytest.mark.parametrize(("head_dim", "seed"), [slow(128, 1), slow(192, 2)])
 def test_fused_ones_do_not_either_but_for_dq(head_dim: int, seed: int) -> None:
     spec = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim)
     case = Case(200, 300, 1, 2, 1, "float16", head_dim)

@@ -121,8 +121,6 @@ COMPOSITIONS = {
 }
 
 
-IN_FAST_TIER = {("sparse_dropout", "float16")}
-
 # Each with one dtype of 16 bits in `make test`, with the others in the slow tier.
 PAIRS = [
     pytest.param(name, dtype, marks=[] if j == i % 2 else pytest.mark.slow)
@@ -130,12 +128,7 @@ PAIRS = [
     for j, dtype in enumerate(DTYPES)
 ]
 # float32 has no kernel of its own there.
-ON_HOPPER = [
-    pytest.param(name, dtype, marks=[] if (name, dtype) in IN_FAST_TIER else pytest.mark.slow)
-    for name in COMPOSITIONS
-    for dtype in DTYPES
-    if dtype != "float32"
-]
+ON_HOPPER = [(name, dtype) for name in COMPOSITIONS for dtype in DTYPES if dtype != "float32"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
@@ -143,6 +136,7 @@ def test_a_composition_meets_the_error_rule(name: str, dtype: str) -> None:
     check_composition(name, dtype, "sm_80")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), ON_HOPPER)
 def test_it_does_with_the_kernels_for_hopper(name: str, dtype: str) -> None:
     check_composition(name, dtype, "sm_90a")
