@@ -171,6 +171,7 @@ def test_fully_masked_rows_and_keys_get_exactly_zero_from_buffers_of_nan(
         assert (gradient != 0).any()
 
 
+@pytest.mark.slow
 def test_a_score_with_an_infinite_slope_outside_the_mask_does_no_harm() -> None:
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q

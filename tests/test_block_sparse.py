@@ -114,6 +114,7 @@ def test_the_oracle_masks_what_a_layout_leaves_out() -> None:
     assert (~seen).any()
 
 
+@pytest.mark.slow
 def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
     spec = sparse_spec(32, 48, dilated, score_mod=biased, dtype="bfloat16", dropout=True)
     case = Case(130, 170, 2, 4, 2, "bfloat16", 64)

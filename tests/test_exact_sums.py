@@ -307,6 +307,7 @@ def test_a_learned_tensor_that_the_score_does_not_read_has_a_gradient_of_0() -> 
 # ---- the operator ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torchs_switch_gives_the_same_bits_through_autograd() -> None:
     spec = fg.load(spec_path("t5_bias")).replace(head_dim=32)
     op = fg.attention(spec)

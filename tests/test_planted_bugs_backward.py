@@ -170,6 +170,7 @@ def test_a_sum_of_dq_past_the_end_is_out_of_bounds() -> None:
     caught(source, planted(source, "// 5i.", "+ lane;", "+ lane + 100000;"), "OutOfBounds")
 
 
+@pytest.mark.slow
 def test_a_loop_over_query_tiles_that_never_ends_meets_the_step_limit() -> None:
     source = kernel("fused")
     caught(source, planted(source, "// 5. Main loop", "    ++next_tile;\n", ""), "StepLimit")

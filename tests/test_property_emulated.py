@@ -349,6 +349,7 @@ def test_an_error_that_is_high_by_chance_is_told_from_one_that_is_high() -> None
     assert not by_chance(replace(single, elements=FEW))
 
 
+@pytest.mark.slow
 @settings(FAST, max_examples=1, phases=[Phase.explicit])
 @given(problem=problems([8]))
 @example(problem=COMPARED_CHOICE)
