@@ -163,7 +163,7 @@ def _emit_backward(
     return sources
 
 
-@functools.lru_cache(maxsize=512, typed=True)
+@functools.lru_cache(maxsize=512)
 def _analysed(spec: AttentionSpec, walk: Walk) -> Analysis:
     return analyse(spec, walk)
 
@@ -193,7 +193,7 @@ def build(
     return _build(spec, arch, sram, policy, access_bytes, tile, heads_per_tile)
 
 
-@functools.lru_cache(maxsize=512, typed=True)
+@functools.lru_cache(maxsize=512)
 def _build(
     spec: AttentionSpec,
     arch: str,
@@ -239,7 +239,7 @@ def build_summaries(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ..
     return _build_summaries(spec, arch)
 
 
-@functools.lru_cache(maxsize=512, typed=True)
+@functools.lru_cache(maxsize=512)
 def _build_summaries(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
     analysis = _analysed(spec, render.walk_of_kernel("forward"))
     return tuple(_compiled(source, analysis) for source in _emit_summaries(spec, arch))
@@ -265,7 +265,7 @@ def build_backward(
     return _build_backward(spec, arch, sram, deterministic, tuple(sorted(tiles.items())))
 
 
-@functools.lru_cache(maxsize=512, typed=True)
+@functools.lru_cache(maxsize=512)
 def _build_backward(
     spec: AttentionSpec,
     arch: str,

@@ -11,7 +11,6 @@ from sparse_layouts import by_position, causal, random_layout, sparse_spec
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.emulator import emit_tensor
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.spec import AttentionSpec
 
@@ -173,22 +172,6 @@ def test_a_layout_of_functions_is_that_of_their_values() -> None:
         assert torch.equal(runs[0].lse, runs[1].lse)
 
 
-@pytest.fixture
-def one_product_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums rounded product by product, as tensor cores do.
-
-    The emulator makes one product of those along k as far as the code between them lets it, which
-    is not as far in a kernel that walks a layout: then the last bits of a sum may differ.
-    """
-    defer = emit_tensor._defer
-
-    def at_once(g: Any, *rest: Any) -> None:
-        defer(g, *rest)
-        emit_tensor.flush_products(g, -1)
-
-    monkeypatch.setattr(emit_tensor, "_defer", at_once)
-
-
 def triangle(block: int, seq: int) -> Tensor:
     blocks = -(-seq // block)
     return torch.ones(1, 1, blocks, blocks, dtype=torch.bool).tril()
@@ -201,9 +184,7 @@ def triangle(block: int, seq: int) -> Tensor:
         pytest.param(None, 1, id="blocks of 1", marks=pytest.mark.slow),
     ],
 )
-def test_a_layout_that_says_what_causal_says_gives_its_bits(
-    mask: Any, block: int, one_product_at_a_time: None
-) -> None:
+def test_a_layout_that_says_what_causal_says_gives_its_bits(mask: Any, block: int) -> None:
     """Of kernels with the same tiles, forward and backward."""
     case = Case(150, 150, 1, 2, 1)
     found = []

@@ -77,11 +77,14 @@ def _predict(request: Request, shape: str, spec: AttentionSpec, plans: Sequence[
     sizes = parse_shape(shape)
     with busy("loading torch"):
         from flashgen.cli.tune import inputs_of, problem_of
-        from flashgen.tune import heads_of_call, predicted
+        from flashgen.ops.bind import heads_of_call
+        from flashgen.tune import predicted
     inputs = inputs_of(spec, request.path, sizes, scalars=request.scalars)
     problem, captured = problem_of(spec, inputs)
     for planned in plans:
-        heads = heads_of_call(spec, problem, captured, planned)
+        if planned.kernel != "forward":
+            continue
+        heads = heads_of_call(spec, planned, problem, captured)
         if heads.reason:
             write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
     durations = predicted(spec, problem, captured, plans)

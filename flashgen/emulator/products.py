@@ -25,7 +25,7 @@ from flashgen.emulator.tensor import (
     CHUNK,
     ELEMENTS,
     chunks,
-    multiply_exactly,
+    multiply_rounding_once,
     scratch,
     to_single,
 )
@@ -173,7 +173,7 @@ def multiply(
             # BLAS is faster when B need not be transposed: do it while elements are narrow.
             y = np.ascontiguousarray(y.swapaxes(1, 2))
         y = to_single(y.reshape(len(y), -1, n), kind_b)
-        multiply_exactly(x, y, product[now])
+        multiply_rounding_once(x, y, product[now])
     if form.sign < 0:
         np.negative(product, out=product)
     if mn_b:

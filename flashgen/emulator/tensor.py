@@ -3,7 +3,7 @@
 All fragment layouts of mma.sync m16n8kX share one shape: four lanes (t) hold one 16-byte chunk of
 consecutive k of one row, eight groups of lanes (g) hold eight rows. So a fragment register, viewed
 in elements of 16 bytes, is (n, 8): copying such elements builds whole operand matrices, and chains
-of instructions become one batched float32 GEMM. Accumulators hold columns 2t and 2t+1; ordering the
+of instructions become one batched GEMM. Accumulators hold columns 2t and 2t+1; ordering the
 columns of the product as (tile, parity, t) makes them 16-byte chunks as well.
 """
 
@@ -106,7 +106,7 @@ def to_single(elements: Array, kind: str) -> Array:
     return elements.astype(np.float32)
 
 
-def multiply_exactly(x: Array, y: Array, out: Array) -> None:
+def multiply_rounding_once(x: Array, y: Array, out: Array) -> None:
     """x y of float32, summed in float64 and rounded once.
 
     Sums in float32 would be rounded in the order of the host's BLAS, which on some CPUs depends on
@@ -153,7 +153,7 @@ def multiply_matrices(
         # BLAS is twice as fast when B need not be transposed: do it while elements are narrow.
         narrow = np.ascontiguousarray(columns[now])
         y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kind_b)
-        multiply_exactly(x, y, product[now])
+        multiply_rounding_once(x, y, product[now])
     parts = product.view(CHUNK).reshape(n, m_tiles, 2, 8, n_tiles, 2)
     out = np.ascontiguousarray(parts.transpose(1, 4, 2, 5, 0, 3))
     return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)

@@ -93,7 +93,7 @@ class Backward:
         found = map(backends.row_obstacle, _READ.values(), tensors)
         self._layout = static_layout(spec, problem, self.device)
         self._crooked = dict(zip(_READ, found, strict=True))
-        # Copies are contiguous.
+        # What is copied first is contiguous, which TMA takes.
         by_tma = {
             label: tensor
             for (name, label), tensor in zip(_READ.items(), tensors, strict=True)

@@ -11,7 +11,10 @@ from flashgen.ops.backends import Bound, Tensors
 from flashgen.ops.checks import Problem
 from flashgen.ops.maps import maps_of
 from flashgen.pipeline import Build
+from flashgen.plan import HeadsPerTile, Plan, choose_heads
 from flashgen.plan.order import head_bits
+from flashgen.sparse import LAYOUT
+from flashgen.spec import AttentionSpec
 
 
 def bind(
@@ -36,3 +39,17 @@ def bind(
     grid = plan.grid(*sizes, packed=packed, head_bits=bits)
     maps = maps_of(plan, tensors, packed=packed)
     return Bound(build, Arguments(params, numbers, maps), grid)
+
+
+def heads_of_call(
+    spec: AttentionSpec, plan: Plan, p: Problem, captured: Mapping[str, torch.Tensor]
+) -> HeadsPerTile:
+    """How many query heads share a tile of the forward kernel in calls of this problem.
+
+    Args:
+        plan: of a tile with the rows of one head.
+        captured: by the names that the spec has for them, the layout's included.
+    """
+    layout = captured.get(LAYOUT)
+    sizes = p.batch, p.heads_q, p.heads_kv, p.seq_q
+    return choose_heads(spec, plan, *sizes, layout_heads=1 if layout is None else layout.shape[1])

@@ -11,7 +11,7 @@ import torch
 
 from flashgen.ops import backends
 from flashgen.ops.backends import Bound, nearest_arch
-from flashgen.ops.bind import bind
+from flashgen.ops.bind import bind, heads_of_call
 from flashgen.ops.block_sparse import static_layout, with_layout
 from flashgen.ops.captures import named, pointers_of
 from flashgen.ops.checks import Problem, check
@@ -26,8 +26,7 @@ from flashgen.ops.tiles import quiet, tiles_of
 from flashgen.ops.tuned import remembered
 from flashgen.ops.variants import without_dropout
 from flashgen.pipeline import build
-from flashgen.plan import NO_TILES, HeadsPerTile, Tile, choose_heads, plan
-from flashgen.sparse import LAYOUT
+from flashgen.plan import NO_TILES, HeadsPerTile, Tile, plan
 from flashgen.spec import AttentionSpec
 
 __all__ = ["Forward", "ForwardRun", "Report", "draw_rng", "nearest_arch", "prepare", "run_forward"]
@@ -174,20 +173,17 @@ class Forward:
         tiles = self._tiles
         if self.backend == "gpu" and width == 16 and self._sram is None and not tiles:
             tiles = remembered(self.spec, self._kernel_arch, "forward", self.problem, self.index)
-        p, packed = self.problem, self.spec.packed
-        options: dict[str, Any] = {"sram": self._sram, "tile": tiles.get("forward")}
-        options |= {"access_bytes": width}
-        layout = captured.get(LAYOUT)
-        heads = self._heads[width] = choose_heads(
-            self.spec,
-            plan(self.spec, self._kernel_arch, **options),
-            *(p.batch, p.heads_q, p.heads_kv, p.seq_q),
-            layout_heads=1 if layout is None else layout.shape[1],
-        )
+        p = self.problem
+        options: dict[str, Any] = {
+            "sram": self._sram,
+            "tile": tiles.get("forward"),
+            "access_bytes": width,
+        }
+        of_one_head = plan(self.spec, self._kernel_arch, **options)
+        heads = self._heads[width] = heads_of_call(self.spec, of_one_head, p, captured)
         kernel = build(self.spec, self._kernel_arch, heads_per_tile=heads.heads, **options)
         self._built = perf_counter() - start
-        bound = bind(kernel, p, tensors, captured, packed=packed)
-        self._bound[width] = bound
+        bound = self._bound[width] = bind(kernel, p, tensors, captured, packed=self.spec.packed)
         if captured:
             self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))
         return bound

@@ -82,6 +82,7 @@ def plan(
     """
     width = 16 if access_bytes is None else access_bytes
     _check_options(spec, sram, policy, width)
+    _check_number(heads_per_tile)
     if tile is not None and policy != "derived":
         raise PlanError(
             "a given tile leaves a policy nothing to decide",
@@ -92,7 +93,7 @@ def plan(
     return _plan(spec, arch, sram, policy, width, spare_registers, tile, heads_per_tile)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
+@functools.lru_cache(maxsize=1024)
 def _plan(
     spec: AttentionSpec,
     arch: str,
@@ -159,7 +160,7 @@ def plan_backward(
     return _plan_backward(spec, arch, sram, deterministic, spare, tuple(sorted(tiles.items())))
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
+@functools.lru_cache(maxsize=1024)
 def _plan_backward(
     spec: AttentionSpec,
     arch: str,
@@ -214,13 +215,20 @@ def _check_options(spec: AttentionSpec, sram: int | None, policy: str, access_by
         )
 
 
+def _check_number(heads: object) -> None:
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads <= 0:
+        raise PlanError(
+            "heads_per_tile is not a number of heads",
+            where="plan(heads_per_tile=...)",
+            numbers=f"given {heads!r}: it is a number of query heads",
+            way_out="heads_per_tile=1, or nothing: calls choose it by their lengths",
+        )
+
+
 def _check_heads(spec: AttentionSpec, problem: Problem) -> None:
     """Whether some tile, fitting or not, can have so many heads."""
     heads = problem.heads_per_tile
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads <= 0:
-        why = "it is a number of query heads"
-    else:
-        why = one_walk_each(spec)
+    why = one_walk_each(spec)
     if not why and problem.path != "sm_90a":
         why = "the kernels of path sm_80 have tiles of one head"
     if not why and all(next(unshared(tile.owned, heads), None) for tile in shapes(problem)):

@@ -1,7 +1,7 @@
 """The fastest tiles for a shape: ranked by the model, and measured where there is a GPU."""
 
 from flashgen.tune.measure import Inputs, Measured, checked, fastest, on_gpu
-from flashgen.tune.rank import Choice, by_time, derived, heads_of_call, predicted, rank
+from flashgen.tune.rank import Choice, by_time, derived, predicted, rank
 
 __all__ = [
     "Choice",
@@ -11,7 +11,6 @@ __all__ = [
     "checked",
     "derived",
     "fastest",
-    "heads_of_call",
     "on_gpu",
     "predicted",
     "rank",

@@ -9,12 +9,12 @@ from typing import Any
 
 from flashgen.analysis import Analysis, analyse
 from flashgen.ops import Problem
-from flashgen.plan import HeadsPerTile, Plan, Tile, choose_heads, feasible, plan, plan_backward
+from flashgen.ops.bind import heads_of_call
+from flashgen.plan import Plan, Tile, feasible, plan, plan_backward
 from flashgen.plan.backward import kernels_of
 from flashgen.plan.duration import Duration, duration_of
 from flashgen.profile import walks_of
 from flashgen.render import walk_of_kernel
-from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
 
 NEIGHBOURS = 4
@@ -105,17 +105,6 @@ def derived(
     return next((each for each in ranked if each.tiles == own.tiles), own)
 
 
-def heads_of_call(
-    spec: AttentionSpec, problem: Problem, captured: Mapping[str, Any], plan: Plan
-) -> HeadsPerTile:
-    """How many heads per tile calls of this problem have; arguments as of `rank`."""
-    if plan.kernel != "forward":
-        return HeadsPerTile(1, "")
-    layout = captured.get(LAYOUT)
-    sizes = problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q
-    return choose_heads(spec, plan, *sizes, layout_heads=1 if layout is None else layout.shape[1])
-
-
 def predicted(
     spec: AttentionSpec,
     problem: Problem,
@@ -163,8 +152,9 @@ def _predictor(
     walks: dict[tuple[int, int, int], Any] = {}
 
     def predict(plan: Plan) -> Duration:
-        heads = heads_of_call(spec, problem, captured, plan).heads
-        plan = replace(plan, heads_per_tile=heads)
+        if plan.kernel == "forward":
+            heads = heads_of_call(spec, plan, problem, captured).heads
+            plan = replace(plan, heads_per_tile=heads)
         size = plan.block_q, plan.block_k, plan.heads_per_tile
         if size not in walks:
             walks[size] = walks_of(spec, analysis.mask, plan, problem, captured)
