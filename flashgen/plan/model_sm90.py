@@ -24,8 +24,10 @@ PANELS = (64, 32, 16)  # columns, widest first: patterns of 128, 64 and 32 bytes
 BARRIER_BYTES = 8
 
 
-# What the copying warps need where they look for live tiles, instead of walking a range.
+# What the copying warps need where they look for live tiles, or where a range has two ends, and how
+# much more where the mask is asked of each tile. Measured on compiled kernels, as are those below.
 SEARCHING_REGISTERS = 40
+SEARCHING_TILES = 16
 
 
 def panels_of(dim: int) -> tuple[int, int]:
@@ -37,8 +39,9 @@ def panels_of(dim: int) -> tuple[int, int]:
 
 DEPTH = Formula("depth", f"{DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP})")
 DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
-# A barrier for Q, and for each buffer one that it is full and one that it is empty.
-BARRIERS_BYTES = f"{BARRIER_BYTES}*(1 + 4*stages)"
+# For each buffer a barrier that it is full and one that it is empty, the same for the number of the
+# next job and that number, and for each warpgroup one for its Q.
+BARRIERS_BYTES = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
 SMEM = Formula(
     "smem",
     f"e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + {BARRIERS_BYTES}",

@@ -6,10 +6,10 @@ import sympy
 
 from flashgen.analysis import Block, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
-from flashgen.expr import SCORE, elements_of
+from flashgen.expr import SCORE, FloorDiv, FloorMod, elements_of
 from flashgen.plan import registers_sm90
 from flashgen.plan.model_backward import OF_CAPTURED
-from flashgen.plan.model_sm90 import SEARCHING_REGISTERS
+from flashgen.plan.model_sm90 import SEARCHING_REGISTERS, SEARCHING_TILES
 from flashgen.plan.search import Problem
 from flashgen.spec import AttentionSpec
 
@@ -95,9 +95,12 @@ def problem_of(
 
 
 def _searching(spec: AttentionSpec) -> int:
-    """Registers of a warp that copies, where the mask's bounds alone do not say which tiles."""
-    plain = spec.block_sparse is None and row_interval(spec.mask) is not None
-    return 0 if plain else SEARCHING_REGISTERS
+    """Registers of a warp that copies, where it takes more than a few bounds; else 0."""
+    row = row_interval(spec.mask)
+    if row is None:
+        return SEARCHING_REGISTERS + SEARCHING_TILES
+    divides = None not in (row.lo, row.hi) and spec.mask.has(FloorDiv, FloorMod)
+    return SEARCHING_REGISTERS if spec.block_sparse or spec.packed or divides else 0
 
 
 def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tuple[str, str]:

@@ -157,6 +157,11 @@ class Plan:
         return self.kernel in ("dkdv", "fused")
 
     @property
+    def takes_jobs(self) -> bool:
+        """A block does any number of jobs, one after another, each what `grid` has a block for."""
+        return self.path == "sm_90a" and self.kernel == "forward"
+
+    @property
     def of_captured(self) -> bool:
         """It makes the gradients of learned tensors."""
         return self.kernel in OF_CAPTURED
@@ -216,7 +221,7 @@ class Plan:
         packed: bool = False,
         head_bits: int = 0,
     ) -> tuple[int, int, int]:
-        """Blocks of the launch: (tiles, heads, batch entries).
+        """Blocks of the launch: (tiles, heads, batch entries); or jobs, where blocks take them.
 
         Of query tiles and query heads, `heads_per_tile` at a time, or, where `owns_keys`, of key
         tiles and key heads. Where heads take turns, (tiles times such heads, heads divided by them,

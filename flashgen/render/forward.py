@@ -12,6 +12,7 @@ from flashgen.plan import Plan
 from flashgen.plan.model_sm90 import panels_of
 from flashgen.render.functions import SpecFunctions
 from flashgen.render.kernel import kernel
+from flashgen.render.maps import Maps
 from flashgen.render.rows import rows_of
 from flashgen.render.source import ELEMENTS, Source
 from flashgen.render.walk import ScoreCode, Walk, walk_of
@@ -105,8 +106,8 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     softmax = SOFTMAX_FLOAT32 if precise else SOFTMAX_HALF
     if spec.sink is not None:
         softmax = softmax.with_sink()
-    template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan)
     walk = walk_of(functions)
+    template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan, walk, packed=spec.packed)
     return kernel(
         template,
         spec,
@@ -158,7 +159,37 @@ def _sm80(plan: Plan) -> tuple[str, dict[str, Any]]:
     return "forward_sm80.cu.j2", tails | {"pv_tail": plan.head_dim_v % 16 == 8}
 
 
-def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Part:
+    """What one warpgroup of Hopper's kernel needs to know of a job.
+
+    Attributes:
+        step: of the kernel, in which it finds that out.
+        walk: as far as it decides for this part.
+        maps: that it copies by.
+        copies: it brings keys and values.
+        finds_queries: it is asked where the tile's queries begin.
+    """
+
+    step: str
+    walk: Walk
+    maps: Maps
+    copies: bool
+    finds_queries: bool
+
+
+def _parts(walk: Walk, *, packed: bool) -> dict[str, Part]:
+    """Which tiles are full is not asked where they are copied, and the loop looks for all of them."""
+    seeks = dataclasses.replace(
+        walk, full=None, next=None, uses_lo=walk.seeks_lo, uses_hi=walk.seeks_hi
+    )
+    return {
+        "copying": Part("2", seeks, Maps.of("kv"), True, packed or walk.seeks_lo or walk.seeks_hi),
+        "computing": Part("4", walk, Maps.of("qo"), False, True),
+    }
+
+
+def _sm90(plan: Plan, walk: Walk, *, packed: bool) -> tuple[str, dict[str, Any]]:
     """The template for TMA and wgmma, and its own fields: panels, registers, turns."""
     operand = ELEMENTS[plan.dtype].mma
 
@@ -179,4 +210,5 @@ def _sm90(plan: Plan) -> tuple[str, dict[str, Any]]:
         "producer_registers": plan.producer_registers,
         "consumer_registers": plan.registers,
         "turns": max(plan.head_dim, plan.head_dim_v) <= TURNS_UP_TO,
+        **_parts(walk, packed=packed),
     }

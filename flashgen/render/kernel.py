@@ -10,6 +10,7 @@ from flashgen.plan import Plan
 from flashgen.render.banner import banner
 from flashgen.render.environment import render_template
 from flashgen.render.functions import SpecFunction, SpecFunctions
+from flashgen.render.maps import Maps
 from flashgen.render.packed import Packed, first_row, of_tma
 from flashgen.render.params import params_of
 from flashgen.render.readers import SUMS, place_of_sum, reader
@@ -67,7 +68,8 @@ def kernel(
     printed = functions.printer.helpers if functions else set()
     parameter = "packed" if packed else "p"
     if walk is not None:
-        fields |= owned_by_block(walk, parameter)
+        fields |= owned_by_block(walk, parameter, jobs=plan.takes_jobs)
+    maps = [param.name for param in params if param.ctype == "tensormap"]
     rows = rows_of(plan)
     text = render_template(
         template,
@@ -95,6 +97,7 @@ def kernel(
         parameter=parameter,
         first_row=partial(first_row, packed is not None),
         **of_tma(packed is not None),
+        maps=Maps.of(maps),
         sink=logit_of(sink, rows.head),
         **fields,
     )

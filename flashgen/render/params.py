@@ -63,9 +63,10 @@ def params_of(
     if role in SUMS:
         learned = (tensor for tensor in read if tensor.grad)
         captures += [param for t in learned for param in params_of_gradient(t, SUMS[role])]
+    jobs = _jobs() if path == "sm_90a" and role == "forward" else []
     turns = [Param("head_bits", "int32", "int head_bits;", _TURNS)] if uneven else []
     params = _with_maps(spec, role) if path == "sm_90a" else _of_role(spec, role)
-    return (*(map(_of_all_sequences, params) if spec.packed else params), *turns, *captures)
+    return (*(map(_of_all_sequences, params) if spec.packed else params), *turns, *jobs, *captures)
 
 
 def _of_role(spec: AttentionSpec, role: str) -> list[Param]:
@@ -115,6 +116,16 @@ def _with_maps(spec: AttentionSpec, role: str) -> list[Param]:
         ]
     lse = Param("lse", "pointer", "float* lse;", "[batch, heads_q, seq_q], natural log")
     return [*(_map(name) for name in "qkvo"), lse, *_numbers(spec)]
+
+
+def _jobs() -> list[Param]:
+    taken = "of jobs that blocks took after their first; null: each block has one job"
+    return [
+        Param("tiles", "int32", "int tiles;", "jobs of a section"),
+        Param("sections", "int32", "int sections;", "of a batch entry: heads, or sets of such"),
+        Param("jobs", "int32", "int jobs;", "of all blocks"),
+        Param("taken", "pointer", "int* taken;", taken),
+    ]
 
 
 def _map(name: str) -> Param:

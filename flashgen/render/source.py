@@ -80,9 +80,11 @@ def kernel_name(spec: AttentionSpec, role: str, heads_per_tile: int = 1) -> str:
 
 
 def tidy(text: str) -> str:
-    """The text without trailing spaces and blank lines in a row."""
+    """The text without trailing spaces and blank lines in a row; directives begin at the left."""
     lines: list[str] = []
     for line in (raw.rstrip() for raw in text.splitlines()):
+        if line.lstrip().startswith("#"):
+            line = line.lstrip()
         if not line and (not lines or not lines[-1]):
             continue
         lines.append(line)

@@ -47,6 +47,8 @@ class Walk:
     uses_k: bool
     uses_lo: bool  # the first position of the tile that the block owns
     uses_hi: bool
+    seeks_lo: bool  # the same of what finds the tiles that it walks
+    seeks_hi: bool
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by its bounds: tiles have different numbers of others to walk
     last_tile_first: bool  # the later ones have more
@@ -76,6 +78,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         functions += layout.functions
     tile_uses = set().union(*(f.uses for f in (reach, full, may, must) if f is not None))
     all_uses = tile_uses | (layout.uses if layout else set())
+    seeks = set().union(*(f.uses for f in (reach, may) if f is not None))
+    seeks |= layout.uses if layout else set()
     has_lo = by_row and mask.row is not None and mask.row.lo is not None
     outside = "8 * n + e >= hi"
     if has_lo:
@@ -98,6 +102,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> Walk:
         uses_k=fx.K in element.uses,
         uses_lo=along.owned_lo in all_uses,
         uses_hi=along.owned_hi in all_uses,
+        seeks_lo=along.owned_lo in seeks,
+        seeks_hi=along.owned_hi in seeks,
         by_head=fx.H in tile_uses,
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
@@ -142,20 +148,24 @@ def _full_by_mask(
     return "whole" if must is None else f"whole && {must.call(**renamed)}"
 
 
-def owned_by_block(walk: Walk, parameter: str) -> dict[str, str]:
+def owned_by_block(walk: Walk, parameter: str, *, jobs: bool) -> dict[str, str]:
     """C++ for the tile and the head of a block, from its number; see `flashgen.plan.order`.
 
     Args:
         parameter: the name of the kernel's parameter.
+        jobs: a block takes several, and they have the numbers.
     """
-    if not walk.uneven:
-        return {"block_tile": "blockIdx.x", "block_head": "blockIdx.y"}
-    bits = f"{parameter}.head_bits"
-    number = "(gridDim.x - 1 - blockIdx.x)" if walk.last_tile_first else "blockIdx.x"
-    return {
-        "block_tile": f"({number} >> {bits})",
-        "block_head": f"blockIdx.y << {bits} | (blockIdx.x & ((1 << {bits}) - 1))",
-    }
+    number, numbers, section = "blockIdx.x", "gridDim.x", "blockIdx.y"
+    if jobs:
+        number, numbers = "number", f"{parameter}.tiles"
+        section = f"section % {parameter}.sections"
+    fields = {"block_number": number, "block_tile": number, "block_head": section}
+    if walk.uneven:
+        bits = f"{parameter}.head_bits"
+        in_order = f"({numbers} - 1 - {number})" if walk.last_tile_first else number
+        fields["block_tile"] = f"({in_order} >> {bits})"
+        fields["block_head"] = f"{section} << {bits} | ({number} & ((1 << {bits}) - 1))"
+    return fields
 
 
 @dataclass(frozen=True)
