@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from flashgen.cli.console import busy, write
 from flashgen.cli.inputs import load_spec, parse_shape
 from flashgen.plan import Plan, plan_backward
 from flashgen.plan import plan as plan_forward
+from flashgen.plan.jobs import blocks_of
 
 if TYPE_CHECKING:
     from flashgen.spec import AttentionSpec
@@ -87,6 +89,11 @@ def _predict(request: Request, shape: str, spec: AttentionSpec, plans: Sequence[
         heads = heads_of_call(spec, planned, problem, captured)
         if heads.reason:
             write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
+        if planned.takes_jobs:
+            sizes_of = (problem.batch, problem.heads_q, problem.heads_kv)
+            lengths = (problem.seq_q, problem.seq_k)
+            jobs = math.prod(planned.grid(*sizes_of, *lengths, packed=spec.packed))
+            write(f"\n{blocks_of(planned, jobs)}")
     durations = predicted(spec, problem, captured, plans)
     for each in durations:
         write(f"\n{each}")

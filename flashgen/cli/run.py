@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
     from flashgen.plan import Plan
+    from flashgen.plan.jobs import Blocks
     from flashgen.reference import Verdict
 
 
@@ -309,6 +310,7 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
         ("kernel", f"{result.source.name}, {result.source.filename}"),
         ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
         *_heads_rows(plan, result.report.heads_reason),
+        *_blocks_rows(result.report.blocks),
         ("access", f"{result.report.access_bytes} B at once: {result.report.access_reason}"),
         ("shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"),
         (
@@ -325,6 +327,13 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
 def _heads_rows(plan: Plan, reason: str) -> list[tuple[str, str]]:
     """How many heads share a tile, where they could."""
     return [("heads", f"{plan.heads_per_tile} per tile, {reason}")] if reason else []
+
+
+def _blocks_rows(blocks: Blocks | None) -> list[tuple[str, str]]:
+    """How many blocks do the jobs, where they can do several."""
+    if blocks is None:
+        return []
+    return [("blocks", f"{blocks.count:,} for {blocks.jobs:,} tiles: {blocks.reason}")]
 
 
 def _result_rows(verdicts: dict[str, Verdict]) -> list[tuple[str, Text]]:

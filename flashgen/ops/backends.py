@@ -13,6 +13,7 @@ from flashgen import config
 from flashgen.errors import InputError
 from flashgen.ops.arguments import Arguments
 from flashgen.pipeline import Build
+from flashgen.plan.jobs import Blocks
 
 Tensor = torch.Tensor
 Grid = tuple[int, int, int]
@@ -94,6 +95,13 @@ def nearest_arch(device: str) -> str:
     return archs.facts(fitting[-1] if fitting else device).name
 
 
+def sms_of(backend: str, index: int) -> int | None:
+    """Multiprocessors of the GPU that a call runs on; None where it runs without one."""
+    if backend != "gpu":
+        return None
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 def index_of(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
 
@@ -160,14 +168,21 @@ def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 class Bound:
-    """A kernel with its arguments for one problem: all but the addresses of tensors is decided."""
+    """A kernel with its arguments for one problem: all but the addresses of tensors is decided.
 
-    __slots__ = ("_launch", "_loaded", "arguments", "block", "build", "grid", "smem_bytes")
+    Attributes:
+        blocks: how many, and why, where they take jobs; else None.
+    """
 
-    def __init__(self, build: Build, arguments: Arguments, grid: Grid) -> None:
+    __slots__ = ("_launch", "_loaded", "arguments", "block", "blocks", "build", "grid", "smem_bytes")
+
+    def __init__(
+        self, build: Build, arguments: Arguments, grid: Grid, blocks: Blocks | None = None
+    ) -> None:
         self.build = build
         self.arguments = arguments
         self.grid = grid
+        self.blocks = blocks
         self.block = (build.plan.threads, 1, 1)
         self.smem_bytes = build.plan.smem_bytes
         self._loaded: Any = None

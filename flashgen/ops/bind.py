@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 
+from flashgen.errors import PlanError
 from flashgen.ops.arguments import Arguments, numbers_of
 from flashgen.ops.backends import Bound, Tensors
 from flashgen.ops.checks import Problem
 from flashgen.ops.maps import maps_of
 from flashgen.pipeline import Build
 from flashgen.plan import HeadsPerTile, Plan, choose_heads
+from flashgen.plan.jobs import blocks_of
 from flashgen.plan.order import head_bits
 from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
@@ -24,12 +27,18 @@ def bind(
     captured: Mapping[str, torch.Tensor] | None = None,
     *,
     packed: bool = False,
+    sms: int | None = None,
+    blocks: int | None = None,
 ) -> Bound:
     """A kernel bound to one problem.
 
     Args:
         tensors: by the names that kernels have for them; their strides are looked at.
         captured: by the names that the spec has for them.
+        sms, blocks: as in `blocks_of`, of a kernel that takes jobs.
+
+    Raises:
+        PlanError: as `blocks_of`; or blocks are given for a kernel that does not take jobs.
     """
     plan, params = build.plan, build.source.params
     takes_turns = any(param.name == "head_bits" for param in params)
@@ -37,8 +46,22 @@ def bind(
     numbers = {**numbers_of(p, tensors, captured), "head_bits": bits}
     sizes = (p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
     grid = plan.grid(*sizes, packed=packed, head_bits=bits)
+    chosen = None
+    if plan.takes_jobs:
+        tiles, sections, _ = grid
+        jobs = math.prod(grid)
+        numbers |= {"tiles": tiles, "sections": sections, "jobs": jobs}
+        chosen = blocks_of(plan, jobs, sms, blocks)
+        grid = (chosen.count, 1, 1)
+    elif blocks is not None:
+        raise PlanError(
+            "the blocks of this kernel do not take jobs",
+            where="argument blocks",
+            numbers=f"given {blocks!r} for {build.source.name} on path {plan.path}",
+            way_out="no blocks: there is one for each tile; or arch='sm_90a', 16-bit operands",
+        )
     maps = maps_of(plan, tensors, packed=packed)
-    return Bound(build, Arguments(params, numbers, maps), grid)
+    return Bound(build, Arguments(params, numbers, maps), grid, chosen)
 
 
 def heads_of_call(

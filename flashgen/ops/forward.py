@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flashgen.errors import InputError
 from flashgen.ops import backends
 from flashgen.ops.backends import Bound, nearest_arch
 from flashgen.ops.bind import bind, heads_of_call
@@ -47,6 +48,7 @@ class Forward:
 
     __slots__ = (
         "_aligned_reason",
+        "_blocks",
         "_bound",
         "_built",
         "_heads",
@@ -79,6 +81,7 @@ class Forward:
         *kv: Tensor,
         sram: int | None = None,
         tiles: Mapping[str, Tile] = NO_TILES,
+        blocks: int | None = None,
     ) -> None:
         self.drops = problem.dropout_p > 0
         self.spec = spec if self.drops else without_dropout(spec)
@@ -88,6 +91,7 @@ class Forward:
         self._kernel_arch, self._aligned_reason = path_for(arch, q=q, k=kv[0], v=kv[1])
         self._sram = sram
         self._tiles = tiles
+        self._blocks = blocks
         self.device = q.device
         self.index = backends.index_of(q.device) if backend == "gpu" else 0
         self._is_empty = problem.is_empty
@@ -152,10 +156,18 @@ class Forward:
         start = perf_counter()
         counters = None
         tabled: list[Counted] = []
+        # How many jobs were taken: none yet.
+        taken = None
+        if bound.blocks is not None and bound.blocks.persistent:
+            taken = torch.zeros(1, dtype=torch.int32, device=self.device)
         if self.backend == "gpu" and not by_name:
-            bound.launch(at if rng is None else (*at, rng.data_ptr()), self.index)
+            if rng is not None:
+                at = (*at, rng.data_ptr())
+            if bound.blocks is not None:
+                at = (*at, 0 if taken is None else taken.data_ptr())
+            bound.launch(at, self.index)
         else:
-            tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng}
+            tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng, "taken": taken}
             emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}
             if by_name:
                 tensors |= pointers_of(by_name)
@@ -166,7 +178,7 @@ class Forward:
             counters = bound.run(self.backend, tensors, self.index, **emulation)
         seconds = perf_counter() - start
         done = (self, width, reason, bound.build, counters, built, seconds, tabled)
-        return out, lse, (*done, self._heads[width].reason)
+        return out, lse, (*done, self._heads[width].reason, bound.blocks)
 
     def _bind(self, width: int, tensors: backends.Tensors, captured: Mapping[str, Tensor]) -> Bound:
         start = perf_counter()
@@ -183,7 +195,15 @@ class Forward:
         heads = self._heads[width] = heads_of_call(self.spec, of_one_head, p, captured)
         kernel = build(self.spec, self._kernel_arch, heads_per_tile=heads.heads, **options)
         self._built = perf_counter() - start
-        bound = self._bound[width] = bind(kernel, p, tensors, captured, packed=self.spec.packed)
+        bound = self._bound[width] = bind(
+            kernel,
+            p,
+            tensors,
+            captured,
+            packed=self.spec.packed,
+            sms=backends.sms_of(self.backend, self.index),
+            blocks=self._blocks,
+        )
         if captured:
             self._tables[width] = Tables(self.spec, self.arch, captured, (bound,))
         return bound
@@ -198,7 +218,7 @@ class Forward:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
             lse = lse_without_keys(self.spec, named(self.spec, captured), q)
-        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [], "")
+        return out, lse, (self, 0, _EMPTY, None, None, 0.0, 0.0, [], "", None)
 
     def _tiled(
         self,
@@ -229,19 +249,20 @@ class Forward:
             )
             out = in_layout_of(q, out)
         seconds = perf_counter() - start
-        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [], "")
+        return out, lse, (self, 0, _TILED, None, None, 0.0, seconds, [], "", None)
 
 
 def report(done: Any) -> Report:
     """The Report of what `Forward.run` did."""
-    forward, width, reason, kernel, counters, built, seconds, tabled, heads = done
+    forward, width, reason, kernel, counters, built, seconds, tabled, heads, blocks = done
     backend = "none" if reason is _EMPTY else forward.backend
     tables = tuple(
         Report(backend, forward.arch, width, reason, of_table, counted, run_seconds=spent)
         for of_table, counted, spent in tabled
     )
     times = built, seconds
-    return Report(backend, forward.arch, width, reason, kernel, counters, *times, tables, heads)
+    rest = (*times, tables, heads, blocks)
+    return Report(backend, forward.arch, width, reason, kernel, counters, *rest)
 
 
 def prepare(
@@ -261,6 +282,7 @@ def prepare(
     arch: str | None,
     sram: int | None = None,
     tiles: Mapping[str, Tile] = NO_TILES,
+    blocks: int | None = None,
 ) -> Forward:
     """Checks a call and decides where it runs. Arguments as in `run_forward`.
 
@@ -283,7 +305,14 @@ def prepare(
     )
     where = backends.choose(backend, q.device)
     target = backends.target_of(arch, where, q.device)
-    return Forward(spec, problem, where, target, q, k, v, sram=sram, tiles=tiles)
+    if blocks is not None and where == "tiled":
+        raise InputError(
+            "tiled algorithms have no blocks",
+            where="argument blocks",
+            numbers=f"given {blocks!r} for the backend 'tiled'",
+            way_out="backend='emulator', or no blocks",
+        )
+    return Forward(spec, problem, where, target, q, k, v, sram=sram, tiles=tiles, blocks=blocks)
 
 
 def run_forward(
@@ -303,6 +332,7 @@ def run_forward(
     arch: str | None = None,
     sram: int | None = None,
     tiles: Mapping[str, Tile] = NO_TILES,
+    blocks: int | None = None,
     check_memory: bool = True,
     order_seed: int | None = None,
 ) -> ForwardRun:
@@ -314,6 +344,8 @@ def run_forward(
         sram: bytes of shared memory per block to plan for, instead of the architecture's.
         tiles: {"forward": this one} instead of the planner's, or of one that `flashgen tune` has
             measured.
+        blocks: of the launch, instead of the plan's number; only for kernels whose blocks take
+            jobs.
         check_memory: the emulator's checkers for memory and races.
         order_seed: the emulator runs blocks and warps in an order drawn from it.
 
@@ -340,6 +372,7 @@ def run_forward(
         arch=arch,
         sram=sram,
         tiles=tiles,
+        blocks=blocks,
     )
     captured = tuple(tensors[tensor.name] for tensor in spec.tensors)
     out, lse, done = forward.run(

@@ -12,6 +12,7 @@ from flashgen.pipeline import Build
 if TYPE_CHECKING:
     from flashgen.compile import Binary
     from flashgen.plan import Plan
+    from flashgen.plan.jobs import Blocks
     from flashgen.render import Source
 
 Tensor = torch.Tensor
@@ -34,6 +35,7 @@ class Report:
             captured tensors.
         heads_reason: of a forward kernel, why its tiles have so many heads as its plan says; ""
             where nothing else was in question.
+        blocks: of a kernel whose blocks take jobs, how many there are, and why; else None.
     """
 
     backend: str
@@ -46,6 +48,7 @@ class Report:
     run_seconds: float = 0.0
     tables: tuple[Report, ...] = ()
     heads_reason: str = ""
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from flashgen.ops import Problem
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
 from flashgen.plan.duration import Duration, duration_of
+from flashgen.plan.jobs import blocks_of
 from flashgen.profile.layouts import bytes_of_layout
 from flashgen.profile.visits import Array, HeadWalk, heads_of, joined
 from flashgen.spec import AttentionSpec
 
+COUNTER_BYTES = 4
 RNG_BYTES = 16
 """Dropout's seed and offset, of 8 bytes each."""
 
@@ -69,7 +72,7 @@ def predict(
         ask = functools.partial(plan.backward_traffic, dlse=dlse)
         moved = _sum(BackwardTraffic, ask, walks)
         found = _backward(plan, moved, dlse)
-    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem)
+    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None:
         more |= bytes_of_layout(mask, plan, heads)
     distinct = found.distinct
@@ -105,6 +108,14 @@ def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
         return {}
     x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
     return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
+
+
+def _of_counter(plan: Plan, p: Problem) -> dict[str, int]:
+    """The counter of jobs, which is added to once for each of them."""
+    if not plan.takes_jobs:
+        return {}
+    jobs = math.prod(plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k))
+    return {"taken": COUNTER_BYTES * jobs} if blocks_of(plan, jobs).persistent else {}
 
 
 def _shared(spec: AttentionSpec, problem: Problem) -> bool:

@@ -75,8 +75,9 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             grid = f"ceil(seq_{axis} / {block}), {heads}, 1"
     if plan.kernel == "summary":
         grid = "lines of the tensor"
+    what = f"jobs ({grid})  grid (blocks)" if plan.takes_jobs else f"grid ({grid})"
     launch = (
-        f"launch    grid ({grid})  block {plan.threads}"
+        f"launch    {what}  block {plan.threads}"
         f"  dynamic shared memory {plan.smem_bytes:,} B"
     )
     return comments(lines, indent="    ") + [
