@@ -104,7 +104,9 @@ def instructions(listing: str) -> list[Instruction]:
 
 
 def main_loop(listing: str) -> Loop:
-    """The loop with the most tensor-core instructions.
+    """The innermost loop with at least half of the most tensor-core instructions of any loop.
+
+    Around a main loop there may be one over tiles, with the products of its first and last step.
 
     Raises:
         ValueError: no loop has one.
@@ -125,9 +127,12 @@ def main_loop(listing: str) -> Loop:
     def tensor(body: set[int]) -> int:
         return sum(i.base in TENSOR for i in joined(body))
 
-    head = max(loops, key=lambda h: (tensor(loops[h][0]), -len(loops[h][0])), default=None)
-    if head is None or not tensor(loops[head][0]):
+    products = {head: tensor(body) for head, (body, _) in loops.items()}
+    most = max(products.values(), default=0)
+    if not most:
         raise ValueError("no loop of this listing has a tensor-core instruction")
+    large = (head for head, count in products.items() if 2 * count >= most)
+    head = min(large, key=lambda h: len(loops[h][0]))
     body, latches = loops[head]
     inner = [loops[h][0] for h in loops if h != head and loops[h][0] < body]
     waits = [other for other in inner if _is_wait(joined(other))]

@@ -12,43 +12,44 @@
 //       % clean) // block) == ((k % clean) // block)) & (((k >= clean) & (q >= clean)) | ((k <
 //       clean) & (q < clean))))
 //
-// plan      block_q 128  block_k 208  warps 8  stages 2  blocks per SM 1
+// plan      block_q 128  block_k 192  warps 8  stages 2  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
 //           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
 //           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
-//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 40) = 40
-//           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(1 +
-//             4*stages) = 2*(128*max(64, 64) + 2*208*(64 + 64)) + 8*(1 + 4*2)
-//             = 122,952 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 1*(122952 + 1024) = 123,976 B of 233,472 B
+//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 56) = 56
+//           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(3 +
+//             4*stages) + 2*warps = 2*(128*max(64, 64) + 2*192*(64 + 64)) + 8*(3 + 4*2) + 2*8
+//             = 114,792 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(114792 + 1024) = 115,816 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
-//             = 8*floor((168*(8 + 4) - 4*40)/(8*8)) = 232
-//           registers = block_k*3/4 + d_v/2 + 32 + extra = 208*3/4 + 64/2 + 32 + 8
-//             = 228 of 232  (binds)
-//           block_k <= ((min(M, M_sm/blocks - reserved) - 8*(1 + 4*stages))/e -
+//             = 8*floor((168*(8 + 4) - 4*56)/(8*8)) = 224
+//           registers = block_k*3/4 + d_v/2 + 32 + extra = 192*3/4 + 64/2 + 32 + 8
+//             = 216 of 224  (binds)
+//           block_k <= ((min(M, M_sm/blocks - reserved) - 8*(3 + 4*stages) + 2*warps)/e -
 //               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
-//             = ((min(232448, 233472/1 - 1024) - 8*(1 + 4*2))/2 - 128*max(64, 64))/(2*(64 + 64))
-//             = 421.8594
-//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (232 - 32 - 8 - 64/2)/(3/4)
-//             = 213.3333
+//             = ((min(232448, 233472/1 - 1024) - 8*(3 + 4*2) + 2*8)/2 - 128*max(64, 64))/(2*(64 +
+//             64)) = 421.8594
+//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (224 - 32 - 8 - 64/2)/(3/4)
+//             = 202.6667
 //           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk
 //           shared = e*(depth/block_k + (depth + d_v)/64 + (depth + depth_v)/block_q)/128
-//             = 2*(64/208 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0517 clk
+//             = 2*(64/192 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0521 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (1.038 + 4.5)/128 = 0.0433 clk
-//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*208*1) = 0.0113 clk
-//           cost = busiest + barriers = 0.0625 + 0.01127 = 0.0738 clk
-//           busy = tensor/cost = 0.0625/0.07377 = 0.8473
-//           refused block_k 224: needs 240 registers per thread, 232 allowed
-//           refused block_q 192 by 12 warps: needs 228 registers per thread, 152 allowed
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 122,952 B
+//           issue = (products + rest)/128 = (1.085 + 4.5)/128 = 0.0436 clk
+//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*192*1) = 0.0122 clk
+//           cost = busiest + barriers = 0.0625 + 0.01221 = 0.0747 clk
+//           busy = tensor/cost = 0.0625/0.07471 = 0.8366
+//           refused block_k 208: needs 228 registers per thread, 224 allowed
+//           refused block_q 192 by 12 warps: needs 216 registers per thread, 152 allowed
+// jobs      (ceil(seq_q / 128), heads_q, batch), which blocks take one after another
+// launch    grid (blocks)  block 384  dynamic shared memory 114,792 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 208;  // keys per step of the main loop
+constexpr int BLOCK_K = 192;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
 constexpr int CONSUMERS = 2;  // warpgroups that compute
@@ -75,16 +76,17 @@ constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 // Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 16384;
-constexpr int SMEM_V = 69632;
+constexpr int SMEM_V = 65536;
 constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;
-constexpr int SMEM_BYTES = 122952;
+constexpr int SMEM_TOLD = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);  // the next job
+constexpr int SMEM_BYTES = 114792;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
 static_assert(PANEL_V * PANELS_V >= HEAD_DIM_V, "plan and code disagree: columns of V");
 static_assert(SMEM_K == SMEM_Q + CONSUMERS * Q_BYTES, "plan and code disagree: Q tile");
 static_assert(SMEM_V == SMEM_K + STAGES * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 + 32 * STAGES, "plan and code disagree: V tiles");
+static_assert(SMEM_BYTES == SMEM_TOLD + 8, "plan and code disagree: V tiles, barriers");
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -117,6 +119,10 @@ struct Params {
   int s_clean;  // the spec's clean
   int s_block;  // the spec's block
   int head_bits;  // 2^this heads take turns, tile by tile
+  int tiles;  // jobs of a section
+  int sections;  // of a batch entry: heads, or sets of such
+  int jobs;  // of all blocks
+  int* taken;  // of jobs that blocks took after their first; null: each block has one job
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -251,17 +257,15 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer.
+// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer. One number
+// says both: it is kept from job to job, where registers are scarce.
 struct Stage {
-  int index = 0;
-  unsigned parity = 0;
+  unsigned step = 0;
 
-  __device__ __forceinline__ void next() {
-    if (++index == STAGES) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
+  __device__ __forceinline__ int index() const { return step % STAGES; }
+  __device__ __forceinline__ unsigned parity() const { return step / STAGES % 2; }
+  __device__ __forceinline__ Stage before() const { return {step - 1}; }
+  __device__ __forceinline__ void next() { ++step; }
 };
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
@@ -352,16 +356,16 @@ __device__ __forceinline__ void multiply_scores(float (&d)[BLOCK_K / 8][4], unsi
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %106, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n208k16.f32.f16.f16 {"
+      "setp.ne.b32 add, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
       "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
       "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, "
       "%75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
-      "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"
-      "}, %104, %105, add, 1, 1, 0, 0;\n"
+      "%90, %91, %92, %93, %94, %95"
+      "}, %96, %97, add, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
         "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
@@ -386,9 +390,7 @@ __device__ __forceinline__ void multiply_scores(float (&d)[BLOCK_K / 8][4], unsi
         "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]),
         "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
         "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]),
-        "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]),
-        "+f"(d[24][0]), "+f"(d[24][1]), "+f"(d[24][2]), "+f"(d[24][3]),
-        "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3])
+        "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3])
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -466,6 +468,40 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// ---- jobs --------------------------------------------------------------------------------------
+
+// A number that is the same in all lanes, as one of which the compiler knows it: from lane 0.
+__device__ __forceinline__ int shared(int number) {
+  return __shfl_sync(0xffffffffu, number, 0);
+}
+
+// The next job of the warp that copies, or one past the last. It tells those that compute, in a
+// word of shared memory that is full and empty by turns.
+__device__ __forceinline__ int take_job(const Params& p, int* told, unsigned full, unsigned empty,
+                                        unsigned& parity) {
+  if (p.taken == nullptr) return p.jobs;  // there is a block for each
+  int job = 0;  // lane 0 knows better
+  if (threadIdx.x == 0) {
+    job = gridDim.x + atomicAdd(p.taken, 1);
+    barrier_wait(empty, parity ^ 1);
+    *told = job;
+    barrier_arrive(full);
+  }
+  parity ^= 1;
+  return shared(job);
+}
+
+// The same job for a warp that computes.
+__device__ __forceinline__ int told_job(const Params& p, const int* told, unsigned full,
+                                        unsigned empty, unsigned& parity) {
+  if (p.taken == nullptr) return p.jobs;
+  barrier_wait(full, parity);
+  const int job = shared(*told);
+  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+  parity ^= 1;
+  return job;
+}
+
 // ---- kernel ------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
@@ -473,349 +509,397 @@ block_diffusion_forward_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
   const unsigned q_full = smem_base + SMEM_BARRIERS;  // barriers, 8 bytes each
-  const unsigned k_full = q_full + 8, k_empty = k_full + 8 * STAGES;
+  const unsigned k_full = q_full + 8 * CONSUMERS, k_empty = k_full + 8 * STAGES;
   const unsigned v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+  const unsigned job_full = v_empty + 8 * STAGES, job_empty = job_full + 8;
+  int* const told = (int*)(smem + SMEM_TOLD);
 
-  // 1. Which query tile, head and batch entry this block owns: grid (query tiles, heads, batch).
-  // The last tiles reach the most keys: they go first, so that no long one is left for
-  // the end. 2^head_bits heads take turns, tile by tile: the low bits of blockIdx.x say which.
-  const int q_tile = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits);
-  const int h = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
-  const int b = blockIdx.z;
-  const int h_kv = h / (p.heads_q / p.heads_kv);
-  const int q_start = q_tile * BLOCK_Q;
-
-  const TensorMap& q_map = p.q_map;
-  const TensorMap& k_map = p.k_map;
-  const TensorMap& v_map = p.v_map;
-  const TensorMap& o_map = p.o_map;
-
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
-  const int q_lo = p.q_offset + q_start;
-  const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
-  const Range reach = tile_reach(p, q_lo, q_hi);
-  int tile = reach.lo / BLOCK_K;
-  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
-  tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-
-  // 3. Barriers in their first phase, before anybody uses them.
+  // 1. Barriers in their first phase, before anybody uses them.
   //    A buffer is full when its bytes are there, and empty when each warpgroup is done with it.
   if (threadIdx.x == 0) {
-    barrier_init(q_full, 1);
+    for (int i = 0; i < CONSUMERS; ++i) barrier_init(q_full + 8 * i, 1);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(k_full + 8 * i, 1);
       barrier_init(v_full + 8 * i, 1);
       barrier_init(k_empty + 8 * i, CONSUMERS);
       barrier_init(v_empty + 8 * i, CONSUMERS);
     }
+    barrier_init(job_full, 1);
+    barrier_init(job_empty, 4 * CONSUMERS);  // every warp read it
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
 
-  // 4. The warpgroup that copies: one lane of it.
-  //    Its warp looks for live tiles together. It needs few registers. K is a tile ahead of V, as
-  //    the products are.
+  // 2. The warpgroup that copies: one lane of it.
+  //    Its warp looks for live tiles together. It needs few registers. It begins the next job while
+  //    others are still at this one.
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x < 32 && tile < tile_end) {
-      const bool copies = threadIdx.x == 0;
-      Stage k, v;
-      if (copies) {
-        barrier_announce(k_full, K_BYTES);
-        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, k_full, tile * BLOCK_K, h_kv,
-                                          b);
-        barrier_announce(q_full, CONSUMERS * Q_LOADED);
-        for (int group = 0; group < CONSUMERS; ++group) {
-          load_rows<PANELS, PANEL, 64>(smem_base + SMEM_Q + group * Q_BYTES, q_map, q_full,
-                                       q_start + 64 * group, h, b);
-        }
-      }
-      k.next();
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x >= 32) return;
+    const bool copies = threadIdx.x == 0;
+    Stage stage;  // of K; V is one behind
+    unsigned told_parity = 0;
 #pragma unroll 1
-      while (tile < tile_end) {
-        const int k_start = tile * BLOCK_K;
-        ++tile;
+    for (int job = blockIdx.x; job < p.jobs;
+         job = take_job(p, told, job_full, job_empty, told_parity)) {
+
+      // 2a. Which query tile, head and batch entry: jobs count tiles first, then heads.
+      // The last tiles reach the most keys: they go first, so that no long one is left for
+      // the end. 2^head_bits heads take turns, tile by tile: the low bits of number say which.
+      const int number = job % p.tiles;
+      const int bits = p.head_bits;
+      const int section = job / p.tiles;
+      const int b = section / p.sections;
+      const int h = section % p.sections << bits | (number & ((1 << bits) - 1));
+      const int q_start = ((p.tiles - 1 - number) >> bits) * BLOCK_Q;
+      const int h_kv = h / (p.heads_q / p.heads_kv);
+
+      const TensorMap& k_map = p.k_map;
+      const TensorMap& v_map = p.v_map;
+
+      // 2b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+      const int q_lo = p.q_offset + q_start;
+      const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
+      const Range reach = tile_reach(p, q_lo, q_hi);
+      int tile = reach.lo / BLOCK_K;
+      const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+
+      // 2c. The tiles; K is one ahead of V, as the products are.
+      int last = -1;  // the first key of the tile whose V is to come
+#pragma unroll 1
+      while (true) {
+        // The bounds are not exact for this mask, so each tile is classified before it is loaded.
         __syncwarp();
         tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-        if (copies && tile < tile_end) {
-          const unsigned full = k_full + 8 * k.index;
-          barrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
+        const bool more = tile < tile_end;
+        if (copies && more) {
+          const unsigned full = k_full + 8 * stage.index();
+          barrier_wait(k_empty + 8 * stage.index(), stage.parity() ^ 1);
           barrier_announce(full, K_BYTES);
-          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map, full,
-                                            tile * BLOCK_K, h_kv, b);
+          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index() * K_BYTES, k_map,
+                                            full, tile * BLOCK_K, h_kv, b);
         }
-        k.next();
-        if (copies) {
-          const unsigned full = v_full + 8 * v.index;
-          barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
+        if (copies && last >= 0) {
+          const Stage of_v = stage.before();
+          const unsigned full = v_full + 8 * of_v.index();
+          barrier_wait(v_empty + 8 * of_v.index(), of_v.parity() ^ 1);
           barrier_announce(full, V_BYTES);
-          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
-                                                full, k_start, h_kv, b);
+          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + of_v.index() * V_BYTES, v_map,
+                                                full, last, h_kv, b);
         }
-        v.next();
+        if (!more) break;
+        stage.next();
+        last = tile * BLOCK_K;
+        ++tile;
       }
     }
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
-  // 5. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
-  //    columns 2*(lane%4) and the next of each group of 8 (the layout of wgmma's results).
-  const int thread = threadIdx.x - 128;
-  const int lane = thread % 32;
-  const int group = thread / 128;
-  const int warp_row = thread / 32 * 16;
-  const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
-  const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
-  const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
-  const unsigned long long v_operand =
-      operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
 
-  float s[ROW_GROUPS][BLOCK_K / 8][4];          // S, then P, of one tile
-  unsigned rounded[BLOCK_K / 16][4];            // P as an operand
-  float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
-  float row_sum[ROW_GROUPS][2] = {};            // this lane's share; reduced once, at the end
-  float row_max[ROW_GROUPS][2] = {{LOWEST, LOWEST}};  // in units of log2: what exp2 subtracts
-  float shrink[ROW_GROUPS][2];                  // of O, where a row outgrew its maximum
-  const float exp_scale = p.scale * LOG2E;  // and the change to base 2
+  // 3. What goes on from job to job.
+  Stage stage;  // of K; V is one behind
+  unsigned q_parity = 0, told_parity = 0;
+  // Warpgroups take turns at the tensor cores: while one multiplies, others compute their softmax.
+  constexpr int TURN = 1;  // the first of CONSUMERS named barriers
+  if (threadIdx.x >= THREADS) named_arrive(TURN, 256);  // the first warpgroup's first turn
 
-  // 5a. S = Q K^T
-  const auto start_scores = [&](int stage) {
-    constexpr int STEPS = PANEL / 16;  // of the product, in a panel
-#pragma unroll
-    for (int c = 0; c < PANELS * STEPS; ++c) {
-      const int q_panel = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
-      const int k_panel = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
-      multiply_scores(s[0], q_operand + q_panel,
-                      k_operand + stage * (K_BYTES / 16) + k_panel, c > 0);
-    }
-    wgmma_commit();
-  };
-  // 5b. O += P V
-  const auto start_output = [&](int stage) {
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 16; ++n) {
-      multiply_output(o[0], rounded[n],
-                      v_operand + stage * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
-    }
-    wgmma_commit();
-  };
-
-  const auto finish_scores = [&](int k_start, bool full_tile) {
-
-    // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
-    if (!full_tile) {
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
-      const int thread = thread_index();
-      const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-      // The mask is costly: one by one its reads and divisions would wait for each other, and all
-      // at once they would take too many registers. So a loop makes a bit for each element.
-#pragma unroll
-      for (int first = 0; first < BLOCK_K / 4; first += 32) {
-        unsigned outside[ROW_GROUPS][2] = {};
 #pragma unroll 1
-        for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-          const int key = column + (first + i) / 2 * 8 + i % 2;
-          const int k = p.k_offset + key;
-          const bool in_range = key < p.seq_k;
+  for (int job = blockIdx.x; job < p.jobs;
+       job = told_job(p, told, job_full, job_empty, told_parity)) {
+
+    // 4a. Which query tile, head and batch entry: jobs count tiles first, then heads.
+    // The last tiles reach the most keys: they go first, so that no long one is left for
+    // the end. 2^head_bits heads take turns, tile by tile: the low bits of number say which.
+    const int number = job % p.tiles;
+    const int bits = p.head_bits;
+    const int section = job / p.tiles;
+    const int b = section / p.sections;
+    const int h = section % p.sections << bits | (number & ((1 << bits) - 1));
+    const int q_start = ((p.tiles - 1 - number) >> bits) * BLOCK_Q;
+
+    const TensorMap& q_map = p.q_map;
+    const TensorMap& o_map = p.o_map;
+
+    // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+    const int q_lo = p.q_offset + q_start;
+    const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
+    const Range reach = tile_reach(p, q_lo, q_hi);
+    int tile = reach.lo / BLOCK_K;
+    const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+    // The bounds are not exact for this mask, so each tile is classified before it is loaded.
+    tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
+
+    // 5. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
+    //    columns 2*(lane%4) and the next of each group of 8 (the layout of wgmma's results). It is
+    //    found anew for each job: kept from one to the next, it would cost registers.
+    const int thread = thread_index();
+    const int lane = thread % 32;
+    const int group = thread / 128;
+    const int warp_row = thread / 32 * 16;
+    const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
+    const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
+    const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
+    const unsigned long long v_operand =
+        operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
+    const auto take_turn = [&]() { named_wait(TURN + group, 256); };
+    const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
+
+    // The warpgroup's rows of Q, when those of O that lay there have been copied out.
+    if (thread % 128 == 0) {
+      bulk_wait();
+      if (tile < tile_end) {
+        barrier_announce(q_full + 8 * group, Q_LOADED);
+        load_rows<PANELS, PANEL, 64>(q_tile_base, q_map, q_full + 8 * group,
+                                     q_start + 64 * group, h, b);
+      }
+    }
+
+    float s[ROW_GROUPS][BLOCK_K / 8][4];          // S, then P, of one tile
+    unsigned rounded[BLOCK_K / 16][4];            // P as an operand
+    float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
+    float row_sum[ROW_GROUPS][2] = {};            // this lane's share; reduced once, at the end
+    float row_max[ROW_GROUPS][2] = {{LOWEST, LOWEST}};  // in units of log2: what exp2 subtracts
+    float shrink[ROW_GROUPS][2];                  // of O, where a row outgrew its maximum
+    const float exp_scale = p.scale * LOG2E;  // and the change to base 2
+
+    // 5a. S = Q K^T
+    const auto start_scores = [&](int stage) {
+      constexpr int STEPS = PANEL / 16;  // of the product, in a panel
+#pragma unroll
+      for (int c = 0; c < PANELS * STEPS; ++c) {
+        const int q_panel = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
+        const int k_panel = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
+        multiply_scores(s[0], q_operand + q_panel,
+                        k_operand + stage * (K_BYTES / 16) + k_panel, c > 0);
+      }
+      wgmma_commit();
+    };
+    // 5b. O += P V
+    const auto start_output = [&](int stage) {
+#pragma unroll
+      for (int n = 0; n < BLOCK_K / 16; ++n) {
+        multiply_output(o[0], rounded[n],
+                        v_operand + stage * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
+      }
+      wgmma_commit();
+    };
+
+    const auto finish_scores = [&](int k_start, bool full_tile) {
+
+      // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
+      if (!full_tile) {
+        // The lane is read anew: kept through the main loop, these values would take registers.
+        const int thread = thread_index();
+        const int column = k_start + thread % 4 * 2;
+        const int q_first =
+            p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+        // The mask is costly: one by one its reads and divisions would wait for each other, and all
+        // at once they would take too many registers. So a loop makes a bit for each element.
+#pragma unroll
+        for (int first = 0; first < BLOCK_K / 4; first += 32) {
+          unsigned outside[ROW_GROUPS][2] = {};
+#pragma unroll 1
+          for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+            const int key = column + (first + i) / 2 * 8 + i % 2;
+            const int k = p.k_offset + key;
+            const bool in_range = key < p.seq_k;
+#pragma unroll
+            for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                const int q = q_first + 16 * g + 8 * r;
+                const bool kept = mask_mod(p, q, k);
+                if (!(in_range & kept)) outside[g][r] |= 1u << i;
+              }
+            }
+          }
 #pragma unroll
           for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-              const int q = q_first + 16 * g + 8 * r;
-              const bool kept = mask_mod(p, q, k);
-              if (!(in_range & kept)) outside[g][r] |= 1u << i;
-            }
-          }
-        }
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-              float& x = s[g][(first + i) / 2][2 * r + i % 2];
-              if (outside[g][r] >> i & 1) x = minus_infinity();
+              for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+                float& x = s[g][(first + i) / 2][2 * r + i % 2];
+                if (outside[g][r] >> i & 1) x = minus_infinity();
+              }
             }
           }
         }
       }
-    }
-  };
+    };
 
-  // 5f. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
-  //     true one: O and the sums are rescaled when some row of the warp outgrew it by 2^8.
-  const auto softmax = [&](int k_start) {
-    float tile_max[ROW_GROUPS][2];
-    bool outgrown = false;
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-        for (int n = 1; n < BLOCK_K / 8; ++n) {
-          m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
-        }
-        tile_max[g][r] = m * exp_scale;
-        outgrown |= tile_max[g][r] > row_max[g][r] + MAX_LAG;
-      }
-    }
-    const bool rescale = __any_sync(0xffffffffu, outgrown);
-    if (rescale) {
+    // 5f. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
+    //     true one: O and the sums are rescaled when some row of the warp outgrew it by 2^8.
+    const auto softmax = [&](int k_start) {
+      float tile_max[ROW_GROUPS][2];
+      bool outgrown = false;
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float grown = fmaxf(row_max[g][r], quad_max(tile_max[g][r]));
-          shrink[g][r] = exp2_approx(row_max[g][r] - grown);
-          row_max[g][r] = grown;
-          row_sum[g][r] *= shrink[g][r];
+          float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
+#pragma unroll
+          for (int n = 1; n < BLOCK_K / 8; ++n) {
+            m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
+          }
+          tile_max[g][r] = m * exp_scale;
+          outgrown |= tile_max[g][r] > row_max[g][r] + MAX_LAG;
         }
       }
-    }
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-        float(&x)[4] = s[g][n];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          // One rounding: the product alone may be large, and its error would not cancel.
-          x[e] = exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]));
-          row_sum[g][e / 2] += x[e];
-        }
-      }
-    }
-    return rescale;
-  };
-  // 5g. P rounded to the operand type: 16 keys of the accumulator are 16 columns, lane by lane.
-  const auto round_p = [&]() {
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 16; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float(&x)[4] = s[0][2 * n + i / 2];
-        rounded[n][i] = pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
-      }
-    }
-  };
-  // Warpgroups take turns at the tensor cores: while one multiplies, others compute their softmax.
-  constexpr int TURN = 1;  // the first of CONSUMERS named barriers
-  const auto take_turn = [&]() { named_wait(TURN + group, 256); };
-  const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
-
-  if (tile < tile_end) {
-    // 6. The first tile: nothing to overlap with yet.
-    Stage k, v;
-    int k_start = tile * BLOCK_K;
-    bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
-    ++tile;
-    tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-    barrier_wait(q_full, 0);
-    barrier_wait(k_full, 0);
-    if (group == CONSUMERS - 1) pass_turn();  // the first warpgroup's first turn
-    take_turn();
-    wgmma_fence();
-    start_scores(0);
-    pass_turn();
-    wgmma_wait<0>();
-    pin(s[0]);
-    if (thread % 128 == 0) barrier_arrive(k_empty);
-    k.next();
-    finish_scores(k_start, full_tile);
-    softmax(k_start);  // O is 0: nothing to rescale
-    round_p();
-
-    // 7. Main loop: S of this tile and O of the last one are on the tensor cores at the same time.
-#pragma unroll 1
-    while (tile < tile_end) {
-      k_start = tile * BLOCK_K;
-      full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
-      ++tile;
-      tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-      barrier_wait(k_full + 8 * k.index, k.parity);
-      take_turn();
-      wgmma_fence();
-      start_scores(k.index);
-      barrier_wait(v_full + 8 * v.index, v.parity);
-      start_output(v.index);
-      pass_turn();
-      wgmma_wait<1>();
-      pin(s[0]);
-      if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);
-      k.next();
-      finish_scores(k_start, full_tile);
-      const bool rescale = softmax(k_start);
-      wgmma_wait<0>();
-      pin(o[0]);
-      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * v.index);
-      v.next();
+      const bool rescale = __any_sync(0xffffffffu, outgrown);
       if (rescale) {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-          for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) o[g][n][e] *= shrink[g][e / 2];
+          for (int r = 0; r < 2; ++r) {
+            const float grown = fmaxf(row_max[g][r], quad_max(tile_max[g][r]));
+            shrink[g][r] = exp2_approx(row_max[g][r] - grown);
+            row_max[g][r] = grown;
+            row_sum[g][r] *= shrink[g][r];
           }
         }
-        pin(o[0]);
       }
+#pragma unroll
+      for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n) {
+          float(&x)[4] = s[g][n];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            // One rounding: the product alone may be large, and its error would not cancel.
+            x[e] = exp2_approx(fmaf(x[e], exp_scale, -row_max[g][e / 2]));
+            row_sum[g][e / 2] += x[e];
+          }
+        }
+      }
+      return rescale;
+    };
+    // 5g. P rounded to the operand type: 16 keys of the accumulator are 16 columns, lane by lane.
+    const auto round_p = [&]() {
+#pragma unroll
+      for (int n = 0; n < BLOCK_K / 16; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&x)[4] = s[0][2 * n + i / 2];
+          rounded[n][i] = pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+        }
+      }
+    };
+    if (tile < tile_end) {
+      // 6. The first tile: nothing to overlap with yet.
+      int k_start = tile * BLOCK_K;
+      bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
+      ++tile;
+      tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
+      barrier_wait(q_full + 8 * group, q_parity);
+      q_parity ^= 1;
+      barrier_wait(k_full + 8 * stage.index(), stage.parity());
+      take_turn();
+      wgmma_fence();
+      start_scores(stage.index());
+      pass_turn();
+      wgmma_wait<0>();
+      pin(s[0]);
+      if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());
+      stage.next();
+      finish_scores(k_start, full_tile);
+      softmax(k_start);  // O is 0: nothing to rescale
       round_p();
+
+      // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
+#pragma unroll 1
+      while (tile < tile_end) {
+        k_start = tile * BLOCK_K;
+        full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
+        ++tile;
+        tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
+        barrier_wait(k_full + 8 * stage.index(), stage.parity());
+        take_turn();
+        wgmma_fence();
+        start_scores(stage.index());
+        const Stage of_v = stage.before();
+        barrier_wait(v_full + 8 * of_v.index(), of_v.parity());
+        wgmma_fence();  // behind the wait, or the compiler would order one product after the other
+        start_output(of_v.index());
+        pass_turn();
+        wgmma_wait<1>();
+        pin(s[0]);
+        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());
+        finish_scores(k_start, full_tile);
+        const bool rescale = softmax(k_start);
+        wgmma_wait<0>();
+        pin(o[0]);
+        if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());
+        stage.next();
+        if (rescale) {
+#pragma unroll
+          for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) o[g][n][e] *= shrink[g][e / 2];
+            }
+          }
+          pin(o[0]);
+        }
+        round_p();
+      }
+
+      // 8. O of the last tile.
+      const Stage of_v = stage.before();
+      barrier_wait(v_full + 8 * of_v.index(), of_v.parity());
+      wgmma_fence();
+      start_output(of_v.index());
+      wgmma_wait<0>();
+      pin(o[0]);
+      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());
     }
 
-    // 8. O of the last tile.
-    if (group == 0) take_turn();  // the last warpgroup passed its last turn on
-    barrier_wait(v_full + 8 * v.index, v.parity);
-    wgmma_fence();
-    start_output(v.index);
-    wgmma_wait<0>();
-    pin(o[0]);
-  }
+    // 9. Every warp of the warpgroup is done with its rows of Q, whose space now stages O.
+    named_wait(8 + group, 128);
 
-  // 9. Every warp of the warpgroup is done with its rows of Q, whose space now stages O.
-  named_wait(8 + group, 128);
-
-  // 10. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
-  float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
-  float factor[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    constexpr int g = 0;
-    const float sum = quad_sum(row_sum[g][r]);
-    const float divisor = sum == 0.0f ? 1.0f : sum;
-    factor[r] = rcp(divisor);
-    const int q_row = q_start + warp_row + 8 * r + lane / 4;
-    if (lane % 4 == 0 && q_row < p.seq_q) {
-      lse[q_row] = fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2);
-    }
-  }
-  // Of each 16 x 16 elements four matrices: rows 0-7 and 8-15, then the same of 8 columns more.
-  const unsigned o_row = q_tile_base + (warp_row % 64 + lane % 16) * PANEL_V_BYTES;
-  unsigned x[HEAD_DIM_V / 8][2];
-#pragma unroll
-  for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+    // 10. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+    float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
+    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      x[n][r] = pack(o[0][n][2 * r] * factor[r], o[0][n][2 * r + 1] * factor[r]);
+      constexpr int g = 0;
+      const float sum = quad_sum(row_sum[g][r]);
+      const float divisor = sum == 0.0f ? 1.0f : sum;
+      factor[r] = rcp(divisor);
+      const int q_row = q_start + warp_row + 8 * r + lane / 4;
+      if (lane % 4 == 0 && q_row < p.seq_q) {
+        lse[q_row] = fmaf(row_max[g][r], LN2, log2_approx(sum) * LN2);
+      }
+    }
+    // Of each 16 x 16 elements four matrices: rows 0-7 and 8-15, then the same of 8 columns more.
+    const unsigned o_row = q_tile_base + (warp_row % 64 + lane % 16) * PANEL_V_BYTES;
+    unsigned x[HEAD_DIM_V / 8][2];
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        x[n][r] = pack(o[0][n][2 * r] * factor[r], o[0][n][2 * r + 1] * factor[r]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n + 1 < HEAD_DIM_V / 8; n += 2) {
+      const unsigned panel = o_row + 8 * n / PANEL_V * (64 * PANEL_V_BYTES);
+      store_matrices(swizzled<PANEL_V_BYTES>(panel + (n % (PANEL_V / 8) + lane / 16) * 16), x[n][0],
+                     x[n][1], x[n + 1][0], x[n + 1][1]);
+    }
+
+    // 11. One thread of the warpgroup copies its 64 rows out, when all of them have been written.
+    proxy_fence();
+    named_wait(8 + group, 128);
+    if (thread % 128 == 0 && q_start + 64 * group < p.seq_q) {
+      store_rows<PANELS_V, PANEL_V, 64>(o_map, q_tile_base, q_start + 64 * group, h, b);
+      bulk_commit();
     }
   }
-#pragma unroll
-  for (int n = 0; n + 1 < HEAD_DIM_V / 8; n += 2) {
-    const unsigned panel = o_row + 8 * n / PANEL_V * (64 * PANEL_V_BYTES);
-    store_matrices(swizzled<PANEL_V_BYTES>(panel + (n % (PANEL_V / 8) + lane / 16) * 16), x[n][0],
-                   x[n][1], x[n + 1][0], x[n + 1][1]);
-  }
-
-  // 11. One thread of the warpgroup copies its 64 rows out, when all of them have been written.
-  proxy_fence();
-  named_wait(8 + group, 128);
-  if (thread % 128 == 0 && q_start + 64 * group < p.seq_q) {
-    store_rows<PANELS_V, PANEL_V, 64>(o_map, q_tile_base, q_start + 64 * group, h, b);
-    bulk_commit();
-    bulk_wait();
-  }
+  // 12. Nothing is left behind: no turn, and no copy that still reads shared memory.
+  if (threadIdx.x < 256) named_wait(TURN, 256);  // the last warpgroup passed its last turn on
+  if (threadIdx.x % 128 == 0) bulk_wait();
 }

@@ -512,7 +512,7 @@ document_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     int tile = 0;
     const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
-    // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+    // The bounds are not exact for this mask, so each tile is classified before it is loaded.
     tile = next_live_tile(p, b, q_lo, q_hi, tile, tile_end);
 
     // 3b. The end of the walk is a stage without a copy.

@@ -430,7 +430,7 @@ document_forward_fp16_d64(const __grid_constant__ Params p) {
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   int tile = 0;
   const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, b, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and of the first K tile.
@@ -512,10 +512,11 @@ document_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
+      // The lane is read anew: kept through the main loop, these values would take registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       // The mask is costly: one by one its reads and divisions would wait for each other, and all
       // at once they would take too many registers. So a loop makes a bit for each element.
 #pragma unroll

@@ -488,7 +488,7 @@ empty_rows_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const Range reach = tile_reach(p, q_lo);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
-    // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+    // The bounds are not exact for this mask, so each tile is classified before it is loaded.
     tile = next_live_tile(p, q_lo, tile, tile_end);
 
     // 3b. The end of the walk is a stage without a copy.

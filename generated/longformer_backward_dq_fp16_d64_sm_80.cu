@@ -468,7 +468,7 @@ longformer_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_lo, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.

@@ -402,7 +402,7 @@ longformer_forward_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_lo, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and of the first K tile.
@@ -484,10 +484,11 @@ longformer_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
+      // The lane is read anew: kept through the main loop, these values would take registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll

@@ -506,7 +506,7 @@ padding_mask_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     // 3a. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     int tile = 0;
     const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
-    // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+    // The bounds are not exact for this mask, so each tile is classified before it is loaded.
     tile = next_live_tile(p, b, tile, tile_end);
 
     // 3b. The end of the walk is a stage without a copy.

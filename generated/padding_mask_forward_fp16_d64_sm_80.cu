@@ -424,7 +424,7 @@ padding_mask_forward_fp16_d64(const __grid_constant__ Params p) {
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   int tile = 0;
   const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, b, tile, tile_end);
 
   // 3. Start the copies of Q and of the first K tile.
@@ -506,7 +506,7 @@ padding_mask_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
+      // The lane is read anew: kept through the main loop, these values would take registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       // The mask is costly: one by one its reads and divisions would wait for each other, and all

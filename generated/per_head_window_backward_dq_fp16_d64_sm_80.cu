@@ -479,7 +479,7 @@ per_head_window_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, h, q_lo, q_hi);
-  // The bounds above are not exact for this mask, so each tile is classified before it is loaded.
+  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, h, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.

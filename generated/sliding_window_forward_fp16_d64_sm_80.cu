@@ -467,10 +467,11 @@ sliding_window_forward_fp16_d64(const __grid_constant__ Params p) {
     if (!full_tile) {
       // Each row's keys are one range, made into bits: a bit of a word costs less to test than a
       // column to compare.
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
+      // The lane is read anew: kept through the main loop, these values would take registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll

@@ -483,8 +483,8 @@ t5_bias_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, as seen from this lane.
-      // The lane is read anew: kept through the main loop, these values would cost registers there.
+      // Each row's keys are one range: columns are compared with its ends, seen from this lane.
+      // The lane is read anew: kept through the main loop, these values would take registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
 #pragma unroll

@@ -562,8 +562,8 @@ variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
   const Params p = sequence_of(packed, b);
   if (k_start >= p.seq_k) return;
 
-  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but copies,
-  // where TMA must not look.
+  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but
+  // copies, where TMA must not look.
   const Stretch qs = stretch_q(packed, b, p.seq_q);
   const Stretch ks = stretch_k(packed, b, p.seq_k);
   const TensorMap& q_map = packed.q_map;

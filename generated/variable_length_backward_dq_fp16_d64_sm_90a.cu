@@ -531,8 +531,8 @@ variable_length_backward_dq_fp16_d64(const __grid_constant__ Params packed) {
   if (q_start >= p.seq_q) return;
   const int h_kv = h / (p.heads_q / p.heads_kv);
 
-  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but copies,
-  // where TMA must not look.
+  // The sequence's queries and keys as TMA finds them, in the maps themselves: p has but
+  // copies, where TMA must not look.
   const Stretch qs = stretch_q(packed, b, p.seq_q);
   const Stretch ks = stretch_k(packed, b, p.seq_k);
   const TensorMap& q_map = packed.q_map;

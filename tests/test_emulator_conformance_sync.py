@@ -299,3 +299,18 @@ def test_every_spelling_of_a_barrier_is_a_barrier(form: str, seed: int | None) -
     run_ptx(ptx, "k", 1, 64, out, order_seed=seed)
     assert (out[:64] == 63 - np.arange(64)).all()
     assert (out[64:] == (40 if "popc" in form else 64)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lanes_that_come_late_to_a_barrier_still_know_its_operands(seed: int | None) -> None:
+    """Some lanes go round a loop first; nothing reads the operands after the barrier."""
+    ptx = """.visible .entry k(.param .u64 p) { .reg .b32 %t, %n, %id, %count; .reg .b64 %p, %q;
+        .reg .pred %few; mov.u32 %t, %tid.x; and.b32 %n, %t, 21; mov.u32 %id, 3;
+        AGAIN: add.u32 %n, %n, 3; setp.lt.u32 %few, %n, 40; @%few bra AGAIN;
+        mov.u32 %count, 64; bar.sync %id, %count;
+        ld.param.u64 %p, [p]; mul.wide.u32 %q, %t, 4; add.u64 %p, %p, %q;
+        st.global.b32 [%p], %n; ret; }"""
+    out = np.zeros(64, np.uint32)
+    run_ptx(ptx, "k", 1, 64, out, order_seed=seed)
+    start = np.arange(64) & 21
+    assert (out == start + 3 * -(-(40 - start) // 3)).all()

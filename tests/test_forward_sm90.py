@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (TMA, wgmma) meets the error rule in the emulator, checkers on.
 
 `make test` has every eighth spec once at one head dim; every spec at every head dim, with dropout,
-lengths and heads in turn, is `slow`.
+lengths, heads and the number of blocks in turn, is `slow`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def judged(spec: fg.AttentionSpec, path: Path, case: Case, dropout_p: float = 0.0) -> ForwardRun:
+def judged(
+    spec: fg.AttentionSpec,
+    path: Path,
+    case: Case,
+    dropout_p: float = 0.0,
+    blocks: int | None = None,
+) -> ForwardRun:
     case = fitted(spec, case)
     numbers: dict[str, Any] = values_of(path, case)
     if dropout_p:
         numbers |= {"dropout_p": dropout_p, "rng": torch.tensor([7, 3])}
     q, k, v = case.tensors(seed=case.scores % 1000)
-    run = run_forward(spec, q, k, v, backend="emulator", arch=ARCH, **numbers)
+    run = run_forward(spec, q, k, v, backend="emulator", arch=ARCH, blocks=blocks, **numbers)
     exact = reference.attention(spec, q, k, v, **numbers)
     same = reference.same_dtype(spec, q, k, v, **numbers)
     for name, got, ref, ordinary in zip(
@@ -70,7 +76,8 @@ def check(path: Path, head_dim: int) -> None:
     case, dropout_p = turn_of(SPECS.index(path), head_dim)
     spec = fg.load(path).replace(dtype=case.dtype, head_dim=head_dim, head_dim_v=head_dim)
     spec = spec.replace(dropout=dropout_p > 0)
-    run = judged(spec, path, case, dropout_p)
+    blocks = (None, 4)[(SPECS.index(path) + HEAD_DIMS.index(head_dim)) % 2]
+    run = judged(spec, path, case, dropout_p, blocks)
     assert run.plan is not None
     assert run.plan.path == "sm_90a"
 
@@ -163,27 +170,46 @@ def with_text(built: Build, old: str, new: str, count: int = 1) -> Build:
 
 
 PLANTED = [
-    ("consumer does not wait for K", "barrier_wait(k_full + 8 * k.index, k.parity);", "", "Race"),
+    ("consumer does not wait for K",
+     "        barrier_wait(k_full + 8 * stage.index(), stage.parity());\n        take_turn();",
+     "        take_turn();", "Race"),
     ("producer does not wait for space",
-     "barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);", "", ""),
-    ("wrong phase", "barrier_wait(v_full + 8 * v.index, v.parity);\n      start_output",
-     "barrier_wait(v_full + 8 * v.index, v.parity ^ 1);\n      start_output", ""),
+     "barrier_wait(v_empty + 8 * of_v.index(), of_v.parity() ^ 1);", "", ""),
+    ("wrong phase", "barrier_wait(v_full + 8 * of_v.index(), of_v.parity());\n        wgmma",
+     "barrier_wait(v_full + 8 * of_v.index(), of_v.parity() ^ 1);\n        wgmma", ""),
     ("more bytes announced than come", "barrier_announce(full, V_BYTES);",
      "barrier_announce(full, V_BYTES + 16);", "Deadlock"),
     ("a warpgroup never says that K is read",
-     "if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);", "", "Deadlock"),
+     "pin(s[0]);\n        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());",
+     "pin(s[0]);", "Deadlock"),
     ("an arrival too many is asked for", "barrier_init(v_empty + 8 * i, CONSUMERS);",
      "barrier_init(v_empty + 8 * i, CONSUMERS + 1);", "Deadlock"),
     ("S is read before the products are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
     ("no fence before the output is copied", "  proxy_fence();\n", "", ""),
     ("the output is copied before all wrote it",
-     "  proxy_fence();\n  named_wait(8 + group, 128);", "  proxy_fence();", "Race"),
+     "  proxy_fence();\n    named_wait(8 + group, 128);", "  proxy_fence();", "Race"),
+]  # fmt: skip
+# These show where a block does several jobs.
+PLANTED_IN_JOBS = [
+    ("Q is copied over O before O has been copied out", "bulk_wait();\n      if (tile", "if (tile",
+     ""),
+    ("a job is read before it is told", "barrier_wait(full, parity);", "", "Race"),
+    ("a job is told before the last one is read", "barrier_wait(empty, parity ^ 1);", "", ""),
+    ("a warp never says that it read its job",
+     "if (threadIdx.x % 32 == 0) barrier_arrive(empty);", "", "Deadlock"),
+    ("Q's phase stands still", "q_parity ^= 1;", "", ""),
+    ("V of a job's last tile is never given back",
+     "pin(o[0]);\n      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());",
+     "pin(o[0]);", "Deadlock"),
+    ("a turn is not passed on", "      start_scores(stage.index());\n      pass_turn();",
+     "      start_scores(stage.index());", "Deadlock"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "old", "new", "kind"), PLANTED, ids=[bug[0] for bug in PLANTED])
-def test_a_planted_bug_is_caught(what: str, old: str, new: str, kind: str, monkeypatch) -> None:
-    q, k, v = Case(128, 1200, 1, 1, 1, "float16", 64).tensors(seed=1)
+def planted(old: str, new: str, kind: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    # With several jobs, one tile of keys for each: so the next job is told early.
+    lengths = (700, 200) if how else (128, 1200)
+    q, k, v = Case(*lengths, 1, 1, 1, "float16", 64).tensors(seed=1)
     spec = fg.AttentionSpec(head_dim=64, name="full")
     bound_init = backends.Bound.__init__
 
@@ -192,9 +218,21 @@ def test_a_planted_bug_is_caught(what: str, old: str, new: str, kind: str, monke
 
     monkeypatch.setattr(backends.Bound, "__init__", with_bug)
     with pytest.raises(fg.EmulatorError) as caught:
-        run_forward(spec, q, k, v, backend="emulator", arch=ARCH)
-    assert kind in type(caught.value).__name__, (what, caught.value)
+        run_forward(spec, q, k, v, backend="emulator", arch=ARCH, **how)
+    assert kind in type(caught.value).__name__, caught.value
     assert "_sm_90a.cu:" in str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "old", "new", "kind"), PLANTED, ids=[bug[0] for bug in PLANTED])
+def test_a_planted_bug_is_caught(what: str, old: str, new: str, kind: str, monkeypatch) -> None:
+    planted(old, new, kind, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new", "kind"), PLANTED_IN_JOBS, ids=[bug[0] for bug in PLANTED_IN_JOBS]
+)
+def test_a_bug_planted_between_jobs_is(what: str, old: str, new: str, kind: str, monkeypatch) -> None:
+    planted(old, new, kind, monkeypatch, blocks=1)
 
 
 def test_a_wrong_swizzle_gives_wrong_numbers(monkeypatch) -> None:

@@ -327,11 +327,12 @@ def test_the_emitted_file_says_how_to_make_it_again_and_fits_the_page() -> None:
     again = 'flashgen.emit(spec, arch="sm_90a", heads_per_tile=8)'
     assert again in source.text
     assert eval(again, {"flashgen": fg, "spec": spec}).forward.text == source.text
-    assert "grid (ceil(seq_q / 16), heads_q / 8, batch)" in source.text
+    assert "jobs      (ceil(seq_q / 16), heads_q / 8, batch)" in source.text
     # What computes takes the head of its rows: h is that of the block's first rows.
     computing = source.text.partition("  // 5. What this lane owns")[2].splitlines()
     read = [line.split("//")[0].strip() for line in computing if re.search(r"\bh\b", line)]
     assert read == [
+        "h + 64 * group / TILE_QUERIES, b);",
         "const int head = h + first_row / TILE_QUERIES;",
         "h + 64 * group / TILE_QUERIES, b);",
     ]

@@ -132,9 +132,11 @@ def barrier(g: Generator, ins: Instruction) -> None:
     number = g.let(uniform(g, operands[0]))
     count = g.let(uniform(g, operands[1])) if len(operands) > 1 else "0"
     g.demand()
-    g.finish(g.pc + 1)
     if g.masked:
+        g.finish(g.pc, g.pc + 1)  # lanes that wait for their warp come back and read the operands
         g.say(f"if E.wait_for_warp(C, None, {g.pc}): return True")
+    else:
+        g.finish(g.pc + 1)
     g.say(
         f"E.barriers.arrive(C, {number}, {count}, {action != 'arrive'}, {g.pc}, {vote}, {result})"
     )

@@ -148,7 +148,8 @@ class Reports:
             if isinstance(c.waits, WaitsForWarp):
                 pc = c.waits.pc
                 # The earliest is the one in the branch; others wait where they would have met it.
-                partial = c if partial is None or pc < partial.waits.pc else partial
+                if not self._comes(c) and (partial is None or pc < partial.waits.pc):
+                    partial = c
                 mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
                 text += f", lanes {lane_text(mask)} of {lane_text(self.alive[row])}, wait at "
                 text += f"{self.program.describe(pc)}"
@@ -167,7 +168,10 @@ class Reports:
                 way_out="move it out of the divergent branch, or let all of the "
                 f"{whole} take the branch",
             )
-        first = self.cohorts[0]
+        # What waits for the rest of its warp only follows from what that waits for.
+        first = next(
+            (c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)), self.cohorts[0]
+        )
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
         raise DeadlockError(
@@ -177,6 +181,12 @@ class Reports:
             way_out="check that every warp that the barrier counts arrives at it, and that as many "
             "bytes are copied as an mbarrier expects",
         )
+
+    def _comes(self, c: Cohort) -> bool:
+        """Whether the lanes that ``c`` waits for are at an mbarrier, and would come from there."""
+        partners = c.waits.partners(c.rows)
+        waiting = (o.rows for o in self.cohorts if isinstance(o.waits, WaitsForPhase))
+        return any(np.isin(partners, rows).any() for rows in waiting)
 
 
 def lane_text(mask: Array) -> str:

@@ -75,13 +75,15 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
             grid = f"ceil(seq_{axis} / {block}), {heads}, 1"
     if plan.kernel == "summary":
         grid = "lines of the tensor"
-    what = f"jobs ({grid})  grid (blocks)" if plan.takes_jobs else f"grid ({grid})"
-    launch = (
-        f"launch    {what}  block {plan.threads}"
+    launch = [
+        f"launch    grid ({grid})  block {plan.threads}"
         f"  dynamic shared memory {plan.smem_bytes:,} B"
-    )
+    ]
+    if plan.takes_jobs:
+        launch[0] = launch[0].replace(f"grid ({grid})", "grid (blocks)")
+        launch.insert(0, f"jobs      ({grid}), which blocks take one after another")
     return comments(lines, indent="    ") + [
-        f"// {line}".rstrip() for line in [*str(plan).splitlines(), launch]
+        f"// {line}".rstrip() for line in [*str(plan).splitlines(), *launch]
     ]
 
 

@@ -21,7 +21,7 @@ from flashgen.render.functions import KEYS, SpecFunction, SpecFunctions
 from flashgen.render.sparse import LayoutFunctions
 
 NEXT_LIVE = (
-    "The bounds above are not exact for this mask, so each tile is classified before it is loaded."
+    "The bounds are not exact for this mask, so each tile is classified before it is loaded."
 )
 NEXT_LISTED = "Of the tiles in these bounds only those that the layout lists are loaded."
 
@@ -156,12 +156,12 @@ def owned_by_block(walk: Walk, parameter: str, *, jobs: bool) -> dict[str, str]:
         jobs: a block takes several, and they have the numbers.
     """
     number, numbers, section = "blockIdx.x", "gridDim.x", "blockIdx.y"
+    bits = f"{parameter}.head_bits"
     if jobs:
-        number, numbers = "number", f"{parameter}.tiles"
+        number, numbers, bits = "number", f"{parameter}.tiles", "bits"
         section = f"section % {parameter}.sections"
     fields = {"block_number": number, "block_tile": number, "block_head": section}
     if walk.uneven:
-        bits = f"{parameter}.head_bits"
         in_order = f"({numbers} - 1 - {number})" if walk.last_tile_first else number
         fields["block_tile"] = f"({in_order} >> {bits})"
         fields["block_head"] = f"{section} << {bits} | ({number} & ((1 << {bits}) - 1))"
