@@ -171,16 +171,16 @@ def with_text(built: Build, old: str, new: str, count: int = 1) -> Build:
 
 PLANTED = [
     ("consumer does not wait for K",
-     "        barrier_wait(k_full + 8 * stage.index(), stage.parity());\n        take_turn();",
+     "        barrier_wait(k_full + 8 * k.index, k.parity);\n        take_turn();",
      "        take_turn();", "Race"),
     ("producer does not wait for space",
-     "barrier_wait(v_empty + 8 * of_v.index(), of_v.parity() ^ 1);", "", ""),
-    ("wrong phase", "barrier_wait(v_full + 8 * of_v.index(), of_v.parity());\n        wgmma",
-     "barrier_wait(v_full + 8 * of_v.index(), of_v.parity() ^ 1);\n        wgmma", ""),
+     "barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);", "", ""),
+    ("wrong phase", "barrier_wait(v_full + 8 * v.index, v.parity);\n        start_output",
+     "barrier_wait(v_full + 8 * v.index, v.parity ^ 1);\n        start_output", ""),
     ("more bytes announced than come", "barrier_announce(full, V_BYTES);",
      "barrier_announce(full, V_BYTES + 16);", "Deadlock"),
     ("a warpgroup never says that K is read",
-     "pin(s[0]);\n        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());",
+     "pin(s[0]);\n        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);",
      "pin(s[0]);", "Deadlock"),
     ("an arrival too many is asked for", "barrier_init(v_empty + 8 * i, CONSUMERS);",
      "barrier_init(v_empty + 8 * i, CONSUMERS + 1);", "Deadlock"),
@@ -199,10 +199,10 @@ PLANTED_IN_JOBS = [
      "if (threadIdx.x % 32 == 0) barrier_arrive(empty);", "", "Deadlock"),
     ("Q's phase stands still", "q_parity ^= 1;", "", ""),
     ("V of a job's last tile is never given back",
-     "pin(o[0]);\n      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());",
+     "pin(o[0]);\n      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * v.index);",
      "pin(o[0]);", "Deadlock"),
-    ("a turn is not passed on", "      start_scores(stage.index());\n      pass_turn();",
-     "      start_scores(stage.index());", "Deadlock"),
+    ("a turn is not passed on", "      start_scores(k.index);\n      pass_turn();",
+     "      start_scores(k.index);", "Deadlock"),
 ]  # fmt: skip
 
 
