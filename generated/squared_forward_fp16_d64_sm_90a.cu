@@ -173,15 +173,17 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer. One number
-// says both: it is kept from job to job, where registers are scarce.
+// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer.
 struct Stage {
-  unsigned step = 0;
+  int index = 0;
+  unsigned parity = 0;
 
-  __device__ __forceinline__ int index() const { return step % STAGES; }
-  __device__ __forceinline__ unsigned parity() const { return step / STAGES % 2; }
-  __device__ __forceinline__ Stage before() const { return {step - 1}; }
-  __device__ __forceinline__ void next() { ++step; }
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
@@ -388,7 +390,8 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // ---- jobs --------------------------------------------------------------------------------------
 
-// A number that is the same in all lanes, as one of which the compiler knows it: from lane 0.
+// A number that all lanes of a warp have, from lane 0, so that the compiler sees that they share it:
+// loops that end by it are then no branches of lanes, and no lane has a register for it.
 __device__ __forceinline__ int shared(int number) {
   return __shfl_sync(0xffffffffu, number, 0);
 }
@@ -455,16 +458,16 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
-    Stage stage;  // of K; V is one behind
+    Stage k, v;  // they go on from job to job
     unsigned told_parity = 0;
 #pragma unroll 1
     for (int job = blockIdx.x; job < p.jobs;
          job = take_job(p, told, job_full, job_empty, told_parity)) {
 
       // 2a. Which query tile, head and batch entry: jobs count tiles first, then heads.
-      const int section = job / p.tiles;
-      const int b = section / p.sections;
-      const int h = section % p.sections;
+      const int section = shared(job / p.tiles);
+      const int b = shared(section / p.sections);
+      const int h = shared(section % p.sections);
       const int h_kv = h / (p.heads_q / p.heads_kv);
 
       const TensorMap& k_map = p.k_map;
@@ -480,22 +483,22 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
       while (true) {
         const bool more = tile < tile_end;
         if (copies && more) {
-          const unsigned full = k_full + 8 * stage.index();
-          barrier_wait(k_empty + 8 * stage.index(), stage.parity() ^ 1);
+          const unsigned full = k_full + 8 * k.index;
+          barrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
           barrier_announce(full, K_BYTES);
-          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index() * K_BYTES, k_map,
+          load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map,
                                             full, tile * BLOCK_K, h_kv, b);
         }
         if (copies && last >= 0) {
-          const Stage of_v = stage.before();
-          const unsigned full = v_full + 8 * of_v.index();
-          barrier_wait(v_empty + 8 * of_v.index(), of_v.parity() ^ 1);
+          const unsigned full = v_full + 8 * v.index;
+          barrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
           barrier_announce(full, V_BYTES);
-          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + of_v.index() * V_BYTES, v_map,
+          load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
                                                 full, last, h_kv, b);
         }
+        if (last >= 0) v.next();
         if (!more) break;
-        stage.next();
+        k.next();
         last = tile * BLOCK_K;
         ++tile;
       }
@@ -506,7 +509,7 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
   // 3. What goes on from job to job.
-  Stage stage;  // of K; V is one behind
+  Stage stage;  // of K and V, where a job begins
   unsigned q_parity = 0, told_parity = 0;
   // Warpgroups take turns at the tensor cores: while one multiplies, others compute their softmax.
   constexpr int TURN = 1;  // the first of CONSUMERS named barriers
@@ -517,10 +520,10 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
        job = told_job(p, told, job_full, job_empty, told_parity)) {
 
     // 4a. Which query tile, head and batch entry: jobs count tiles first, then heads.
-    const int number = job % p.tiles;
-    const int section = job / p.tiles;
-    const int b = section / p.sections;
-    const int h = section % p.sections;
+    const int number = shared(job % p.tiles);
+    const int section = shared(job / p.tiles);
+    const int b = shared(section / p.sections);
+    const int h = shared(section % p.sections);
     const int q_start = number * BLOCK_Q;
 
     const TensorMap& q_map = p.q_map;
@@ -535,13 +538,14 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
     //    found anew for each job: kept from one to the next, it would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = thread / 128;
+    const int group = shared(thread / 128);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
     const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
     const unsigned long long v_operand =
         operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
+    Stage k = {shared(stage.index), (unsigned)shared(stage.parity)}, v = k;
     const auto take_turn = [&]() { named_wait(TURN + group, 256); };
     const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
 
@@ -687,15 +691,15 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
       ++tile;
       barrier_wait(q_full + 8 * group, q_parity);
       q_parity ^= 1;
-      barrier_wait(k_full + 8 * stage.index(), stage.parity());
+      barrier_wait(k_full + 8 * k.index, k.parity);
       take_turn();
       wgmma_fence();
-      start_scores(stage.index());
+      start_scores(k.index);
       pass_turn();
       wgmma_wait<0>();
       pin(s[0]);
-      if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());
-      stage.next();
+      if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);
+      k.next();
       finish_scores(k_start, full_tile);
       softmax(k_start);  // O is 0: nothing to rescale
       round_p();
@@ -706,24 +710,23 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
         k_start = tile * BLOCK_K;
         full_tile = k_start + BLOCK_K <= p.seq_k;
         ++tile;
-        barrier_wait(k_full + 8 * stage.index(), stage.parity());
+        barrier_wait(k_full + 8 * k.index, k.parity);
         take_turn();
         wgmma_fence();
-        start_scores(stage.index());
-        const Stage of_v = stage.before();
-        barrier_wait(v_full + 8 * of_v.index(), of_v.parity());
-        wgmma_fence();  // behind the wait, or the compiler would order one product after the other
-        start_output(of_v.index());
+        start_scores(k.index);
+        barrier_wait(v_full + 8 * v.index, v.parity);
+        start_output(v.index);
         pass_turn();
         wgmma_wait<1>();
         pin(s[0]);
-        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * stage.index());
+        if (thread % 128 == 0) barrier_arrive(k_empty + 8 * k.index);
+        k.next();
         finish_scores(k_start, full_tile);
         const bool rescale = softmax(k_start);
         wgmma_wait<0>();
         pin(o[0]);
-        if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());
-        stage.next();
+        if (thread % 128 == 0) barrier_arrive(v_empty + 8 * v.index);
+        v.next();
         if (rescale) {
 #pragma unroll
           for (int g = 0; g < ROW_GROUPS; ++g) {
@@ -739,14 +742,14 @@ squared_forward_fp16_d64(const __grid_constant__ Params p) {
       }
 
       // 8. O of the last tile.
-      const Stage of_v = stage.before();
-      barrier_wait(v_full + 8 * of_v.index(), of_v.parity());
+      barrier_wait(v_full + 8 * v.index, v.parity);
       wgmma_fence();
-      start_output(of_v.index());
+      start_output(v.index);
       wgmma_wait<0>();
       pin(o[0]);
-      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * of_v.index());
+      if (thread % 128 == 0) barrier_arrive(v_empty + 8 * v.index);
     }
+    stage = k;
 
     // 9. Every warp of the warpgroup is done with its rows of Q, whose space now stages O.
     named_wait(8 + group, 128);

@@ -231,7 +231,9 @@ def test_a_planted_bug_is_caught(what: str, old: str, new: str, kind: str, monke
 @pytest.mark.parametrize(
     ("what", "old", "new", "kind"), PLANTED_IN_JOBS, ids=[bug[0] for bug in PLANTED_IN_JOBS]
 )
-def test_a_bug_planted_between_jobs_is(what: str, old: str, new: str, kind: str, monkeypatch) -> None:
+def test_a_bug_planted_between_jobs_is(
+    what: str, old: str, new: str, kind: str, monkeypatch
+) -> None:
     planted(old, new, kind, monkeypatch, blocks=1)
 
 

@@ -174,7 +174,16 @@ class Bound:
         blocks: how many, and why, where they take jobs; else None.
     """
 
-    __slots__ = ("_launch", "_loaded", "arguments", "block", "blocks", "build", "grid", "smem_bytes")
+    __slots__ = (
+        "_launch",
+        "_loaded",
+        "arguments",
+        "block",
+        "blocks",
+        "build",
+        "grid",
+        "smem_bytes",
+    )
 
     def __init__(
         self, build: Build, arguments: Arguments, grid: Grid, blocks: Blocks | None = None

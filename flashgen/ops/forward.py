@@ -161,11 +161,10 @@ class Forward:
         if bound.blocks is not None and bound.blocks.persistent:
             taken = torch.zeros(1, dtype=torch.int32, device=self.device)
         if self.backend == "gpu" and not by_name:
-            if rng is not None:
-                at = (*at, rng.data_ptr())
+            more = () if rng is None else (rng.data_ptr(),)
             if bound.blocks is not None:
-                at = (*at, 0 if taken is None else taken.data_ptr())
-            bound.launch(at, self.index)
+                more = (*more, 0 if taken is None else taken.data_ptr())
+            bound.launch((*at, *more), self.index)
         else:
             tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": rng, "taken": taken}
             emulation: dict[str, Any] = {"checkers": checkers, "order_seed": order_seed}

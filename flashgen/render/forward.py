@@ -107,7 +107,10 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     if spec.sink is not None:
         softmax = softmax.with_sink()
     walk = walk_of(functions)
-    template, fields = _sm80(plan) if plan.path == "sm_80" else _sm90(plan, walk, packed=spec.packed)
+    if plan.path == "sm_80":
+        template, fields = _sm80(plan)
+    else:
+        template, fields = _sm90(plan, walk, packed=spec.packed)
     return kernel(
         template,
         spec,
@@ -179,7 +182,7 @@ class Part:
 
 
 def _parts(walk: Walk, *, packed: bool) -> dict[str, Part]:
-    """Which tiles are full is not asked where they are copied, and the loop looks for all of them."""
+    """Where tiles are copied, nobody asks which are full, and the loop looks for the first too."""
     seeks = dataclasses.replace(
         walk, full=None, next=None, uses_lo=walk.seeks_lo, uses_hi=walk.seeks_hi
     )
