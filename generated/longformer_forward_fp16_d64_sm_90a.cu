@@ -421,8 +421,8 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // ---- jobs --------------------------------------------------------------------------------------
 
-// A number that all lanes of a warp have, from lane 0, so that the compiler sees that they share it:
-// loops that end by it are then no branches of lanes, and no lane has a register for it.
+// A number that all lanes of a warp have, from lane 0, so that the compiler sees that they share
+// it: loops that end by it are then no branches of lanes, and no lane has a register for it.
 __device__ __forceinline__ int shared(int number) {
   return __shfl_sync(0xffffffffu, number, 0);
 }
