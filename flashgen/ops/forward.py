@@ -200,7 +200,7 @@ class Forward:
             tensors,
             captured,
             packed=self.spec.packed,
-            sms=backends.sms_of(self.backend, self.index),
+            sms=backends.sms_of(self.backend, self.index) if kernel.plan.takes_jobs else None,
             blocks=self._blocks,
         )
         if captured:
