@@ -105,3 +105,14 @@ def test_hopper_gradients_meet_the_error_rule_and_repeat_their_bits(
         assert torch.equal(again.dv, run.dv)
         if "dq" in paths:
             assert torch.equal(again.dq, run.dq)
+
+
+@pytest.mark.parametrize("name", gpu.pick(("causal", "document", "packed_causal"), ("causal",)))
+def test_blocks_that_take_jobs_give_the_bits_of_one_block_each(name):
+    spec, _, _, given, how = example(name, 64, gpu.pick((4000, 4000), (300, 200)))
+    one_each = run_forward(spec, *given, blocks=1 << 30, **how)
+    for blocks in gpu.pick((1, 7, 132, 264), (3,)):
+        run = run_forward(spec, *given, blocks=blocks, **how)
+        assert run.report.blocks.persistent
+        assert torch.equal(run.out, one_each.out)
+        assert torch.equal(run.lse, one_each.lse)
