@@ -63,9 +63,10 @@ def problem_of(
 ) -> Problem:
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
-    path, path_note = _path(spec, arch, kernel, access_bytes)
+    path, path_note = _path(spec, arch, access_bytes)
     if path == "sm_90a" and kernel != "forward":
-        extra, pending = registers_sm90.extra(spec), registers_sm90.pending(spec)
+        extra = registers_sm90.extra(spec) + _place_registers(spec, kernel)
+        pending = registers_sm90.pending(spec)
         searching = registers_sm90.searching(spec, spare_registers)
     else:
         extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
@@ -100,13 +101,11 @@ def _searching(spec: AttentionSpec) -> int:
     return 0 if plain else SEARCHING_REGISTERS
 
 
-def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tuple[str, str]:
+def _path(spec: AttentionSpec, arch: Arch, access_bytes: int) -> tuple[str, str]:
     """The code path of a kernel, and in words why it is not the architecture's own."""
     if arch.path == "sm_80":
         return arch.path, ""
-    if kernel in OF_CAPTURED:
-        why = "gradients of learned tensors have no other"
-    elif ITEMSIZE[spec.dtype] != 2:
+    if ITEMSIZE[spec.dtype] != 2:
         why = "float32 is split into parts of tf32, which mma.sync multiplies"
     elif access_bytes != 16:
         why = "TMA takes addresses and strides in multiples of 16 bytes"
