@@ -164,7 +164,7 @@ REGISTERS = Formula("registers", f"{_OWN} + block_q*{_SCORES}")
 BLOCK_Q_BY_REGISTERS = Formula("block_q", f"(register_limit - ({_OWN}))/({_SCORES})")
 REGISTERS_DQ = Formula("registers", f"{_OWN} + block_k*(1 + pending)")
 BLOCK_K_BY_REGISTERS = Formula("block_k", f"(register_limit - ({_OWN}))/(1 + pending)")
-_OWN_OF_CAPTURED = "40 + extra"
+_OWN_OF_CAPTURED = "46 + extra"
 REGISTERS_CAPTURED = Formula("registers", f"{_OWN_OF_CAPTURED} + block_k*(1 + pending)")
 BLOCK_K_BY_REGISTERS_CAPTURED = Formula(
     "block_k", f"(register_limit - ({_OWN_OF_CAPTURED}))/(1 + pending)"
@@ -209,8 +209,8 @@ ALONE = Formula("alone", f"max(tensor, shared) + special + rest/{SCHEDULERS * WA
 # Products of the one warpgroup go on behind the arithmetic of the other, half of the time: they
 # meet in each step, at what they exchange or wait for together.
 OVERLAP = Formula("overlap", "blocks*(warps + 4)/8")
-# At each of so many hand-overs a step the products stand still for about 150 clocks. With one buffer
-# a step also waits until its Q (in dq and captured: K) has come, after 600 clocks on the way.
+# At each of so many hand-overs a step the products stand still for about 150 clocks. With one
+# buffer a step also waits until its Q (in dq and captured: K) has come, after 600 clocks on the way.
 HAND_OVERS = {"dkdv": 3, "fused": 3, "dq": 3} | dict.fromkeys(OF_CAPTURED, 2)
 COST = Formula("cost", "busiest + (alone - busiest)/max(1, overlap) + barriers + waits", "clk")
 

@@ -65,7 +65,7 @@ def problem_of(
     limit = arch.smem_per_block if sram is None else sram
     path, path_note = _path(spec, arch, access_bytes)
     if path == "sm_90a" and kernel != "forward":
-        extra = registers_sm90.extra(spec) + _place_registers(spec, kernel)
+        extra = registers_sm90.extra(spec) + registers_sm90.PLACE * _places(spec, kernel)
         pending = registers_sm90.pending(spec)
         searching = registers_sm90.searching(spec, spare_registers)
     else:
@@ -163,15 +163,15 @@ def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     score = BACKWARD_SCORE_REGISTERS if has_score else 0
     dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = UNEQUAL_REGISTERS if spec.head_dim != d_v else 0
-    return newer + score + mask + unequal + dropout + _place_registers(spec, kernel)
+    return newer + score + mask + unequal + dropout + PLACE_REGISTERS * _places(spec, kernel)
 
 
-def _place_registers(spec: AttentionSpec, kernel: str) -> int:
-    """Of a kernel for learned tensors: what finding the places of sums takes."""
+def _places(spec: AttentionSpec, kernel: str) -> int:
+    """Of an element that every score adds to by itself, the indices but one; the most of any."""
     if kernel not in OF_CAPTURED:
         return 0
     learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
     read = (each for each in elements_of(spec.score) if each.tensor in learned)
-    return PLACE_REGISTERS * max(
+    return max(
         (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
     )

@@ -23,6 +23,8 @@ MASK_PENDING = 1 / 4
 DROPOUT = 4
 SCORE_MOD = 13
 MASK_OF_TENSORS = 5
+# For each index but one of an element that every score adds to by itself.
+PLACE = 8
 # More of a warp that copies, where it reads captured tensors to find tiles.
 SEARCHING_TENSORS = 16
 
