@@ -131,19 +131,25 @@ class Composed:
     """A call of a spec with sums of every kind, its forward pass done."""
 
     def __init__(
-        self, name: str, mask: Any, options: dict[str, Any], dropout_p: float = 0.0
+        self,
+        name: str,
+        mask: Any,
+        options: dict[str, Any],
+        dropout_p: float = 0.0,
+        lengths: tuple[int, int] = (150, 300),
+        heads: tuple[int, int] = (4, 2),
     ) -> None:
         dropping = dropout_p > 0
         self.spec = fg.AttentionSpec(mask, of_all_kinds, name=name, dropout=dropping, **options)
         dims = (self.spec.head_dim, self.spec.head_dim_v)
-        case = Case(150, 300, 1, 4, 2, self.spec.dtype, *dims)
+        case = Case(*lengths, 1, *heads, self.spec.dtype, *dims)
         generator = torch.Generator().manual_seed(3)
         known = {
-            "table": torch.randn(4, 200, generator=generator),  # beyond it: its last element
-            "column": torch.randn(300, generator=generator),
-            "row": torch.randn(4, 150, generator=generator),
+            "table": torch.randn(heads[0], 200, generator=generator),  # farther: the last element
+            "column": torch.randn(lengths[1], generator=generator),
+            "row": torch.randn(heads[0], lengths[0], generator=generator),
             "gate": torch.tensor(0.8),
-            "sink": torch.randn(4, generator=generator),
+            "sink": torch.randn(heads[0], generator=generator),
         }
         self.numbers: dict[str, Any] = {
             "tensors": {t.name: known[t.name] for t in self.spec.tensors if t.name in known}
@@ -176,16 +182,23 @@ def test_sums_of_every_kind_compose_with_masks_layouts_and_dims(
     assert captured_of(run)
 
 
-@pytest.mark.parametrize(
-    "tile", [Tile(16, 8, 1, 1), slow(Tile(32, 8, 1, 2)), slow(Tile(48, 8, 1, 1))]
-)
-def test_a_given_tile_gives_the_same_gradients(tile: Tile) -> None:
-    call = Composed("given", causal, {"head_dim": 64})
+GIVEN = [
+    (64, Tile(16, 8, 1, 1), 2),
+    slow(64, Tile(16, 8, 1, 2), 2),
+    slow(64, Tile(48, 8, 1, 1), 2),
+    # One buffer only.
+    (256, Tile(96, 8, 1, 1), 1),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "tile", "stages"), GIVEN)
+def test_a_given_tile_gives_the_same_gradients(head_dim: int, tile: Tile, stages: int) -> None:
+    call = Composed("given", causal, {"head_dim": head_dim})
     run = call.backward(tiles={"captured": tile})
     call.judge(run)
     (plan,) = captured_of(run)
     assert plan.tile == tile
-    assert plan.policy == "given"
+    assert (plan.policy, plan.stages) == ("given", stages)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", ARCH])

@@ -210,7 +210,8 @@ ALONE = Formula("alone", f"max(tensor, shared) + special + rest/{SCHEDULERS * WA
 # meet in each step, at what they exchange or wait for together.
 OVERLAP = Formula("overlap", "blocks*(warps + 4)/8")
 # At each of so many hand-overs a step the products stand still for about 150 clocks. With one
-# buffer a step also waits until its Q (in dq and captured: K) has come, after 600 clocks on the way.
+# buffer a step also waits until its Q (where a block owns queries: K) has come, after 600 clocks on
+# the way.
 HAND_OVERS = {"dkdv": 3, "fused": 3, "dq": 3} | dict.fromkeys(OF_CAPTURED, 2)
 COST = Formula("cost", "busiest + (alone - busiest)/max(1, overlap) + barriers + waits", "clk")
 
