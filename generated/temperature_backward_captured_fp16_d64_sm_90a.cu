@@ -488,11 +488,11 @@ temperature_backward_captured_fp16_d64(const __grid_constant__ Params p) {
           v_here.at(c / STEPS_V * V_PANEL + c % STEPS_V * 32), c > 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();
+    wgmma_wait<1>();
     pin(s);
-    pin(ds);
-    // K and V are read: their space takes others.
     if (lane == 0) barrier_arrive(k_empty + 8 * stage.index);
+    wgmma_wait<0>();
+    pin(ds);
     if (thread % 128 == 0) barrier_arrive(v_empty + 8 * stage.index);
     stage.next();
 

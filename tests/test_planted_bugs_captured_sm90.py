@@ -20,8 +20,8 @@ from flashgen.ops import backends
 RESIDENT = "    barrier_wait(resident, 0);\n"
 GIVE_K = "    if (lane == 0) barrier_arrive(k_empty + 8 * stage.index);\n"
 GIVE_V = "    if (thread % 128 == 0) barrier_arrive(v_empty + 8 * stage.index);\n"
-DONE = "    wgmma_wait<0>();\n    pin(s);\n    pin(ds);\n"
-WHY = "    // K and V are read: their space takes others.\n"
+S_DONE = "    wgmma_wait<1>();\n    pin(s);\n"
+DP_DONE = "    wgmma_wait<0>();\n    pin(ds);\n"
 WAIT_K = "    barrier_wait(k_full + 8 * stage.index, stage.parity);\n    const Tile"
 ROOM_K = "        barrier_wait(k_empty + 8 * stage.index, stage.parity ^ 1);\n        store_tile"
 ROOM_V = "        barrier_wait(v_empty + 8 * stage.index, stage.parity ^ 1);\n"
@@ -35,10 +35,10 @@ HANDED_OVER = [
     ("the phase of K is always the first", WAIT_K, WAIT_K.replace("stage.parity", "0"), ""),
     ("Q and dO are not waited for", RESIDENT, "", "Race"),
     ("K is given back before it was read",
-     DONE + WHY + GIVE_K, GIVE_K + DONE, ""),
+     S_DONE + GIVE_K, GIVE_K + S_DONE, ""),
     ("V is given back before it was read",
-     DONE + WHY + GIVE_K + GIVE_V, GIVE_V + DONE + GIVE_K, ""),
-    ("dP is read before its product is done", DONE, DONE.replace("<0>", "<1>"), ""),
+     DP_DONE + GIVE_V, GIVE_V + DP_DONE, ""),
+    ("dP is read before its product is done", DP_DONE, "    pin(ds);\n", ""),
     ("a warpgroup never says that V is read", GIVE_V, "", WAITS),
     ("a warp never says that K is read", GIVE_K, GIVE_K.replace("lane", "thread"), WAITS),
     ("K's space is not waited for", ROOM_K, "        store_tile", ""),
