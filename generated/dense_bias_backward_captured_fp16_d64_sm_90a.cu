@@ -2,7 +2,7 @@
 //   flashgen emit specs/dense_bias.py --arch sm_90a
 //
 // spec      dense_bias, specs/dense_bias.py
-// template  templates/backward_captured_sm80.cu.j2
+// template  templates/backward_captured_sm90.cu.j2
 // target    sm_90a  dtype float16  head_dim 64  backward, captured
 //
 //   S = score_mod(scale Q K^T)    P = exp(S - LSE)    dP = dO V^T
@@ -10,89 +10,104 @@
 //
 //   score_mod = score + bias[b, h, q, k]
 //
-// plan      captured  block_q 128  block_k 48  warps 4  blocks per SM 2
+// plan      captured  block_q 128  block_k 96  warps 8  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
-//           sm_80 path: gradients of learned tensors have no other
-//           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 48*(2*(64 + 64 + 64)) = 51,200 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 2*(51200 + 1024) = 104,448 B of 233,472 B
-//           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
-//           registers = 60 + 4*row_groups + extra + block_k*row_groups*(1 + pending)
-//             = 60 + 4*2 + 54 + 48*2*(1 + 0.125) = 230 of 255  (binds)
-//           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
-//             d_qk)) = (min(232448, 233472/2 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64)) = 216
-//           block_k <= (register_limit - (60 + 4*row_groups + extra))/(row_groups*(1 + pending))
-//             = (255 - (60 + 4*2 + 54))/(2*(1 + 0.125)) = 59.1111
-//           tensor = factors*macs/tensor_rate = 1*128/1288 = 0.0994 clk
-//           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (13.33 + 2*(64 + 64)/128)/128
-//             = 0.1198 clk
+//           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
+//           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
+//           stages = max(1, min(2, floor((min(M, M_sm/blocks - reserved) - 8 - e*block_q*(depth +
+//               depth_v))/(block_k*e*(depth + depth_v) + 16 + 32))))
+//             = max(1, min(2, floor((min(232448, 233472/1 - 1024) - 8 - 2*128*(64 +
+//             64))/(96*2*(64 + 64) + 16 + 32)))) = 2
+//           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
+//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
+//           smem = e*block_q*(depth + depth_v) + stages*(block_k*e*(depth + depth_v) + 16) + 8*(1
+//             + 4*stages) = 2*128*(64 + 64) + 2*(96*2*(64 + 64) + 16) + 8*(1 + 4*2)
+//             = 82,024 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(82024 + 1024) = 83,048 B of 233,472 B
+//           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
+//             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
+//           registers = 46 + extra + block_k*(1 + pending) = 46 + 37 + 96*(1 + 0.625)
+//             = 239 of 240  (binds)
+//           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(depth + depth_v) - 16*stages
+//               - 8*(1 + 4*stages))/(stages*e*(depth + depth_v))
+//             = (min(232448, 233472/1 - 1024) - 2*128*(64 + 64) - 16*2 - 8*(1 + 4*2))/(2*2*(64 +
+//             64)) = 389.7969
+//           block_k <= (register_limit - (46 + extra))/(1 + pending)
+//             = (240 - (46 + 37))/(1 + 0.625) = 96.6154
+//           tensor = macs/tensor_rate = 128/2048 = 0.0625 clk
+//           shared = (reads + e*(depth + depth_v)/block_q)/128 = (6.667 + 2*(64 + 64)/128)/128
+//             = 0.0677 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (2.833 + 29.57)/128 = 0.2532 clk
-//           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.03125 + max(0.09938, 0.1198) + 0.0625 + 29.57/128 = 0.4446 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(128*48*2) = 0.0488 clk
-//           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2532 + (0.4446 - 0.2532)/max(1, 2))/1 + 0.04883 = 0.3977 clk  (binds)
-//           refused block_k 64: needs 266 registers per thread, 255 allowed
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4135 clk against
-//               0.3977
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 51,200 B
+//           issue = (products + rest)/128 = (1.75 + 28.8)/128 = 0.2387 clk
+//           alone = max(tensor, shared) + special + rest/128
+//             = max(0.0625, 0.06771) + 0.0625 + 28.8/128 = 0.3552 clk
+//           barriers = (2*150 + (2 - stages)*600)/(block_q*block_k*blocks)
+//             = (2*150 + (2 - 2)*600)/(128*96*1) = 0.0244 clk
+//           waits = (2 - stages)*e*d_qk/block_q/l2_rate = (2 - 2)*2*64/128/64 = 0 clk
+//           cost = busiest + (alone - busiest)/max(1, overlap) + barriers + waits
+//             = 0.2387 + (0.3552 - 0.2387)/max(1, 1.5) + 0.02441 + 0 = 0.3408 clk
+//           busy = tensor/cost = 0.0625/0.3408 = 0.1834
+//           refused block_k 112: needs 265 registers per thread, 240 allowed
+//           refused block_q 256 by 16 warps: needs 16 warps, 8 allowed
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 82,024 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 48;  // keys per step of the main loop
+constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
-constexpr int HEAD_DIM_V = 64;  // of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
+constexpr int HEAD_DIM_V = 64;  // of V and dO
+constexpr int CONSUMERS = 2;  // warpgroups that compute
+constexpr int THREADS = 128 * CONSUMERS;  // that compute; 128 more copy
+constexpr int STAGES = 2;  // buffers for K, and for V
 constexpr int ELEMENT_BYTES = 2;  // float16
 
-// Shared memory moves in granules of 16 bytes, the unit of ldmatrix and of cp.async.
-constexpr int GRANULES = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
-constexpr int GRANULES_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and dO
+// Tiles lie in panels of so many columns, because that is what a swizzle covers.
+constexpr int PANEL = 64;  // of Q and K
+constexpr int PANELS = 1;
+constexpr int PANEL_V = 64;  // of V and dO
+constexpr int PANELS_V = 1;
+
+constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
+constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
+constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
+constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 
 // Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
-constexpr int SMEM_K = 32768;  // two buffers
-constexpr int SMEM_V = 45056;
-constexpr int SMEM_BYTES = 51200;
-constexpr int K_BYTES = 16 * GRANULES * BLOCK_K;  // of one buffer
+constexpr int SMEM_K = 32768;
+constexpr int SMEM_V = 57344;
+constexpr int SMEM_TILES = 81920;  // a Tile for each buffer of K
+constexpr int SMEM_BARRIERS = SMEM_TILES + 16 * STAGES;
+constexpr int SMEM_BYTES = 82024;
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
-static_assert(SMEM_DO >= SMEM_Q + 16 * GRANULES * BLOCK_Q, "plan and code disagree: Q tile");
-static_assert(SMEM_K >= SMEM_DO + 16 * GRANULES_V * BLOCK_Q, "plan and code disagree: dO tile");
-static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_BYTES >= SMEM_V + 16 * GRANULES_V * BLOCK_K, "plan and code disagree: V tile");
+static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
+static_assert(SMEM_DO == SMEM_Q + Q_BYTES, "plan and code disagree: Q tile");
+static_assert(SMEM_K == SMEM_DO + DO_BYTES, "plan and code disagree: dO tile");
+static_assert(SMEM_V == SMEM_K + STAGES * K_BYTES, "plan and code disagree: K tiles");
+static_assert(SMEM_TILES == SMEM_V + STAGES * V_BYTES, "plan and code disagree: V tiles");
+static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
+              "plan and code disagree: walk, barriers");
 
 constexpr float LOG2E = 1.4426950408889634f;
 
 // ---- arguments ---------------------------------------------------------------------------------
 
+// What TMA knows of a tensor: made by the host, read by nobody else.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
 typedef unsigned short Element;  // the bits of a float16
 
 struct Params {
-  const Element* q;  // [batch, heads_q, seq_q, HEAD_DIM]
-  const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
-  const Element* v;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
-  const Element* dout;  // [batch, heads_q, seq_q, HEAD_DIM_V]
+  TensorMap q_map;  // [batch, heads_q, seq_q, HEAD_DIM], read by TMA
+  TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
+  TensorMap v_map;  // [batch, heads_kv, seq_k, HEAD_DIM_V], read by TMA
+  TensorMap do_map;  // [batch, heads_q, seq_q, HEAD_DIM_V], read by TMA
   const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
-  long long q_stride_b;  // elements to the next batch entry
-  long long q_stride_h;  // elements to the next head
-  long long q_stride_n;  // elements to the next row
-  long long k_stride_b;  // elements to the next batch entry
-  long long k_stride_h;  // elements to the next head
-  long long k_stride_n;  // elements to the next row
-  long long v_stride_b;  // elements to the next batch entry
-  long long v_stride_h;  // elements to the next head
-  long long v_stride_n;  // elements to the next row
-  long long dout_stride_b;  // elements to the next batch entry
-  long long dout_stride_h;  // elements to the next head
-  long long dout_stride_n;  // elements to the next row
   int batch;
   int heads_q;
   int heads_kv;  // divides heads_q
@@ -178,138 +193,137 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x, read anew each time: volatile, so that nothing made from it is kept in registers.
+// A phase of a barrier is complete when all arrivals and all bytes that they announced are there.
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+// Wait for the phase of this parity: 0 is the first. Before it, the phase of parity 1 is complete.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@!complete bra again;\n"
+      "}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Where a pipeline of buffers stands, and the parity of the phase that fills the buffer.
+struct Stage {
+  int index = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
+// on. What lies outside the tensor becomes zeros, and counts as bytes all the same.
+template <int PANELS, int PANEL, int ROWS>
+__device__ __forceinline__ void load_rows(unsigned to, const TensorMap& from, unsigned barrier,
+                                          int row, int h, int b) {
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
+  }
+}
+
+// A tile that wgmma reads from shared memory: rows of SWIZZLE bytes, in groups of 8, whose granules
+// of 16 bytes are XORed with the row as TMA wrote them. The same tile serves products along its
+// rows and, transposed, along its columns, which go on in a panel `panel_bytes` further. Kept as
+// the low half of the descriptor, because the high half is a constant.
+template <int SWIZZLE>
+struct Operand {
+  unsigned low;
+  __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
+      : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
+  // `index` buffers further, of `bytes` each.
+  __device__ __forceinline__ Operand buffer(int index, int bytes) const {
+    Operand moved = *this;
+    moved.low += index * (bytes / 16);
+    return moved;
+  }
+  // The descriptor of what begins `bytes` into the tile.
+  __device__ __forceinline__ unsigned long long at(int bytes) const {
+    constexpr unsigned PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
+    constexpr unsigned HIGH = PATTERN << 30 | 8 * SWIZZLE / 16;
+    return (unsigned long long)HIGH << 32 | (low + bytes / 16);
+  }
+};
+
+// The registers of the products that follow are as ordinary instructions left them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most GROUPS of the groups committed last are running.
+template <int GROUPS>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
+}
+// The compiler would move arithmetic on accumulators past the instructions above.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
+  }
+}
+
+// D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
+__device__ __forceinline__ void multiply_rows(
+    float (&d)[12][4], unsigned long long a, unsigned long long b,
+    bool add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+      "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
+      "%45, %46, %47"
+      "}, %48, %49, add, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
+        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
+        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+      : "l"(a), "l"(b), "r"(int(add)) : "memory");
+}
+
+// Which of the threads that compute this is, read anew each time: volatile, so that nothing made
+// from it is kept in registers.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-// Byte offset of a granule of a row-major tile with G granules per row. Columns are XORed with bits
-// of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-__device__ __forceinline__ unsigned granule_offset(int row, int column) {
-  constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
-  return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
-}
-
-// Start an asynchronous copy of one granule; zeros are written instead where !valid.
-__device__ __forceinline__ void load_granule(unsigned to, const char* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-// Hide how a value came about, so that the compiler keeps it in a register through the main loop
-// instead of computing it again in every step.
-template <typename T>
-__device__ __forceinline__ void keep(T& x) {
-  if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
-}
-
-// A thread's share of a tile with G granules per row: one column, and every PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
-  static constexpr int PASS_ROWS = THREADS / G;
-  static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
-  int row;          // of the first pass
-  unsigned offset;  // of that row's granule in the tile, in bytes
-
-  __device__ __forceinline__ CopyPlace()
-      : row(threadIdx.x / G), offset(granule_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
-    keep(row);
-    keep(offset);
-  }
-
-  // Where this thread starts to read, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
-    const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
-    keep(start);
-    return start;
-  }
-};
-
-// All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
-template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
-  constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
-  if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
-    if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
-    // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
-    const unsigned offset = PASS_ROWS % 8 == 0
-                                ? place.offset + 16 * G * r
-                                : granule_offset<G>(place.row + r, thread_index() % G);
-    load_granule(tile + offset, source + (long long)step * r, r < valid_rows - place.row);
-  }
-}
-
-// Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
-
-// D += A B, 16 x 8 x 16
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
-}
-
-// Four 8 x 8 matrices, 8 rows of one granule each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-
-// The granule two steps of the swizzle apart: XOR reaches it inside a group of 8, addition beyond.
-template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
-  constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
-  return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
-}
-
-// Where a lane points ldmatrix for an A tile (rows 0-7, 8-15; then the same of the next granule),
-template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
-  return granule_offset<G>(first_row + lane % 16, lane / 16);
-}
-// and for two B tiles (keys 0-7, two granules; then keys 8-15).
-template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
-  return granule_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-
-// A: rows row..row+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
-  ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
-}
-
-// B, twice: keys key..key+7 and key+8..key+15, granules column and column+1
-template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
-  unsigned x[4];
-  ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
-  b[0] = {x[0], x[1]};
-  b[1] = {x[2], x[3]};
+  return index - 128;
 }
 
 // One instruction, with an error below 2^-22 of the result.
@@ -319,35 +333,35 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
-// 8 * TILES.
-template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
-      FragmentB b[2];
-      load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        mma(s[g][2 * n], a[g], b[0]);
-        mma(s[g][2 * n + 1], a[g], b[1]);
-      }
-    }
-  }
+// A step of the walk.
+struct Tile {
+  int start;  // the first key
+  int h;
+  int full;  // the mask is true on every element, and is not evaluated
+  int end;   // there is no such tile: the walk is over
+};
+__device__ __forceinline__ void store_tile(unsigned address, const Tile& tile) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(tile.start), "r"(tile.h), "r"(tile.full), "r"(tile.end)
+               : "memory");
+}
+__device__ __forceinline__ Tile read_tile(unsigned address) {
+  Tile tile;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.end) : "r"(address)
+               : "memory");
+  return tile;
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 dense_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
+  const unsigned resident = smem_base + SMEM_BARRIERS;  // Q and dO have arrived
+  const unsigned k_full = resident + 8, k_empty = k_full + 8 * STAGES;
+  const unsigned v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
 
   // 1. Which query tile, head and batch entry this block owns: grid (query tiles, heads, batch).
   const int q_tile = blockIdx.x;
@@ -356,174 +370,190 @@ dense_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 
-  const char* q_rows =
-      (const char*)(p.q + b * p.q_stride_b + h * p.q_stride_h + q_start * p.q_stride_n);
-  const char* do_rows =
-      (const char*)(p.dout + b * p.dout_stride_b + h * p.dout_stride_h + q_start * p.dout_stride_n);
-  const char* k_rows = (const char*)(p.k + b * p.k_stride_b + h_kv * p.k_stride_h);
-  const char* v_rows = (const char*)(p.v + b * p.v_stride_b + h_kv * p.v_stride_h);
-  const int q_step = int(p.q_stride_n) * ELEMENT_BYTES;  // bytes from one row to the next
-  const int do_step = int(p.dout_stride_n) * ELEMENT_BYTES;
-  const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
-  const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
+  const TensorMap& q_map = p.q_map;
+  const TensorMap& k_map = p.k_map;
+  const TensorMap& v_map = p.v_map;
+  const TensorMap& do_map = p.do_map;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
-  int tile = 0;
-  const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
-
-  // 3. Start the copies of Q and dO, which stay, and of the first K and V.
-  const CopyPlace<GRANULES> k_place;
-  const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<GRANULES_V>& v_place = k_place;  // the rows of K and V are equally long
-  const char* v_source = v_place.source(v_rows, v_step);
-  if (tile < tile_end) {
-    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
-                       p.seq_q - q_start);
-    load_tile<BLOCK_Q>(smem_base + SMEM_DO, v_place, v_place.source(do_rows, do_step), do_step,
-                       p.seq_q - q_start);
-    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place, k_source + (long long)k_step * (tile * BLOCK_K),
-                       k_step, p.seq_k - tile * BLOCK_K);
-    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place, v_source + (long long)v_step * (tile * BLOCK_K),
-                       v_step, p.seq_k - tile * BLOCK_K);
-  }
-  copy_commit();
-
-  // 4. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of each group of 16,
-  //    columns 2*(lane%4) and the next of each group of 8 (the layout of mma.m16n8).
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
-  unsigned q_lane = smem_base + SMEM_Q + a_lane_offset<GRANULES>(warp_row, lane);
-  unsigned do_lane = smem_base + SMEM_DO + a_lane_offset<GRANULES_V>(warp_row, lane);
-  unsigned k_lane = smem_base + SMEM_K + b_lane_offset<GRANULES>(lane);
-  unsigned v_lane = smem_base + SMEM_V + b_lane_offset<GRANULES_V>(lane);
-  keep(q_lane);
-  keep(do_lane);
-  keep(k_lane);
-  keep(v_lane);
-  const int q_first = p.q_offset + q_start + warp_row + lane / 4;  // position of this lane's row 0
-
-  // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
-  float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
-  const float2* rows = (const float2*)p.rows + ((long long)b * p.heads_q + h) * p.seq_q;
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = q_start + warp_row + 16 * g + 8 * r + lane / 4;
-      const float2 known = row < p.seq_q ? rows[row] : float2{__int_as_float(0x7f800000), 0.0f};
-      lse[g][r] = known.x;
-      minus_delta[g][r] = -known.y;
+  // 2. Barriers.
+  if (threadIdx.x == 0) {
+    barrier_init(resident, 1);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(k_full + 8 * i, 1);
+      barrier_init(v_full + 8 * i, 1);
+      barrier_init(k_empty + 8 * i, 4 * CONSUMERS);  // every warp read its Tile
+      barrier_init(v_empty + 8 * i, CONSUMERS);
     }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  __syncthreads();
 
-  // Sums over this lane's part of a row, and over all of its elements.
-  unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
+  // 3. The first warpgroup copies and needs few registers. A thread of its first warp starts TMA
+  //    and says which tile it is; the warp walks together.
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x >= 32) return;
+
+    // 3a. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+    int tile = 0;
+    const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
+
+    // 3b. The end of the walk is a stage without a copy.
+    const bool copies = threadIdx.x == 0;
+    if (copies && tile < tile_end) {
+      barrier_announce(resident, Q_BYTES + DO_BYTES);
+      load_rows<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, q_map, resident, q_start, h,
+                                        b);
+      load_rows<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, do_map, resident, q_start, h,
+                                            b);
+    }
+    Stage stage;
+#pragma unroll 1
+    while (tile < tile_end) {
+      const int k_start = tile * BLOCK_K;
+      const bool full_tile = k_start + BLOCK_K <= p.seq_k;
+      if (copies) {
+        barrier_wait(k_empty + 8 * stage.index, stage.parity ^ 1);
+        store_tile(smem_base + SMEM_TILES + 16 * stage.index, {k_start, h, full_tile, false});
+        const unsigned k_here = k_full + 8 * stage.index, v_here = v_full + 8 * stage.index;
+        barrier_announce(k_here, K_BYTES);
+        load_rows<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index * K_BYTES, k_map,
+                                          k_here, k_start, h_kv, b);
+        barrier_wait(v_empty + 8 * stage.index, stage.parity ^ 1);
+        barrier_announce(v_here, V_BYTES);
+        load_rows<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + stage.index * V_BYTES, v_map,
+                                              v_here, k_start, h_kv, b);
+      }
+      __syncwarp();
+      ++tile;
+      stage.next();
+    }
+    if (copies) {
+      barrier_wait(k_empty + 8 * stage.index, stage.parity ^ 1);
+      store_tile(smem_base + SMEM_TILES + 16 * stage.index, {0, h, false, true});
+      barrier_arrive(k_full + 8 * stage.index);
+    }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+
+  // 4. What this lane owns of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
+  //    columns 2*(lane%4) and the next of each group of 8. Of its rows it keeps LSE and delta.
+  const int thread = threadIdx.x - 128;
+  const int lane = thread % 32;
+  const int warpgroup = __shfl_sync(0xffffffffu, thread / 128, 0);  // the same in the whole warp
+  const int first_row = warpgroup * 64;
+  const int warp_row = thread / 32 * 16;
+  constexpr int STEPS = PANEL / 16, STEPS_V = PANEL_V / 16;  // of a product along a row, in a panel
+  constexpr int Q_PANEL = BLOCK_Q * 2 * PANEL, DO_PANEL = BLOCK_Q * 2 * PANEL_V;  // bytes
+  constexpr int K_PANEL = BLOCK_K * 2 * PANEL, V_PANEL = BLOCK_K * 2 * PANEL_V;
+  const Operand<2 * PANEL> q_operand(smem_base + SMEM_Q, Q_PANEL);
+  const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
+  const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
+  const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
+  const float2* rows = (const float2*)p.rows + ((long long)b * p.heads_q + h) * p.seq_q;
+  float lse[2], delta[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = q_start + warp_row + lane / 4 + 8 * r;
+    float2 numbers = {__int_as_float(0x7f800000), 0.0f};  // past the end P shall be 0
+    if (row < p.seq_q) numbers = rows[row];
+    lse[r] = numbers.x;
+    delta[r] = numbers.y;
+  }
+  const int row_first = q_start + warp_row + lane / 4;  // this lane's row 0, counted from query 0
+
+  Stage stage;
 
   // 5. Main loop.
 #pragma unroll 1
-  while (tile < tile_end) {
-    const int k_start = tile * BLOCK_K;
-    const bool full_tile = k_start + BLOCK_K <= p.seq_k;
-    ++tile;
+  while (true) {
+    barrier_wait(k_full + 8 * stage.index, stage.parity);
+    const Tile tile = read_tile(smem_base + SMEM_TILES + 16 * stage.index);
+    if (tile.end) break;
+    const int k_start = tile.start;
+    barrier_wait(resident, 0);
 
-    // 5a. K and V have arrived; every warp is done with the other K, whose space takes the next.
-    copy_wait_all();
-    __syncthreads();
-    if (tile < tile_end) {
-      load_tile<BLOCK_K>(smem_base + SMEM_K + (k_buffer ^ K_BYTES), k_place,
-                         k_source + (long long)k_step * (tile * BLOCK_K), k_step,
-                         p.seq_k - tile * BLOCK_K);
+    // 5a. S = Q K^T and dP = dO V^T
+    float s[BLOCK_K / 8][4];
+    float ds[BLOCK_K / 8][4];
+    const auto k_here = k_operand.buffer(stage.index, K_BYTES);
+    const auto v_here = v_operand.buffer(stage.index, V_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
+      multiply_rows(s, q_operand.at(first_row * 2 * PANEL + c / STEPS * Q_PANEL + c % STEPS * 32),
+                    k_here.at(c / STEPS * K_PANEL + c % STEPS * 32), c > 0);
     }
-    copy_commit();
+    wgmma_commit();
+    barrier_wait(v_full + 8 * stage.index, stage.parity);
+#pragma unroll
+    for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
+      multiply_rows(
+          ds, do_operand.at(first_row * 2 * PANEL_V + c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
+          v_here.at(c / STEPS_V * V_PANEL + c % STEPS_V * 32), c > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    pin(s);
+    if (lane == 0) barrier_arrive(k_empty + 8 * stage.index);
+    wgmma_wait<0>();
+    pin(ds);
+    if (thread % 128 == 0) barrier_arrive(v_empty + 8 * stage.index);
+    stage.next();
 
-    // 5b. S = Q K^T, and dP - delta = dO V^T - delta: the sum starts at -delta.
-    float s[ROW_GROUPS][BLOCK_K / 8][4] = {};
-    float ds[ROW_GROUPS][BLOCK_K / 8][4];
+    // 5b. P = exp(S' - LSE), and dS' = P (dP - delta), where S' is what the score function gives.
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) ds[g][n][e] = minus_delta[g][e / 2];
+      for (int e = 0; e < 4; ++e) {
+        const int q = p.q_offset + row_first + 8 * (e / 2);
+        const int k = p.k_offset + k_start + lane % 4 * 2 + 8 * n + e % 2;
+        const float value = score_mod(p, s[n][e] * p.scale, b, h, q, k);
+        const float probability = exp2_approx(fmaf(value, LOG2E, -lse[e / 2]));
+        ds[n][e] = probability * (ds[n][e] - delta[e / 2]);
       }
     }
-    multiply_rows<GRANULES>(s, q_lane, k_lane + k_buffer);
-    multiply_rows<GRANULES_V>(ds, do_lane, v_lane);
 
-    // 5c. P = exp(S' - LSE), and dS' = P (dP - delta), where S' is what the score function gives.
-    const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int q = q_first + 16 * g + 8 * (e / 2);
-          const int k = k_first + 8 * n + e % 2;
-          const float value = score_mod(p, s[g][n][e] * p.scale, b, h, q, k);
-          const float probability = exp2_approx(fmaf(value, LOG2E, -lse[g][e / 2]));
-          ds[g][n][e] *= probability;
-        }
-      }
-    }
-
-    // 5d. The mask, on mixed tiles only.
-    if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, as seen from this lane.
+    // 5c. The mask, on mixed tiles only.
+    if (!tile.full) {
       // The lane is read anew: kept through the main loop, these values would cost registers there.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int r = 0; r < 2; ++r) {
+        const Range keys = row_keys(p);
+        const int hi = keys.hi - column;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const Range keys = row_keys(p);
-          const int hi = keys.hi - column;
+        for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (8 * n + e >= hi) ds[g][n][2 * r + e] = 0.0f;
-            }
+          for (int e = 0; e < 2; ++e) {
+            if (8 * n + e >= hi) ds[n][2 * r + e] = 0.0f;
           }
         }
       }
     }
 
-    // 5e. Every warp is done with V, whose space takes the next.
-    __syncthreads();
-    if (tile < tile_end) {
-      load_tile<BLOCK_K>(smem_base + SMEM_V, v_place,
-                         v_source + (long long)v_step * (tile * BLOCK_K), v_step,
-                         p.seq_k - tile * BLOCK_K);
-    }
-    copy_commit();
-
-    // 5f. The gradients of what each score reads.
+    // 5d. The gradients of what each score reads.
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int k = k_first + 8 * n + c;
+        const int k = p.k_offset + k_start + lane % 4 * 2 + 8 * n + c;
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float d = ds[g][n][2 * r + c];
-            // Where dS' is 0, as it is past the mask, the derivatives may be infinite.
-            if (d != 0.0f) {
-              const int q = q_first + 16 * g + 8 * r;
-              const Partials by = score_partials();
-              atomicAdd(place_of_by0(p, b, h, q, k), d * by.by0);
-            }
+        for (int r = 0; r < 2; ++r) {
+          const float d = ds[n][2 * r + c];
+          // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the last
+          // query dS' may be anything.
+          if (d != 0.0f && row_first + 8 * r < p.seq_q) {
+            const int q = p.q_offset + row_first + 8 * r;
+            const Partials by = score_partials();
+            atomicAdd(place_of_by0(p, b, h, q, k), d * by.by0);
           }
         }
       }
     }
-    k_buffer ^= K_BYTES;
   }
-  copy_wait_all();  // of what was started for no one
 
   // 6. What was added up in registers, to global memory.
 }

@@ -416,7 +416,8 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
   keep(do_lane);
   keep(k_lane);
   keep(v_lane);
-  const int q_first = p.q_offset + q_start + warp_row + lane / 4;  // position of this lane's row 0
+  const int row_first = q_start + warp_row + lane / 4;  // this lane's row 0, counted from query 0
+  const int q_first = p.q_offset + row_first;
 
   // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
   float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
@@ -432,7 +433,6 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
     }
   }
 
-  // Sums over this lane's part of a row, and over all of its elements.
   ExactSum exact0(p.root_table);  // of table
   unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
 
@@ -527,8 +527,9 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float d = ds[g][n][2 * r + c];
-            // Where dS' is 0, as it is past the mask, the derivatives may be infinite.
-            if (d != 0.0f) {
+            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the last
+            // query dS' may be anything.
+            if (d != 0.0f && row_first + 16 * g + 8 * r < p.seq_q) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
               exact0.add(place_of_by0(p, q, k), d * by.by0);

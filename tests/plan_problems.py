@@ -53,9 +53,20 @@ def every_backward(step: int = 8) -> Iterator[BackwardPlan]:
                     )
 
 
+@functools.cache
+def learned(head_dim: int, head_dim_v: int, dtype: str = "float16") -> fg.AttentionSpec:
+    """A spec whose score function reads a learned tensor, a different element for each score."""
+    bias = fg.Tensor("bias", ("heads", "distance"), "float32", grad=True)
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    return fg.AttentionSpec(
+        score_mod=lambda s, b, h, q, k: s + bias[h, q - k], dtype=dtype, name="learned", **dims
+    )
+
+
 def problem_behind(plan: Plan) -> tuple[Problem, Tile]:
     """The search's view of a plan that was made with the architecture's own M."""
-    spec = spec_of(plan.head_dim, plan.head_dim_v, plan.dtype)
+    make = learned if plan.of_captured else spec_of
+    spec = make(plan.head_dim, plan.head_dim_v, plan.dtype)
     problem = problem_of(spec, facts(plan.arch), None, plan.access_bytes, kernel=plan.kernel)
     step = plan.block_q if plan.owns_keys else plan.block_k
     sharing = (plan.column_warps, plan.score_warps)

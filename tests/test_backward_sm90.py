@@ -55,18 +55,13 @@ def judged(
         binary, plan = report.kernel.binary, report.kernel.plan
         assert binary.warnings == ()
         assert binary.resources.clean
-        assert plan.path == own_path(plan.kernel)
+        assert plan.path == ("sm_80" if plan.kernel == "delta" else ARCH)
     return run
 
 
 def slow(*values: object) -> Any:
     """A parameter of the slow tier."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def own_path(kernel: str) -> str:
-    """Which kernels have code of their own for Hopper."""
-    return ARCH if kernel in ("fused", "dkdv", "dq") else "sm_80"
 
 
 def check(path: Path, head_dim: int) -> None:
@@ -224,18 +219,12 @@ def test_fused_ones_do_not_either_but_for_dq(head_dim: int, seed: int) -> None:
 
 
 def test_float32_takes_the_other_path_and_says_why() -> None:
-    chosen = plan_backward(CAUSAL.replace(dtype="float32"), ARCH)
-    assert {plan.path for plan in chosen.kernels} == {"sm_80"}
-    assert "parts of tf32" in chosen.of_keys.explain()
-    assert "sm_80 path" in str(chosen.of_keys)
-
-
-def test_gradients_of_learned_tensors_take_the_other_path_and_the_rest_does_not() -> None:
-    spec = fg.load(spec_path("dense_bias"))
+    spec = fg.load(spec_path("dense_bias")).replace(dtype="float32")
     chosen = plan_backward(spec, ARCH)
-    assert chosen.of_keys.path == ARCH
-    assert chosen.kernel("captured").path == "sm_80"
-    assert "sm_80 path: gradients of learned tensors" in str(chosen.kernel("captured"))
+    assert {plan.path for plan in chosen.kernels} == {"sm_80"}
+    for plan in (chosen.of_keys, chosen.kernel("captured")):
+        assert "parts of tf32" in plan.explain()
+        assert "sm_80 path" in str(plan)
 
 
 def gradients_of(*operands: torch.Tensor, **options: Any) -> BackwardRun:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import sympy
-from plan_problems import UNEQUAL, backward_of, problem_behind
+from plan_problems import UNEQUAL, backward_of, learned, problem_behind
 
 import flashgen as fg
-from flashgen.plan import Plan, feasible
+from flashgen.plan import Plan, feasible, plan_backward
 from flashgen.plan.formulas import QUANTITIES, SYMBOLS, evaluate
 from flashgen.plan.model_backward_sm90 import MODELS, panels_of_kernel
 from flashgen.plan.search import excesses, larger
@@ -33,6 +33,8 @@ def kernels() -> Iterator[Plan]:
                 head_dim_v=head_dim_v,
                 deterministic=deterministic,
             ).kernels[1:]
+            spec = learned(head_dim, head_dim_v)
+            yield plan_backward(spec, "sm_90a", deterministic=deterministic).kernels[-1]
 
 
 def test_every_printed_line_is_its_own_arithmetic():
@@ -90,6 +92,13 @@ def test_the_copying_warps_give_up_what_the_others_take():
     plain = backward_of(128, "float16", "sm_90a").kernel("fused")
     assert (plain.producer_registers, plain.registers) == (24, 240)
     assert (plain.block_q, plain.block_k, plain.stages) == (80, 128, 2)
+
+
+def test_kernels_for_learned_tensors_are_planned_on_hoppers_path():
+    for each in every_kernel():
+        assert each.path == "sm_90a"
+    found = {each.kernel for each in every_kernel()}
+    assert found == {"fused", "dkdv", "dq", "captured", "captured_exact"}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

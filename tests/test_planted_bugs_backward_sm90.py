@@ -17,7 +17,11 @@ from flashgen.ops import backends, run_backward, run_forward
 
 ARCH = "sm_90a"
 CAUSAL = fg.load(spec_path("causal"))
-CASE = Case(400, 200, 1, 1, 1, "bfloat16", 128)  # several steps for each of several blocks
+# Several steps for each of several blocks; of "dq" more than there are buffers.
+CASES = {
+    "fused": Case(400, 200, 1, 1, 1, "bfloat16", 128),
+    "dq": Case(400, 600, 1, 1, 1, "bfloat16", 128),
+}
 
 WAIT_Q = "    barrier_wait(q_full + 8 * stage.index, stage.parity);\n    const Tile"
 GIVE_Q = "    if (lane == 0) barrier_arrive(q_empty + 8 * stage.index);"
@@ -83,8 +87,9 @@ def planted(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) ->
             build = with_text(build, old, new)
         bound_init(self, build, *rest)
 
-    spec = CAUSAL.replace(dtype=CASE.dtype, head_dim=128, head_dim_v=128)
-    q, k, v = CASE.tensors(seed=1)
+    case = CASES[kernel]
+    spec = CAUSAL.replace(dtype=case.dtype, head_dim=128, head_dim_v=128)
+    q, k, v = case.tensors(seed=1)
     forward = run_forward(spec, q, k, v, backend="emulator")
     dout, dlse = like(forward.out, 1), like(forward.lse, 2)
     monkeypatch.setattr(backends.Bound, "__init__", with_bug)

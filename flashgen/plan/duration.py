@@ -16,6 +16,7 @@ from typing import NamedTuple
 from flashgen.arch import facts
 from flashgen.plan.derive import printed
 from flashgen.plan.formulas import Formula, Number, Steps
+from flashgen.plan.model_backward import OF_CAPTURED
 from flashgen.plan.order import head_bits
 from flashgen.plan.traffic import LSE_BYTES, Visited
 from flashgen.plan.value import Line, Plan, broken
@@ -182,6 +183,6 @@ def _bytes(plan: Plan, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_
         return operands + queries * (v + LSE_BYTES)
     if plan.kernel == "delta":
         return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES)
-    results = {"dkdv": keys * (qk + v), "dq": queries * qk, "captured": 0}
+    results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(OF_CAPTURED, 0)
     both = results["dkdv"] + queries * plan.head_dim * 4  # dQ's sums are float32
     return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

@@ -13,7 +13,9 @@ global memory.
 
 dq: a block owns 128 queries and walks the keys in steps of ``block_k``.
 
-The buffers: Q and dO (in dq: K and V) have two each where they fit, else one.
+captured: the loop of dq, without the product for dQ: it adds up the gradients of learned tensors.
+
+The buffers: Q and dO (in dq and captured: K and V) have two each where they fit, else one.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING
 from flashgen.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.plan.formulas import Formula, Number
 from flashgen.plan.model import ISSUE, SPECIAL, KernelModel
+from flashgen.plan.model_backward import OF_CAPTURED
 from flashgen.plan.model_sm90 import (
     BUSY,
     CONSUMER,
@@ -41,12 +44,13 @@ from flashgen.plan.model_sm90 import (
 if TYPE_CHECKING:
     from flashgen.plan.value import Plan
 
+BY_QUERIES = ("dq", *OF_CAPTURED)  # the kernels whose blocks own queries
 WARPS = 8  # that compute: two warpgroups
 BUFFERS = 2  # of dS, and of P: one is read while the other is written
 TILE_BYTES = 16  # which tile of the walk it is
 # Warps that find the tiles of the walk, and those of them that ask whether a tile is full: where a
 # block owns keys, two bring LSE and delta and tell the others.
-WALKING_WARPS = {"dkdv": (3, 2), "fused": (3, 2), "dq": (1, 1)}
+WALKING_WARPS = {"dkdv": (3, 2), "fused": (3, 2), "dq": (1, 1)} | dict.fromkeys(OF_CAPTURED, (1, 1))
 ALIGNED = 1024  # bytes: where a pattern of 128 bytes begins
 
 
@@ -93,6 +97,7 @@ COLUMNS = Formula(
     "columns", "(2 - column_warps)*(d_qk + d_v) + (column_warps - 1)*(depth + depth_v)/2"
 )
 COLUMNS_OF_DQ = Formula("columns", "d_qk")
+NO_COLUMNS = Formula("columns", "0")  # of "captured"
 DQ_COLUMNS = Formula("dq_columns", "depth")
 # Its blocks of 64 columns are shared by the warpgroups where they can be divided by 2, else its
 # queries are.
@@ -159,6 +164,11 @@ REGISTERS = Formula("registers", f"{_OWN} + block_q*{_SCORES}")
 BLOCK_Q_BY_REGISTERS = Formula("block_q", f"(register_limit - ({_OWN}))/({_SCORES})")
 REGISTERS_DQ = Formula("registers", f"{_OWN} + block_k*(1 + pending)")
 BLOCK_K_BY_REGISTERS = Formula("block_k", f"(register_limit - ({_OWN}))/(1 + pending)")
+_OWN_OF_CAPTURED = "46 + extra"
+REGISTERS_CAPTURED = Formula("registers", f"{_OWN_OF_CAPTURED} + block_k*(1 + pending)")
+BLOCK_K_BY_REGISTERS_CAPTURED = Formula(
+    "block_k", f"(register_limit - ({_OWN_OF_CAPTURED}))/(1 + pending)"
+)
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
@@ -199,28 +209,29 @@ ALONE = Formula("alone", f"max(tensor, shared) + special + rest/{SCHEDULERS * WA
 # Products of the one warpgroup go on behind the arithmetic of the other, half of the time: they
 # meet in each step, at what they exchange or wait for together.
 OVERLAP = Formula("overlap", "blocks*(warps + 4)/8")
-# At each of three hand-overs a step the products stand still for about 150 clocks. With one buffer
-# a step also waits until its Q (in dq: K) has come, after 600 clocks on the way.
-BARRIERS = Formula("barriers", "(3*150 + (2 - stages)*600)/(block_q*block_k*blocks)", "clk")
+# At each of so many hand-overs a step the products stand still for about 150 clocks. With one
+# buffer a step also waits until its Q (where a block owns queries: K) has come, after 600 clocks on
+# the way.
+HAND_OVERS = {"dkdv": 3, "fused": 3, "dq": 3} | dict.fromkeys(OF_CAPTURED, 2)
 COST = Formula("cost", "busiest + (alone - busiest)/max(1, overlap) + barriers + waits", "clk")
 
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     """The steps to the cost, instructions counted in the machine code of compiled kernels."""
-    by_keys, fused = kernel != "dq", kernel == "fused"
+    by_keys, fused = kernel not in BY_QUERIES, kernel == "fused"
     owned, walked = ("block_k", "block_q") if by_keys else ("block_q", "block_k")
     # Per score an exponential, a difference or a sum's beginning, two products, two roundings.
     rest = f"{4.5 if by_keys else 4.8} + score_ops + dropout_ops"
     rest += " + exchanged/2" if by_keys else ""
     rest += " + 1/2 + dq_columns/block_k" if fused else ""
     return (
-        {"dkdv": MACS, "fused": MACS_FUSED, "dq": MACS}[kernel],
-        {"dkdv": READS_DKDV, "fused": READS_FUSED, "dq": READS_DQ}[kernel],
+        MACS_FUSED if fused else MACS,
+        {"dkdv": READS_DKDV, "fused": READS_FUSED}.get(kernel, READS_DQ),
         # Per thread and step, which has walked*64*score_warps/128 scores of each of them.
         Formula("products", f"(60 + 3*macs/{DEPTH_STEP})*score_warps/({walked}/2)"),
         Formula("rest", rest),
         TENSOR,
-        {"dkdv": SHARED_DKDV, "fused": SHARED_FUSED, "dq": SHARED_DQ}[kernel],
+        {"dkdv": SHARED_DKDV, "fused": SHARED_FUSED}.get(kernel, SHARED_DQ),
         Formula("l2", f"e*(d_qk + d_v)/{owned}/l2_rate", "clk"),
         *((ATOMICS,) if fused else ()),
         SPECIAL,
@@ -228,7 +239,11 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         BUSIEST_FUSED if fused else BUSIEST,
         ALONE,
         OVERLAP,
-        BARRIERS,
+        Formula(
+            "barriers",
+            f"({HAND_OVERS[kernel]}*150 + (2 - stages)*600)/(block_q*block_k*blocks)",
+            "clk",
+        ),
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
         COST,
         BUSY,
@@ -289,6 +304,17 @@ MODELS = {
         (REGISTERS_DQ, BLOCK_K_BY_REGISTERS),
         ((1, 1),),
     ),
+    **{
+        (name, 2): _kernel(
+            name,
+            "block_q",
+            (DEPTH, DEPTH_V, NO_COLUMNS, STAGES_DQ),
+            (SMEM_DQ, BLOCK_K_BY_SMEM),
+            (REGISTERS_CAPTURED, BLOCK_K_BY_REGISTERS_CAPTURED),
+            ((1, 1),),
+        )
+        for name in OF_CAPTURED
+    },
 }
 
 
@@ -302,7 +328,7 @@ def regions(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
     e, stages, depth, depth_v = size["e"], size["stages"], size["depth"], size["depth_v"]
     block_q, block_k = size["block_q"], size["block_k"]
     queries, keys = e * block_q, e * block_k
-    if kernel == "dq":
+    if kernel in BY_QUERIES:
         sizes = {
             "smem_q": queries * depth,
             "smem_do": queries * depth_v,

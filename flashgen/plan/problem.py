@@ -63,9 +63,10 @@ def problem_of(
 ) -> Problem:
     """The planner's view of a spec: sizes, capacities, and what score_mod and dropout add."""
     limit = arch.smem_per_block if sram is None else sram
-    path, path_note = _path(spec, arch, kernel, access_bytes)
+    path, path_note = _path(spec, arch, access_bytes)
     if path == "sm_90a" and kernel != "forward":
-        extra, pending = registers_sm90.extra(spec), registers_sm90.pending(spec)
+        extra = registers_sm90.extra(spec) + registers_sm90.PLACE * _places(spec, kernel)
+        pending = registers_sm90.pending(spec)
         searching = registers_sm90.searching(spec, spare_registers)
     else:
         extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
@@ -103,13 +104,11 @@ def _searching(spec: AttentionSpec) -> int:
     return SEARCHING_REGISTERS if spec.block_sparse or spec.packed or divides else 0
 
 
-def _path(spec: AttentionSpec, arch: Arch, kernel: str, access_bytes: int) -> tuple[str, str]:
+def _path(spec: AttentionSpec, arch: Arch, access_bytes: int) -> tuple[str, str]:
     """The code path of a kernel, and in words why it is not the architecture's own."""
     if arch.path == "sm_80":
         return arch.path, ""
-    if kernel in OF_CAPTURED:
-        why = "gradients of learned tensors have no other"
-    elif ITEMSIZE[spec.dtype] != 2:
+    if ITEMSIZE[spec.dtype] != 2:
         why = "float32 is split into parts of tf32, which mma.sync multiplies"
     elif access_bytes != 16:
         why = "TMA takes addresses and strides in multiples of 16 bytes"
@@ -167,15 +166,15 @@ def _extra_registers(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     score = BACKWARD_SCORE_REGISTERS if has_score else 0
     dropout = BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = UNEQUAL_REGISTERS if spec.head_dim != d_v else 0
-    return newer + score + mask + unequal + dropout + _place_registers(spec, kernel)
+    return newer + score + mask + unequal + dropout + PLACE_REGISTERS * _places(spec, kernel)
 
 
-def _place_registers(spec: AttentionSpec, kernel: str) -> int:
-    """Of a kernel for learned tensors: what finding the places of sums takes."""
+def _places(spec: AttentionSpec, kernel: str) -> int:
+    """Of an element that every score adds to by itself, the indices but one; the most of any."""
     if kernel not in OF_CAPTURED:
         return 0
     learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
     read = (each for each in elements_of(spec.score) if each.tensor in learned)
-    return PLACE_REGISTERS * max(
+    return max(
         (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
     )

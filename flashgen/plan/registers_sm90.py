@@ -1,8 +1,9 @@
 """Registers that a spec adds to a backward kernel of the sm_90a path, measured on compiled kernels.
 
-Such that no chosen tile of any example spills: tests/test_backward_sm90.py. What the compiler makes
-of an instruction more is no smooth function: these are steps between tiles, and on the safe side.
-Beside dropout a first plan may spill all the same, and `flashgen.build` makes a second one.
+Such that no chosen tile of any example spills: test_backward_sm90.py and test_captured_sm90.py in
+tests/. What the compiler makes of an instruction more is no smooth function: these are steps
+between tiles, and on the safe side. Beside dropout, and where a score reads several tensors, a
+first plan may spill all the same, and `flashgen.build` makes a second one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MASK_PENDING = 1 / 4
 DROPOUT = 4
 SCORE_MOD = 13
 MASK_OF_TENSORS = 5
+# For each index but one of an element that every score adds to by itself.
+PLACE = 8
 # More of a warp that copies, where it reads captured tensors to find tiles.
 SEARCHING_TENSORS = 16
 

@@ -104,7 +104,7 @@ def _of_dropout(build: Build, p: Problem) -> dict[str, int]:
     """
     plan = build.plan
     drops = any(param.name == "rng" for param in build.source.params)
-    if not drops or plan.kernel not in ("forward", "dq"):
+    if not drops or plan.owns_keys:
         return {}
     x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
     return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}

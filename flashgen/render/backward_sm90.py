@@ -78,13 +78,8 @@ def backward_sm90(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source
     score = ScoreCode.of(functions, slope=True, element=_ELEMENT)
     walk = walk_of(functions, **({"h": "next_h", "tile": "next_tile"} if by_keys else {}))
     row = "e % 2" if by_keys else "e / 2"
-    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
-    (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
-    fields: dict[str, Any] = {
-        "panel": panel,
-        "panels": panels,
-        "panel_v": panel_v,
-        "panels_v": panels_v,
+    panels = panels_of_plan(plan)
+    fields: dict[str, Any] = panels | {
         "exponential": Exponential.of(plan, score, row, element=_ELEMENT),
         "slope_note": ", times the score function's slope" if score.call else "",
         "transposed": by_keys,
@@ -93,14 +88,24 @@ def backward_sm90(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source
         "fused": plan.kernel == "fused",
     }
     if by_keys:
-        halves = (panel * panels // 2, panel_v * panels_v // 2)
+        halves = (
+            panels["panel"] * panels["panels"] // 2,
+            panels["panel_v"] * panels["panels_v"] // 2,
+        )
         fields |= _of_keys(spec, plan, functions, walk, score, halves)
     else:
         shapes = {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim)}
-        fields |= {"products": _products(plan, shapes), "exchanges": None}
+        fields |= {"products": products_of(plan, shapes), "exchanges": None}
         fields |= {"row_keep": _keep(walk, has_hi=True)}
     template = "backward_sm90.cu.j2" if by_keys else "backward_dq_sm90.cu.j2"
     return kernel(template, spec, plan, functions, walk, score, **fields)
+
+
+def panels_of_plan(plan: Plan) -> dict[str, int]:
+    """Fields that say in which panels the tiles of a kernel lie."""
+    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
+    (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
+    return {"panel": panel, "panels": panels, "panel_v": panel_v, "panels_v": panels_v}
 
 
 def _of_keys(
@@ -129,7 +134,7 @@ def _of_keys(
     has_hi = not walk.row_has_lo or bool(score.call) or (row is not None and row.hi is not None)
     keeps = spec.dropout
     return {
-        "products": _products(plan, shapes),
+        "products": products_of(plan, shapes),
         "shares_scores": shares,
         "dq_shares_queries": together < plan.block_q,
         "uses_h": fused or keeps or score.uses_h or walk.uses_h,
@@ -167,8 +172,8 @@ _WHAT = {
 _MAJORS = {"multiply_rows": "0, 0", "multiply_queries": "1, 0", "multiply_columns": "1, 1"}
 
 
-def _products(plan: Plan, shapes: set[tuple[str, int]]) -> list[Product]:
-    """One for each name and number of columns."""
+def products_of(plan: Plan, shapes: set[tuple[str, int]]) -> list[Product]:
+    """The forms of wgmma of a kernel: one for each name and number of columns in ``shapes``."""
     operand = ELEMENTS[plan.dtype].mma
     found = []
     for name, columns in sorted(shapes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -10,6 +11,7 @@ from flashgen import expr as fx
 from flashgen.analysis import Analysis, kind_of_sum
 from flashgen.expr import Element
 from flashgen.plan import Plan
+from flashgen.render.backward_sm90 import panels_of_plan, products_of
 from flashgen.render.exponential import Exponential
 from flashgen.render.functions import SpecFunction, SpecFunctions
 from flashgen.render.kernel import kernel
@@ -74,13 +76,16 @@ class Partials:
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The kernel that adds up the gradients of the learned tensors that the score reads.
 
-    Two forms of one template: "captured" adds floats atomically, "captured_exact" whole numbers.
+    Two forms of one template for each path: "captured" adds floats atomically, "captured_exact"
+    whole numbers.
 
     Raises:
         RenderError: when the template asks for a field that it is not given.
     """
     functions = SpecFunctions(spec, analysis)
-    score = ScoreCode.of(functions)
+    hopper = plan.path == "sm_90a"
+    fragment, row = ("s[n]", "e / 2") if hopper else ("s[g][n]", "g][e / 2")
+    score = ScoreCode.of(functions, element=f"{fragment}[e]")
     walk = walk_of(functions)
     derivatives = functions.score_partials()
     elements = [element for element, _ in analysis.score.learned]
@@ -105,7 +110,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         by_kind[part.kind].append(element)
     in_loop = _index_symbols(*by_kind.get("element", ()))
     return kernel(
-        "backward_captured_sm80.cu.j2",
+        "backward_captured_sm90.cu.j2" if hopper else "backward_captured_sm80.cu.j2",
         spec,
         plan,
         functions,
@@ -113,17 +118,16 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         score,
         more=(derivatives, *(part.place for part in parts)),
         partials=Partials(
-            derivatives.call(score="s[g][n][2 * r + c] * p.scale"),
+            derivatives.call(score=f"{fragment}[2 * r + c] * p.scale"),
             ", ".join(part.sum for part in parts),
             quad_sums=not by_kind.keys().isdisjoint(("row", "block")),
             column_sums=not by_kind.keys().isdisjoint(("column", "block")),
         ),
         parts=parts,
         exact=exact,
-        exponential=Exponential.of(plan, score, "g][e / 2", value="value"),
-        qk_tail=plan.itemsize == 2 and 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
-        pv_tail=False,
+        exponential=Exponential.of(plan, score, row, value="value"),
         transposed=False,
+        **(_sm90(plan) if hopper else _sm80(plan)),
         factor=" * p.dropout_scale" if spec.dropout else "",
         has_rows="row" in by_kind,
         part_uses_q=fx.Q in derivatives.uses or fx.Q in in_loop,
@@ -132,3 +136,15 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         uses_q=score.uses_q or fx.Q in derivatives.uses or fx.Q in placed,
         uses_k=score.uses_k or fx.K in derivatives.uses or fx.K in placed,
     )
+
+
+def _sm80(plan: Plan) -> dict[str, Any]:
+    """Fields of the code path alone."""
+    tails = (plan.head_dim % 16, plan.head_dim_v % 16)
+    return {"qk_tail": plan.itemsize == 2 and 8 in tails, "pv_tail": False}
+
+
+def _sm90(plan: Plan) -> dict[str, Any]:
+    """Fields of the code path alone."""
+    products = products_of(plan, {("multiply_rows", plan.block_k)})
+    return {**panels_of_plan(plan), "products": products, "exchanges": None, "fused": False}
