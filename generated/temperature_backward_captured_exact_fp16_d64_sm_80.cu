@@ -526,8 +526,8 @@ temperature_backward_captured_exact_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float d = ds[g][n][2 * r + c];
-            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the last
-            // query dS' may be anything.
+            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the
+            // last query dS' may be anything.
             if (d != 0.0f && row_first + 16 * g + 8 * r < p.seq_q) {
               const Partials by = score_partials(s[g][n][2 * r + c] * p.scale);
               by0 += d * by.by0;
