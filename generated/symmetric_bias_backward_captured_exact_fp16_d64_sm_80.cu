@@ -433,8 +433,8 @@ symmetric_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p
   keep(do_lane);
   keep(k_lane);
   keep(v_lane);
-  const int row_first = q_start + warp_row + lane / 4;  // this lane's row 0, counted from query 0
-  const int q_first = p.q_offset + row_first;
+  const int q_first = p.q_offset + q_start + warp_row + lane / 4;  // position of this lane's row 0
+  const int q_end = p.q_offset + p.seq_q;
 
   // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
   float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
@@ -547,9 +547,9 @@ symmetric_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float d = ds[g][n][2 * r + c];
-            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the last
-            // query dS' may be anything.
-            if (d != 0.0f && row_first + 16 * g + 8 * r < p.seq_q) {
+            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the
+            // last query dS' may be anything.
+            if (d != 0.0f && q_first + 16 * g + 8 * r < q_end) {
               const Partials by = score_partials();
               by0 += d * by.by0;
               by1[g][r] += d * by.by1;
@@ -572,7 +572,7 @@ symmetric_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = q_first + 16 * g + 8 * r;
-      const bool first = lane % 4 == 0 && row_first + 16 * g + 8 * r < p.seq_q;
+      const bool first = lane % 4 == 0 && q < q_end;
       const float all_by1 = quad_sum(by1[g][r]);
       if (first) exact0.add(place_of_by1(p, q), all_by1);
     }

@@ -437,8 +437,8 @@ t5_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p) {
   keep(do_lane);
   keep(k_lane);
   keep(v_lane);
-  const int row_first = q_start + warp_row + lane / 4;  // this lane's row 0, counted from query 0
-  const int q_first = p.q_offset + row_first;
+  const int q_first = p.q_offset + q_start + warp_row + lane / 4;  // position of this lane's row 0
+  const int q_end = p.q_offset + p.seq_q;
 
   // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
   float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
@@ -548,9 +548,9 @@ t5_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float d = ds[g][n][2 * r + c];
-            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the last
-            // query dS' may be anything.
-            if (d != 0.0f && row_first + 16 * g + 8 * r < p.seq_q) {
+            // Where dS' is 0, as it is past the mask, the derivatives may be infinite; past the
+            // last query dS' may be anything.
+            if (d != 0.0f && q_first + 16 * g + 8 * r < q_end) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
               exact0.add(place_of_by0(p, h, q, k), d * by.by0);

@@ -133,7 +133,6 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         part_uses_q=fx.Q in derivatives.uses or fx.Q in in_loop,
         part_uses_k=fx.K in derivatives.uses or fx.K in placed,
         part_uses_score=fx.SCORE in placed,
-        uses_q=score.uses_q or fx.Q in derivatives.uses or fx.Q in placed,
         uses_k=score.uses_k or fx.K in derivatives.uses or fx.K in placed,
     )
 
