@@ -9,44 +9,44 @@
 //
 //   mask_mod  = abs(k - q) <= width[h]
 //
-// plan      block_q 128  block_k 224  warps 8  stages 2  blocks per SM 1
+// plan      block_q 128  block_k 208  warps 8  stages 2  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element
 //           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
 //           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
-//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
+//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 40) = 40
 //           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(3 +
-//             4*stages) + 2*warps = 2*(128*max(64, 64) + 2*224*(64 + 64)) + 8*(3 + 4*2) + 2*8
-//             = 131,176 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 1*(131176 + 1024) = 132,200 B of 233,472 B
+//             4*stages) + 2*warps = 2*(128*max(64, 64) + 2*208*(64 + 64)) + 8*(3 + 4*2) + 2*8
+//             = 122,984 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(122984 + 1024) = 124,008 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
-//             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
-//           registers = block_k*3/4 + d_v/2 + 32 + extra = 224*3/4 + 64/2 + 32 + 4
-//             = 236 of 240  (binds)
+//             = 8*floor((168*(8 + 4) - 4*40)/(8*8)) = 232
+//           registers = block_k*3/4 + d_v/2 + 32 + extra = 208*3/4 + 64/2 + 32 + 4
+//             = 224 of 232  (binds)
 //           block_k <= ((min(M, M_sm/blocks - reserved) - 8*(3 + 4*stages) + 2*warps)/e -
 //               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
 //             = ((min(232448, 233472/1 - 1024) - 8*(3 + 4*2) + 2*8)/2 - 128*max(64, 64))/(2*(64 +
 //             64)) = 421.8594
-//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (240 - 32 - 4 - 64/2)/(3/4)
-//             = 229.3333
+//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (232 - 32 - 4 - 64/2)/(3/4)
+//             = 218.6667
 //           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk
 //           shared = e*(depth/block_k + (depth + d_v)/64 + (depth + depth_v)/block_q)/128
-//             = 2*(64/224 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0513 clk
+//             = 2*(64/208 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0517 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (0.9964 + 4.5)/128 = 0.0429 clk
-//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*224*1) = 0.0105 clk
-//           cost = busiest + barriers = 0.0625 + 0.01046 = 0.0730 clk
-//           busy = tensor/cost = 0.0625/0.07296 = 0.8566
-//           refused block_k 240: needs 248 registers per thread, 240 allowed
-//           refused block_q 192 by 12 warps: needs 236 registers per thread, 160 allowed
+//           issue = (products + rest)/128 = (1.038 + 4.5)/128 = 0.0433 clk
+//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*208*1) = 0.0113 clk
+//           cost = busiest + barriers = 0.0625 + 0.01127 = 0.0738 clk
+//           busy = tensor/cost = 0.0625/0.07377 = 0.8473
+//           refused block_k 224: needs 236 registers per thread, 232 allowed
+//           refused block_q 192 by 12 warps: needs 224 registers per thread, 152 allowed
 // jobs      (ceil(seq_q / 128), heads_q, batch), which blocks take one after another
-// launch    grid (blocks)  block 384  dynamic shared memory 131,176 B
+// launch    grid (blocks)  block 384  dynamic shared memory 122,984 B
 
 // ---- plan: derived by flashgen/plan, recomputed by the asserts below ---------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 224;  // keys per step of the main loop
+constexpr int BLOCK_K = 208;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // of Q and K
 constexpr int HEAD_DIM_V = 64;  // of V and O
 constexpr int CONSUMERS = 2;  // warpgroups that compute
@@ -73,10 +73,10 @@ constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 // Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 16384;
-constexpr int SMEM_V = 73728;
+constexpr int SMEM_V = 69632;
 constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;
 constexpr int SMEM_TOLD = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);  // the next job
-constexpr int SMEM_BYTES = 131176;
+constexpr int SMEM_BYTES = 122984;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
@@ -318,17 +318,16 @@ __device__ __forceinline__ void multiply_scores(float (&d)[BLOCK_K / 8][4], unsi
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %114, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n224k16.f32.f16.f16 {"
+      "setp.ne.b32 add, %106, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n208k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
       "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
       "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, "
       "%75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
-      "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "
-      "%105, %106, %107, %108, %109, %110, %111"
-      "}, %112, %113, add, 1, 1, 0, 0;\n"
+      "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"
+      "}, %104, %105, add, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
         "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
@@ -355,9 +354,7 @@ __device__ __forceinline__ void multiply_scores(float (&d)[BLOCK_K / 8][4], unsi
         "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]),
         "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]),
         "+f"(d[24][0]), "+f"(d[24][1]), "+f"(d[24][2]), "+f"(d[24][3]),
-        "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3]),
-        "+f"(d[26][0]), "+f"(d[26][1]), "+f"(d[26][2]), "+f"(d[26][3]),
-        "+f"(d[27][0]), "+f"(d[27][1]), "+f"(d[27][2]), "+f"(d[27][3])
+        "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3])
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -512,7 +509,7 @@ per_head_window_forward_fp16_d64(const __grid_constant__ Params p) {
   //    Its warp looks for live tiles together. It needs few registers. It begins the next job while
   //    others are still at this one.
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
     Stage k, v;  // they go on from job to job
@@ -571,7 +568,7 @@ per_head_window_forward_fp16_d64(const __grid_constant__ Params p) {
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
   // 3. What goes on from job to job.
   Stage stage;  // of K and V, where a job begins

@@ -29,7 +29,7 @@ GIVE_DO = "    if (thread % 128 == 0) barrier_arrive(do_empty + 8 * stage.index)
 ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
 
 NO_FENCE = "without a proxy fence"
-WAITS = "BarrierDivergence"  # of the lane that waits in vain and the others of its warp
+WAITS = "Deadlock"
 
 # What is wrong, how, and what the error is called; "" where only the numbers are wrong.
 FUSED = [

@@ -26,7 +26,7 @@ WAIT_K = "    barrier_wait(k_full + 8 * stage.index, stage.parity);\n    const T
 ROOM_K = "        barrier_wait(k_empty + 8 * stage.index, stage.parity ^ 1);\n        store_tile"
 ROOM_V = "        barrier_wait(v_empty + 8 * stage.index, stage.parity ^ 1);\n"
 
-WAITS = "BarrierDivergence"  # of the lane that waits in vain and the others of its warp
+WAITS = "Deadlock"
 
 # What is wrong, how, and what the error is called; "" where an early copy may show as any of some.
 HANDED_OVER = [

@@ -70,7 +70,7 @@ def problem_of(
         searching = registers_sm90.searching(spec, spare_registers)
     else:
         extra, pending = _extra_registers(spec, arch, kernel), _pending(spec, kernel)
-        searching = _searching(spec) if path == "sm_90a" else 0
+        searching = _searching(spec, spare_registers) if path == "sm_90a" else 0
     return Problem(
         kernel=kernel,
         arch=arch,
@@ -95,13 +95,19 @@ def problem_of(
     )
 
 
-def _searching(spec: AttentionSpec) -> int:
-    """Registers of a warp that copies, where it takes more than a few bounds; else 0."""
+def _searching(spec: AttentionSpec, spare: int) -> int:
+    """Registers of a warp that copies, where it takes more than a few bounds; else 0.
+
+    Args:
+        spare: registers to keep free: the compiler does not say which threads lack them.
+    """
     row = row_interval(spec.mask)
-    if row is None:
+    if row is None or spare > SEARCHING_TILES:
         return SEARCHING_REGISTERS + SEARCHING_TILES
-    divides = None not in (row.lo, row.hi) and spec.mask.has(FloorDiv, FloorMod)
-    return SEARCHING_REGISTERS if spec.block_sparse or spec.packed or divides else 0
+    # A range with two ends, of quotients or of elements of tensors.
+    costly = spec.mask.has(FloorDiv, FloorMod) or next(iter(elements_of(spec.mask)), None)
+    two_costly = costly and None not in (row.lo, row.hi)
+    return SEARCHING_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
 
 
 def _path(spec: AttentionSpec, arch: Arch, access_bytes: int) -> tuple[str, str]:
