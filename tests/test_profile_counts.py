@@ -82,7 +82,7 @@ def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_wit
         ("causal", 64, 0.1),
         pytest.param("full", 40, 0.0, marks=pytest.mark.slow),
         pytest.param("causal", 192, 0.0, marks=pytest.mark.slow),
-        ("bigbird", 128, 0.0),
+        pytest.param("bigbird", 128, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
