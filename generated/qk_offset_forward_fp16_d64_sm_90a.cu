@@ -415,7 +415,7 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // A number that all lanes of a warp have, from lane 0, so that the compiler sees that they share
 // it: loops that end by it are then no branches of lanes, and no lane has a register for it.
-__device__ __forceinline__ int shared(int number) {
+__device__ __forceinline__ int uniform(int number) {
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
@@ -432,7 +432,7 @@ __device__ __forceinline__ int take_job(const Params& p, int* told, unsigned ful
     barrier_arrive(full);
   }
   parity ^= 1;
-  return shared(job);
+  return uniform(job);
 }
 
 // The same job for a warp that computes.
@@ -440,7 +440,7 @@ __device__ __forceinline__ int told_job(const Params& p, const int* told, unsign
                                         unsigned empty, unsigned& parity) {
   if (p.taken == nullptr) return p.jobs;
   barrier_wait(full, parity);
-  const int job = shared(*told);
+  const int job = uniform(*told);
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
   parity ^= 1;
   return job;
@@ -486,11 +486,10 @@ qk_offset_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll 1
     for (int job = blockIdx.x; job < p.jobs;
          job = take_job(p, told, job_full, job_empty, told_parity)) {
-
       // 2a. Which query tile, head and batch entry: jobs count tiles first, then heads.
-      const int section = shared(job / p.tiles);
-      const int b = shared(section / p.sections);
-      const int h = shared(section % p.sections);
+      const int section = uniform(job / p.tiles);
+      const int b = uniform(section / p.sections);
+      const int h = uniform(section % p.sections);
       const int h_kv = h / (p.heads_q / p.heads_kv);
 
       const TensorMap& k_map = p.k_map;
@@ -541,12 +540,11 @@ qk_offset_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll 1
   for (int job = blockIdx.x; job < p.jobs;
        job = told_job(p, told, job_full, job_empty, told_parity)) {
-
     // 4a. Which query tile, head and batch entry: jobs count tiles first, then heads.
-    const int number = shared(job % p.tiles);
-    const int section = shared(job / p.tiles);
-    const int b = shared(section / p.sections);
-    const int h = shared(section % p.sections);
+    const int number = uniform(job % p.tiles);
+    const int section = uniform(job / p.tiles);
+    const int b = uniform(section / p.sections);
+    const int h = uniform(section % p.sections);
     const int q_start = number * BLOCK_Q;
 
     const TensorMap& q_map = p.q_map;
@@ -561,14 +559,14 @@ qk_offset_forward_fp16_d64(const __grid_constant__ Params p) {
     //    found anew for each job: kept from one to the next, it would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = shared(thread / 128);
+    const int group = uniform(thread / 128);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
     const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
     const unsigned long long v_operand =
         operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
-    Stage k = {shared(stage.index), (unsigned)shared(stage.parity)}, v = k;
+    Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
     const auto take_turn = [&]() { named_wait(TURN + group, 256); };
     const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
 

@@ -495,7 +495,7 @@ __device__ __forceinline__ float log2_approx(float x) {
 
 // A number that all lanes of a warp have, from lane 0, so that the compiler sees that they share
 // it: loops that end by it are then no branches of lanes, and no lane has a register for it.
-__device__ __forceinline__ int shared(int number) {
+__device__ __forceinline__ int uniform(int number) {
   return __shfl_sync(0xffffffffu, number, 0);
 }
 
@@ -512,7 +512,7 @@ __device__ __forceinline__ int take_job(const Params& p, int* told, unsigned ful
     barrier_arrive(full);
   }
   parity ^= 1;
-  return shared(job);
+  return uniform(job);
 }
 
 // The same job for a warp that computes.
@@ -520,7 +520,7 @@ __device__ __forceinline__ int told_job(const Params& p, const int* told, unsign
                                         unsigned empty, unsigned& parity) {
   if (p.taken == nullptr) return p.jobs;
   barrier_wait(full, parity);
-  const int job = shared(*told);
+  const int job = uniform(*told);
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
   parity ^= 1;
   return job;
@@ -566,16 +566,15 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
 #pragma unroll 1
     for (int job = blockIdx.x; job < packed.jobs;
          job = take_job(packed, told, job_full, job_empty, told_parity)) {
-
       // 2a. Which sequence, query tile and head: jobs count tiles first, then heads.
       // The last tiles reach the most keys: they go first, so that no long one is left for
       // the end. 2^head_bits heads take turns, tile by tile: the low bits of number say which.
-      const int number = shared(job % packed.tiles);
+      const int number = uniform(job % packed.tiles);
       const int bits = packed.head_bits;
-      const int section = shared(job / packed.tiles);
+      const int section = uniform(job / packed.tiles);
       const Place place = place_of(packed, ((packed.tiles - 1 - number) >> bits));
       const int b = place.b;
-      const int h = shared(section % packed.sections << bits | (number & ((1 << bits) - 1)));
+      const int h = uniform(section % packed.sections << bits | (number & ((1 << bits) - 1)));
       const int q_start = place.tile * BLOCK_Q;
       const Params p = sequence_of(packed, b);
       if (q_start >= p.seq_q) continue;
@@ -634,16 +633,13 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
 #pragma unroll 1
   for (int job = blockIdx.x; job < packed.jobs;
        job = told_job(packed, told, job_full, job_empty, told_parity)) {
-
     // 4a. Which sequence, query tile and head: jobs count tiles first, then heads.
-    // The last tiles reach the most keys: they go first, so that no long one is left for
-    // the end. 2^head_bits heads take turns, tile by tile: the low bits of number say which.
-    const int number = shared(job % packed.tiles);
+    const int number = uniform(job % packed.tiles);
     const int bits = packed.head_bits;
-    const int section = shared(job / packed.tiles);
+    const int section = uniform(job / packed.tiles);
     const Place place = place_of(packed, ((packed.tiles - 1 - number) >> bits));
     const int b = place.b;
-    const int h = shared(section % packed.sections << bits | (number & ((1 << bits) - 1)));
+    const int h = uniform(section % packed.sections << bits | (number & ((1 << bits) - 1)));
     const int q_start = place.tile * BLOCK_Q;
     const Params p = sequence_of(packed, b);
     if (q_start >= p.seq_q) continue;
@@ -668,14 +664,14 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     //    found anew for each job: kept from one to the next, it would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = shared(thread / 128);
+    const int group = uniform(thread / 128);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
     const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
     const unsigned long long v_operand =
         operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
-    Stage k = {shared(stage.index), (unsigned)shared(stage.parity)}, v = k;
+    Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
     const auto take_turn = [&]() { named_wait(TURN + group, 256); };
     const auto pass_turn = [&]() { named_arrive(TURN + (group + 1) % CONSUMERS, 256); };
 
