@@ -101,6 +101,13 @@ def test_products_that_leave_int64_become_floats():
     assert float(found) == pytest.approx(2.0**84)
 
 
+@pytest.mark.parametrize("number", [-1e30, 2.0**63, 1e20, 1e-20])
+def test_numbers_may_be_far_beyond_64_bits(number):
+    expr = of_score(lambda s, b, h, q, k: s + number * (k - q) + number)
+    inputs = {Q: torch.tensor(3), K: torch.tensor(5), SCORE: torch.tensor(0.0).double()}
+    assert float(evaluate(expr, inputs)) == pytest.approx(3 * number, rel=1e-14)
+
+
 def test_an_unused_branch_may_be_undefined():
     expr = of_score(lambda s, b, h, q, k: fg.where(q > 0, k % fg.maximum(q, 0), fg.log(s)))
     inputs = {Q: torch.tensor([0, 3]), K: torch.tensor(7), SCORE: torch.tensor(-1.0).double()}

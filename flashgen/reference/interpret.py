@@ -119,13 +119,14 @@ def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 
 def _rational_sum(run: _Evaluator, terms: list[tuple[sympy.Rational, Tensor]]) -> Tensor:
     scale = math.lcm(*(int(coefficient.q) for coefficient, _ in terms))
-    factors = [int(coefficient * scale) for coefficient, _ in terms]
+    factors: list[int | float] = [int(coefficient * scale) for coefficient, _ in terms]
     values = [value for _, value in terms]
     bound = sum(abs(f) * _magnitude(value) for f, value in zip(factors, values, strict=True))
     if bound > _LARGEST_INTEGER or max(map(abs, factors)) > _LARGEST_INTEGER:
         values = [value.to(run.real) for value in values]
+        factors = [float(factor) for factor in factors]  # torch takes none beyond 64 bits
     total = reduce(torch.add, (f * value for f, value in zip(factors, values, strict=True)))
-    return total if scale == 1 else total.to(run.real) / scale
+    return total if scale == 1 else total.to(run.real) / float(scale)
 
 
 def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
