@@ -122,7 +122,7 @@ def test_values_may_be_longer_or_shorter_than_keys(
 
 
 SHIFTED = [
-    pytest.param(path, id=path.stem, marks=[] if number % 4 == 0 else pytest.mark.slow)
+    pytest.param(path, id=path.stem, marks=[] if number % 6 == 0 else pytest.mark.slow)
     for number, path in enumerate(SPECS)
 ]
 
@@ -219,9 +219,10 @@ def gradients_in_order(order_seed: int, deterministic: bool) -> tuple[torch.Tens
     return run.dq, run.dk, run.dv
 
 
-def test_deterministic_gradients_are_the_same_bits_in_twenty_orders_of_blocks() -> None:
+@pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_deterministic_gradients_are_the_same_bits_in_many_orders_of_blocks(orders: int) -> None:
     first = gradients_in_order(0, True)
-    for seed in range(1, 20):
+    for seed in range(1, orders):
         again = gradients_in_order(seed, True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), seed
 
@@ -269,7 +270,7 @@ def kept_pattern(
 
 
 DROPPED = [
-    pytest.param(dtype, dim, marks=pytest.mark.slow if dtype == "float32" and dim > 40 else [])
+    pytest.param(dtype, dim, marks=pytest.mark.slow if dtype == "float32" else [])
     for dtype in ("float16", "float32")
     for dim in (40, 64, 128)
 ]

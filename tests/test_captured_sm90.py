@@ -75,9 +75,9 @@ def check(path: Path, head_dim: int) -> None:
     assert kinds == (["captured_exact"] * 2 if deterministic else ["captured"])
 
 
-@pytest.mark.parametrize("path", LEARNED[::2], ids=IDS[::2])
-def test_every_second_spec_meets_the_error_rule(path: Path) -> None:
-    check(path, HEAD_DIMS[LEARNED.index(path) // 2 % len(HEAD_DIMS)])
+@pytest.mark.parametrize("path", LEARNED[::3], ids=IDS[::3])
+def test_every_third_spec_meets_the_error_rule(path: Path) -> None:
+    check(path, HEAD_DIMS[LEARNED.index(path) // 3 % len(HEAD_DIMS)])
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ GIVEN = [
     slow(64, Tile(16, 8, 1, 2), 2),
     slow(64, Tile(48, 8, 1, 1), 2),
     # One buffer only.
-    (256, Tile(80, 8, 1, 1), 1),
+    slow(256, Tile(80, 8, 1, 1), 1),
 ]
 
 
@@ -224,7 +224,8 @@ def test_nothing_is_added_for_queries_past_the_last(arch: str, deterministic: bo
 # ---- bits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("orders", [2, slow(20)])
+@pytest.mark.slow
+@pytest.mark.parametrize("orders", [2, 20])
 def test_exact_sums_are_the_same_bits_in_any_order(orders: int) -> None:
     call = Composed("ordered", causal, {"head_dim": 64}, 0.2)
     options = {"deterministic": True, "check_memory": False}
@@ -233,6 +234,7 @@ def test_exact_sums_are_the_same_bits_in_any_order(orders: int) -> None:
         assert all(map(torch.equal, run.captured, runs[0].captured))
 
 
+@pytest.mark.slow
 def test_float_sums_do_depend_on_the_order() -> None:
     """So that the test above can fail: what meets there is enough to tell orders apart."""
     call = Composed("ordered", causal, {"head_dim": 64}, 0.2)

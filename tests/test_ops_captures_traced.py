@@ -63,6 +63,7 @@ def test_opcheck_passes_all_its_tests(drops, learned):
     assert set(found.values()) == {"SUCCESS"}
 
 
+@pytest.mark.slow
 def test_opcheck_passes_where_sums_must_be_exact():
     operator = operator_of(SPEC)
     options = {"window": 2, "backend": "emulator", "deterministic": True}

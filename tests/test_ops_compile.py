@@ -219,6 +219,7 @@ def test_with_fullgraph_the_compiler_tells_what_to_do():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_draws_from_the_seed_of_torch():
     """Its random numbers are its own: the same seed gives the same call, not that of eager mode."""
     found = []

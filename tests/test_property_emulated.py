@@ -27,7 +27,7 @@ from flashgen.ops import run_backward, run_forward
 from flashgen.reference import Verdict
 
 QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
-FAST = settings(database=None, deadline=None, max_examples=5, suppress_health_check=QUIET)
+FAST = settings(database=None, deadline=None, max_examples=4, suppress_health_check=QUIET)
 SLOW = settings(FAST, derandomize=True, max_examples=200)
 MORE_DRAWS = 8
 FEW = 4  # elements that may be nearly exact together

@@ -87,7 +87,8 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "deterministic"), [("float16", False), ("bfloat16", True), ("float32", True)]
+    ("dtype", "deterministic"),
+    [("float16", False), ("bfloat16", True), pytest.param("float32", True, marks=pytest.mark.slow)],
 )
 def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     dtype: str, deterministic: bool
@@ -122,7 +123,12 @@ def test_one_sink_may_serve_all_heads_in_any_dtype(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [("float16", "emulator"), ("float32", "emulator"), ("float16", "tiled")]
+    ("dtype", "backend"),
+    [
+        ("float16", "emulator"),
+        pytest.param("float32", "emulator", marks=pytest.mark.slow),
+        ("float16", "tiled"),
+    ],
 )
 def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None:
     """Some rows have no keys: LSE of these is the sink to the last bit, also when it is none."""
@@ -136,7 +142,9 @@ def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", ["emulator", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_a_sink_of_minus_infinity_is_none_to_the_last_bit(dtype: str, backend: str) -> None:
     case = Case(60, 50, 1, 2, 1, dtype, 40)
     numbers = {"k_offset": 20, "deterministic": True}
