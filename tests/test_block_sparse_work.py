@@ -48,7 +48,7 @@ def tiles_of(report: Report) -> tuple[int, int]:
     return report.kernel.plan.block_q, report.kernel.plan.block_k
 
 
-@pytest.mark.parametrize("block", [pytest.param("tiles", marks=pytest.mark.slow), "48"])
+@pytest.mark.parametrize("block", ["tiles", pytest.param("48", marks=pytest.mark.slow)])
 def test_products_are_those_of_the_tiles_that_touch_a_live_block(block: str) -> None:
     block_q, block_k = (TILE.block_q, TILE.block_k) if block == "tiles" else (48, 48)
     seq_q, seq_k = 4 * TILE.block_q, 6 * TILE.block_k
