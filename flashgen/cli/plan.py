@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from flashgen.cli.console import busy, write
 from flashgen.cli.inputs import load_spec, parse_shape
 from flashgen.plan import Plan, plan_backward
 from flashgen.plan import plan as plan_forward
-from flashgen.plan.jobs import blocks_of
 
 if TYPE_CHECKING:
     from flashgen.spec import AttentionSpec
@@ -79,7 +77,7 @@ def _predict(request: Request, shape: str, spec: AttentionSpec, plans: Sequence[
     sizes = parse_shape(shape)
     with busy("loading torch"):
         from flashgen.cli.tune import inputs_of, problem_of
-        from flashgen.ops.bind import heads_of_call
+        from flashgen.ops.bind import blocks_of_call, heads_of_call
         from flashgen.tune import predicted
     inputs = inputs_of(spec, request.path, sizes, scalars=request.scalars)
     problem, captured = problem_of(spec, inputs)
@@ -90,10 +88,7 @@ def _predict(request: Request, shape: str, spec: AttentionSpec, plans: Sequence[
         if heads.reason:
             write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
         if planned.takes_jobs:
-            sizes_of = (problem.batch, problem.heads_q, problem.heads_kv)
-            lengths = (problem.seq_q, problem.seq_k)
-            jobs = math.prod(planned.grid(*sizes_of, *lengths, packed=spec.packed))
-            write(f"\n{blocks_of(planned, jobs)}")
+            write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
     durations = predicted(spec, problem, captured, plans)
     for each in durations:
         write(f"\n{each}")

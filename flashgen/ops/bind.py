@@ -14,7 +14,7 @@ from flashgen.ops.checks import Problem
 from flashgen.ops.maps import maps_of
 from flashgen.pipeline import Build
 from flashgen.plan import HeadsPerTile, Plan, choose_heads
-from flashgen.plan.jobs import blocks_of
+from flashgen.plan.jobs import Blocks, blocks_of
 from flashgen.plan.order import head_bits
 from flashgen.sparse import LAYOUT
 from flashgen.spec import AttentionSpec
@@ -48,10 +48,9 @@ def bind(
     grid = plan.grid(*sizes, packed=packed, head_bits=bits)
     chosen = None
     if plan.takes_jobs:
+        chosen = blocks_of_call(plan, p, packed=packed, sms=sms, given=blocks)
         tiles, sections, _ = grid
-        jobs = math.prod(grid)
-        numbers |= {"tiles": tiles, "sections": sections, "jobs": jobs}
-        chosen = blocks_of(plan, jobs, sms, blocks)
+        numbers |= {"tiles": tiles, "sections": sections, "jobs": chosen.jobs}
         grid = (chosen.count, 1, 1)
     elif blocks is not None:
         raise PlanError(
@@ -62,6 +61,23 @@ def bind(
         )
     maps = maps_of(plan, tensors, packed=packed)
     return Bound(build, Arguments(params, numbers, maps), grid, chosen)
+
+
+def blocks_of_call(
+    plan: Plan,
+    p: Problem,
+    *,
+    packed: bool = False,
+    sms: int | None = None,
+    given: int | None = None,
+) -> Blocks:
+    """The number of blocks of a call of a kernel that takes jobs. Arguments as in `blocks_of`.
+
+    Raises:
+        PlanError: as `blocks_of`.
+    """
+    grid = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k, packed=packed)
+    return blocks_of(plan, math.prod(grid), sms, given)
 
 
 def heads_of_call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,10 +11,10 @@ from typing import Any
 from flashgen.analysis import MaskAnalysis
 from flashgen.arch import WARP
 from flashgen.ops import Problem
+from flashgen.ops.bind import blocks_of_call
 from flashgen.pipeline import Build
 from flashgen.plan import BackwardTraffic, Plan, Traffic
 from flashgen.plan.duration import Duration, duration_of
-from flashgen.plan.jobs import blocks_of
 from flashgen.profile.layouts import bytes_of_layout
 from flashgen.profile.visits import Array, HeadWalk, heads_of, joined
 from flashgen.spec import AttentionSpec
@@ -114,8 +113,8 @@ def _of_counter(plan: Plan, p: Problem) -> dict[str, int]:
     """The counter of jobs, which is added to once for each of them."""
     if not plan.takes_jobs:
         return {}
-    jobs = math.prod(plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k))
-    return {"taken": COUNTER_BYTES * jobs} if blocks_of(plan, jobs).persistent else {}
+    blocks = blocks_of_call(plan, p)
+    return {"taken": COUNTER_BYTES * blocks.jobs} if blocks.persistent else {}
 
 
 def _shared(spec: AttentionSpec, problem: Problem) -> bool:
