@@ -13,6 +13,7 @@ import pytest
 import torch
 from judged import judged_backward, judged_case, like
 from shapes import HEADS, LAYOUTS, LENGTHS, Case
+from tiers import slow
 
 import flashgen as fg
 from examples import SPEC_IDS, SPECS, spec_path
@@ -58,11 +59,6 @@ def judged(
         # Kernels that know nothing of scores have no code of their own for Hopper.
         assert plan.path == ("sm_80" if plan.kernel in ("delta", "summary") else ARCH)
     return run
-
-
-def slow(*values: object) -> Any:
-    """A parameter of the slow tier."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def check(path: Path, head_dim: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from judged import RNG, judged_case, like
 from shapes import HEADS, LAYOUTS, Case
+from tiers import slow
 
 import flashgen as fg
 from examples import SPECS, spec_path, values_of
@@ -36,11 +37,6 @@ def learns(path: Path) -> bool:
 
 LEARNED = [path for path in SPECS if learns(path)]
 IDS = [path.stem for path in LEARNED]
-
-
-def slow(*values: object) -> Any:
-    """A parameter of the slow tier."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def captured_of(run: BackwardRun) -> list[Plan]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from shapes import HEADS, LAYOUTS, LENGTHS, Case
+from tiers import slow
 
 import flashgen as fg
 from examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
@@ -24,11 +25,6 @@ from flashgen.pipeline import Build
 ARCH = "sm_90a"
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SMALL = [lengths for lengths in LENGTHS if lengths[0] * lengths[1] < 70_000]
-
-
-def slow(*values: object) -> Any:
-    """A parameter of the slow tier."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def judged(

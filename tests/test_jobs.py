@@ -12,6 +12,7 @@ import pytest
 import torch
 from profiles import loaded, random_operands
 from shapes import Case
+from tiers import slow
 
 import flashgen as fg
 from examples import fitted, spec_path, values_of
@@ -25,11 +26,6 @@ from flashgen.profile import profile_forward
 ARCH = "sm_90a"
 CAUSAL = fg.load(spec_path("causal"))
 HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH}
-
-
-def slow(*values: object) -> Any:
-    """A parameter of the slow tier."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # ---- results ------------------------------------------------------------------------------------
