@@ -1,8 +1,8 @@
 """The emitted backward kernels meet the error rule, executed by the emulator with all its checkers.
 
 `make test` runs a covering subset, in which dropout and the deterministic kernels take turns: every
-third spec meets one of the lengths, the next of them the next one. Every spec at every head dim, with half
-of the lengths and the other factors in turn, is `slow`.
+third spec meets one of the lengths, the next of them the next one. Every spec at every head dim,
+with half of the lengths and the other factors in turn, is `slow`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Random expressions over every operator and over captured tensors of every kind, at random sizes,
 dtypes, offsets and dropout, with sinks, block-sparse layouts and packed sequences; forward and
-backward, gradients of captured tensors included, with all checkers on. `make test` tries 20, four
-of them the simplest there is; the slow tier 200, and as many with the kernels for Hopper.
+backward, gradients of captured tensors included, with all checkers on. `make test` tries 8, two of
+them the simplest there is; the slow tier 16 and 200, and as many with the kernels for Hopper.
 """
 
 from __future__ import annotations

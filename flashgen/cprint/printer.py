@@ -2,11 +2,14 @@
 
 Integers stay integers: int32 where the admitted ranges allow it, long long where they do not. Where
 a float is wanted, sums of integers are formed exactly and converted, products are formed in float.
+
+What decides (decisions.py) is rounded operation by operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 
 import sympy
@@ -30,6 +33,7 @@ from ..expr.functions import Choice
 from ..expr.gather import gather
 from ..expr.limits import Limits, fits, limits
 from ..expr.shown import written_order
+from .decisions import JUMPS, deciding_lets
 from .text import (
     AND,
     ATOM,
@@ -79,6 +83,7 @@ class CPrinter:
         self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
         self._known: dict[sympy.Symbol, Limits] = {}
         self._wide: set[sympy.Symbol] = set()
+        self._decides = False
 
     def expr(self, expr: sympy.Basic) -> str:
         """C++ text of the kind that the expression has: bool, an integer type or float."""
@@ -104,14 +109,25 @@ class CPrinter:
         lines = []
         self._known.clear()
         self._wide.clear()  # another block's t0 is another variable
+        deciding = deciding_lets(block)
         for symbol, value in block.lets:
             kind = self.ctype(value)
-            lines.append(f"const {kind} {symbol.name} = {self.expr(value)};")
+            with self._deciding(symbol in deciding):
+                lines.append(f"const {kind} {symbol.name} = {self.expr(value)};")
             if kind in ("int", "long long"):
                 self._known[symbol] = limits(value, self._known)
             if kind == "long long":
                 self._wide.add(symbol)
         return lines
+
+    @contextmanager
+    def _deciding(self, here: bool = True) -> Iterator[None]:
+        """Products of floats printed inside are not merged with sums, if ``here`` or around."""
+        before, self._decides = self._decides, self._decides or here
+        try:
+            yield
+        finally:
+            self._decides = before
 
     def _any(self, expr: sympy.Basic) -> Text:
         if is_condition(expr):
@@ -143,7 +159,8 @@ class CPrinter:
     def index(self, expr: sympy.Expr) -> str:
         """An index as an int: one beyond int32 is as far outside the tensor as int32 can say."""
         if not is_int(expr):
-            return f"int({self._float(expr)[0]})"
+            with self._deciding():
+                return f"int({self._float(expr)[0]})"
         text = self._int(expr)[0]
         return self._call("nearest_int", text)[0] if self._is_wide(expr) else text
 
@@ -173,7 +190,8 @@ class CPrinter:
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
-            a, b = self._float(left), self._float(right)
+            with self._deciding():
+                a, b = self._float(left), self._float(right)
         level = EQUAL if sign in ("==", "!=") else LESS
         return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
 
@@ -286,6 +304,12 @@ class CPrinter:
         self.helpers.add("power")
         return f"power<{exponent}>({base[0]})", ATOM
 
+    def _rounded_power(self, base: Text, exponent: int) -> Text:
+        if exponent < 2:
+            return ("1", ATOM) if exponent == 0 else base
+        self.helpers.add("rounded_power")
+        return f"rounded_power<{exponent}>({base[0]})", ATOM
+
     def _division(self, expr: sympy.Expr, wide: bool) -> Text:
         a, b = expr.args
         quotient = isinstance(expr, FloorDiv)
@@ -370,20 +394,23 @@ class CPrinter:
     def _ratio(self, numerator: list[sympy.Expr], denominator: list[sympy.Expr]) -> Text:
         parts = [self._float(factor) for factor in numerator]
         if not denominator:
-            if len(parts) == 1:
-                return parts[0]
-            text = inside(parts[0], TIMES)
-            return " * ".join([text, *(inside(p, TIMES + 1) for p in parts[1:])]), TIMES
+            return self._product(parts)
         below = self._float(sympy.Mul(*denominator))
         if self.fast:
             reciprocal = self._call("rcp", below[0])
             if len(numerator) == 1 and numerator[0] == 1:
                 return reciprocal
-            factors = [*parts, reciprocal]
-            text = inside(factors[0], TIMES)
-            return " * ".join([text, *(inside(p, TIMES + 1) for p in factors[1:])]), TIMES
-        above = " * ".join(inside(part, TIMES + (i > 0)) for i, part in enumerate(parts))
+            return self._product([*parts, reciprocal])
+        above = inside(self._product(parts), TIMES)
         return f"{above} / {inside(below, TIMES + 1)}", TIMES
+
+    def _product(self, parts: list[Text]) -> Text:
+        if self._decides:
+            return self._nested("__fmul_rn", [text for text, _ in parts])
+        if len(parts) == 1:
+            return parts[0]
+        text = inside(parts[0], TIMES)
+        return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
 
     def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
         if exponent == _HALF:
@@ -393,10 +420,11 @@ class CPrinter:
         if exponent.is_Rational and exponent < 0:
             return self._ratio([sympy.S.One], [base**-exponent])
         if exponent.is_Integer:
-            return self._repeated(self._float(base), int(exponent))
+            repeated = self._rounded_power if self._decides else self._repeated
+            return repeated(self._float(base), int(exponent))
         if exponent.is_Rational and exponent.q == 2:
-            whole = self._repeated(self._float(base), int(exponent - _HALF))
-            return f"{inside(whole, TIMES)} * {inside(self._root(base), TIMES + 1)}", TIMES
+            whole = self._float_power(base, exponent - _HALF)
+            return self._product([whole, self._root(base)])
         if base == 2:
             return self._call("exp2f", self._float(exponent)[0], helper=False)
         if base.is_number and base.is_positive:
@@ -410,6 +438,10 @@ class CPrinter:
         return self._call("sqrtf", self._float(base)[0], helper=False)
 
     def _float_function(self, expr: sympy.Expr) -> Text:
+        with self._deciding(isinstance(expr, JUMPS)):
+            return self._function_of_floats(expr)
+
+    def _function_of_floats(self, expr: sympy.Expr) -> Text:
         args = [self._float(arg)[0] for arg in expr.args]
         if isinstance(expr, Minimum | sympy.Min):
             return self._nested("fminf", args)

@@ -26,6 +26,7 @@ SIGNS = {
 HELPERS = frozenset(
     (
         *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
+        "rounded_power",
         *("fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine", "nearest_int"),
     )
 )
