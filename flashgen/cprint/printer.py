@@ -190,7 +190,7 @@ class CPrinter:
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
-            with self._deciding():
+            with self._deciding(left.has(sympy.Add) or right.has(sympy.Add)):
                 a, b = self._float(left), self._float(right)
         level = EQUAL if sign in ("==", "!=") else LESS
         return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
