@@ -117,7 +117,7 @@ COMPOSED: list[Any] = [
     slow("layout", None, {"head_dim": 64, "block_sparse": layout()}, 0.0),
     slow("layout_and_mask", comb, {"head_dim": 128, "block_sparse": layout()}, 0.1),
     slow("sink", causal, {"head_dim": 64, "sink": True}, 0.2),
-    ("odd_dims", causal, {"head_dim": 40, "head_dim_v": 72}, 0.2),
+    slow("odd_dims", causal, {"head_dim": 40, "head_dim_v": 72}, 0.2),
     slow("long_values", causal, {"head_dim": 8, "head_dim_v": 256}, 0.0),
     slow("long_keys", comb, {"head_dim": 192, "head_dim_v": 128}, 0.0),
 ]

@@ -93,9 +93,9 @@ def test_no_line_of_a_template_is_too_long_to_read() -> None:
         assert not long, f"{template.name}: {long}"
 
 
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_a_generated_kernel_passes_the_static_gates(path: Path) -> None:
-    check_gates(fg.build(fg.load(path), "sm_80"))
+@pytest.mark.parametrize("name", one_in(2, SPEC_IDS))
+def test_a_generated_kernel_passes_the_static_gates(name: str) -> None:
+    check_gates(fg.build(fg.load(ROOT / f"specs/{name}.py"), "sm_80"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
     check_gates(fg.build(spec, "sm_80"))
 
 
-@pytest.mark.parametrize("head_dim", BACKWARD_DIMS)
+@pytest.mark.parametrize("head_dim", one_in(2, BACKWARD_DIMS))
 def test_backward_kernels_of_every_head_dim_pass_the_static_gates(head_dim: int) -> None:
     spec = fg.load(ROOT / "specs/causal.py").replace(head_dim=head_dim)
     for built in both_ways(spec, "sm_80"):

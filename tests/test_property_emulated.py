@@ -2,8 +2,8 @@
 
 Random expressions over every operator and over captured tensors of every kind, at random sizes,
 dtypes, offsets and dropout, with sinks, block-sparse layouts and packed sequences; forward and
-backward, gradients of captured tensors included, with all checkers on. `make test` tries 8, two of
-them the simplest there is; the slow tier 16 and 200, and as many with the kernels for Hopper.
+backward, gradients of captured tensors included, with all checkers on. `make test` tries 6, two of
+them the simplest there is; the slow tier 12 and 200, and as many with the kernels for Hopper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flashgen.ops import run_backward, run_forward
 from flashgen.reference import Verdict
 
 QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
-FAST = settings(database=None, deadline=None, max_examples=4, suppress_health_check=QUIET)
+FAST = settings(database=None, deadline=None, max_examples=3, suppress_health_check=QUIET)
 SLOW = settings(FAST, derandomize=True, max_examples=200)
 MORE_DRAWS = 8
 FEW = 4  # elements that may be nearly exact together

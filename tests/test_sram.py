@@ -28,6 +28,7 @@ def shape_of(plan: Plan) -> tuple[int, ...]:
     return plan.block_q, plan.block_k, plan.warps, plan.column_warps, plan.score_warps
 
 
+@pytest.mark.slow
 def test_four_sizes_of_sram_give_four_forward_kernels_that_pass():
     spec, found = causal(128, "float32"), {}
     for size in SIZES:

@@ -1,0 +1,172 @@
+"""Float expressions as C++: sums of integers exact, then converted; products formed in float."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import sympy
+
+from ..expr import Element, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from ..expr.element import Reading
+from ..expr.functions import Choice
+from ..expr.gather import gather
+from ..expr.limits import fits
+from .decisions import JUMPS
+from .integers import INT32_MAX, IntegerPrinter
+from .text import FUNCTIONS, HELPERS, TIMES, UNARY, Text, inside, literal, unknown
+
+_HALF = sympy.Rational(1, 2)
+
+
+class FloatPrinter(IntegerPrinter):
+    """The part of `CPrinter` that prints floats."""
+
+    @contextmanager
+    def _deciding(self, here: bool = True) -> Iterator[None]:
+        """Products of floats printed inside are not merged with sums, if ``here`` or around."""
+        before, self._decides = self._decides, self._decides or here
+        try:
+            yield
+        finally:
+            self._decides = before
+
+    def index(self, expr: sympy.Expr) -> str:
+        """An index as an int: one beyond int32 is as far outside the tensor as int32 can say."""
+        if not is_int(expr):
+            with self._deciding():
+                return f"int({self._float(expr)[0]})"
+        text = self._int(expr)[0]
+        return self._call("nearest_int", text)[0] if self._is_wide(expr) else text
+
+    def _float(self, expr: sympy.Expr) -> Text:
+        if expr.is_number:
+            return literal(expr)
+        if isinstance(expr, Element) and not is_int(expr):
+            return self.element(expr)
+        if is_int(expr) and not _has_product(expr) and fits(expr):
+            return self._call("float", self._int(expr)[0], helper=False)
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if isinstance(expr, sympy.Add):
+            return self._float_sum(expr)
+        if isinstance(expr, sympy.Mul):
+            return self._float_product(expr)
+        if isinstance(expr, sympy.Pow):
+            return self._float_power(expr.base, expr.exp)
+        if isinstance(expr, sympy.Piecewise | Choice):
+            return self._choice(expr, self._float)
+        if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
+            return self._call("float", self._int(expr)[0], helper=False)
+        return self._float_function(expr)
+
+    def _float_sum(self, expr: sympy.Expr) -> Text:
+        gathered = gather(expr, lambda e: not _has_product(e), INT32_MAX)
+        if gathered is None:
+            return self._sum(expr, lambda e, first: self._float(e))
+        whole = sympy.Dummy("whole", real=True)
+        self.names[whole] = self._call("float", self._int(gathered.total)[0], helper=False)[0]
+        text = self._float(sympy.Add(*gathered.others, gathered.common * whole))
+        del self.names[whole]
+        return text
+
+    def _float_product(self, expr: sympy.Expr) -> Text:
+        numerator, denominator = [], []
+        constant = Fraction(1)
+        for factor in expr.as_ordered_factors():
+            if factor.is_Rational:
+                constant *= Fraction(int(factor.p), int(factor.q))
+            elif (
+                factor.is_Pow and factor.exp.is_Rational and factor.exp < 0 and factor.exp != -_HALF
+            ):
+                denominator.append(factor.base**-factor.exp)
+            else:
+                numerator.append(factor)
+        if constant == -1 and numerator:
+            inner = self._ratio(numerator, denominator)
+            return "-" + inside(inner, UNARY), UNARY
+        if constant != 1 or not numerator:
+            numerator.insert(0, sympy.Rational(constant.numerator, constant.denominator))
+        return self._ratio(numerator, denominator)
+
+    def _ratio(self, numerator: list[sympy.Expr], denominator: list[sympy.Expr]) -> Text:
+        parts = [self._float(factor) for factor in numerator]
+        if not denominator:
+            return self._product(parts)
+        below = self._float(sympy.Mul(*denominator))
+        if self.fast:
+            reciprocal = self._call("rcp", below[0])
+            if len(numerator) == 1 and numerator[0] == 1:
+                return reciprocal
+            return self._product([*parts, reciprocal])
+        above = inside(self._product(parts), TIMES)
+        return f"{above} / {inside(below, TIMES + 1)}", TIMES
+
+    def _product(self, parts: list[Text]) -> Text:
+        if self._decides:
+            return self._nested("__fmul_rn", [text for text, _ in parts])
+        if len(parts) == 1:
+            return parts[0]
+        text = inside(parts[0], TIMES)
+        return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
+
+    def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
+        if exponent == _HALF:
+            return self._root(base)
+        if exponent == -_HALF:
+            return self._call("rsqrtf", self._float(base)[0], helper=False)
+        if exponent.is_Rational and exponent < 0:
+            return self._ratio([sympy.S.One], [base**-exponent])
+        if exponent.is_Integer:
+            repeated = self._rounded_power if self._decides else self._repeated
+            return repeated(self._float(base), int(exponent))
+        if exponent.is_Rational and exponent.q == 2:
+            whole = self._float_power(base, exponent - _HALF)
+            return self._product([whole, self._root(base)])
+        if base == 2:
+            return self._call("exp2f", self._float(exponent)[0], helper=False)
+        if base.is_number and base.is_positive:
+            scaled = self._float(exponent * sympy.Rational(str(sympy.log(base, 2).evalf(17))))
+            return self._call("exp2f", scaled[0], helper=False)
+        return self._call("powf", self._float(base)[0], self._float(exponent)[0], helper=False)
+
+    def _root(self, base: sympy.Expr) -> Text:
+        if self.fast:
+            return self._call("fast_sqrt", self._float(base)[0])
+        return self._call("sqrtf", self._float(base)[0], helper=False)
+
+    def _float_function(self, expr: sympy.Expr) -> Text:
+        with self._deciding(isinstance(expr, JUMPS)):
+            return self._function_of_floats(expr)
+
+    def _function_of_floats(self, expr: sympy.Expr) -> Text:
+        args = [self._float(arg)[0] for arg in expr.args]
+        if isinstance(expr, Minimum | sympy.Min):
+            return self._nested("fminf", args)
+        if isinstance(expr, Maximum | sympy.Max):
+            return self._nested("fmaxf", args)
+        if isinstance(expr, FloorDiv):
+            # A true division: the product with a reciprocal can fall short of a whole number.
+            above, below = (self._float(arg) for arg in expr.args)
+            ratio = f"{inside(above, TIMES)} / {inside(below, TIMES + 1)}"
+            return self._call("floorf", ratio, helper=False)
+        if isinstance(expr, FloorMod):
+            return self._call("float_mod", *args)
+        for kind, exact, fast in FUNCTIONS:
+            if isinstance(expr, kind):
+                name = fast if self.fast else exact
+                return self._call(name, *args, helper=name in HELPERS)
+        raise unknown(expr)
+
+
+def _has_product(expr: sympy.Expr) -> bool:
+    """True when integers are multiplied by each other: such a product is formed in float."""
+    for part in sympy.preorder_traversal(expr):
+        if isinstance(part, sympy.Pow):
+            return True
+        if isinstance(part, sympy.Mul) and sum(not arg.is_number for arg in part.args) > 1:
+            return True
+        if isinstance(part, FloorDiv | FloorMod | Reading):
+            return False
+    return False
