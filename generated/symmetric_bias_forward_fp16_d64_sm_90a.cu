@@ -24,10 +24,10 @@
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
 //           registers = block_k*3/4 + d_v/2 + 32 + extra = 208*3/4 + 64/2 + 32 + 20
 //             = 240 of 240  (binds)
-//           block_k <= ((min(M, M_sm/blocks - reserved) - 8*(3 + 4*stages) + 2*warps)/e -
+//           block_k <= ((min(M, M_sm/blocks - reserved) - (8*(3 + 4*stages) + 2*warps))/e -
 //               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
-//             = ((min(232448, 233472/1 - 1024) - 8*(3 + 4*2) + 2*8)/2 - 128*max(64, 64))/(2*(64 +
-//             64)) = 421.8594
+//             = ((min(232448, 233472/1 - 1024) - (8*(3 + 4*2) + 2*8))/2 - 128*max(64, 64))/(2*(64
+//             + 64)) = 421.7969
 //           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (240 - 32 - 20 - 64/2)/(3/4)
 //             = 208
 //           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk

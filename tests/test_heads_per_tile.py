@@ -434,5 +434,7 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     shape = ("--shape", "2,8,2,5,1000")
     text = said("plan", "specs/causal.py", "--arch", ARCH, *shape)
     assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
+    assert "plan block_q 128 heads_per_tile 4 block_k" in text
+    assert "jobs 4 for 4 blocks" in text
     assert "makespan*slots/steps = 1*132/4" in text
     assert "heads_per_tile" not in said("plan", "specs/causal.py", *shape)

@@ -81,15 +81,25 @@ def _predict(request: Request, shape: str, spec: AttentionSpec, plans: Sequence[
         from flashgen.tune import predicted
     inputs = inputs_of(spec, request.path, sizes, scalars=request.scalars)
     problem, captured = problem_of(spec, inputs)
+    of_call = []
     for planned in plans:
-        if planned.kernel != "forward":
-            continue
-        heads = heads_of_call(spec, planned, problem, captured)
-        if heads.reason:
-            write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
-        if planned.takes_jobs:
-            write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
-    durations = predicted(spec, problem, captured, plans)
+        if planned.kernel == "forward":
+            heads = heads_of_call(spec, planned, problem, captured)
+            if heads.reason:
+                write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
+            if heads.heads > 1:
+                planned = plan_forward(
+                    spec,
+                    planned.arch,
+                    sram=request.sram,
+                    policy=request.policy,
+                    heads_per_tile=heads.heads,
+                )
+                write(f"\n{planned}")
+            if planned.takes_jobs:
+                write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
+        of_call.append(planned)
+    durations = predicted(spec, problem, captured, of_call)
     for each in durations:
         write(f"\n{each}")
     if not durations:

@@ -49,7 +49,7 @@ SMEM = Formula(
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
-    f"((min(M, M_sm/blocks - reserved) - {BARRIERS_BYTES})/e - block_q*max(depth, depth_v))"
+    f"((min(M, M_sm/blocks - reserved) - ({BARRIERS_BYTES}))/e - block_q*max(depth, depth_v))"
     "/(stages*(depth + depth_v))",
 )
 
