@@ -135,6 +135,14 @@ def test_what_jumps_decides_and_what_does_not_is_left_to_the_compiler() -> None:
     ]
 
 
+def test_a_sum_that_is_divided_keeps_its_brackets() -> None:
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return fg.where((s + fg.sqrt(q)) / (s * s + 1) > 2, s, 0.0)
+
+    (text,) = printed(score_mod)
+    assert text == "(score + sqrtf(float(q))) / (rounded_power<2>(score) + 1.0f) > 2.0f ? score : 0.0f"
+
+
 def test_powers_that_decide_are_rounded_at_every_product() -> None:
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return fg.where(s * s * s + s**1.5 > 2, s, 0.0)

@@ -104,10 +104,10 @@ class FloatPrinter(IntegerPrinter):
         return f"{above} / {inside(below, TIMES + 1)}", TIMES
 
     def _product(self, parts: list[Text]) -> Text:
-        if self._decides:
-            return self._nested("__fmul_rn", [text for text, _ in parts])
         if len(parts) == 1:
             return parts[0]
+        if self._decides:
+            return self._nested("__fmul_rn", [text for text, _ in parts])
         text = inside(parts[0], TIMES)
         return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
 
