@@ -140,7 +140,9 @@ def test_a_sum_that_is_divided_keeps_its_brackets() -> None:
         return fg.where((s + fg.sqrt(q)) / (s * s + 1) > 2, s, 0.0)
 
     (text,) = printed(score_mod)
-    assert text == "(score + sqrtf(float(q))) / (rounded_power<2>(score) + 1.0f) > 2.0f ? score : 0.0f"
+    assert (
+        text == "(score + sqrtf(float(q))) / (rounded_power<2>(score) + 1.0f) > 2.0f ? score : 0.0f"
+    )
 
 
 def test_powers_that_decide_are_rounded_at_every_product() -> None:
