@@ -13,6 +13,9 @@ from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
 # The banner of an emitted file puts "// " before each line, and lines end at column 100.
 COLUMNS = 97
+# A costly mask is evaluated in a loop up to this head dim of V. Beyond it O leaves too few
+# registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
+MASK_LOOP_UP_TO = 128
 INDENT = 10
 
 
@@ -160,6 +163,11 @@ class Plan:
     def takes_jobs(self) -> bool:
         """A block does any number of jobs, one after another, each what `grid` has a block for."""
         return self.path == "sm_90a" and self.kernel == "forward"
+
+    @property
+    def loops_over_masks(self) -> bool:
+        """A costly mask is asked about all elements of a tile in a loop, keys past the end too."""
+        return self.kernel == "forward" and self.head_dim_v <= MASK_LOOP_UP_TO
 
     @property
     def of_captured(self) -> bool:

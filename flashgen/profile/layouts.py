@@ -162,11 +162,15 @@ def _unmasked(mask: MaskAnalysis, walk: Walk, plan: Plan, visit: Visit) -> Array
 def _kept(mask: MaskAnalysis, walk: Walk, plan: Plan, visit: Visit, tile: int) -> int:
     """Elements of a tile that the mask keeps, of those that the kernel asks it about.
 
-    Keys past the end are none of them; queries past the end are, unless the block owns keys.
+    Keys past the end are none of them, but where a loop asks about all; queries past the end are,
+    unless the block owns keys.
     """
     owned, walked = _sides(walk, plan)
     start = tile * walked.block
-    walked_here = np.arange(start, min(start + walked.block, walked.length)) + walked.offset
+    end = start + walked.block
+    if not plan.loops_over_masks:
+        end = min(end, walked.length)
+    walked_here = np.arange(start, end) + walked.offset
     stop = visit.stop if plan.owns_keys else visit.start + owned.block
     owned_here = np.arange(visit.start, stop) + owned.offset
     if mask.always:

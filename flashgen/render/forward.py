@@ -23,10 +23,6 @@ from flashgen.spec import AttentionSpec
 # that turns cost more than they order: FlashAttention-3 decides alike (its tile table, 2024).
 TURNS_UP_TO = 128
 
-# A costly mask is evaluated in a loop up to this head dim of V. Beyond it O leaves too few
-# registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
-MASK_LOOP_UP_TO = 128
-
 
 @dataclass(frozen=True)
 class Softmax:
@@ -124,7 +120,7 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         sink=spec.sink,
         range_bits=_range_bits(walk, plan),
-        mask_loop=walk.mask_costly and plan.head_dim_v <= MASK_LOOP_UP_TO,
+        mask_loop=walk.mask_costly and plan.loops_over_masks,
         mask_outside=_mask_outside(walk),
         **fields,
     )
