@@ -109,7 +109,7 @@ def test_gradients_meet_the_error_rule(
 # In `make test` every other pair of head dims once, with the dtypes and both schemes in turn.
 UNEQUAL = [
     pytest.param(
-        *dims, dtype, fixed, marks=[] if turn % 6 == place and place % 2 == 0 else pytest.mark.slow
+        *dims, dtype, fixed, marks=[] if turn == place and place % 2 == 0 else pytest.mark.slow
     )
     for place, dims in enumerate([(192, 128), (64, 128), (128, 8), (24, 72)])
     for turn, (dtype, fixed) in enumerate(itertools.product(DTYPES, (False, True)))

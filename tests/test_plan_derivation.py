@@ -17,25 +17,18 @@ def formulas_of(kernel: KernelModel) -> list[Formula]:
     return [*kernel.sizes, *bounds, *kernel.cost_steps]
 
 
-FORMULAS = list(
-    dict.fromkeys(
-        [value for value in vars(model).values() if isinstance(value, Formula)]
-        + [value for value in vars(backward).values() if isinstance(value, Formula)]
-        + [
-            formula
-            for models in PATHS.values()
-            for kernel in models.values()
-            for formula in formulas_of(kernel)
-        ]
-    )
-)
-
-
 KERNELS = [
     pytest.param(kernel, id=f"{path}-{kernel.name}")
     for path, models in PATHS.items()
     for kernel in models.values()
 ]
+FORMULAS = list(
+    dict.fromkeys(
+        [value for value in vars(model).values() if isinstance(value, Formula)]
+        + [value for value in vars(backward).values() if isinstance(value, Formula)]
+        + [formula for kernel in KERNELS for formula in formulas_of(*kernel.values)]
+    )
+)
 
 
 def test_every_printed_line_is_its_own_arithmetic():

@@ -15,7 +15,7 @@ from ..expr.gather import gather
 from ..expr.limits import fits
 from .decisions import JUMPS
 from .integers import INT32_MAX, IntegerPrinter
-from .text import FUNCTIONS, HELPERS, TIMES, UNARY, Text, inside, literal, unknown
+from .text import ATOM, FUNCTIONS, HELPERS, TIMES, UNARY, Text, inside, literal, unknown
 
 _HALF = sympy.Rational(1, 2)
 
@@ -131,6 +131,12 @@ class FloatPrinter(IntegerPrinter):
             return self._call("exp2f", scaled[0], helper=False)
         return self._call("powf", self._float(base)[0], self._float(exponent)[0], helper=False)
 
+    def _rounded_power(self, base: Text, exponent: int) -> Text:
+        if exponent == 1:
+            return base
+        self.helpers.add("rounded_power")
+        return f"rounded_power<{exponent}>({base[0]})", ATOM
+
     def _root(self, base: sympy.Expr) -> Text:
         if self.fast:
             return self._call("fast_sqrt", self._float(base)[0])
@@ -138,17 +144,15 @@ class FloatPrinter(IntegerPrinter):
 
     def _float_function(self, expr: sympy.Expr) -> Text:
         with self._deciding(isinstance(expr, JUMPS)):
-            return self._function_of_floats(expr)
-
-    def _function_of_floats(self, expr: sympy.Expr) -> Text:
-        args = [self._float(arg)[0] for arg in expr.args]
+            texts = [self._float(arg) for arg in expr.args]
+        args = [text for text, _ in texts]
         if isinstance(expr, Minimum | sympy.Min):
             return self._nested("fminf", args)
         if isinstance(expr, Maximum | sympy.Max):
             return self._nested("fmaxf", args)
         if isinstance(expr, FloorDiv):
             # A true division: the product with a reciprocal can fall short of a whole number.
-            above, below = (self._float(arg) for arg in expr.args)
+            above, below = texts
             ratio = f"{inside(above, TIMES)} / {inside(below, TIMES + 1)}"
             return self._call("floorf", ratio, helper=False)
         if isinstance(expr, FloorMod):

@@ -177,12 +177,6 @@ class IntegerPrinter(ABC):
         self.helpers.add("power")
         return f"power<{exponent}>({base[0]})", ATOM
 
-    def _rounded_power(self, base: Text, exponent: int) -> Text:
-        if exponent < 2:
-            return ("1", ATOM) if exponent == 0 else base
-        self.helpers.add("rounded_power")
-        return f"rounded_power<{exponent}>({base[0]})", ATOM
-
     def _division(self, expr: sympy.Expr, wide: bool) -> Text:
         a, b = expr.args
         quotient = isinstance(expr, FloorDiv)

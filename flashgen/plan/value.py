@@ -13,10 +13,11 @@ from flashgen.plan.traffic_backward import BackwardTraffic, backward_traffic
 
 # The banner of an emitted file puts "// " before each line, and lines end at column 100.
 COLUMNS = 97
+INDENT = 10
+
 # A costly mask is evaluated in a loop up to this head dim of V. Beyond it O leaves too few
 # registers for what the loop keeps: tiles would be smaller, and full ones cost a tenth more.
 MASK_LOOP_UP_TO = 128
-INDENT = 10
 
 
 @dataclass(frozen=True)
