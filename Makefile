@@ -13,13 +13,15 @@ export OPENBLAS_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench gpu clean
+.PHONY: help demo test slow share lint docs bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
-	@echo "make test   install, then the tests (a few minutes)"
-	@echo "make slow   the tests that take long"
+	@echo "make test   install, then the tests (7 minutes on 2 cores)"
+	@echo "make slow   all tests of the slow tier (hours)"
+	@echo "make share  the twelfth of the slow tier that .ci/run takes for the next commit"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation site, in build/site"
 	@echo "make bench  the benchmarks"
 	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
 	@echo "make clean  remove .venv and caches of tools"
@@ -45,16 +47,29 @@ $(VENV)/dev.stamp: $(VENV)/base.stamp
 demo: $(VENV)/base.stamp
 	$(BIN)/flashgen run specs/causal.py
 
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 slow: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
+	$(PYTEST) -m slow --timeout 3600
+
+# A twelfth of the slow tier for each commit, so that twelve commits in a row run all of it. .ci/run
+# gives the number of commits on HEAD; without it, the number of the next commit is taken.
+COMMIT ?= $(shell expr $$(git rev-list --count HEAD) + 1)
+
+share: $(VENV)/dev.stamp
+	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 12
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A warning, such as a broken link, fails the build.
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # gpu.py has a target of its own; the other two are not scripts that measure.
 ON_GPU := benchmarks/gpu.py benchmarks/report.py benchmarks/__init__.py

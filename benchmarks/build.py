@@ -1,7 +1,7 @@
-"""How long a spec takes to become a cubin: cold, and from the kernel cache, in one run.
+"""The time from a spec to a cubin: cold, and from the kernel cache, in one run.
 
-Every spec has a process of its own with an empty cache, so that nothing one spec warmed up helps
-the next, and then a second process that finds the cache filled::
+Every spec has a process of its own with an empty cache, so that no spec profits from the one before
+it, and then a second process that finds the cache filled::
 
     imports    Python packages (sympy above all), the same in both processes
     cold       spec file -> analysis -> plan -> CUDA -> cubin, NVRTC's start included
@@ -9,7 +9,7 @@ the next, and then a second process that finds the cache filled::
     disk       the kernel alone from the cache on disk: find, check, read
     memory     flashgen.build again in the same process
 
-Fails when a promise is broken: cold 1.5 s, disk 20 ms.
+Fails when a limit is exceeded: cold 1.5 s, disk 20 ms.
 
     python benchmarks/build.py [--arch sm_80] [SPEC ...]
 """
@@ -32,7 +32,7 @@ STEPS = ("imports", "cold", "warm", "disk", "memory")
 
 
 def measure(spec_file: str, arch: str) -> dict[str, float | bool]:
-    """Times one spec in this process; seconds. `from_cache` tells a first visit from a second."""
+    """The seconds of each step for one spec in this process; `from_cache`: the second process."""
     sys.path.insert(0, str(ROOT))
     start = time.perf_counter()
     import flashgen as fg

@@ -9,75 +9,63 @@ from __future__ import annotations
 
 import os
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-# Threads that spin in small matrix products cost far more than they bring.
+# Spinning BLAS threads cost more than they save in small matrix products.
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen import emulator  # noqa: E402
-from flashgen.emulator import Counters  # noqa: E402
-from flashgen.pipeline import Build  # noqa: E402
+from flashgen.ops import Report, run_forward  # noqa: E402
 
+ARCH = "sm_80"
 HEAD_DIM = 64
 REPEATS = 4
-TARGETS = {(1, 256): 0.1, (16, 1024): 1.0}
+SIZES = ((1, 256), (16, 256), (16, 512), (16, 1024), (16, 2048))  # heads, tokens
+TARGETS = {(1, 256): 0.1, (16, 1024): 1.0}  # seconds, checkers off
 CHECKED_FACTOR = 4.0
 
 
-def measure(kernel: Build, heads: int, tokens: int, check: bool) -> tuple[float, Counters]:
-    """Best wall time of a launch in seconds, after one that compiles the segments."""
-    rng = np.random.default_rng(0)
+def measure(spec: fg.AttentionSpec, heads: int, tokens: int, check: bool) -> tuple[float, Report]:
+    """The best time of a launch in seconds, and the report of the last launch.
+
+    The first launch compiles the segments.
+    """
+    generator = torch.Generator().manual_seed(0)
     shape = (1, heads, tokens, HEAD_DIM)
-    q, k, v = (rng.standard_normal(shape).astype(np.float16) for _ in range(3))
-    o, lse = np.zeros_like(q), np.zeros(shape[:3], np.float32)
-    strides = [np.int64(s // 2) for s in q.strides[:3]]
-    sizes = [np.int32(n) for n in (1, heads, heads, tokens, tokens, 0, 0)]
-    values = (q, k, v, o, lse, *strides * 4, *sizes, np.float32(HEAD_DIM**-0.5))
-    plan = kernel.plan
-    grid = -(-tokens // plan.block_q) * heads
+    q, k, v = (torch.randn(shape, generator=generator).half() for _ in range(3))
     best = float("inf")
     for _ in range(REPEATS):
-        begin = time.perf_counter()
-        counters = emulator.launch(
-            kernel.ptx,
-            kernel.source.name,
-            grid,
-            plan.threads,
-            [values],
-            plan.smem_bytes,
-            check=check,
-        )
-        best = min(best, time.perf_counter() - begin)
-    return best, counters
+        run = run_forward(spec, q, k, v, backend="emulator", arch=ARCH, check_memory=check)
+        best = min(best, run.report.run_seconds)
+    return best, run.report
 
 
-def tiles(kernel: Build, heads: int, tokens: int) -> int:
-    """Tiles of the causal walk."""
-    rows, columns = kernel.plan.block_q, kernel.plan.block_k
+def tiles(report: Report, heads: int, tokens: int) -> int:
+    """Tiles that the causal kernel visits."""
+    assert report.kernel is not None
+    rows, columns = report.kernel.plan.block_q, report.kernel.plan.block_k
     return heads * sum(-(-min(first + rows, tokens) // columns) for first in range(0, tokens, rows))
 
 
-def main() -> int:
+def main(sizes: Sequence[tuple[int, int]] = SIZES) -> int:
+    """Prints one line per size (heads, tokens); returns 1 when a target is missed, else 0."""
     spec = fg.load(str(ROOT / "specs" / "causal.py")).replace(dtype="float16", head_dim=HEAD_DIM)
-    kernel = fg.build(spec, "sm_80")
-    plan = kernel.plan
-    print(f"causal fp16 d={HEAD_DIM}, tile {plan.block_q} x {plan.block_k}, {plan.warps} warps")
+    print(f"causal fp16 d={HEAD_DIM}, {ARCH}")
     print(
         f"{'heads x tokens':>16} {'tiles':>6} {'off s':>8} {'on s':>8} {'on/off':>7} {'us/tile':>8}"
     )
     missed = []
-    for heads, tokens in ((1, 256), (16, 256), (16, 512), (16, 1024), (16, 2048)):
-        plain, counters = measure(kernel, heads, tokens, False)
-        checked, _ = measure(kernel, heads, tokens, True)
-        count = tiles(kernel, heads, tokens)
+    for heads, tokens in sizes:
+        plain, report = measure(spec, heads, tokens, False)
+        checked, _ = measure(spec, heads, tokens, True)
+        count = tiles(report, heads, tokens)
         print(
             f"{heads:>7} x {tokens:<6} {count:>6} {plain:8.3f} {checked:8.3f} "
             f"{checked / plain:7.2f} {plain / count * 1e6:8.1f}"
@@ -87,7 +75,7 @@ def main() -> int:
             missed.append(f"{heads} x {tokens}: {plain:.3f} s, target {target} s")
         if target is not None and checked > CHECKED_FACTOR * plain:
             missed.append(f"{heads} x {tokens}: checkers cost {checked / plain:.1f} times")
-    print(f"{counters.warp_instructions:,} warp instructions in the last launch")
+    print(f"{report.counters.warp_instructions:,} warp instructions in the last launch")
     for line in missed:
         print("missed", line)
     return 1 if missed else 0

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--part NAME] [--minutes 9] [--out DIR]
 
-Parts run in order of importance, each in a process of its own with a share of the time; what was
-left out is listed. Without --out the records are appended to benchmarks/results/.
+Parts run in order of importance, each in a process of its own with a share of the time; the parts
+that were left out are listed. Without --out the records are appended to benchmarks/results/.
 
     python benchmarks/gpu.py --part dry
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.suite import device, figures, records, summary  # noqa: E402
 from benchmarks.suite.parts import PARTS, Part, named  # noqa: E402
-from benchmarks.suite.runner import Settings, run_all  # noqa: E402
+from benchmarks.suite.supervisor import Settings, run_all  # noqa: E402
 
 MINUTES = 9.0
 DRY_MINUTES = 2.8
@@ -93,7 +93,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def dry_parts() -> list[Part]:
-    """All parts, with shares for the emulator's pace. The tests last: pytest runs them dry too."""
+    """All parts, with shares for the emulator's speed. The tests are last: pytest runs them too."""
     first, *rest = PARTS
     return [
         replace(part, share=replace(part.share, weight=DRY_SECONDS[part.name]))
@@ -106,7 +106,7 @@ def _tell(line: str) -> None:
 
 
 def keep_logs(work: Path, target: Path) -> None:
-    """All logs of a run in one file: the folder of the work is removed."""
+    """All logs of a run in one file, because the folder with the logs is removed."""
     with target.open("w", encoding="utf-8") as file:
         for log in sorted([*work.glob("*.log"), *work.glob("*.jsonl"), *work.glob("ncu-*.csv")]):
             file.write(f"==== {log.name}\n")

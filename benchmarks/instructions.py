@@ -1,11 +1,11 @@
-"""Work per score: SASS instructions of the forward's main loop, per thread and score element.
+"""Work per score: SASS instructions of the forward kernel's main loop, per score element.
 
     python benchmarks/instructions.py [--head-dim 128] [--dtype float16] [specs/causal.py ...]
 
-Static counts times 32 lanes, over the elements of a warp's tile. "full" is what every tile runs,
-with the copy of the next K tile; "mixed" adds the mask. The rescaling of O is a rare branch and is
-listed by itself. A Triton kernel has 16.9 / 25.2 and FlexAttention's 18.5 / 23.3 at 128 x 64 tiles,
-8 warps, d = 128.
+Static counts times 32 lanes, divided by the elements of a warp's tile. "full" counts the
+instructions that every tile runs, with the copy of the next K tile; "mixed" adds the mask. The
+rescaling of O is a rare branch and has a column of its own. A Triton kernel has 16.9 / 25.2 and
+FlexAttention's 18.5 / 23.3 at 128 x 64 tiles, 8 warps, d = 128.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import flashgen as fg  # noqa: E402
 from benchmarks.sass import Block, Loop, disassembled, main_loop  # noqa: E402
 from flashgen.pipeline import Build  # noqa: E402
 
-# What the source says before a block that not every tile runs; a rescale is in two places.
+# The lines of the source in front of blocks that only some tiles execute.
 MASK = ("if (!full_tile) {", "if (!tile.full) {")
-RESCALE = ("if (rescale) {", "if (__any_sync(0xffffffffu, outgrown)) {")
+RESCALE = ("if (rescale) {", "if (find_maxima(tile_max, s, row_max, exp_scale)) {")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Instructions of a thread in one step of the main loop; of branches in them, all.
+    """Instructions of a thread in one step of the main loop, those in all branches included.
 
     Attributes:
-        full: what every tile runs.
-        mask: what a mixed tile runs besides.
-        rescale: what a tile runs besides in which a row outgrew its maximum.
-        search: between this tile and the next: what finds a live tile, and other branches.
+        full: the instructions that every tile runs.
+        mask: the further instructions of a mixed tile.
+        rescale: the further instructions of a tile in which a row maximum exceeds the threshold.
+        search: the instructions between two tiles: the search for a live tile, other branches.
         scores: elements of S that the thread has in a step.
     """
 
@@ -60,10 +60,10 @@ class Work:
 
 
 def work_of(built: Build, listing: str | None = None) -> Work:
-    """The main loop of a kernel, taken apart along the conditions of its source.
+    """The main loop of a kernel, divided by the conditions of its source.
 
     Args:
-        listing: of its disassembly, where it is at hand.
+        listing: the text of its disassembly; None to make it.
     """
     plan = built.plan
     loop = main_loop(listing or disassembled(built.cubin))
@@ -78,11 +78,11 @@ def work_of(built: Build, listing: str | None = None) -> Work:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
         parts[name].append(block)
     mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
-    # A mask that reads memory is evaluated in a loop for each word of bits, 32 turns or the rest.
+    # A mask that reads memory is evaluated in a loop for each word of bits: 32 iterations or less.
     turns = [min(32, plan.block_k // 4 - n) for n in range(0, plan.block_k // 4, 32)]
     if mask_loops:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
-    # A tile search walks 32 tiles in a turn of its loop: it takes one turn.
+    # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.
     parts["search"] += [turn for turn in loop.inner if turn not in mask_loops]
     mask, rescale, copy, search = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()

@@ -1,18 +1,18 @@
-"""What a call of the operator costs in Python, over the launch itself.
+"""The cost of a call of the operator in Python, in addition to the launch itself.
 
-The calls are those of a GPU, all of them: checks, choice of a kernel, results, packed parameters.
-Only the launcher is a stub, and the tensors are on the CPU, so that no GPU is needed and nothing
-has to be waited for. Rows::
+A call does all that it does on a GPU: checks, choice of a kernel, results, packed parameters. Only
+the launcher is a stub, and the tensors are on the CPU, so that no GPU is needed and no call waits.
+Rows::
 
-    no gradients    inputs that require none
+    no gradients    inputs that require no gradients
     forward         inputs that require gradients, forward only
-    both            forward and backward; torch's own part of it, and what it computes on the CPU
-                    (zeros, the rounding of sums), is most of that
-    torch.ops       the same through torch's dispatcher
-    results         two torch.empty, which are in all of the above
-    launcher        flashgen.launch.launch with a driver that does nothing, which is in none
+    both            forward and backward; most of the time is torch's autograd, and torch's
+                    operations on the CPU (zeros, the rounding of sums)
+    torch.ops       a call without gradients through torch's dispatcher
+    results         two calls of torch.empty, which all rows above include
+    launcher        flashgen.launch.launch with a driver that does nothing, which no row includes
 
-Fails when a promise is broken: 10 us without gradients, 20 us forward with gradients.
+Fails when a limit is exceeded: 10 us without gradients, 20 us forward with gradients.
 
     python benchmarks/overhead.py [--calls 100] [--rounds 200]
 """
@@ -41,7 +41,8 @@ from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
 from flashgen import launch  # noqa: E402
-from flashgen.ops import backends, run_forward  # noqa: E402
+from flashgen.ops import run_forward  # noqa: E402
+from flashgen.runtime import backends, bound_kernel  # noqa: E402
 
 LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
 
@@ -85,11 +86,11 @@ def idle_kernel(binary: Any, device: int = 0) -> launch.Kernel:
 
 
 def pretend_a_gpu() -> None:
-    """CPU tensors stand for those of a GPU, and a launch does nothing."""
+    """CPU tensors take the place of GPU tensors, and a launch does nothing."""
     backends.TAKES["gpu"] = "cpu"
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
-    backends.current_stream = lambda index: 0
+    bound_kernel.current_stream = lambda index: 0
     launch.device_arch = lambda device=0: "sm_80"
     launch.load = idle_kernel
     launch.launch = lambda *arguments: None

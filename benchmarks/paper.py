@@ -1,13 +1,13 @@
 """The results of the FlashAttention paper, from counts: ``python benchmarks/paper.py``.
 
-One head is executed in the emulator, forward and backward, and multiplied by the number of heads:
-every head does the same. Writes benchmarks/results/paper.json and four figures beside it, and
-prints the table of GPT-2 medium, with a row for each scheme of the backward pass: "fused", the
-default, sums dQ by atomic additions, and "split", which deterministic gradients take, gives dQ a
-kernel of its own. Nothing is timed; no GPU is needed.
+One head is executed in the emulator, forward and backward, and its counts are multiplied by the
+number of heads, because all heads have the same counts. Writes benchmarks/results/paper.json and
+four figures beside it, and prints the table of GPT-2 medium, with a row for each scheme of the
+backward pass: "fused", the default, sums dQ by atomic additions, and "split", for deterministic
+gradients, has a separate kernel for dQ. Nothing is timed; no GPU is needed.
 
-The targets are at most 4.4 GB of HBM, and standard attention at least 9.1 times that. Which scheme
-meets them and which does not is printed and stands in the record. Exits 1 when none does.
+The targets are at most 4.4 GB of HBM traffic, and at least 9.1 times that for standard attention.
+The output and the record state which schemes meet them. Exits 1 when no scheme does.
 
 Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
 2022, figure 2: GPT-2 medium, sequence length 1024, head dim 64, 16 heads, batch 64, A100.
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from benchmarks.paper_counts import (  # noqa: E402
     standard_memory,
 )
 from benchmarks.paper_figures import draw  # noqa: E402
-from flashgen.plan import plan, plan_backward  # noqa: E402
+from flashgen.planner import forward_traffic, plan, plan_backward  # noqa: E402
 
 N, HEAD_DIM, HEADS, BATCH = 1024, 64, 16, 64
 PAPER = {"standard": {"gflops": 66.6, "gb": 40.3}, "flash": {"gflops": 75.2, "gb": 4.4}}
@@ -70,7 +71,7 @@ def spec_of(**options: Any) -> fg.AttentionSpec:
 
 
 def table_of_gpt2(n: int, batch: int, heads: int) -> dict[str, Any]:
-    """Counts of all heads, forward and backward: of standard attention and of both schemes."""
+    """Counts for all heads, forward and backward: standard attention and both schemes."""
     every = batch * heads
     standard = standard_forward(n, HEAD_DIM) + standard_backward(n, HEAD_DIM)
     schemes: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def table_of_gpt2(n: int, batch: int, heads: int) -> dict[str, Any]:
 
 
 def _targets(gpt2: dict[str, Any], n: int) -> dict[str, Any]:
-    """Which scheme meets them; they are for the paper's length alone."""
+    """The schemes that meet the targets, which apply to the paper's sequence length only."""
     found: dict[str, Any] = {"most_gb": MOST_GB, "least_ratio": LEAST_RATIO, "n": N}
     if n != N:
         return found
@@ -110,7 +111,7 @@ def _targets(gpt2: dict[str, Any], n: int) -> dict[str, Any]:
 
 
 def _schemes(gpt2: dict[str, Any], n: int, heads: int) -> str:
-    """What the two schemes of the backward pass move and take, and why, in words."""
+    """The traffic and the predicted times of the two schemes in words, with the reasons."""
     fused, split = gpt2["fused"], gpt2["split"]
     around = around_dq(plan_backward(spec_of(), ARCH).of_keys, n, 2).times(heads)
     return (
@@ -135,11 +136,11 @@ def _told(counts: Counts) -> dict[str, float]:
 
 
 def by_block_size(n: int) -> list[dict[str, Any]]:
-    """The forward kernel planned for several SRAM sizes: predicted for all, the same as counted."""
+    """The forward kernel for several SRAM sizes: predicted bytes, which equal the counted ones."""
     rows: list[dict[str, Any]] = []
     for kib in SRAM:
         chosen = plan(spec_of(), ARCH, sram=kib * 1024)
-        moved = chosen.traffic(1, 1, 1, n, n)
+        moved = forward_traffic(chosen, 1, 1, 1, n, n)
         rows.append(
             {
                 "sram_kib": kib,
@@ -152,10 +153,10 @@ def by_block_size(n: int) -> list[dict[str, Any]]:
     return rows
 
 
-def by_sparsity(n: int, progress: Any) -> list[dict[str, Any]]:
+def by_sparsity(n: int, densities: Sequence[float], progress: Any) -> list[dict[str, Any]]:
     """One head under layouts of falling density, forward and backward."""
     rows: list[dict[str, Any]] = []
-    for density in DENSITIES:
+    for density in densities:
         layout = fg.BlockSparse(_every(round(1 / density, 4)), LAYOUT_BLOCK, LAYOUT_BLOCK)
         forward, backward = executed(spec_of(block_sparse=layout), n, 1)
         blocks = -(-n // LAYOUT_BLOCK)
@@ -177,7 +178,7 @@ def _every(step: float) -> Any:
 
 
 def memory() -> list[dict[str, int]]:
-    """Bytes of a head besides operands and results, by the sizes of what is allocated."""
+    """Bytes of a head besides operands and results, from the sizes of the allocated tensors."""
     return [
         {"n": n, "standard": standard_memory(n), "flash": flash_memory(n, HEAD_DIM)}
         for n in LENGTHS
@@ -191,10 +192,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--length", type=int, default=N, help="sequence length; the paper's is 1024"
     )
     parser.add_argument("--no-figures", action="store_true")
+    parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     options = parser.parse_args(arguments)
     console, heads = Console(), HEADS * BATCH
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("executing one head", total=2 + len(DENSITIES))
+        task = bar.add_task("executing one head", total=2 + len(options.densities))
         record: dict[str, Any] = {
             "shape": {"n": options.length, "head_dim": HEAD_DIM, "heads": heads, "arch": ARCH},
             "paper": PAPER,
@@ -203,7 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
         bar.advance(task)
         record["block_size"] = by_block_size(options.length)
         bar.advance(task)
-        record["sparsity"] = by_sparsity(options.length, lambda: bar.advance(task))
+        record["sparsity"] = by_sparsity(
+            options.length, options.densities, lambda: bar.advance(task)
+        )
         record["memory"] = memory()
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "paper.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -237,7 +241,7 @@ def _table(gpt2: dict[str, Any]) -> Table:
 
 
 def _verdict(gpt2: dict[str, Any]) -> list[str]:
-    """A line for each scheme: what it moves, and whether it meets the targets."""
+    """A line for each scheme: its HBM traffic, and whether it meets the targets."""
     targets = gpt2["targets"]
     if "met_by" not in targets:
         return [f"targets are for a length of {N}"]

@@ -1,5 +1,5 @@
-"""What standard attention and flashgen's kernels move and compute: the one by formulas, the others
-by executing one head.
+"""Traffic and work of standard attention, from formulas, and of flashgen's kernels, from the
+execution of one head.
 
 Sources: Dao et al., "FlashAttention", 2022: Algorithm 0 and Algorithm 3 (appendix B) for standard
 attention, forward and backward, whose every read and write of HBM is counted as they are written;
@@ -17,24 +17,24 @@ import flashgen as fg
 from flashgen import emulator
 from flashgen.arch import facts
 from flashgen.emulator import Counters
-from flashgen.emulator.l2 import simulate
-from flashgen.emulator.recorder import Trace
+from flashgen.emulator.counters.l2 import simulate
+from flashgen.emulator.counters.recorder import AccessTrace
 from flashgen.ops import run_backward, run_forward
 from flashgen.pipeline import Build
-from flashgen.plan import Plan, plan, plan_backward
-from flashgen.plan.duration import duration
+from flashgen.planner import Plan, plan, plan_backward
+from flashgen.planner.duration import duration
 
 ARCH = "sm_80"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one pass over one head, or of several passes added up.
+    """Counts of one pass over one head, or the sums of several passes.
 
     Attributes:
-        multiply_adds: of the matrix products.
-        issued: bytes of global memory that instructions ask for.
-        distinct: bytes that are touched at all, once for each launch.
+        multiply_adds: multiply-adds of the matrix products.
+        issued: bytes that instructions load from and store to global memory.
+        distinct: bytes of global memory that a launch accesses, each counted once per launch.
         hbm: bytes to and from HBM by the model of L2.
     """
 
@@ -82,7 +82,7 @@ def standard_memory(n: int, itemsize: int = 2) -> int:
 
 
 def flash_memory(n: int, d: int) -> int:
-    """The same of flashgen: LSE, then (LSE, delta) of each row and the float32 sums of dQ."""
+    """These bytes for flashgen: LSE, then (LSE, delta) of each row and the float32 sums of dQ."""
     return 4 * n + 8 * n + 4 * n * d
 
 
@@ -94,7 +94,7 @@ def executed(
 ) -> tuple[Counts, Counts]:
     """Forward and backward of one head of n x n, in the emulator.
 
-    The bytes of HBM are those of one head of a launch with so many: see `hbm_of_a_head`.
+    The bytes of HBM are those of one head of a launch with many heads: see `hbm_of_a_head`.
 
     Args:
         deterministic: the backward pass by the scheme "split".
@@ -120,10 +120,10 @@ def executed(
 
 
 def around_dq(plan: Plan, n: int, itemsize: int) -> Counts:
-    """torch's part of dQ beside "fused": its float32 sums, of whole tiles of rows, are filled with
-    zeros; when they are done they are copied, what is beyond whole groups of 16 rows by itself.
+    """torch's traffic for dQ with "fused": the float32 sums of whole tiles of rows are filled with
+    zeros before the kernel and copied after it, the rows beyond whole groups of 16 separately.
 
-    Far more than fits L2 at once is filled, and then copied: all of it goes to HBM and comes back.
+    The sums of all heads are far larger than L2, so that all of this traffic reaches HBM.
     """
     if plan.kernel != "fused":
         return Counts(0, 0, 0, 0)
@@ -154,15 +154,15 @@ def _counts(build: Build, counters: Counters, heads: int) -> Counts:
     return Counts(totals.tensor_multiply_adds, totals.global_bytes, distinct, hbm)
 
 
-def hbm_of_a_head(trace: Trace, blocks_per_sm: int, heads: int) -> int:
-    """HBM bytes of each of many heads, all of which move in L2 as the one that was executed.
+def hbm_of_a_head(trace: AccessTrace, blocks_per_sm: int, heads: int) -> int:
+    """HBM bytes of one head of a launch with many heads, from the trace of one executed head.
 
-    Launches of so many heads that the SMs are full twice and three times over are run through the
-    model of L2, with the trace of the one head repeated at other addresses. What the third lot of
-    heads adds is what every further one adds.
+    The model of L2 runs launches with enough heads to fill the SMs two and three times, in which
+    the trace of the one head is repeated at other addresses. The difference between the two
+    launches is the traffic of every further set of heads.
 
     Raises:
-        ValueError: it does not divide among the heads of the lot: they are not alike.
+        ValueError: the difference is not a multiple of the number of heads in the set.
     """
     arch = facts(ARCH)
     blocks = len(trace.starts) - 1
@@ -178,13 +178,13 @@ def hbm_of_a_head(trace: Trace, blocks_per_sm: int, heads: int) -> int:
     return each
 
 
-def repeated(trace: Trace, heads: int) -> Trace:
+def repeated(trace: AccessTrace, heads: int) -> AccessTrace:
     """The trace of a launch of many heads, each at addresses of its own."""
     span = int(trace.line.max()) + 1
     entries = len(trace.line)
     head = np.repeat(np.arange(heads, dtype=np.int64), entries)
     starts = (trace.starts[:-1] + entries * np.arange(heads)[:, None]).ravel()
-    return Trace(
+    return AccessTrace(
         np.append(starts, entries * heads),
         np.tile(trace.line, heads) + head * span,
         np.tile(trace.sectors, heads),

@@ -1,13 +1,14 @@
-"""Does the planner rank tiles as their work does: ``python benchmarks/ranking.py``.
+"""The planner's ranking of tiles against counted work: ``python benchmarks/ranking.py``.
 
-Every feasible tile of causal attention is executed in the emulator, and its predicted cost is held
-against the same cost with what was counted in place of what was predicted. Prints Spearman's rank
-correlation, of the cost and of each of its terms, and writes benchmarks/results/ranking.json.
+Every feasible tile of causal attention is executed in the emulator, and its predicted cost is
+compared with the cost computed from counts in place of predictions. Prints Spearman's rank
+correlation of the cost and of each of its terms, and writes benchmarks/results/ranking.json.
 Nothing is timed; no GPU is needed. Exits 1 when a correlation of the cost is below 0.9.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen.plan import Plan, feasible  # noqa: E402
+from flashgen.planner import Plan, feasible  # noqa: E402
 from flashgen.profile import Profile, counted_cost, profile_forward  # noqa: E402
 
 ARCH = "sm_80"
@@ -69,7 +70,7 @@ def rows_of(
 
     Args:
         every: 5 takes each fifth shape.
-        told: is called with how many shapes are done, of how many.
+        told: called with the number of shapes that are done and the number of all shapes.
     """
     by_shape: dict[Any, list[Plan]] = {}
     for plan in feasible(spec, ARCH):
@@ -86,7 +87,7 @@ def rows_of(
         told(place, len(shapes))
         plans = by_shape[shape]
         _, (profile,) = profile_forward(spec, q, k, v, arch=ARCH, tiles={"forward": plans[0].tile})
-        # Other numbers of resident blocks are the same code, and the same work.
+        # Tiles that differ in the number of resident blocks have the same code and the same work.
         found += [_row(replace(profile, plan=plan)) for plan in plans]
     told(len(shapes), len(shapes))
     return found
@@ -104,11 +105,11 @@ def _row(profile: Profile) -> Row:
 
 
 def _line(plan: Plan, name: str) -> float:
-    return float(next(line.value for line in plan.derivation if line.name == name))
+    return float(plan.quantities[name])
 
 
 def best_occupancy(rows: Sequence[Row]) -> list[Row]:
-    """Of each shape the row with the number of resident blocks that the planner would take."""
+    """For each shape the row with the number of resident blocks that the planner would choose."""
     best: dict[tuple[int, int, int], Row] = {}
     for row in rows:
         other = best.setdefault(row.shape, row)
@@ -157,14 +158,21 @@ def _varies(rows: Sequence[Row], term: str) -> bool:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--length", type=int, default=N, help="of the sequences")
+    parser.add_argument("--every", type=int, default=1, help="5 executes each fifth shape")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/ranking.json")
+    options = parser.parse_args()
     console, found = Console(), {}
     causal = fg.load(ROOT / "specs" / "causal.py")
     with Progress(console=Console(stderr=True)) as progress:
-        for head_dim in HEAD_DIMS:
+        for head_dim in options.head_dims:
             task = progress.add_task(f"d {head_dim}: executing every tile")
             rows = rows_of(
                 causal.replace(head_dim=head_dim),
-                N,
+                options.length,
+                every=options.every,
                 told=lambda done, total, task=task: progress.update(
                     task, completed=done, total=total
                 ),
@@ -178,10 +186,14 @@ def main() -> int:
         table.add_row(f"of the term {term}", *(f"{value:.3f}" for value in correlations))
     console.print(table)
     console.print("issue counts instructions of PTX, and predicts those of the machine code")
-    record = {"arch": ARCH, "n": N, "what": "predicted against counted cost", "specs": found}
-    path = ROOT / "benchmarks" / "results" / "ranking.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written: {path.relative_to(ROOT)}")
+    record = {
+        "arch": ARCH,
+        "n": options.length,
+        "what": "predicted against counted cost",
+        "specs": found,
+    }
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written: {options.output}")
     least = min(min(e["spearman"], e["spearman_best_occupancy"]) for e in found.values())
     return 0 if least >= LEAST else 1
 

@@ -1,12 +1,12 @@
-"""What the records say: a table, the figures, and the speed table of README.md.
+"""Reports from the records: a table, the figures, and the speed table of docs/gpu.md.
 
     python benchmarks/report.py                   the newest run, flashgen's slowest cases first
     python benchmarks/report.py --figures [DIR]   figures, in benchmarks/results/figures
-    python benchmarks/report.py --readme [--check]
+    python benchmarks/report.py --speed-table [--check]
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
-    python benchmarks/report.py --predictions sm_90     the plan's own, for benchmarks/NOTES.md
+    python benchmarks/report.py --predictions sm_90     the plans' predictions, for NOTES.md
 
-With --check nothing is written, and the exit code is 1 when README.md is not what the records say.
+With --check nothing is written, and the exit code is 1 when docs/gpu.md differs from the records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.suite import figures, predictions, readme, records, summary  # noqa: E402
+from benchmarks.suite import figures, predictions, records, speed_table, summary  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=records.RESULTS)
     parser.add_argument("--merge", type=Path, metavar="DIR")
     parser.add_argument("--figures", type=Path, nargs="?", const=Path(), metavar="DIR")
-    parser.add_argument("--readme", action="store_true")
+    parser.add_argument("--speed-table", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--predictions", metavar="ARCH")
     options = parser.parse_args(arguments)
@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.figures if options.figures != Path() else options.results / "figures"
         for path in figures.draw(options.results, folder):
             print(path)
-    if options.readme:
-        return write_readme(options.results, options.check)
+    if options.speed_table:
+        return write_speed_table(options.results, options.check)
     if options.predictions:
         print(predictions.table(options.predictions))
     elif not options.merge and options.figures is None:
@@ -45,24 +45,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write_readme(results: Path, check: bool) -> int:
-    before = readme.README.read_text(encoding="utf-8")
-    after = readme.updated(before, readme.block(results))
+def write_speed_table(results: Path, check: bool) -> int:
+    before = speed_table.PAGE.read_text(encoding="utf-8")
+    after = speed_table.updated(before, speed_table.block(results))
     if before == after:
-        print("README.md says what the records say")
+        print("docs/gpu.md says what the records say")
         return 0
     if check:
-        print("README.md differs from the records: python benchmarks/report.py --readme")
+        print("docs/gpu.md differs from the records: python benchmarks/report.py --speed-table")
         return 1
-    readme.README.write_text(after, encoding="utf-8")
-    print("README.md is written")
+    speed_table.PAGE.write_text(after, encoding="utf-8")
+    print("docs/gpu.md is written")
     return 0
 
 
 def show(results: Path) -> None:
     rows = records.latest(records.read(results / "speed.csv"))
     if not rows:
-        print(readme.NONE)
+        print(speed_table.NONE)
         return
     print(summary.text(rows[0]["run"], [], results))
 

@@ -1,9 +1,9 @@
 """Static instruction counts of a cubin's main loop, from nvdisasm's listing.
 
 The main loop is the natural loop with the most tensor-core instructions. Its basic blocks are those
-that every iteration runs (they dominate the back edge), and conditional ones. Small loops that poll
-a barrier are waits, which normally end at the first look: they and what leads back from them are
-left out. A predicated instruction counts: it takes an issue slot.
+that every iteration runs (they dominate the back edge), and conditional blocks. Small loops that
+poll a barrier are waits, which normally end at the first test: these loops and the branches back
+from them are left out. A predicated instruction counts, because it takes an issue slot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Instruction:
     operands: str
     predicated: bool
     target: str | None  # label of a branch
-    lines: tuple[int, ...]  # of the source: its own, then those where that was inlined
+    lines: tuple[int, ...]  # its source line, then the lines where that was inlined
 
     @property
     def base(self) -> str:
@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """A name of CLASSES, "uniform" (once for the warp), or "integer" for what is left."""
+        """A name of CLASSES, "uniform" (once for the warp), or "integer" for all others."""
         if self.base in _CLASS_OF:
             return _CLASS_OF[self.base]
         if self.base == "IMAD" and ", RZ, RZ, " in self.operands:
@@ -72,9 +72,9 @@ class Loop:
     """Blocks of one loop, without those of loops inside it.
 
     Attributes:
-        always: what each iteration runs.
+        always: the instructions that each iteration runs.
         conditional: blocks that an iteration may leave out.
-        inner: the loops inside, without waits, as what one iteration runs at most.
+        inner: the most instructions that one iteration of each loop inside runs, without waits.
         waits: loops that poll a barrier.
     """
 
@@ -109,7 +109,7 @@ def main_loop(listing: str) -> Loop:
     Around a main loop there may be one over tiles, with the products of its first and last step.
 
     Raises:
-        ValueError: no loop has one.
+        ValueError: no loop has a tensor-core instruction.
     """
     blocks, edges = _blocks(listing)
     dominators = _dominators(edges)

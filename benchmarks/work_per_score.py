@@ -2,19 +2,22 @@
 
     python benchmarks/work_per_score.py
 
-Compiles each variant at each head dim for sm_90a in bfloat16, takes the consumers' main loop of the
-machine code apart (benchmarks/instructions.py) and writes benchmarks/results/work_per_score.json.
-Exits 1 when a target is missed, a kernel spills or the compiler warned.
+Compiles each variant at each head dim for sm_90a in bfloat16, counts the instructions of the
+consumers' main loop by class (benchmarks/instructions.py) and writes
+benchmarks/results/work_per_score.json. Exits 1 when a target is missed, a kernel spills or the
+compiler printed a warning.
 
 The rivals' figures are counts of the same kind, of the main loops of their compiled kernels:
 FlashAttention-3 (hopper/, assembled by ptxas 13.0) and FlashAttention-4 (its CuTe DSL kernels for
-sm_90, ptxas 13.4). Forward they rescale O in every tile, which their figures have in them; these
-kernels rescale where a row outgrew its maximum, which is listed by itself. Backward they compare
-each key with the length, and all but one have no loop of their own for unmasked tiles.
+sm_90, ptxas 13.4). Their forward kernels rescale O in every tile, which their figures include;
+flashgen's kernels rescale only where a row maximum exceeds the threshold, which has a column of its
+own. Their backward kernels compare each key with the length, and all but one have no separate loop
+for unmasked tiles.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -78,7 +81,7 @@ class Variant:
     backward: bool = False
 
     def built(self, head_dim: int) -> Build:
-        """Forward; or the kernel that makes dK and dV, and dQ with them where the plan says so."""
+        """The forward kernel, or the kernel that computes dK and dV (and dQ where it is fused)."""
         spec = _loaded(self.spec).replace(head_dim=head_dim, head_dim_v=head_dim, dtype=DTYPE)
         if self.mask is not None:
             spec = spec.replace(mask_mod=_loaded(self.mask).mask_mod)
@@ -137,7 +140,7 @@ def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict
 
 
 def failures(entry: dict[str, Any]) -> Iterator[str]:
-    """What the entry of a kernel misses, in words."""
+    """The targets that the entry of a kernel misses, in words."""
     what = f"{entry['variant']}, d {entry['head_dim']}"
     if entry["spilled_bytes"] or entry["warnings"]:
         yield f"{what}: {entry['spilled_bytes']} B spilled, warnings {entry['warnings']}"
@@ -167,9 +170,15 @@ def table_of(entries: list[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--output", type=Path, default=RECORD)
+    options = parser.parse_args()
     entries = []
     for variant in VARIANTS:
-        for head_dim in HEAD_DIMS:
+        for head_dim in options.head_dims if variant.name in options.variants else ():
             built = variant.built(head_dim)
             entries.append(record_of(variant, head_dim, built, work_of(built)))
     record = {
@@ -180,7 +189,7 @@ def main() -> int:
         "kernels": entries,
         "rivals": [asdict(rival) for rival in RIVALS],
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     Console(width=100).print(table_of(entries))
     missed = [line for entry in entries for line in failures(entry)]
     print("\n".join(missed) if missed else "every target is met")

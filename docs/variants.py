@@ -16,11 +16,11 @@ import sympy
 
 import flashgen as fg
 from flashgen.analysis import Analysis, Interval, analyse, classify
-from flashgen.cli.captures import tensor_values
+from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
-from flashgen.expr import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, shown
-from flashgen.expr.tensor import SIZES
-from flashgen.sparse import NAMES as LAYOUT_NAMES
+from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, python_text
+from flashgen.language.tensor import SIZES
+from flashgen.signature import LAYOUT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/variants.md"
@@ -29,10 +29,11 @@ MARKS = {"empty": "·", "mixed": "▒", "full": "█"}
 
 HEAD = f"""# Variants
 
-Every file of [specs/](../specs): its formula, its tiles, and what the analysis made of it. Written
+Every file of `specs/`: its formula, its tile map, and what the analysis found. This page is written
 by `python docs/variants.py`. A map shows {SEQ} queries (down) by {SEQ} keys (across), in tiles of
-{TILE} x {TILE}, with the file's example values: `{MARKS["empty"]}` empty, never loaded;
-`{MARKS["mixed"]}` mixed, the mask is evaluated; `{MARKS["full"]}` full, it is not.
+{TILE} x {TILE}, with the example values of the file: `{MARKS["empty"]}` is an empty tile, which is
+not loaded; `{MARKS["mixed"]}` a partial (mixed) tile, in which the mask is evaluated;
+`{MARKS["full"]}` a full tile, in which it is not.
 """
 
 
@@ -64,7 +65,7 @@ def section(path: Path) -> Iterator[str]:
 
 
 def docstring(path: Path) -> str:
-    """The file's own words; its formulas are indented, which Markdown shows as they are."""
+    """The docstring of the file; its formulas are indented, which Markdown shows unchanged."""
     found = ast.get_docstring(ast.parse(path.read_text()))
     assert found is not None, f"{path.name} says what it is"
     return found
@@ -125,13 +126,15 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
     mask, score, sparse = analysis.mask, analysis.score, spec.block_sparse
     if sparse is not None:
         size = f"{sparse.block_q} x {sparse.block_k}"
-        origin = "that a function gives" if sparse.is_static else "given with each call"
-        yield f"of a layout {origin}, in blocks of {size}, the lists of live blocks are walked"
+        origin = "is a function" if sparse.is_static else "is given with each call"
+        yield f"the block layout {origin}, in blocks of {size}; kernels walk the live blocks"
     if mask.always:
         yield "every tile is full" if sparse is None else "a tile is full where its blocks are live"
     else:
         exact = (
-            "no others" if mask.reach_exact else "each tile in it is classified before it is loaded"
+            "each of them is kept by some query of the tile"
+            if mask.reach_exact
+            else "each tile in this range is classified before it is loaded"
         )
         yield f"a tile of queries reaches keys {interval(mask.reach)}; {exact}"
         if mask.full is not None and mask.full_exact:
@@ -139,18 +142,20 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
         elif mask.must == sympy.false:
             yield "no tile is known to be full"
         else:
-            yield "a tile is full where its corners say so"
+            yield "a tile is full where the mask holds at its corners, by interval arithmetic"
         if mask.row is not None:
             yield f"the keys of a row are one range, {interval(mask.row)}"
-    for symbol, axis in mask.summarised:
+    for symbol, axis in mask.minmax_tables:
         dim = next(t.dims[axis] for t in spec.tensors if t.symbol == symbol)
-        yield f"tiles are skipped by the least and greatest of `{symbol.name}` along {dim}"
+        yield f"tiles are skipped by a min/max table of `{symbol.name}` along {dim}"
     if not score.identity:
-        yield f"`score_mod = {shown(spec.score)}`, derivative `{shown(score.derivative)}`"
+        derivative = python_text(score.derivative)
+        yield f"`score_mod = {python_text(spec.score)}`, derivative `{derivative}`"
     for element, partial in score.learned:
-        yield f"gradient of `{shown(element)}`: `{shown(partial)}` times dS', {added_up(element)}"
+        text, factor = python_text(element), python_text(partial)
+        yield f"gradient of `{text}`: `{factor}` times dS', {added_up(element)}"
     if spec.sink is not None:
-        learned = "; its gradient is added up in a fixed order" if spec.sink.grad else ""
+        learned = "; its gradient is summed in a fixed order" if spec.sink.grad else ""
         yield f"`{spec.sink.name}` joins the denominator of each head's softmax{learned}"
     tensors = [t for t in spec.tensors if sparse is None or t.name not in LAYOUT_NAMES]
     free = [d for t in tensors for d in t.dims if isinstance(d, str) and d not in SIZES]
@@ -158,20 +163,20 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
         yield f"dimensions of any length: {', '.join(dict.fromkeys(free))}"
 
 
-def added_up(element: fg.expr.Element) -> str:
-    """Where the kernel of captured gradients adds, by what the index depends on."""
+def added_up(element: Element) -> str:
+    """Where the gradient of a learned tensor is summed, by what the index depends on."""
     symbols = {str(s) for index in element.indices for s in index.free_symbols}
     if {"q", "k"} <= symbols or "score" in symbols:
-        return "added atomically by every score"
+        return "added atomically for each score"
     if "q" in symbols:
-        return "added up along the row in registers"
-    return "added up along the column by a warp" if "k" in symbols else "added up by a whole block"
+        return "summed along the row in registers"
+    return "summed along the column by a warp" if "k" in symbols else "summed by a whole block"
 
 
 def interval(found: Interval) -> str:
-    """Half-open, as the kernels have it."""
-    lo = "the first" if found.lo is None else f"`{shown(found.lo)}`"
-    hi = "the last" if found.hi is None else f"below `{shown(found.hi)}`"
+    """The half-open range in words."""
+    lo = "the first" if found.lo is None else f"`{python_text(found.lo)}`"
+    hi = "the last" if found.hi is None else f"below `{python_text(found.hi)}`"
     return f"from {lo} to {hi}"
 
 

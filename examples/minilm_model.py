@@ -37,7 +37,7 @@ def model_folder() -> Path:
 
 
 class Tokenizer:
-    """Lower case, no accents, words and punctuation apart, then the longest pieces known."""
+    """WordPiece: lower case, no accents, words and punctuation split, longest pieces first."""
 
     def __init__(self, folder: Path) -> None:
         lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()

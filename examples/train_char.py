@@ -1,7 +1,7 @@
 """A character transformer trained with torch's attention, with flashgen's, and with dropout.
 
     python examples/train_char.py                 # 400 steps, three times; about two minutes
-    python examples/train_char.py --dropout 0     # without the third
+    python examples/train_char.py --dropout 0     # without the third training
     python examples/train_char.py --help
 
 The same model is trained from the same weights on the same batches: first with
@@ -41,7 +41,7 @@ import flashgen as fg
 LARGEST_DIFFERENCE = 0.01
 LEARNING_RATE = 4e-3
 WARM_UP = 20  # steps
-ROWS = 16  # of the table of losses, about
+ROWS = 16  # approximate number of rows in the table of losses
 SAMPLE = 300  # characters
 
 TEXT = Path(__file__).resolve().parent / "coriolanus.txt"
@@ -56,7 +56,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor
 
 
 class FlashgenAttention:
-    """The same by a flashgen operator.
+    """The same attention by a flashgen operator.
 
     Args:
         dropout: whether its kernels can drop elements; those that cannot are smaller.
@@ -79,7 +79,7 @@ class FlashgenAttention:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all trainings have in common.
+    """The settings that all trainings share.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -99,7 +99,7 @@ class Setting:
 
 @dataclass
 class Training:
-    """One training and what came of it.
+    """One training and its results.
 
     Attributes:
         dropout: probability of dropping an element of the softmax while training.
@@ -125,7 +125,7 @@ def train(training: Training, setting: Setting, step_done: Callable[[], None]) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
 
     def factor(step: int) -> float:
-        """On the learning rate: up within a few steps, then half a cosine down to a tenth."""
+        """Factor on the learning rate: a linear warm-up, then a cosine down to a tenth."""
         return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / setting.steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -152,7 +152,7 @@ def train(training: Training, setting: Setting, step_done: Callable[[], None]) -
 
 
 def train_all(trainings: Sequence[Training], setting: Setting) -> list[CharTransformer]:
-    """One after the other, with a bar of progress for each on stderr."""
+    """Runs the trainings one after another, with a progress bar for each on stderr."""
     models = []
     columns = (
         TextColumn("{task.description}"),
@@ -173,17 +173,17 @@ def train_all(trainings: Sequence[Training], setting: Setting) -> list[CharTrans
 
 
 def differences(ours: Training, theirs: Training) -> list[float]:
-    """Of the losses at every step, relative to ``theirs``."""
+    """The difference of the losses at every step, relative to ``theirs``."""
     return [abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True)]
 
 
 def agree(apart: Sequence[float]) -> bool:
-    """Whether every difference is within what is allowed; NaN is not."""
+    """Whether every difference is within the allowed bound; NaN is not."""
     return all(difference <= LARGEST_DIFFERENCE for difference in apart)
 
 
 def show(trainings: Sequence[Training], apart: Sequence[float]) -> None:
-    """The table: some of the steps, then the held-out text and the time."""
+    """Prints the table: some of the steps, then the held-out text and the time."""
     names = [training.name for training in trainings]
     rows = [["step", *names[:2], "difference", *names[2:]]]
     steps = len(apart)
@@ -205,13 +205,13 @@ def show(trainings: Sequence[Training], apart: Sequence[float]) -> None:
 def plot(
     file: Path, trainings: Sequence[Training], apart: Sequence[float], setting: Setting
 ) -> None:
-    """The losses, and below them how far the first two are apart. The suffix says the format."""
+    """Plots the losses, and the difference of the first two; the suffix sets the format."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # The second curve lies upon the first: a wide pale line shows on both sides of a thin one.
+    # The second curve covers the first: a wide pale line stays visible below a thin one.
     styles = (
         {"color": "#f4b266", "linewidth": 5.0},
         {"color": "#12355b", "linewidth": 1.2},
@@ -242,7 +242,7 @@ def plot(
         textcoords="offset points",
         color="#c0392b",
     )
-    below.set_yscale("symlog", linthresh=1e-5)  # equal losses are 0 apart
+    below.set_yscale("symlog", linthresh=1e-5)  # the difference of equal losses is 0
     below.set_ylim(0, max(10.0, *(2 * value for value in percent if math.isfinite(value))))
     below.set_yticks([0, 1e-4, 1e-2, 1])
     below.set_xlabel("step")
@@ -256,14 +256,14 @@ def plot(
 
 
 def options_of(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's; ends the program with status 2 where they make no sense."""
+    """The settings of the command line; invalid ones end the program with status 2."""
     parser = argparse.ArgumentParser(
         description="Trains a character transformer with torch's attention and with flashgen's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=400, help="of each training")
+    parser.add_argument("--steps", type=int, default=400, help="number of steps of each training")
     parser.add_argument(
-        "--dropout", type=float, default=0.1, help="of the third training; 0 leaves it out"
+        "--dropout", type=float, default=0.1, help="probability in the third training; 0 omits it"
     )
     parser.add_argument(
         "--device",
@@ -274,11 +274,11 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the products; bfloat16 on a GPU and float32 on the CPU when not given",
+        help="dtype of matrix products; bfloat16 on a GPU, float32 on the CPU",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
-    parser.add_argument("--text", type=Path, default=TEXT, help="a file in UTF-8")
-    parser.add_argument("--plot", type=Path, default=Path("build/train_char.png"), help="a picture")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and dropout")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text file in UTF-8")
+    parser.add_argument("--plot", type=Path, default=Path("build/train_char.png"), help="the plot")
     options = parser.parse_args(given)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: at least 1")

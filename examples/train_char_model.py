@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 STD = 0.06
-"""Of the first weights: GPT-2's 0.02 belongs to larger widths and learns slowly at this one."""
+"""Standard deviation of the initial weights; GPT-2's 0.02 suits larger widths, not this one."""
 
 Tensor = torch.Tensor
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -24,7 +24,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model and of the batches that it sees.
+    """The sizes of a model and of its batches.
 
     Attributes:
         context: characters that it sees at most.
@@ -58,7 +58,7 @@ class Text:
         self.training, self.held_out = everything[:border], everything[border:]
 
     def batches(self, sizes: Sizes, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random pieces of the training part, the same ones whatever else draws random numbers.
+        """Random pieces of the training part, from a random generator of their own.
 
         Yields:
             characters and the ones that follow them, both int64 [batch, context], on the CPU.
@@ -131,7 +131,7 @@ class CharTransformer(nn.Module):
         self.to_scores = nn.Linear(sizes.width, characters, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What adds to the residual stream is smaller, the more layers add to it (GPT-2).
+                # As in GPT-2: the more layers add to the residual stream, the smaller the weights.
                 adds = name.endswith(("from_heads.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=STD / (2 * sizes.layers) ** 0.5 if adds else STD)
 

@@ -1,6 +1,7 @@
 """flashgen: a compiler for attention kernels.
 
-An attention variant written as a few lines of Python becomes a readable, verified CUDA kernel::
+It compiles an attention variant, written as a few lines of Python, to readable CUDA kernels, which
+are compared with a float64 reference, and makes it a PyTorch operator::
 
     import flashgen as fg
 
@@ -11,8 +12,8 @@ An attention variant written as a few lines of Python becomes a readable, verifi
     print(fg.plan(spec, arch="sm_80"))
     out = fg.attention(spec)(q, k, v)
 
-Importing the package does nothing: each name is loaded when it is first used, so that neither torch
-nor CUDA is loaded before something needs them.
+Importing the package loads neither PyTorch nor CUDA and reads no file: each name is imported when
+it is first used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
         RenderError,
         SpecError,
     )
-    from flashgen.expr import (
+    from flashgen.flex import flex_attention
+    from flashgen.language import (
         Scalar,
         Tensor,
         batch,
@@ -55,13 +57,13 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
-    from flashgen.expr import absolute as abs
-    from flashgen.flex import flex_attention
+    from flashgen.language import absolute as abs
+    from flashgen.language.block_layout import BlockSparse
+    from flashgen.language.spec import AttentionSpec
+    from flashgen.language.spec_file import load
     from flashgen.ops import Layout, attention
     from flashgen.pipeline import build, emit
-    from flashgen.plan import plan
-    from flashgen.sparse import BlockSparse
-    from flashgen.spec import AttentionSpec, load
+    from flashgen.planner import plan
 
 __all__ = [
     "AttentionSpec",
@@ -105,26 +107,26 @@ __all__ = [
     "where",
 ]
 
-# Where a name is defined, as module or module:name; all others are in expr.
+# Where a name is defined, as module or module:name; all others are in language.
 _HOME = {
-    "AttentionSpec": "spec",
-    "BlockSparse": "sparse",
+    "AttentionSpec": "language.spec",
+    "BlockSparse": "language.block_layout",
     "Layout": "ops",
-    "abs": "expr:absolute",
+    "abs": "language:absolute",
     "attention": "ops",
     "build": "pipeline",
     "debug": "config",
     "emit": "pipeline",
     "flex_attention": "flex",
-    "load": "spec",
-    "plan": "plan",
+    "load": "language.spec_file",
+    "plan": "planner",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
-    home = _HOME.get(name, "errors" if name.endswith("Error") else "expr")
+    home = _HOME.get(name, "errors" if name.endswith("Error") else "language")
     module, _, attribute = home.partition(":")
     value = getattr(importlib.import_module(f"flashgen.{module}"), attribute or name)
     globals()[name] = value

@@ -1,7 +1,7 @@
-"""What is known of each GPU architecture, and where each number comes from.
+"""Facts about each GPU architecture, with the source of each number.
 
 Limits belong to the compute capability. Rates and capacities belong to a product: each row names
-the one they are taken from, and the planner uses them only to compare tiles with each other.
+its product. The planner uses rates only to compare tiles with each other and to predict durations.
 
 Sources of the limits: CUDA C++ Programming Guide 13, "Compute Capabilities", table "Technical
 Specifications per Compute Capability" (threads, warps, blocks, registers and shared memory per
@@ -20,11 +20,10 @@ __all__ = ["Arch", "facts", "known"]
 KIB = 1024
 MIB = 1024 * KIB
 
-# The same in every architecture that flashgen serves (CUDA C++ Programming Guide, same tables).
+# The same for every architecture that flashgen supports (CUDA C++ Programming Guide, same tables).
 WARP = 32  # threads
 MAX_REGISTERS = 255  # 32-bit registers per thread
 REGISTER_STEP = 8  # registers per thread are granted in multiples of this (256 a warp)
-MAX_BLOCK_THREADS = 1024
 SMEM_RESERVED = 1 * KIB  # the system's share of shared memory in every resident block
 SCHEDULERS = 4  # per SM, each issues one warp instruction per clock
 SMEM_BYTES_PER_CLOCK = 128  # 32 banks of 4 bytes
@@ -36,8 +35,8 @@ L2_PORT = 64  # bytes per clock that one SM can take from L2 (A100 whitepaper: 6
 class Arch:
     """Facts about one architecture. Sizes in bytes, rates per clock and per SM unless named."""
 
-    name: str  # as NVRTC takes it
-    path: str  # the code path that serves it: the name of its templates
+    name: str  # as in NVRTC's option --gpu-architecture
+    path: str  # the code path, which names the templates
     smem_per_sm: int
     smem_per_block: int  # with opt-in
     threads_per_sm: int
@@ -56,7 +55,7 @@ class Arch:
 
     @property
     def major(self) -> int:
-        """Of the compute capability: 9 for sm_90a."""
+        """The major version of the compute capability: 9 for sm_90a."""
         match = _NAME.fullmatch(self.name)
         assert match is not None, "rows are named as NVRTC names them"
         return int(match["major"])
@@ -64,10 +63,6 @@ class Arch:
     @property
     def warps_per_sm(self) -> int:
         return self.threads_per_sm // WARP
-
-    def tensor_flops(self) -> float:
-        """Dense 16-bit tensor FLOP/s of the product: a multiply-add counts as two."""
-        return 2.0 * self.tensor_16bit * self.sms * self.clock_hz
 
 
 _SM_80 = Arch(
@@ -168,10 +163,10 @@ _SM_120 = replace(
     hbm_bytes_per_s=1792e9,
 )
 
-# Instructions that a chip has for itself alone, and kernels that use them.
+# Architectures with instructions of their own, and the code paths that use them.
 _PATHS = {"sm_90a": "sm_90a"}
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
-# From 9.0 on a name may end in "a" or "f": the same chip with its own, not portable instructions.
+# From 9.0 on a name may end in "a" or "f": the same chip with its non-portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
 
 
@@ -200,12 +195,12 @@ def facts(name: str) -> Arch:
 
 
 def _way_out(match: re.Match[str] | None) -> str:
-    """A known architecture whose kernels run on the one asked for, where there is one."""
+    """A known architecture whose kernels also run on the unknown one, where there is one."""
     if match is None:
         return 'a name such as "sm_80"'
-    asked = f"sm_{match['major']}{match['minor']}"
+    name = f"sm_{match['major']}{match['minor']}"
     # A cubin runs on the same major version with the same or a higher minor version.
     for base in reversed(_FACTS):
-        if base[:-1] == asked[:-1] and int(base[-1]) <= int(match["minor"]):
-            return f'arch="{base}"; its kernels run on {asked} too'
-    return 'arch="sm_80", the code path that every newer architecture is served by'
+        if base[:-1] == name[:-1] and int(base[-1]) <= int(match["minor"]):
+            return f'arch="{base}"; its kernels also run on {name}'
+    return 'arch="sm_80", whose kernels run on every newer architecture'

@@ -5,17 +5,17 @@ variable              meaning
 ====================  ==========================================================================
 FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
                       sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120
-FLASHGEN_BACKEND      what computes when a call does not say: "gpu", "emulator" or "tiled"
+FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
-FLASHGEN_DEBUG        how much is told on stderr, each step adding to the one before:
+FLASHGEN_DEBUG        level of messages on stderr; each level adds to those before it:
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
 ====================  ==========================================================================
 
-An empty variable counts as unset. A variable is read when its value is needed, not at import, so
-that a change made by the running program takes effect. The default cache folder also honours
+An empty variable counts as unset. Variables are read when their value is needed, not at import, so
+that the running program can change them. The default cache folder also follows
 ``XDG_CACHE_HOME`` on Linux and ``LOCALAPPDATA`` on Windows.
 """
 
@@ -39,7 +39,7 @@ _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=N
 
 def _read(name: str) -> str | None:
     """Value of an environment variable without surrounding blanks; None when unset or empty."""
-    # Operators ask at every call: an unset variable is found out without an exception inside.
+    # Operators read variables at every call: this test of an unset one raises no exception inside.
     if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
         return None
     return os.environ.get(name, "").strip() or None
@@ -47,7 +47,7 @@ def _read(name: str) -> str | None:
 
 def _refuse(name: str, value: str, expected: str) -> FlashgenError:
     return FlashgenError(
-        f"the environment variable {name} has a value that flashgen does not understand",
+        f"the environment variable {name} has a value that flashgen does not accept",
         where=f"environment, {name}",
         numbers=f"given {value!r}; expected {expected}",
         way_out=f"set {name} to one of these, or unset it",
@@ -57,7 +57,7 @@ def _refuse(name: str, value: str, expected: str) -> FlashgenError:
 def arch() -> str | None:
     """FLASHGEN_ARCH, such as "sm_90a", or None.
 
-    Only the form is checked here; whether flashgen has a plan for it is for the planner to say.
+    Only the form is checked here; the planner checks that it knows the architecture.
 
     Raises:
         FlashgenError: the value is not of the form sm_NN or sm_NNa.
@@ -130,7 +130,7 @@ def _default_cache_dir() -> Path:
 
 
 def debug_level() -> int:
-    """How much to tell on stderr: an index into `DEBUG_STEPS`.
+    """The level of messages on stderr: an index into `DEBUG_STEPS`.
 
     Raises:
         FlashgenError: FLASHGEN_DEBUG is not a whole number in that range.
@@ -149,7 +149,7 @@ def debug_level() -> int:
 
 @contextmanager
 def debug(level: int) -> Iterator[None]:
-    """Tells as much as FLASHGEN_DEBUG=level would, within a ``with`` block.
+    """Sets the level of FLASHGEN_DEBUG within a ``with`` block.
 
     Raises:
         FlashgenError: the level is not an index into `DEBUG_STEPS`.
@@ -168,7 +168,7 @@ def debug(level: int) -> Iterator[None]:
         _debug_override.reset(token)
 
 
-def tell(level: int, text: str) -> None:
-    """Writes text to stderr when the debug level is at least `level`."""
+def log(level: int, text: str) -> None:
+    """Writes text to stderr when the debug level is at least ``level``."""
     if debug_level() >= level:
         print(text, file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""Which elements dropout keeps: a pure function of (seed, offset, b, h, q, k), in numpy.
+"""The elements that dropout keeps: a pure function of (seed, offset, b, h, q, k), in NumPy.
 
-This is the definition. The oracle, the tiled path and the tests call it; the emitted kernels
-(templates/dropout.cuh.j2) compute the same bits with the same counters.
+This module defines the function. The reference, the CPU path and the tests call it; the kernels
+(templates/common/dropout.cuh.j2) compute the same bits with the same counters.
 
 Random bits come from Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) with 7 rounds, the fewest with which the paper's generator passes BigCrush.
 The key is the seed. One call gives 128 bits, 16 for each of 8 elements: in every block of 16 x 16
-elements, call (a, c) serves rows a and a + 8 and columns 2c, 2c + 1, 2c + 8 and 2c + 9. Those are
-what one lane holds of an accumulator of mma.m16n8, so that a lane needs one call for 8 elements;
-and of a transposed accumulator it takes one call and an exchange with one other lane.
+elements, call (a, c) is for rows a and a + 8 and columns 2c, 2c + 1, 2c + 8 and 2c + 9. One lane
+holds these elements of an accumulator of mma.m16n8, so that a lane needs one call for 8 elements.
+For a transposed accumulator it needs one call and an exchange with one other lane.
 
 q and k are counted from the first row of the call, without q_offset and k_offset.
 """
@@ -28,23 +28,23 @@ LEVELS = 1 << 16
 
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key's two halves grow by each round
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two halves of the key in each round
 LOW = np.uint64(0xFFFFFFFF)
-BLOCK = 16  # rows and columns of the blocks that calls are counted in
+BLOCK = 16  # rows and columns of the blocks by which calls of Philox are numbered
 _CALLS_AT_ONCE = 1 << 14  # 128 KiB per array of words
 
 
 def kept_levels(p: float) -> int:
-    """How many of the `LEVELS` values of an element's 16 bits keep it: (1 - p) * LEVELS, rounded.
+    """The number of `LEVELS` values of an element's 16 bits that keep it: round((1 - p) * LEVELS).
 
     Raises:
-        InputError: p is not a number in [0, 1), or so near to 1 that nothing would be kept.
+        InputError: p is not a number in [0, 1), or is so close to 1 that no element is kept.
     """
     number = isinstance(p, int | float) and not isinstance(p, bool)
     levels = round((1.0 - p) * LEVELS) if number and 0.0 <= p < 1.0 else 0
     if levels < 1:
         raise InputError(
-            "dropout_p is not a probability of dropping that leaves something",
+            "dropout_p is not a probability of dropping below 1",
             where="argument dropout_p",
             numbers=f"given {p!r}; from 0 to below 1, in steps of 1 / {LEVELS:,}",
             way_out="dropout_p=0.1, for example; 0 while evaluating",
@@ -53,7 +53,7 @@ def kept_levels(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What a kept element is multiplied by: 1 / (keep probability as it is after rounding)."""
+    """The factor on kept elements: 1 / (the rounded keep probability)."""
     return LEVELS / kept_levels(p)
 
 
@@ -86,7 +86,7 @@ def _words(
 def _next(product: Array, word: Array, key: int) -> Array:
     """The high half of ``product``, with ``word`` and the key xored in."""
     high = product >> np.uint64(32)
-    # In place where the result is no larger: most of the time goes into memory for new arrays.
+    # In place where the shapes agree, because allocating new arrays takes most of the time.
     whole = high.ndim > 0 and np.broadcast_shapes(high.shape, word.shape) == high.shape
     found = np.bitwise_xor(high, word, out=high) if whole else high ^ word
     found ^= np.uint64(key)
@@ -101,20 +101,20 @@ def keep_mask(
     rows: range,
     keys: range,
 ) -> Array:
-    """Which elements of P are kept.
+    """The elements of P that dropout keeps.
 
     Args:
         p: probability of dropping, in [0, 1).
         seed: 64 bits; negative numbers stand for their two's complement.
-        offset: its low 32 bits count.
-        pairs: [n] of b * heads_q + h.
-        rows, keys: of step 1, counted from the first query row and key of the call.
+        offset: an integer of which the low 32 bits are used.
+        pairs: [n], the numbers b * heads_q + h of the (batch entry, head) pairs.
+        rows, keys: ranges of step 1, counted from the first query row and key of the call.
 
     Returns:
         bool, [n, len(rows), len(keys)].
 
     Raises:
-        InputError: p is no such probability.
+        InputError: p is not in [0, 1), or is so close to 1 that no element is kept.
     """
     levels = kept_levels(p)
     first_q, first_k = rows.start // BLOCK, keys.start // BLOCK
@@ -133,7 +133,7 @@ def keep_mask(
     for start in range(0, n, together):
         part = slice(start, start + together)
         words = _words((c0, c1, c2[part], c3), key)
-        # Word 2i + j serves row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
+        # Word 2i + j is for row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
         for number, word in enumerate(words):
             halves = word.astype("<u4").view("<u2")  # the last axis: c and half
             np.less(halves, levels, out=kept[part, :, number // 2, :, :, number % 2])

@@ -1,4 +1,4 @@
-"""One family of errors. Every message says four things: what, where, the numbers, the way out.
+"""The errors of flashgen. Every message has four parts: what, where, the numbers, the way out.
 
 ::
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 
 class FlashgenError(Exception):
-    """Base of every error that flashgen raises on purpose.
+    """The base class of all errors that flashgen raises.
 
     Args:
-        what: one sentence, no full stop, that says what is wrong.
+        what: one sentence about the mistake, without a full stop.
         where: the user's file and line, the kernel and instruction, or the argument.
-        numbers: the figures that decide: shapes, bytes, limits; what was given, what expected.
-        way_out: what to do instead, concretely.
+        numbers: the values that were given and those that are allowed: shapes, bytes, limits.
+        way_out: a concrete alternative.
     """
 
     def __init__(self, what: str, *, where: str, numbers: str, way_out: str) -> None:
@@ -42,7 +42,7 @@ class FlashgenError(Exception):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments need help to cross a process boundary.
+        # Exceptions are pickled with positional arguments only.
         return (_rebuild, (type(self), self.what, self.where, self.numbers, self.way_out))
 
 
@@ -53,7 +53,7 @@ def _rebuild(
 
 
 class SpecError(FlashgenError):
-    """The user's spec (its Python functions or its options) cannot be understood."""
+    """The user's spec is invalid: its Python functions cannot be traced or its options used."""
 
 
 class PlanError(FlashgenError):
@@ -61,7 +61,7 @@ class PlanError(FlashgenError):
 
 
 class CertificateError(FlashgenError):
-    """Something that a plan or its kernels rest on could not be proved."""
+    """A condition that a plan or its kernels depend on could not be proved."""
 
 
 class RenderError(FlashgenError):

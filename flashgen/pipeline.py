@@ -1,56 +1,128 @@
-"""The arrow from spec to binary: analyse, plan, render, compile. Each stage is one call.
+"""From a spec to binaries: analyse, plan, render, compile. Each stage is one call.
 
-``emit`` stops at the source and needs no compiler; ``build`` and ``build_backward`` go on to
+``emit`` stops after the source and needs no compiler; ``build`` and ``build_backward`` continue to
 cubins, without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from flashgen import config, render
-from flashgen.analysis import Analysis, Walk, analyse
+from flashgen import codegen, config
+from flashgen.analysis import Analysis, WalkedAxis, analyse, kind_of_sum
+from flashgen.codegen import Source
 from flashgen.compile import Binary, compile
 from flashgen.errors import PlanError
-from flashgen.plan import NO_TILES, Plan, Tile, plan, plan_backward, plan_summary
-from flashgen.render import Source
-from flashgen.spec import AttentionSpec
+from flashgen.language import B, H, K, Q
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import (
+    NO_TILES,
+    BackwardPlan,
+    Plan,
+    Tile,
+    plan,
+    plan_backward,
+    plan_minmax_table,
+)
+from flashgen.signature import GradientTerm
 
-__all__ = ["Build", "Kernels", "build", "build_backward", "build_summaries", "emit"]
+__all__ = [
+    "Build",
+    "Kernels",
+    "build",
+    "build_backward",
+    "build_minmax_tables",
+    "emit",
+    "gradient_terms",
+]
 
-# How many registers to keep free, in turn, until the compiler spills none.
-SPARE_REGISTERS = (0, 16, 32, 64, 96)
+# Registers to keep free in successive rounds, until the compiler spills none.
+SPARE_REGISTERS = (0, 16, 32, 64, 96, 88)
+"""88 comes last, for plans that spill with 64 to spare and have no tile that leaves 96."""
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """A forward kernel to emit or to compile; `emit` documents the fields."""
+
+    spec: AttentionSpec
+    arch: str
+    sram: int | None = None
+    policy: str = "derived"
+    access_bytes: int | None = None
+    spare_registers: int = 0
+    tile: Tile | None = None
+    heads_per_tile: int = 1
+
+    def plan(self) -> Plan:
+        return plan(
+            self.spec,
+            self.arch,
+            sram=self.sram,
+            policy=self.policy,
+            access_bytes=self.access_bytes,
+            spare_registers=self.spare_registers,
+            tile=self.tile,
+            heads_per_tile=self.heads_per_tile,
+        )
+
+
+@dataclass(frozen=True)
+class BackwardRequest:
+    """The backward kernels to emit or to compile.
+
+    Attributes:
+        spare_registers, tiles: pairs of a kernel's name and its value, so that requests are
+            hashable; `emit` documents the other fields.
+    """
+
+    spec: AttentionSpec
+    arch: str
+    sram: int | None = None
+    deterministic: bool = False
+    spare_registers: tuple[tuple[str, int], ...] = ()
+    tiles: tuple[tuple[str, Tile], ...] = ()
+
+    def plan(self) -> BackwardPlan:
+        return plan_backward(
+            self.spec,
+            self.arch,
+            sram=self.sram,
+            deterministic=self.deterministic,
+            spare_registers=dict(self.spare_registers),
+            tiles=dict(self.tiles),
+        )
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The emitted files of one spec; the backward's are made when they are first asked for.
+    """The emitted files of one spec; those of the backward pass are made at their first use.
 
     Attributes:
-        summaries: kernels that run once per call, before all others: they make tables of the
-            tensors by which a mask skips tiles.
+        minmax_tables: kernels that run once per call, before all others: they make the min/max
+            tables of the tensors by which a mask skips tiles.
     """
 
     analysis: Analysis
-    summaries: tuple[Source, ...]
+    minmax_tables: tuple[Source, ...]
     forward: Source
-    _backward: Callable[[], tuple[Source, ...]] = field(repr=False, compare=False)
+    _backward: BackwardRequest = field(repr=False, compare=False)
 
     @functools.cached_property
     def backward(self) -> tuple[Source, ...]:
-        """In the order of their launches.
+        """The files of the backward kernels, in the order of their launches.
 
         Raises:
-            PlanError: no tile fits.
+            PlanError: no tile fits the architecture.
         """
-        return self._backward()
+        return _emit_backward(self._backward)
 
 
 @dataclass(frozen=True)
 class Build:
-    """An emitted and compiled kernel: every stage can be looked at by name."""
+    """An emitted and compiled kernel, with the result of every stage."""
 
     analysis: Analysis
     source: Source
@@ -82,89 +154,84 @@ def emit(
     tiles: Mapping[str, Tile] = NO_TILES,
     heads_per_tile: int = 1,
 ) -> Kernels:
-    """The CUDA sources of ``spec``: the same each time, without compiler or GPU.
+    """Emits the CUDA sources of ``spec``: the same bytes each time, without compiler or GPU.
 
     Args:
-        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120".
+        spec: the variant to emit.
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
         sram: shared memory per block in bytes to plan for, instead of the architecture's.
-        policy: "derived", or "paper" for Algorithm 1's block sizes in the forward kernel.
+        policy: "derived", or "paper" for the block sizes of Algorithm 1 of FlashAttention (Dao et
+            al., 2022) in the forward kernel.
         access_bytes: 16 for tensors whose addresses and strides are multiples of 16 bytes, the
-            operand size for any other tensors. Backward kernels take 16 only.
-        spare_registers: per thread, kept free beyond what the forward plan's model asks for.
-        deterministic: backward kernels that add in a fixed order.
-        tile: of the forward kernel, instead of the policy's.
-        tiles: of backward kernels by their names, instead of the cheapest.
-        heads_per_tile: of the forward kernel; as for `flashgen.plan`.
+            operand size in bytes for all others. Backward kernels always use 16.
+        spare_registers: registers per thread that the forward plan leaves free beyond the number
+            that its model predicts.
+        deterministic: whether backward kernels add in a fixed order.
+        tile: tile of the forward kernel, instead of the policy's.
+        tiles: tiles of backward kernels by kernel name, instead of the cheapest ones.
+        heads_per_tile: query heads that share a tile of the forward kernel, as in `flashgen.plan`.
+
+    Returns:
+        The sources: ``.forward``, ``.backward`` (a tuple in launch order, made when it is first
+        read) and ``.minmax_tables``. Each has ``.text`` and ``.filename``.
 
     Raises:
-        PlanError: no tile fits, or none with so many heads.
-        RenderError: the template and the plan disagree.
+        PlanError: no tile fits the architecture, or no tile has this number of heads.
+        RenderError: a template and the plan disagree.
     """
-    analysis = _analysed(spec, render.walk_of_kernel("forward"))
-    chosen = plan(
-        spec,
-        arch,
-        sram=sram,
-        policy=policy,
-        access_bytes=access_bytes,
-        spare_registers=spare_registers,
-        tile=tile,
-        heads_per_tile=heads_per_tile,
+    request = ForwardRequest(
+        spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
     )
-    config.tell(1, str(chosen))
-    if config.debug_level() >= 3:  # printing expressions takes longer than making them
-        config.tell(3, str(analysis))
-    source = render.forward(spec, analysis, chosen)
-    config.tell(4, source.text)
-    summaries = _emit_summaries(spec, arch)
+    forward = _emit_forward(request)
     return Kernels(
-        analysis,
-        summaries,
-        source,
-        lambda: _emit_backward(spec, arch, sram, deterministic, {}, tiles),
+        _analysed(spec, codegen.walk_of_kernel("forward")),
+        _emit_minmax_tables(spec, arch),
+        forward,
+        BackwardRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)),
     )
 
 
-def _emit_summaries(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
-    """The kernels of the tables that any kernel of ``spec`` reads."""
-    walks = {render.walk_of_kernel(role) for role in ("forward", "dkdv")}
-    asked = {each for walk in walks for each in _analysed(spec, walk).mask.summarised}
+def _emit_forward(request: ForwardRequest) -> Source:
+    analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
+    chosen = request.plan()
+    config.log(1, str(chosen))
+    if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
+        config.log(3, str(analysis))
+    source = codegen.forward(request.spec, analysis, chosen)
+    config.log(4, source.text)
+    return source
+
+
+def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
+    """The kernels of the min/max tables that any kernel of ``spec`` reads."""
+    walks = {codegen.walk_of_kernel(role) for role in ("forward", "dkdv")}
+    read = {each for walk in walks for each in _analysed(spec, walk).mask.minmax_tables}
     return tuple(
-        render.summary(spec, tensor, axis, plan_summary(spec, arch))
+        codegen.minmax_table(spec, tensor, axis, plan_minmax_table(spec, arch))
         for tensor in spec.tensors
         for axis in range(len(tensor.dims))
-        if (tensor.symbol, axis) in asked
+        if (tensor.symbol, axis) in read
     )
 
 
-def _emit_backward(
-    spec: AttentionSpec,
-    arch: str,
-    sram: int | None,
-    deterministic: bool,
-    spare_registers: Mapping[str, int],
-    tiles: Mapping[str, Tile],
-) -> tuple[Source, ...]:
-    chosen = plan_backward(
-        spec,
-        arch,
-        sram=sram,
-        deterministic=deterministic,
-        spare_registers=spare_registers,
-        tiles=tiles,
-    )
-    config.tell(1, str(chosen))
+def _emit_backward(request: BackwardRequest) -> tuple[Source, ...]:
+    chosen, spec = request.plan(), request.spec
+    config.log(1, str(chosen))
     sources = tuple(
-        render.backward(spec, _analysed(spec, render.walk_of_kernel(kernel.kernel)), kernel)
+        codegen.backward(spec, _analysed(spec, codegen.walk_of_kernel(kernel.kernel)), kernel)
         for kernel in chosen.kernels
     )
     for source in sources:
-        config.tell(4, source.text)
+        config.log(4, source.text)
     return sources
 
 
+def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
+    return tuple(sorted(tiles.items()))
+
+
 @functools.lru_cache(maxsize=512)
-def _analysed(spec: AttentionSpec, walk: Walk) -> Analysis:
+def _analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
     return analyse(spec, walk)
 
 
@@ -178,49 +245,48 @@ def build(
     tile: Tile | None = None,
     heads_per_tile: int = 1,
 ) -> Build:
-    """``emit``, then NVRTC: ``.ptx``, ``.cubin``, ``.binary.resources``, ``.binary.log``.
+    """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
 
-    The plan's model of registers covers ordinary score functions. When the compiler spills all the
-    same, the plan is made again with registers to spare, which gives a smaller tile; the plan's
-    own derivation shows them. A given tile stays as it is: the binary's warnings say what spills.
+    If the compiler spills registers, the plan is made again with more spare registers, which gives
+    a smaller tile; the derivation shows them. A given tile is kept, and spills are in the warnings.
 
-    Args: those of ``emit`` that are not for the backward pass, but for spare_registers.
+    Args:
+        spec: the variant to build.
+        arch: as in `flashgen.emit`, like all other arguments.
+        sram: shared memory per block in bytes.
+        policy: "derived" or "paper".
+        access_bytes: 16, or the operand size in bytes.
+        tile: tile of the kernel, instead of the policy's.
+        heads_per_tile: number of query heads that share one tile.
+
+    Returns:
+        ``.ptx`` (text), ``.cubin`` (bytes), ``.plan``, ``.source``, ``.binary.resources``
+        (registers per thread; shared memory, stack, spills and code in bytes) and ``.binary.log``.
 
     Raises:
-        PlanError, RenderError: as ``emit``.
+        PlanError: no tile fits.
+        RenderError: a template and the plan disagree.
         CompileError: NVRTC is missing or rejects the source.
     """
-    return _build(spec, arch, sram, policy, access_bytes, tile, heads_per_tile)
+    return _build_forward(
+        ForwardRequest(
+            spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
+        )
+    )
 
 
 @functools.lru_cache(maxsize=512)
-def _build(
-    spec: AttentionSpec,
-    arch: str,
-    sram: int | None,
-    policy: str,
-    access_bytes: int | None,
-    tile: Tile | None,
-    heads_per_tile: int,
-) -> Build:
+def _build_forward(request: ForwardRequest) -> Build:
+    analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
-    for spare in SPARE_REGISTERS if tile is None else (0,):
+    for spare in SPARE_REGISTERS if request.tile is None else (0,):
         try:
-            kernels = emit(
-                spec,
-                arch,
-                sram=sram,
-                policy=policy,
-                access_bytes=access_bytes,
-                spare_registers=spare,
-                tile=tile,
-                heads_per_tile=heads_per_tile,
-            )
+            source = _emit_forward(replace(request, spare_registers=spare))
         except PlanError:
             if best is None:
                 raise
-            break  # no smaller tile is left: what was found spills, and its warnings say so
-        made = _compiled(kernels.forward, kernels.analysis)
+            continue  # if no tile leaves these registers, the best build has warnings on spills
+        made = _compiled(source, analysis)
         if best is None or _spilled(made) < _spilled(best):
             best = made
         if not _spilled(made):
@@ -230,19 +296,19 @@ def _build(
     return best
 
 
-def build_summaries(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
-    """The kernels that make tables of captured tensors, compiled; none for most specs.
+def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
+    """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_summaries(spec, arch)
+    return _build_minmax_tables(spec, arch)
 
 
 @functools.lru_cache(maxsize=512)
-def _build_summaries(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
-    analysis = _analysed(spec, render.walk_of_kernel("forward"))
-    return tuple(_compiled(source, analysis) for source in _emit_summaries(spec, arch))
+def _build_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
+    analysis = _analysed(spec, codegen.walk_of_kernel("forward"))
+    return tuple(_compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
 
 
 def build_backward(
@@ -255,41 +321,35 @@ def build_backward(
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
-    As in ``build``, the plan is made again with registers to spare where the compiler spills.
+    As in ``build``, the plan is made again with spare registers where the compiler spills.
 
     Args: those of ``emit``.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_backward(spec, arch, sram, deterministic, tuple(sorted(tiles.items())))
+    return _build_backward(BackwardRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)))
 
 
 @functools.lru_cache(maxsize=512)
-def _build_backward(
-    spec: AttentionSpec,
-    arch: str,
-    sram: int | None,
-    deterministic: bool,
-    tiles: tuple[tuple[str, Tile], ...],
-) -> tuple[Build, ...]:
-    given = dict(tiles)
+def _build_backward(request: BackwardRequest) -> tuple[Build, ...]:
+    fixed = dict(request.tiles)
     spare: dict[str, int] = {}
     best: tuple[Build, ...] | None = None
     while True:
         try:
-            sources = _emit_backward(spec, arch, sram, deterministic, dict(spare), given)
+            sources = _emit_backward(replace(request, spare_registers=tuple(spare.items())))
         except PlanError:
             if best is None:
                 raise
-            return best  # no smaller tile is left: what was found spills, and its warnings say so
+            return best  # there is no smaller tile; the best kernels have warnings on spills
         made = tuple(
-            _compiled(source, _analysed(spec, render.walk_of_kernel(source.role)))
+            _compiled(source, _analysed(request.spec, codegen.walk_of_kernel(source.role)))
             for source in sources
         )
         if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
             best = made
-        spilling = [build for build in made if _spilled(build) and build.source.role not in given]
+        spilling = [build for build in made if _spilled(build) and build.source.role not in fixed]
         for build in spilling:
             role = build.source.role
             _tell_spill(build, spare.get(role, 0))
@@ -299,6 +359,19 @@ def _build_backward(
             spare[role] = larger[0]
         if not spilling:
             return made
+
+
+def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
+    """The elements of learned tensors to whose gradients a kernel adds, as plain values."""
+    names = {B: "b", H: "h", Q: "q", K: "k"}
+    return tuple(
+        GradientTerm(
+            element.tensor.name,
+            kind_of_sum(element),
+            tuple(names.get(index) for index in element.indices),
+        )
+        for element, _ in build.analysis.score.learned
+    )
 
 
 def _compiled(source: Source, analysis: Analysis) -> Build:
@@ -313,4 +386,4 @@ def _spilled(build: Build) -> int:
 
 def _tell_spill(build: Build, spare: int) -> None:
     name, spilled = build.source.name, _spilled(build)
-    config.tell(1, f"flashgen: {name} spills {spilled} B with {spare} spare registers")
+    config.log(1, f"flashgen: {name} spills {spilled} B with {spare} spare registers")

@@ -1,8 +1,8 @@
-"""What a tensor map says: how a box of a tensor in global memory is copied to shared memory.
+"""Descriptions of tensor maps: how TMA copies boxes of a tensor between global and shared memory.
 
-One description serves both back ends: `flashgen.launch.tensormap.encode` lets the driver turn it
-into the 128 bytes of a CUtensorMap, and `flashgen.emulator.TensorMap` joins it with a numpy array.
-Dimensions, strides and box sizes are given innermost first, as cuTensorMapEncodeTiled has them.
+Both back ends use the same description: `flashgen.launch.tensormap.encode` encodes it as the 128
+bytes of a CUtensorMap with the driver, and `flashgen.emulator.TensorMap` combines it with a numpy
+array. Dimensions, strides and box sizes are given innermost first, as in cuTensorMapEncodeTiled.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ ELEMENT_BYTES = {
     "float64": 8,
     "bfloat16": 2,
 }
-MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
+MAP_BYTES, MAP_ALIGN = 128, 64  # size and alignment of a CUtensorMap
 SWIZZLES = (0, 32, 64, 128)
-MOST_DIMENSIONS = 5
-MOST_OF_BOX = 256
+MAX_DIMENSIONS = 5
+MAX_BOX_SIDE = 256
 
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tiled tensor map; checked by the rules of cuTensorMapEncodeTiled (CUDA driver API 13).
+    """A tiled tensor map, validated by the rules of cuTensorMapEncodeTiled (CUDA driver API 13).
 
-    Elements outside the tensor read as zero and are not written. Interleaved layouts, element
-    strides other than 1 and im2col are not offered.
+    Elements outside the tensor are read as zero and are not written. Interleaved layouts, element
+    strides other than 1 and im2col are not supported.
 
     Attributes:
-        dtype: of the elements, one of `ELEMENT_BYTES`.
-        dims: sizes of the tensor, innermost first; 1 to 5 of them.
-        strides: bytes between neighbours of dimensions 1 and up, one fewer than ``dims``; the
-            innermost dimension is contiguous.
-        box: sizes of the box that one copy moves, in elements.
-        swizzle: span in bytes of the pattern that permutes 16-byte chunks in shared memory: 32, 64
-            or 128; 0 for none.
-        before: bytes from the map's first element to the tensor's, for a map that has places
-            before the tensor, which nobody asks for: see `stretches`.
+        dtype: element type, one of `ELEMENT_BYTES`.
+        dims: 1 to 5 sizes of the tensor, innermost first.
+        strides: strides of dimensions 1 and up in bytes, one fewer than ``dims``; the innermost
+            dimension is contiguous.
+        box: sizes in elements of the box that one copy moves.
+        swizzle: span in bytes of the permutation of 16-byte vectors in shared memory: 32, 64 or
+            128; 0 for no permutation.
+        before: bytes from the first element of the map to the first element of the tensor. Boxes
+            never access the elements before the tensor; see `stretches`.
 
     Raises:
-        LaunchError: the driver would refuse it.
+        LaunchError: the driver would reject the map.
     """
 
     dtype: str
@@ -63,26 +63,26 @@ class TensorMapSpec:
     def __post_init__(self) -> None:
         rank = len(self.dims)
         if self.dtype not in ELEMENT_BYTES:
-            self._refuse("an element type that it does not have", ", ".join(ELEMENT_BYTES))
-        if not 1 <= rank <= MOST_DIMENSIONS or len(self.box) != rank:
-            self._refuse("numbers of dimensions that do not fit", "1 to 5, as many in the box")
+            self._refuse("this element type", ", ".join(ELEMENT_BYTES))
+        if not 1 <= rank <= MAX_DIMENSIONS or len(self.box) != rank:
+            self._refuse("this number of dimensions", "1 to 5, and as many in the box")
         if len(self.strides) != rank - 1:
-            self._refuse("a wrong number of strides", "one fewer than dimensions, in bytes")
+            self._refuse("this number of strides", "one fewer than dimensions, in bytes")
         if not all(1 <= size <= 1 << 32 for size in self.dims):
-            self._refuse("a dimension it cannot have", "each is 1 to 2^32")
+            self._refuse("a dimension of this size", "each is 1 to 2^32")
         if not all(0 <= step < 1 << 40 and step % 16 == 0 for step in self.strides):
-            self._refuse("a stride it cannot have", "multiples of 16 bytes, below 2^40")
-        if not all(1 <= size <= MOST_OF_BOX for size in self.box):
-            self._refuse("a box it cannot have", f"each side is 1 to {MOST_OF_BOX} elements")
+            self._refuse("a stride of this size", "strides are multiples of 16 bytes, below 2^40")
+        if not all(1 <= size <= MAX_BOX_SIDE for size in self.box):
+            self._refuse("a box of this size", f"each side is 1 to {MAX_BOX_SIDE} elements")
         if self.inner_bytes % 16:
             self._refuse(
-                "a box whose inner side is no multiple of 16 bytes", f"it has {self.inner_bytes}"
+                "a box whose inner side is not a multiple of 16 bytes", f"it has {self.inner_bytes}"
             )
         if self.swizzle not in SWIZZLES:
-            self._refuse("a swizzle that it does not have", "0 (none), 32, 64 or 128 bytes")
+            self._refuse("this swizzle", "0 (none), 32, 64 or 128 bytes")
         if self.swizzle and self.inner_bytes > self.swizzle:
             self._refuse(
-                "a box that is wider than the span of its swizzle",
+                "a box wider than the span of its swizzle",
                 f"its inner side has {self.inner_bytes} bytes, the span {self.swizzle}",
             )
 
@@ -97,33 +97,36 @@ class TensorMapSpec:
 
     @property
     def box_bytes(self) -> int:
-        """Bytes that one copy puts into shared memory, and that its mbarrier must expect."""
+        """Bytes that one copy writes to shared memory, and that its mbarrier must expect."""
         return math.prod(self.box) * self.element_bytes
 
     @property
     def span_bytes(self) -> int:
-        """From the map's first byte to the end of its last."""
+        """Bytes from the first byte of the map to the end of its last element."""
         steps = (self.element_bytes, *self.strides)
         last = sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
         return last + self.element_bytes
 
     def stretches(self) -> TensorMapSpec:
-        """The same tensor, 4-d with one batch entry, for boxes that end where a stretch does.
+        """A map of the same 4-d tensor whose boxes end at the end of a packed sequence.
 
-        A stretch is some rows (dimension 1) that lie behind each other. The new map has the rows
-        twice: the element (c, n, h, e) is that of row n + e - N of the tensor's N. So where a
-        stretch of L rows ends in front of row e, its row r is n = N - L + r, and the first row
-        behind it is n = N, which is outside the map: it reads as zeros and is not written.
+        A packed sequence (stretch) is a range of consecutive rows (dimension 1) of a tensor with
+        one batch entry and N rows. In the new map, element (c, n, h, e) is the element (c, h) of
+        row n + e - N. For a sequence of L rows that ends before row e, its row r is n = N - L + r.
+        The first row after the sequence is n = N, which is outside the map: it is read as zeros
+        and is not written.
 
-        Neither the driver nor TMA asks for strides that keep elements apart, or for memory behind
-        what no box has inside the map; Triton's ragged descriptors (triton/tools/ragged_tma.py)
-        rest on the same, with addresses that wrap around where here they begin earlier.
+        The driver and TMA permit strides with which elements overlap, and map elements without
+        memory if no box contains them. Triton's ragged descriptors (triton/tools/ragged_tma.py)
+        use the same technique; their addresses wrap around, instead of a map that starts earlier.
 
         Raises:
-            LaunchError: there are several batch entries, or the driver would refuse it.
+            LaunchError: there are several batch entries, or the driver would reject the map.
         """
         if len(self.dims) != 4 or self.dims[3] != 1:
-            self._refuse("stretches of several batch entries", "4 dimensions, the last of size 1")
+            self._refuse(
+                "packed sequences in several batch entries", "4 dimensions, the last of size 1"
+            )
         columns, rows, heads, _ = self.dims
         per_row, per_head, _ = self.strides
         return replace(
@@ -134,16 +137,16 @@ class TensorMapSpec:
         )
 
     def first(self, address: int) -> int:
-        """The address of the map, for a tensor that begins at one.
+        """The address of the map, for a tensor at ``address``.
 
         Raises:
-            LaunchError: it is not aligned, or there are fewer addresses before it than `before`.
+            LaunchError: the address is not aligned to 16 bytes, or is smaller than ``before``.
         """
         if address % 16:
-            self._refuse("a tensor that is not aligned to 16 bytes", f"it begins at {address:#x}")
+            self._refuse("a tensor that is not aligned to 16 bytes", f"it starts at {address:#x}")
         if address < self.before:
             self._refuse(
-                "places before address 0", f"{self.before:,} B before a tensor at {address:#x}"
+                "elements before address 0", f"{self.before:,} B before a tensor at {address:#x}"
             )
         return address - self.before
 
@@ -154,5 +157,5 @@ class TensorMapSpec:
             f"box {self.box}, swizzle {self.swizzle}"
             + (f", {self.before:,} B before it" if self.before else ""),
             numbers=numbers,
-            way_out="choose sizes and strides that TMA accepts, or copy without it",
+            way_out="choose sizes and strides that TMA supports, or copy without a tensor map",
         )

@@ -1,4 +1,4 @@
-"""A window of blocks, a first block that all see and that sees all, and blocks at random.
+"""A window of blocks, a global first block row and column, and random blocks.
 
     live(i, j) = abs(i - j) <= 1 or i < 1 or j < 1 or random(i, j)       blocks of 32 x 32
 

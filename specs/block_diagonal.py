@@ -1,4 +1,4 @@
-"""Blocks of C tokens that see themselves alone.
+"""Blocks of C tokens that attend only to themselves.
 
     keep(q, k) = q // C == k // C              C given at run time
 

@@ -2,9 +2,9 @@
 
 With x(p) = p < N (the token is noised) and i(p) = (p % N) // L (its block):
 
-    keep = (i(q) == i(k) and x(q) == x(k))                  a block sees itself,
-        or (i(q) > i(k) and x(q) and not x(k))              noised blocks see clean ones before,
-        or (i(q) >= i(k) and not x(q) and not x(k))         clean blocks see clean ones
+    keep = (i(q) == i(k) and x(q) == x(k))                  a block attends to itself,
+        or (i(q) > i(k) and x(q) and not x(k))              noised blocks: to earlier clean ones,
+        or (i(q) >= i(k) and not x(q) and not x(k))         clean blocks: to clean ones up to theirs
 
 N and L are given at run time.
 

@@ -1,4 +1,4 @@
-"""Blocks whose coordinates differ in one bit, and those on the diagonal: log2 of their number each.
+"""Blocks whose coordinates differ in at most one bit: 1 + log2(n) blocks in each row of n = 2^m.
 
     live(i, j) = popcount(i xor j) <= 1        blocks of 64 x 64
 

@@ -1,4 +1,4 @@
-"""A query attends to itself and to what came before it.
+"""Causal attention: a query attends to itself and to all keys before it.
 
     keep(q, k) = q >= k
 

@@ -1,4 +1,4 @@
-"""Causal with the last query aligned to the last key, and a run-time shift on top.
+"""Causal attention with the last query aligned to the last key, plus a run-time shift.
 
     keep(q, k) = q + (Nk - Nq) + shift >= k
 

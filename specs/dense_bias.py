@@ -1,6 +1,6 @@
 """A learned number for each pair of query and key: pair bias.
 
-    s' = s + bias[b, h, q, k]                  dimensions of length 1 stand for any
+    s' = s + bias[b, h, q, k]                  dimensions of length 1 are broadcast
 
 Source: Jumper et al., "Highly accurate protein structure prediction with AlphaFold", 2021,
 supplementary algorithm 7.

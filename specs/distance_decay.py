@@ -1,4 +1,4 @@
-"""Scores that fade with the square of the distance.
+"""Scores that decay with the square of the distance.
 
     s' = s / (1 + 1e-4 (q - k)^2)
 

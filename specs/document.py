@@ -1,9 +1,9 @@
-"""Several documents in one sequence: a token sees the tokens of its own document.
+"""Several documents in one sequence: a token attends to the tokens of its own document.
 
     keep(b, q, k) = id[b, q] == id[b, k]       id given for each token
 
-Tiles without a common document are skipped by the least and greatest id of their rows and columns,
-for ids in any order.
+Tiles without a common document are skipped by the smallest and largest id of their rows and
+columns (min/max tables), for ids in any order.
 
 Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
 Kernels", 2024 (document masking).

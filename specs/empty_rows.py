@@ -1,10 +1,10 @@
-"""Only the first half of the queries see anything; the others get 0.
+"""Only the first half of the queries keep keys; the output of the others is 0.
 
     keep(q) = q < Nq // 2
 
 A row without a key has O = 0, LSE = -inf and no gradient.
 
-Source: a test of the definition; such rows come up wherever masks are combined.
+Source: a test of the definition; such rows occur wherever masks are combined.
 """
 
 import flashgen as fg

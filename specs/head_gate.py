@@ -1,4 +1,4 @@
-"""A learned gate that weakens the scores of each head.
+"""A learned gate that scales down the scores of each head.
 
     s' = s * sigmoid(g[h])
 

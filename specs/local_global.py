@@ -1,9 +1,9 @@
-"""Causal attention to the blocks nearby, to the first ones, and to every fourth before them.
+"""Causal attention to the nearest blocks, to the first one, and to every fourth before them.
 
     keep(q, k) = q >= k and live(q // 32, k // 32)
     live(i, j) = i - j < 2 or j < 1 or j % 4 == 3
 
-The layout leaves out blocks, the mask elements of those on the diagonal.
+The block layout excludes whole blocks, the mask excludes elements of those on the diagonal.
 
 Source: Child et al., "Generating Long Sequences with Sparse Transformers", 2019, section 4 (fixed
 attention by blocks); the first blocks as in Xiao et al., "Efficient Streaming Language Models with

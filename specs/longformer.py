@@ -1,4 +1,4 @@
-"""A window, and some global tokens that see everything and that everything sees.
+"""A window, and global tokens that attend to all tokens and to which all tokens attend.
 
     keep(q, k) = |q - k| <= W or k < G or q < G             W and G given at run time
 

@@ -1,4 +1,4 @@
-"""Each pixel of an image sees a square of pixels around it, moved inside at the border.
+"""Each pixel of an image attends to a square around it, which is shifted inwards at the border.
 
     keep(q, k) = |row(k) - mid(row(q))| <= R and |column(k) - mid(column(q))| <= R
 

@@ -1,4 +1,4 @@
-"""Sequences of unequal length in one batch, padded behind.
+"""Sequences of unequal length in one batch, padded at the end.
 
     keep(b, k) = k < len[b]                    len given for each sequence
 

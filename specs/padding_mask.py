@@ -2,7 +2,7 @@
 
     keep(b, k) = mask[b, k]
 
-Tiles of padding alone are skipped, wherever they are.
+Tiles that hold only padding are skipped, wherever they are.
 
 Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019; the attention
 mask of every library of transformers.

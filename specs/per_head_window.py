@@ -1,9 +1,9 @@
-"""A window on either side, of a width of its own for each head.
+"""A window on both sides, with a separate width for each head.
 
     keep(h, q, k) = |q - k| <= w[h]            w given for each head
 
-Source: Sukhbaatar et al., "Adaptive Attention Span in Transformers", 2019, with spans of whole
-numbers.
+Source: Sukhbaatar et al., "Adaptive Attention Span in Transformers", 2019, with integer
+spans.
 """
 
 import flashgen as fg

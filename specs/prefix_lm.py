@@ -1,4 +1,4 @@
-"""A prefix of P keys that all queries see, causal after it.
+"""A prefix of P keys that all queries attend to, and causal attention after it.
 
     keep(q, k) = k < P or q >= k               P given at run time
 

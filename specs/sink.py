@@ -2,7 +2,7 @@
 
     P(q, k) = exp(s) / (exp(t[h]) + sum of exp(s) over the kept keys)
 
-A head that finds nothing gives its weight to the sink, and with that 0.
+A head without a relevant key gives its weight to the sink, and its output is near 0.
 
 Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (a learned bias in the denominator of
 the softmax of each head); Miller, "Attention Is Off By One", 2023 (t = 0).

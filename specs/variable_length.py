@@ -1,9 +1,9 @@
-"""Sequences of own lengths, one behind the other without padding; causal within each.
+"""Packed sequences of different lengths, without padding; causal within each.
 
     keep(q, k) = q + (Nk - Nq) >= k
 
-q and k are positions within a sequence, Nq and Nk its lengths: that of its queries and that of its
-keys, which may be longer, as with a cache. Sequence i has the queries from cu_seqlens_q[i] up to
+q and k are positions within a sequence; Nq and Nk are the numbers of its queries and of its
+keys, which may be more, as with a cache. Sequence i has the queries from cu_seqlens_q[i] up to
 cu_seqlens_q[i + 1], and keys likewise.
 
 Source: Dao et al., "FlashAttention", 2022, whose implementation takes the same cu_seqlens.

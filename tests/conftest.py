@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 # Before numpy and torch are imported: the tests run in parallel, more threads only get in the way.
@@ -21,6 +22,10 @@ os.environ["FLASHGEN_CACHE_DIR"] = str(
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.support.tiers import share_of_commit  # noqa: E402
+
+pytest_plugins = ["tests.support.costs"]
+
 # The same examples in every run, and no deadline: the emulator's first call is slow.
 settings.register_profile("flashgen", deadline=None, derandomize=True)
 settings.load_profile("flashgen")
@@ -37,6 +42,35 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test first, so that no parallel worker waits for it at the end."""
-    items.sort(key=lambda item: "test_property_emulated" not in item.nodeid)
+def pytest_report_header() -> str | None:
+    """One line instead of a skipped test each where tests/gpu is not collected."""
+    from tests.support.gpu_device import MISSING
+
+    return f"tests/gpu is not collected: {MISSING}" if MISSING else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shares of the tests")
+    group.addoption("--share-of-commit", type=int, metavar="N", help="share N mod 12 of 12")
+    group.addoption("--minutes", type=float, help="no test starts after this time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of one share, and puts the longest first, so that no worker ends late."""
+    commit = config.getoption("--share-of-commit")
+    if commit is not None:
+        kept = share_of_commit([item.nodeid for item in items], commit)
+        by_id = {item.nodeid: item for item in items}
+        config.hook.pytest_deselected(items=[by_id[i] for i in by_id.keys() - set(kept)])
+        items[:] = [by_id[nodeid] for nodeid in kept]
+        return
+    items.sort(key=lambda item: "kernels/test_property" not in item.nodeid)
+
+
+BEGIN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGIN > 60 * minutes:
+        pytest.skip(f"not run: {minutes:g} minutes were over")

@@ -1,4 +1,4 @@
-"""The problems that are timed, most important first, and what they cost in operations and bytes."""
+"""The problems that are timed, most important first, and their operations and bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.forms import FORMS, Form, Mods
+from benchmarks.variants import FORMS, Form, Mods
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ("forward", "backward", "both")
@@ -22,10 +22,10 @@ class Case:
     """One problem.
 
     Attributes:
-        group: which shapes it belongs to.
+        group: the name of the group of shapes.
         spec: name of a file in specs/.
         scalars: the spec's run-time scalars, (name, value).
-        key: one of the few shapes that slow compilers are asked to serve.
+        key: whether the case is one of the few shapes for contenders that compile slowly.
     """
 
     group: str
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of q, k, v and the output, each once."""
+        """Bytes of q, k, v and the output, each counted once."""
         rows = 2 * self.heads_q * self.seq_q + 2 * self.heads_kv * self.seq_k
         return self.batch * rows * self.head_dim * ITEMSIZE[self.dtype]
 
@@ -143,9 +143,9 @@ def _in_order() -> Iterator[Case]:
 
 
 def tiny_list() -> list[Case]:
-    """A case of each group, as small as it can be: for a dry run.
+    """The smallest possible case of each group, for a dry run.
 
-    Not each spec: what a spec computes is tested elsewhere, and its form against it.
+    Not every spec is included: other tests check the specs and their forms in torch.
     """
     return [
         make("llama", "causal", 1, 2, 1, 64, 64, 64, key=True),

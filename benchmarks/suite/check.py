@@ -1,8 +1,8 @@
-"""Is a result right? Asked before anything is timed, at the very size that is timed.
+"""The check of a result before anything is timed, at the size that is timed.
 
 One batch entry and one key head with its query heads are computed again in float64, with every row
-and key, and by the same function in the operands' dtype, whose error is the yardstick. The rest of
-the tensors is compared with a peer that passed.
+and key, and by the same function in the operands' dtype, whose error is the reference. The rest of
+the tensors is compared with the result of a peer that passed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from flashgen.reference import ABSOLUTE, GRADIENT_FACTOR, OUTPUT_FACTOR, RMS_FAC
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-"""By name: out, and after a backward pass dq, dk, dv."""
+"""Results by name: out, and after a backward pass dq, dk, dv."""
 
 ELEMENTS_AT_ONCE = 1 << 25
 PEER_LIMIT = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 1e-3}
-"""Of ||a - b|| / ||b|| between two computations in one dtype."""
+"""The limit of ||a - b|| / ||b|| between two computations in one dtype."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one contender.
+    """The verdict on one contender.
 
     Attributes:
-        error, allowed: of the tensor that is nearest to its limit or furthest beyond.
-        text: which one that is, and what was wrong with it.
-        share: of its limit that it has used up.
+        error, allowed: error and limit of the tensor that is nearest to its limit or furthest
+            beyond it.
+        text: the name of that tensor, and the violation.
+        share: its error divided by its limit.
     """
 
     ok: bool
@@ -59,7 +60,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, seed: int, *, learnt: bool = True) -> Inputs:
-    """Fresh random operands; ``learnt``: gradients can be asked for."""
+    """Fresh random operands; ``learnt``: whether they require gradients."""
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -112,8 +113,8 @@ class Oracle:
     def verdict(self, results: Tensors, *, ours: bool) -> Verdict:
         """Whether the slice of ``results`` is right.
 
-        The error rule of this project decides on flashgen's kernels. Peers are taken for wrong only
-        when they computed something else: by the limit between two computations in one dtype.
+        flashgen's kernels must meet the error rule of this project. For peers the limit is that
+        between two computations in one dtype, which only a different computation exceeds.
         """
         return worst_of(
             by_rule(name, got, self._exact[name], self._same[name])
@@ -236,7 +237,7 @@ def attend(
 
 
 def poison(like: Tensor, copies: int = 4) -> None:
-    """Leaves NaN in memory that the next results are likely to be put into."""
+    """Leaves NaN in memory that the next results are likely to occupy."""
     junk: list[Any] = [torch.full_like(like, math.nan, requires_grad=False) for _ in range(copies)]
     junk.clear()
 

@@ -1,4 +1,4 @@
-"""The process of one part: python -m benchmarks.suite.child, started by the runner only."""
+"""The process of one part: python -m benchmarks.suite.child, started by the supervisor only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import traceback
 from pathlib import Path
 
 from benchmarks.suite import parts
-from benchmarks.suite.budget import Budget
 from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import KINDS, open_device, own_threads, versions
 from benchmarks.suite.journal import Journal
-from benchmarks.suite.processes import RESTART
 from benchmarks.suite.records import Stamp, Writer
+from benchmarks.suite.supervisor import RESTART, Budget, journal_of
 
 
 def main() -> int:
@@ -51,7 +50,7 @@ def main() -> int:
             run=options.run,
             tiny=options.tiny,
         )
-        parts.named(options.part).load()(context)
+        parts.load(parts.named(options.part))(context)
     except Unusable as reason:
         print(f"the device answers no more: {reason}", flush=True)
         # Without the destructors of tensors on a device that is gone.
@@ -62,10 +61,6 @@ def main() -> int:
         journal.failed(f"{options.part}: {type(error).__name__}: {error}")
         return 1
     return 0
-
-
-def journal_of(work: Path, part: str) -> Path:
-    return work / f"{part}.jsonl"
 
 
 if __name__ == "__main__":

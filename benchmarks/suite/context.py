@@ -1,21 +1,19 @@
-"""What a part is given, in the process that runs it."""
+"""The arguments of a part, in the process that runs it."""
 
 from __future__ import annotations
 
 import csv
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.suite.budget import Budget
-from benchmarks.suite.cases import ROOT
 from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal
 from benchmarks.suite.records import MEASURES, Writer
+from benchmarks.suite.supervisor import Budget
 
 
 class Unusable(Exception):
-    """The device of this process answers no more."""
+    """The device of this process cannot be used any more."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,3 @@ class Context:
                 if row["run"] == self.run and (row["subject"], row["metric"]) == (subject, metric)
             ]
         return found[-1] if found else None
-
-
-def environment() -> dict[str, str]:
-    """Variables for a process that runs modules of this checkout."""
-
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

@@ -1,6 +1,6 @@
-"""What the suite runs on: a GPU, or in a dry run the emulator and torch on the CPU.
+"""The device of the suite: a GPU, or in a dry run the emulator and torch on the CPU.
 
-Both have the same methods, so that a dry run goes through the code that a GPU will.
+Both have the same methods, so that a dry run executes the code of a run on a GPU.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Device:
     """The emulator and the CPU: a host clock, no cache to defeat, no count of memory.
 
     Attributes:
-        kind: "gpu" or "emulator"; which of them a record is of.
-        name, driver: of the hardware, for records.
-        arch: that flashgen compiles for here.
-        l2_bytes, memory_bytes: what timing and the choice of cases have to know.
+        kind: "gpu" or "emulator", for records.
+        name, driver: name and driver of the hardware, for records.
+        arch: the architecture that flashgen compiles for here.
+        l2_bytes, memory_bytes: sizes of L2 and of memory, for timing and the choice of cases.
     """
 
     kind = "emulator"
@@ -81,7 +81,7 @@ class Device:
         return None
 
     def reset_peak(self) -> None:
-        """Forgets the peak of memory."""
+        """Resets the peak of memory."""
 
     def peak_bytes(self) -> int:
         """The largest amount of memory that tensors took since `reset_peak`."""
@@ -91,7 +91,7 @@ class Device:
         """Gives back memory that no tensor uses."""
 
     def failure(self) -> str | None:
-        """Why nothing can run here any more, None when all is well."""
+        """The reason why nothing can run here any more, or None."""
         return None
 
 
@@ -104,7 +104,7 @@ class Gpu(Device):
     def __init__(self) -> None:
         super().__init__()
         from flashgen import launch
-        from flashgen.ops.backends import nearest_arch
+        from flashgen.runtime.backends import nearest_arch
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
         facts = torch.cuda.get_device_properties(self.torch)
@@ -200,7 +200,7 @@ def versions() -> str:
 
 
 def _driver_version() -> str:
-    """Of the NVIDIA kernel module, which Linux tells in a file, or nvidia-smi."""
+    """The version of the NVIDIA kernel module, from its file on Linux or from nvidia-smi."""
     try:
         with open("/proc/driver/nvidia/version", encoding="ascii") as file:
             return driver_in(file.readline()) or "unknown"

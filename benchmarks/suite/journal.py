@@ -1,7 +1,7 @@
-"""What a part has begun and ended, in a file that outlives the process.
+"""The steps that a part has begun and ended, in a file that outlives its process.
 
-A kernel that goes astray takes its process with it, or never returns. The next process of the part
-reads here what was done and what was being done, leaves both out, and goes on.
+The next process of a part leaves out the steps that are done and the one in which the last process
+was lost, and continues with the others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,16 @@ class Journal:
         self._read()
 
     def _read(self) -> None:
-        open_steps: dict[str, None] = {}
-        for entry in entries(self.path):
-            step = entry.get("step", "")
-            if entry["event"] == "begin":
-                open_steps[step] = None
-            elif entry["event"] == "end":
-                open_steps.pop(step, None)
-                self._done.add(step)
+        begin = 0  # of the entries of one process
+        found = entries(self.path)
+        for place, entry in enumerate(found):
+            if entry["event"] == "end":
+                self._done.add(entry["step"])
             elif entry["event"] == "restart":
                 # The innermost step is the one that was running; those around it begin again.
-                if open_steps:
-                    self._lost[list(open_steps)[-1]] = entry["reason"]
-                open_steps.clear()
+                for step in open_steps(found[begin:place])[-1:]:
+                    self._lost[step] = entry["reason"]
+                begin = place
 
     def done(self, step: str) -> bool:
         """An earlier or this process has ended the step."""
@@ -81,3 +78,14 @@ def entries(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return found
+
+
+def open_steps(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Steps that have begun and not ended."""
+    begun: dict[str, None] = {}
+    for entry in found:
+        if entry["event"] == "begin":
+            begun[entry["step"]] = None
+        elif entry["event"] == "end":
+            begun.pop(entry["step"], None)
+    return list(begun)

@@ -14,7 +14,6 @@ from benchmarks.suite.check import Inputs, Oracle, Tensors, Verdict
 from benchmarks.suite.contenders import Contender, Prepared
 from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import first_line
-from benchmarks.suite.forms import live_elements
 from benchmarks.suite.records import Row
 from benchmarks.suite.timing import (
     LEAST_ROUNDS,
@@ -24,6 +23,7 @@ from benchmarks.suite.timing import (
     measure,
     sets_needed,
 )
+from benchmarks.variants import live_elements
 
 TRUSTED = ("sdpa", "standard")
 """Peers that others are compared with, by the first word of their names."""

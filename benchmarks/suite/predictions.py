@@ -1,8 +1,8 @@
-"""What the plan's model predicts for the main shapes: nothing here was measured.
+"""The predictions of the plan's model for the main shapes: nothing here was measured.
 
 The model counts clocks of one SM per score element (`Plan.cost`); over the SMs and the clock of
-the product that the architecture's facts name, that is a rate. It knows nothing of the ends of a
-launch, of masked tiles, or of clocks that fall under load.
+the product that the architecture's facts name, that is a rate. The model includes neither the end
+of a launch nor masked tiles nor clocks that fall under load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import flashgen as fg
 from benchmarks.suite.cases import Case, flops, grid, llama, make
 from benchmarks.suite.contenders.ours import in_short, spec_of
 from flashgen.arch import facts
-from flashgen.plan import Plan, plan_backward
+from flashgen.planner import Plan, plan_backward
 
 
 def cases() -> list[Case]:

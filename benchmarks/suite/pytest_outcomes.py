@@ -9,7 +9,6 @@ that process was lost. When the GPU answers no more after a failure the session 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.suite.journal import Journal, entries
-from benchmarks.suite.processes import RESTART
-
-DRY = "FLASHGEN_GPU_DRY"
-_dry = os.environ.get(DRY)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Gives the tests the variable that they ask for: conftest.py has removed all of the user's."""
-    if _dry is not None:
-        os.environ[DRY] = _dry
+from benchmarks.suite.supervisor import RESTART
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

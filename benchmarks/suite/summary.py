@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.suite.records import read
-from benchmarks.suite.runner import Outcome
+from benchmarks.suite.supervisor import Outcome
 
 Row = dict[str, str]
 

@@ -1,4 +1,4 @@
-"""Times of several callables side by side: the same moment, the same clocks, the same inputs."""
+"""Times of several callables that alternate, with the same clocks and the same inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Entry:
 
 
 def sets_needed(bytes_per_set: int, l2_bytes: int, most: int = 32) -> int:
-    """How many sets of inputs to rotate among so that none is in the L2 when its turn comes."""
+    """The number of sets of inputs to rotate among, so that none is in L2 when it is used again."""
     if l2_bytes == 0 or bytes_per_set >= 3 * l2_bytes:
         return 1 if l2_bytes == 0 else 2
     return min(most, math.ceil(3 * l2_bytes / max(1, bytes_per_set)) + 1)
@@ -57,13 +57,13 @@ def measure(
     rounds: tuple[int, int] = (LEAST_ROUNDS, MOST_ROUNDS),
     failures: dict[str, str] | None = None,
 ) -> dict[str, Measured]:
-    """Median times of all ``calls``, taken in turns until ``seconds`` are spent.
+    """Median times of all ``calls``, which alternate until ``seconds`` are spent.
 
     Args:
-        sets: of inputs; consecutive calls use consecutive ones.
-        graphs: calls too short for the host may be captured.
-        rounds: at least and at most so many samples of each.
-        failures: where given, a call that raises while it is warmed up is put there with the
+        sets: the number of sets of inputs; consecutive calls use consecutive sets.
+        graphs: whether calls that are too short for the host may be captured.
+        rounds: the smallest and the largest number of samples of each call.
+        failures: where given, a call that raises while it is warmed up is added here with the
             reason, and the others are timed without it.
     """
     entries: dict[str, _Entry] = {}
@@ -81,7 +81,7 @@ def measure(
     names = list(entries)
     queued = QUEUED_MS  # the first round begins with a call that does not count
     for turn in range(count):
-        # Each is first in its turn: what ran before may leave its data in the L2.
+        # Every call is first in some rounds, because the call before may leave its data in L2.
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             if turn % every[name]:
@@ -106,10 +106,10 @@ def measure(
 def _schedule(
     entries: dict[str, _Entry], seconds: float, least: int, most: int
 ) -> tuple[int, dict[str, int]]:
-    """How many rounds there are, and which entry is in every how many of them.
+    """The number of rounds, and for each entry the interval of the rounds that include it.
 
-    One that takes many times as long as the fastest is in fewer rounds, so that it does not take
-    the time that the others need for many samples.
+    An entry that takes many times as long as the fastest is in fewer rounds, so that the others
+    have enough time for many samples.
     """
     fastest = max(1e-6, min(entry.estimate for entry in entries.values()))
     every = {name: max(1, int(e.estimate / (SLOW * fastest))) for name, e in entries.items()}
@@ -120,7 +120,7 @@ def _schedule(
 
 def _prepared(device: Device, call: Call, sets: int, graphs: bool) -> _Entry:
     """A callable warmed up, with as many calls in it as one sample needs."""
-    # What compiles or is captured does so in its first calls; the estimate is of a later one.
+    # Compilation and capture happen in the first calls; the estimate is from a later one.
     warm_up = 3 if device.kind == "gpu" else 1
     for index in range(max(warm_up, min(sets, 4))):
         call(index % sets)

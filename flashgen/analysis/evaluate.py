@@ -1,4 +1,4 @@
-"""The value of any expression, with Python's exact integers or over numpy arrays."""
+"""Evaluation of expressions, with Python's exact integers or over numpy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..expr import (
+from flashgen.analysis.minmax_table import table_of
+from flashgen.language import (
     Element,
     Extreme,
     Floor,
@@ -22,23 +23,22 @@ from ..expr import (
     Minimum,
     Sigmoid,
 )
-from ..expr.functions import Choice
-from .extremes import table_of
+from flashgen.language.sympy_functions import Select
 
 Env = Mapping[sympy.Symbol, Any]
 
 
 def evaluate(expr: sympy.Basic, env: Env) -> Any:
-    """The value of ``expr`` where its symbols have the values of ``env``; tensors are numpy arrays.
+    """The value of ``expr`` for the values ``env`` of its symbols; tensors are numpy arrays.
 
-    Python numbers give Python numbers (integers exact, floats in double precision); numpy arrays
-    give arrays, elementwise with broadcasting. Outside its domain a float function gives NaN or
-    infinity, as on the device.
+    Python numbers give Python numbers (exact integers, double-precision floats); numpy arrays give
+    arrays, elementwise with broadcasting. A float function outside its domain is NaN or infinite,
+    as on the device.
 
     Raises:
-        KeyError: for a symbol without a value.
-        TypeError: for a function that flashgen does not know.
-        ZeroDivisionError: for a floor division or remainder by 0.
+        KeyError: a symbol has no value.
+        TypeError: the expression has a function that flashgen cannot evaluate.
+        ZeroDivisionError: a floor division or remainder by 0.
     """
     if isinstance(expr, sympy.Symbol):
         return env[expr]
@@ -50,7 +50,7 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
         return math.nan
     if not expr.args:
         return float(expr)
-    if isinstance(expr, sympy.Piecewise | Choice):
+    if isinstance(expr, sympy.Piecewise | Select):
         return _choose(expr, env)
     if isinstance(expr, Element):
         return _read(env[expr.tensor], [evaluate(index, env) for index in expr.indices])
@@ -64,19 +64,19 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
 
 
 def _read(tensor: Any, indices: list[Any]) -> Any:
-    """The element at the nearest index inside the tensor."""
+    """The element at the index, clamped to the tensor."""
     inside = (
         np.clip(np.asarray(index, dtype=np.int64), 0, size - 1)
         for index, size in zip(indices, tensor.shape, strict=True)
     )
     found = tensor[tuple(inside)]
-    if found.dtype.kind in "iub":  # so that arithmetic stays exact
+    if found.dtype.kind in "iub":  # keeps arithmetic exact
         found = found.astype(np.int64)
     return found if found.ndim else found.item()
 
 
 def _choose(expr: sympy.Basic, env: Env) -> Any:
-    if isinstance(expr, Choice):
+    if isinstance(expr, Select):
         branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
     else:
         *branches, (last, _) = expr.args
@@ -122,7 +122,7 @@ def _power(x: Any, n: Any) -> Any:
 
 
 def _real(compute: Callable[[], float], undefined: float = math.nan) -> float:
-    """The value, with infinity where it is too large and ``undefined`` where there is none."""
+    """The value; infinity at an overflow, ``undefined`` outside the domain."""
     try:
         return compute()
     except OverflowError:

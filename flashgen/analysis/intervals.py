@@ -1,8 +1,8 @@
-"""Closed-form bounds along one axis: which keys a tile of queries reaches, which it keeps whole.
+"""Closed-form intervals along one axis: the keys that a tile of queries reaches or keeps entirely.
 
-Works for and/or combinations of inequalities that are affine in the walked position, floor division
-by positive numbers included, with anything in the other position. The same functions serve the
-transposed walk (queries that a tile of keys reaches).
+They exist for and/or combinations of inequalities that are affine in the walked position, including
+floor divisions by positive numbers, and arbitrary in the other position. The same functions give
+the queries that a tile of keys reaches.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import sympy
 
-from ..expr import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
-from ..expr.functions import Choice
-from ..expr.limits import fits, limits
-from .lower import All, AtLeast0, Congruent, Fact, Node, Some, lower
-from .ranges import End, Range, Tile, linear, range_of
-from .tiles import exactly_at_least, may, must
+from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
+from flashgen.analysis.ranges import Range, range_of
+from flashgen.analysis.tile_bounds import End, TileBounds, linear
+from flashgen.analysis.tile_classes import bounds, exactly_at_least, may, must
+from flashgen.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
+from flashgen.language.integer_limits import fits, limits
+from flashgen.language.sympy_functions import Select
 
 FAR = sympy.Integer(2**30)
-"""Beyond every position: stands for infinity where a bound depends on a condition."""
+"""A number beyond every position, in place of infinity where a bound depends on a condition."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ NOTHING = Interval(FAR, -FAR)
 
 
 @dataclass(frozen=True)
-class Walk:
-    """An axis that is walked, past a tile on the other one."""
+class WalkedAxis:
+    """The axis along which a walk visits tiles, for a fixed tile of the other axis."""
 
     symbol: sympy.Symbol = K
 
@@ -51,28 +52,30 @@ class Walk:
         return Q if self.symbol == K else K
 
     @property
-    def tile(self) -> Tile:
-        return Tile({self.fixed: CORNERS[self.fixed]})
+    def tile(self) -> TileBounds:
+        return bounds({self.fixed: CORNERS[self.fixed]})
 
     def lowered(self, mask: sympy.Basic) -> Node:
-        """The tree of ``mask`` with everything resolved that hides the walked position."""
-        both = Tile(CORNERS)
+        """The tree of ``mask``, with functions of the walked position resolved into cases."""
+        both = bounds()
         return lower(mask, both, lambda atom: self.symbol in atom.free_symbols)
 
 
-def row_interval(mask: sympy.Basic, walk: Walk | None = None) -> Interval | None:
-    """The interval that is exactly the true part of one row, as expressions of the row; or None."""
-    walk = walk or Walk()
+def row_interval(mask: sympy.Basic, walk: WalkedAxis | None = None) -> Interval | None:
+    """The interval of one row whose mask is true, as expressions of the row.
+
+    None if the kept positions are not an interval.
+    """
+    walk = walk or WalkedAxis()
     return _row(walk.lowered(mask), walk)
 
 
-def reach(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval, bool]:
-    """An interval that contains every walked position with a true element in the tile.
+def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, bool]:
+    """An interval that contains every walked position whose mask is true for some row of the tile.
 
-    The flag says that it contains no others: each position in it has a true element with some row
-    of the tile (given q_lo <= q_hi).
+    The flag is true if it contains no other positions (given q_lo <= q_hi).
     """
-    walk = walk or Walk()
+    walk = walk or WalkedAxis()
     tree = walk.lowered(mask)
     row = _row(tree, walk)
     if row is None:
@@ -81,12 +84,12 @@ def reach(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval, bool]:
     return Interval(lo.lo, hi.hi), _union_is_hull(row, walk)
 
 
-def full(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval | None, bool]:
-    """An interval of walked positions that are true for every row of the tile, or None.
+def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | None, bool]:
+    """An interval of walked positions whose mask is true for every row of the tile, or None.
 
-    The flag says that it contains them all: a position outside is false for some row.
+    The flag is true if it contains all such positions.
     """
-    walk = walk or Walk()
+    walk = walk or WalkedAxis()
     tree = walk.lowered(mask)
     row = _row(tree, walk)
     if row is None:
@@ -101,13 +104,13 @@ def full(mask: sympy.Basic, walk: Walk | None = None) -> tuple[Interval | None, 
 # One row.
 
 
-def _row(node: Node, walk: Walk) -> Interval | None:
+def _row(node: Node, walk: WalkedAxis) -> Interval | None:
     condition = _row_condition(node, walk)
     if condition is not None:
         return _when(condition, EVERYTHING, NOTHING)
     if isinstance(node, AtLeast0):
         return _solve(node.expr, walk)
-    if not isinstance(node, All | Some):
+    if not isinstance(node, AllOf | AnyOf):
         return None
     conditions = [_row_condition(part, walk) for part in node.parts]
     rows = [_row(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
@@ -115,19 +118,19 @@ def _row(node: Node, walk: Walk) -> Interval | None:
     solved = [row for row in rows if row is not None]
     if len(solved) < len(rows):
         return None
-    if isinstance(node, All):
+    if isinstance(node, AllOf):
         return _when(sympy.And(*facts), _intersection(solved), NOTHING)
     union = _same_direction(solved)
     return None if union is None else _when(sympy.Or(*facts), EVERYTHING, union)
 
 
-def _row_condition(node: Node, walk: Walk) -> sympy.Basic | None:
-    """The condition that a node is, when it does not depend on the walked position."""
-    if isinstance(node, All | Some):
+def _row_condition(node: Node, walk: WalkedAxis) -> sympy.Basic | None:
+    """The node as a condition, when it does not depend on the walked position."""
+    if isinstance(node, AllOf | AnyOf):
         parts = [_row_condition(part, walk) for part in node.parts]
         if any(part is None for part in parts):
             return None
-        return sympy.And(*parts) if isinstance(node, All) else sympy.Or(*parts)
+        return sympy.And(*parts) if isinstance(node, AllOf) else sympy.Or(*parts)
     condition = _condition(node)
     return None if walk.symbol in condition.free_symbols else condition
 
@@ -141,9 +144,9 @@ def _condition(node: AtLeast0 | Congruent | Fact) -> sympy.Basic:
     return node.expr
 
 
-def _solve(expr: sympy.Expr, walk: Walk) -> Interval | None:
-    """``expr >= 0`` solved for the walked position, when it occurs once and can be peeled free."""
-    atoms, rest = linear(expr, Tile({walk.symbol: (None, None)}))
+def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
+    """``expr >= 0`` solved for the walked position, if it occurs once and can be isolated."""
+    atoms, rest = linear(expr, bounds({walk.symbol: (None, None)}))
     if len(atoms) != 1:
         return None
     ((atom, weight),) = atoms.items()
@@ -157,7 +160,7 @@ def _solve(expr: sympy.Expr, walk: Walk) -> Interval | None:
     return solved
 
 
-def _above(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
+def _above(atom: sympy.Expr, bound: sympy.Expr, walk: WalkedAxis) -> Interval | None:
     """``atom >= bound``."""
     if atom == walk.symbol:
         return Interval(bound, None)
@@ -167,7 +170,7 @@ def _above(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
     return _solve(sympy.expand_mul(x - divisor * bound), walk)
 
 
-def _below(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
+def _below(atom: sympy.Expr, bound: sympy.Expr, walk: WalkedAxis) -> Interval | None:
     """``atom <= bound``."""
     if atom == walk.symbol:
         return Interval(None, sympy.expand_mul(bound + 1))
@@ -177,7 +180,7 @@ def _below(atom: sympy.Expr, bound: sympy.Expr, walk: Walk) -> Interval | None:
     return _solve(sympy.expand_mul(divisor * bound + divisor - 1 - x), walk)
 
 
-def _is_division(atom: sympy.Expr, walk: Walk) -> bool:
+def _is_division(atom: sympy.Expr, walk: WalkedAxis) -> bool:
     if not isinstance(atom, FloorDiv):
         return False
     divisor = atom.args[1]
@@ -191,7 +194,7 @@ def _intersection(rows: list[Interval]) -> Interval:
 
 
 def _same_direction(rows: list[Interval]) -> Interval | None:
-    """The union, when it is surely an interval: all unbounded on the same side, or one alone."""
+    """The union, when it is surely an interval: all unbounded on one side, or a single part."""
     if not rows:
         return NOTHING
     if len(rows) == 1:
@@ -219,20 +222,20 @@ def _when(condition: sympy.Basic, yes: Interval, no: Interval) -> Interval:
     lo = _either(condition, yes.lo, no.lo, -FAR)
     hi = _either(condition, yes.hi, no.hi, FAR)
     if no == NOTHING and hi is not None:
-        lo = yes.lo  # one impossible end is enough to say that nothing is there
+        lo = yes.lo  # an end that no position satisfies makes the interval empty
     return Interval(lo, hi)
 
 
 def _either(condition: sympy.Basic, a: End, b: End, infinite: sympy.Expr) -> End:
     if a is None and b is None:
         return None
-    return Choice(condition, infinite if a is None else a, infinite if b is None else b)
+    return Select(condition, infinite if a is None else a, infinite if b is None else b)
 
 
 # Many rows.
 
 
-def _range(end: End, tile: Tile) -> Range:
+def _range(end: End, tile: TileBounds) -> Range:
     return Range(None, None) if end is None else _defined(range_of(end, tile))
 
 
@@ -240,17 +243,17 @@ def _defined(x: Range) -> Range:
     return x if x.defined == sympy.true else Range(None, None)
 
 
-def _reach(node: Node, walk: Walk, tile: Tile) -> Interval:
+def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
     row = _row(node, walk)
     if row is not None:
         return Interval(_range(row.lo, tile).lo, _range(row.hi, tile).hi)
-    if isinstance(node, All):
+    if isinstance(node, AllOf):
         facts, others = _split_conditions(node, walk)
         inner = _narrowed(facts, walk, tile)
         found = _intersection([_reach(part, walk, inner) for part in others])
         possible = sympy.And(*(may(fact, walk.tile) for fact in facts))
         return _when(possible, found, NOTHING)
-    if isinstance(node, Some):
+    if isinstance(node, AnyOf):
         parts = [_reach(part, walk, tile) for part in node.parts]
         return _hull(parts)
     return EVERYTHING
@@ -266,7 +269,7 @@ def _hull(parts: list[Interval]) -> Interval:
     )
 
 
-def _split_conditions(node: All, walk: Walk) -> tuple[list[sympy.Basic], list[Node]]:
+def _split_conditions(node: AllOf, walk: WalkedAxis) -> tuple[list[sympy.Basic], list[Node]]:
     facts, others = [], []
     for part in node.parts:
         condition = _row_condition(part, walk)
@@ -277,10 +280,10 @@ def _split_conditions(node: All, walk: Walk) -> tuple[list[sympy.Basic], list[No
     return facts, others
 
 
-def _narrowed(facts: list[sympy.Basic], walk: Walk, tile: Tile) -> Tile:
+def _narrowed(facts: list[sympy.Basic], walk: WalkedAxis, tile: TileBounds) -> TileBounds:
     """The tile without the rows that conditions on the row alone rule out at its ends."""
     lo, hi = tile.ends[walk.fixed]
-    across = Walk(walk.fixed)
+    across = WalkedAxis(walk.fixed)
     for fact in facts:
         rows = row_interval(fact, across)
         if rows is None or walk.symbol in fact.free_symbols:
@@ -289,20 +292,20 @@ def _narrowed(facts: list[sympy.Basic], walk: Walk, tile: Tile) -> Tile:
             lo = Maximum(lo, rows.lo)
         if rows.hi is not None and hi is not None:
             hi = Minimum(hi, rows.hi - 1)
-    return Tile({walk.fixed: (lo, hi)})
+    return bounds({walk.fixed: (lo, hi)})
 
 
-def _full(node: Node, walk: Walk) -> Interval | None:
+def _full(node: Node, walk: WalkedAxis) -> Interval | None:
     row = _row(node, walk)
     if row is not None:
         lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
         unknown = (row.lo is not None and lo.hi is None) or (row.hi is not None and hi.lo is None)
         return None if unknown else Interval(lo.hi, hi.lo)
-    if isinstance(node, All):
+    if isinstance(node, AllOf):
         parts = [_full(part, walk) for part in node.parts]
         known = [part for part in parts if part is not None]
         return _intersection(known) if len(known) == len(parts) else None
-    if isinstance(node, Some):
+    if isinstance(node, AnyOf):
         conditions = [_row_condition(part, walk) for part in node.parts]
         always = sympy.Or(*(must(c, walk.tile) for c in conditions if c is not None))
         rest = [_full(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
@@ -328,7 +331,7 @@ def _parts(end: End, kind: type[sympy.Expr]) -> list[sympy.Expr]:
     return list(end.args) if isinstance(end, kind) else [end]
 
 
-def _direction(expr: sympy.Expr, walk: Walk) -> int | None:
+def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
     """+1, -1 or 0: how a bound moves with the row, never the other way; None when unknown."""
     if walk.fixed not in expr.free_symbols:
         return 0
@@ -356,11 +359,11 @@ def _agreed(moves: list[int | None]) -> int | None:
     return None if len(found) > 1 else (found.pop() if found else 0)
 
 
-def _union_is_hull(row: Interval, walk: Walk) -> bool:
+def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
     """True when the rows' intervals, over any range of rows, leave no gap in their hull.
 
-    All bounds must move the same way, and where there are bounds on both sides each row's interval
-    must be non-empty and touch its neighbour's.
+    All bounds must move the same way, and where there are bounds on both sides the
+    interval of each row must be non-empty and touch its neighbour's.
     """
     move = _agreed([_direction(end, walk) for end in _ends(row)])
     if move is None:
@@ -376,8 +379,8 @@ def _union_is_hull(row: Interval, walk: Walk) -> bool:
     return True
 
 
-def _never_negative(expr: sympy.Expr, walk: Walk) -> bool:
-    everywhere = Tile({walk.fixed: (None, None)})
+def _never_negative(expr: sympy.Expr, walk: WalkedAxis) -> bool:
+    everywhere = bounds({walk.fixed: (None, None)})
     low = range_of(sympy.expand(expr), everywhere).lo
     return low is not None and limits(low)[0] >= 0
 
@@ -387,7 +390,7 @@ __all__ = [
     "FAR",
     "NOTHING",
     "Interval",
-    "Walk",
+    "WalkedAxis",
     "full",
     "reach",
     "row_interval",

@@ -1,18 +1,18 @@
 """Interval arithmetic over a tile, with sympy expressions for the ends.
 
-A tile is a range for each varying position; all other symbols are the same for the whole tile.
-Integer ends are exact. Float ends are moved outward by more than all float32 rounding on the way.
+A tile has a range for each varying position; all other symbols have one value in the whole tile.
+Integer ends are exact. Float ends are widened by more than the accumulated float32 rounding error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
 
 import sympy
 
-from ..expr import (
+from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form
+from flashgen.language import (
     Element,
     Floor,
     FloorDiv,
@@ -25,17 +25,14 @@ from ..expr import (
     Sigmoid,
     is_int,
 )
-from ..expr.functions import Choice, content
+from flashgen.language.sympy_functions import Select
 
-End: TypeAlias = sympy.Expr | None
-Form: TypeAlias = tuple[tuple[sympy.Expr, int], ...]
-
-# Relative slack of one float step: many times float32's 2^-24, so that the order of summation,
-# fused multiply-add and the slack's own rounding are all inside it.
+# Relative slack of one float operation: many times float32's 2^-24, so that it covers the order of
+# summation, fused multiply-add and the rounding of the slack itself.
 ROUNDING = sympy.Rational(1, 2**18)
 # tanh and sigmoid may be hardware approximations with an error of about 2^-11.
 APPROXIMATION = sympy.Rational(1, 2**9)
-# Beyond this exp leaves float32.
+# exp of more than this overflows float32.
 EXPONENT_LIMIT = 80
 
 _MINUS = sympy.S.NegativeOne
@@ -43,26 +40,15 @@ _MINUS = sympy.S.NegativeOne
 
 @dataclass(frozen=True)
 class Range:
-    """All values lie in [lo, hi], None where there is no end, provided that ``defined`` holds.
+    """If ``defined`` holds, all values lie in [lo, hi]; None where there is no bound.
 
-    Where ``defined`` is false some value may be undefined (a division by 0, a root of a negative
-    number) and nothing can be said.
+    If ``defined`` is false, some value may be undefined (a division by 0, a root of a negative
+    number) and the bounds mean nothing.
     """
 
     lo: End
     hi: End
     defined: sympy.Basic = sympy.true
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The range of each varying symbol, and tighter ones of linear forms that a context implies."""
-
-    ends: Mapping[sympy.Symbol, tuple[End, End]]
-    forms: Mapping[Form, tuple[End, End]] = field(default_factory=dict)
-
-    def varies(self, expr: sympy.Basic) -> bool:
-        return any(symbol in self.ends for symbol in expr.free_symbols)
 
 
 def least(*ends: End) -> End:
@@ -75,44 +61,7 @@ def greatest(*ends: End) -> End:
     return None if any(end is None for end in ends) else Maximum(*ends)
 
 
-def linear(expr: sympy.Expr, tile: Tile) -> tuple[dict[sympy.Expr, sympy.Expr], sympy.Expr]:
-    """``expr`` as a sum of varying atoms times uniform coefficients, and a uniform rest."""
-    atoms: dict[sympy.Expr, sympy.Expr] = {}
-    rest = sympy.S.Zero
-    for term in sympy.Add.make_args(expr):
-        if not tile.varies(term):
-            rest += term
-            continue
-        factors = sympy.Mul.make_args(term)
-        varying = [factor for factor in factors if tile.varies(factor)]
-        coefficient = sympy.Mul(*(factor for factor in factors if not tile.varies(factor)))
-        if len(varying) == 1 and isinstance(varying[0], sympy.Add):
-            inner, inner_rest = linear(varying[0], tile)
-            for atom, weight in inner.items():
-                atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient * weight
-            rest += coefficient * inner_rest
-        else:
-            atom = sympy.Mul(*varying)
-            atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient
-    kept = {atom: sympy.expand_mul(weight) for atom, weight in atoms.items()}
-    ordered = sorted((item for item in kept.items() if item[1] != 0), key=_atom_key)
-    return dict(ordered), rest
-
-
-def _atom_key(item: tuple[sympy.Expr, sympy.Expr]) -> Any:
-    return sympy.default_sort_key(item[0])
-
-
-def normal_form(atoms: Mapping[sympy.Expr, sympy.Expr]) -> tuple[Form, int] | None:
-    """Integer-weighted atoms as (form, factor) with atoms = factor * form, or None."""
-    if not atoms or not all(weight.is_Integer for weight in atoms.values()):
-        return None
-    weights = [int(weight) for weight in atoms.values()]
-    factor = content(weights) * (1 if weights[0] > 0 else -1)
-    return tuple((atom, int(weight) // factor) for atom, weight in atoms.items()), factor
-
-
-def range_of(expr: sympy.Expr, tile: Tile) -> Range:
+def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
     """The range of ``expr`` over ``tile``."""
     if not tile.varies(expr):
         return Range(expr, expr)
@@ -126,7 +75,7 @@ def range_of(expr: sympy.Expr, tile: Tile) -> Range:
         return _sum(expr, tile) if uniform or single else _product(expr.args, tile)
     if isinstance(expr, sympy.Pow):
         return _power(expr, tile)
-    if isinstance(expr, sympy.Piecewise | Choice):
+    if isinstance(expr, sympy.Piecewise | Select):
         return _choice(expr, tile)
     if isinstance(expr, FloorDiv):
         return _quotient(expr, tile)
@@ -176,12 +125,12 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
     return Range(None, None, sympy.false)
 
 
-def _element(expr: Element, tile: Tile) -> Range:
-    """From the least to the greatest of all elements that the tile reads of a tensor of integers.
+def _element(expr: Element, tile: TileBounds) -> Range:
+    """The range of the elements of an integer tensor that the tile reads.
 
-    For tensors that are read along one axis: of those the extremes of any range are quickly found.
+    It is known for tensors that are read along one axis, whose min/max tables give it quickly.
     """
-    anything = Range(None, None)  # it is defined wherever the index is
+    anything = Range(None, None)  # an element is defined wherever its index is
     varying = [axis for axis, index in enumerate(expr.indices) if tile.varies(index)]
     if len(varying) != 1 or not is_int(expr):
         return anything
@@ -223,7 +172,7 @@ def _times(weight: sympy.Expr, end: End) -> End:
     return sympy.expand_mul(weight * end)
 
 
-def _sum(expr: sympy.Expr, tile: Tile) -> Range:
+def _sum(expr: sympy.Expr, tile: TileBounds) -> Range:
     atoms, rest = linear(expr, tile)
     if not atoms:
         return Range(rest, rest)
@@ -246,8 +195,10 @@ def _sum(expr: sympy.Expr, tile: Tile) -> Range:
     return _outward(result, ROUNDING, magnitude)
 
 
-def _pieces(atoms: Mapping[sympy.Expr, sympy.Expr], tile: Tile) -> list[tuple[sympy.Expr, Range]]:
-    """(weight, range) of each atom; floor divisions a constant apart are taken together."""
+def _pieces(
+    atoms: Mapping[sympy.Expr, sympy.Expr], tile: TileBounds
+) -> list[tuple[sympy.Expr, Range]]:
+    """(weight, range) of each atom; two floor divisions at a constant distance are one piece."""
     left = dict(atoms)
     pieces: list[tuple[sympy.Expr, Range]] = []
     for atom in list(left):
@@ -267,8 +218,8 @@ def _pieces(atoms: Mapping[sympy.Expr, sympy.Expr], tile: Tile) -> list[tuple[sy
     return pieces
 
 
-def _step_between(a: sympy.Expr, b: sympy.Expr, tile: Tile) -> sympy.Expr | None:
-    """x - y for a = x // d and b = y // d with the same d > 0, when it is uniform."""
+def _step_between(a: sympy.Expr, b: sympy.Expr, tile: TileBounds) -> sympy.Expr | None:
+    """x - y for a = x // d and b = y // d with the same d > 0, if it is constant in the tile."""
     if not (isinstance(a, FloorDiv) and isinstance(b, FloorDiv) and a.args[1] == b.args[1]):
         return None
     step = sympy.expand(a.args[0] - b.args[0])
@@ -278,16 +229,16 @@ def _step_between(a: sympy.Expr, b: sympy.Expr, tile: Tile) -> sympy.Expr | None
     return step
 
 
-def _atom_range(atom: sympy.Expr, tile: Tile) -> Range:
+def _atom_range(atom: sympy.Expr, tile: TileBounds) -> Range:
     if isinstance(atom, sympy.Mul):
         return _product(atom.args, tile)
     return range_of(atom, tile)
 
 
 def _within_form(
-    atoms: Mapping[sympy.Expr, sympy.Expr], lo: End, hi: End, tile: Tile
+    atoms: Mapping[sympy.Expr, sympy.Expr], lo: End, hi: End, tile: TileBounds
 ) -> tuple[End, End]:
-    """The ends, tightened by what the context says of the same linear form."""
+    """The ends, tightened by the context's bounds of the same linear form."""
     named = normal_form(atoms)
     if named is None or named[0] not in tile.forms:
         return lo, hi
@@ -301,7 +252,7 @@ def _within_form(
     return lo, hi
 
 
-def _product(factors: tuple[sympy.Expr, ...], tile: Tile) -> Range:
+def _product(factors: tuple[sympy.Expr, ...], tile: TileBounds) -> Range:
     x = range_of(factors[0], tile)
     exact = is_int(factors[0])
     for factor in factors[1:]:
@@ -317,7 +268,7 @@ def _product(factors: tuple[sympy.Expr, ...], tile: Tile) -> Range:
     return x
 
 
-def _power(expr: sympy.Expr, tile: Tile) -> Range:
+def _power(expr: sympy.Expr, tile: TileBounds) -> Range:
     base, exponent = expr.args
     if base.is_number and base.is_positive:
         x = range_of(exponent, tile)
@@ -354,17 +305,15 @@ def _reciprocal(x: Range) -> Range:
     return _outward(Range(1 / x.hi, 1 / x.lo, nonzero), ROUNDING)
 
 
-def _choice(expr: sympy.Expr, tile: Tile) -> Range:
-    from .tiles import may, must  # a condition inside a number: the two are mutually recursive
-
-    if isinstance(expr, Choice):
+def _choice(expr: sympy.Expr, tile: TileBounds) -> Range:
+    if isinstance(expr, Select):
         branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
     else:
         *branches, (last, _) = expr.args
     result = range_of(last, tile)
     for value, condition in reversed(branches):
         part = range_of(value, tile)
-        yes, some = must(condition, tile), may(condition, tile)
+        yes, some = tile.must_and_may(condition, tile)
         result = Range(
             _joined(yes, some, part.lo, result.lo, least),
             _joined(yes, some, part.hi, result.hi, greatest),
@@ -378,11 +327,11 @@ def _joined(yes: sympy.Basic, some: sympy.Basic, a: End, b: End, join: Callable[
         return None
     either = join(a, b)
     if either == a:
-        return Choice(some, a, b)
-    return Choice(yes, a, b) if either == b else Choice(yes, a, Choice(some, either, b))
+        return Select(some, a, b)
+    return Select(yes, a, b) if either == b else Select(yes, a, Select(some, either, b))
 
 
-def _quotient(expr: sympy.Expr, tile: Tile) -> Range:
+def _quotient(expr: sympy.Expr, tile: TileBounds) -> Range:
     x, divisor = range_of(expr.args[0], tile), expr.args[1]
     if not is_int(expr):
         ratio = range_of(expr.args[0] / divisor, tile)
@@ -408,7 +357,7 @@ def _quotient(expr: sympy.Expr, tile: Tile) -> Range:
     return Range(Minimum(*ends), Maximum(*ends), x.defined)
 
 
-def _remainder(expr: sympy.Expr, tile: Tile) -> Range:
+def _remainder(expr: sympy.Expr, tile: TileBounds) -> Range:
     x, divisor = range_of(expr.args[0], tile), expr.args[1]
     d = range_of(divisor, tile)
     if d.lo is None or d.hi is None:
@@ -425,10 +374,10 @@ def _remainder(expr: sympy.Expr, tile: Tile) -> Range:
         return _outward(Range(lowest, highest, defined), ROUNDING)
     if x.lo is None or x.hi is None or tile.varies(divisor):
         return Range(lowest, highest, defined)
-    # Within one period the remainder grows with x.
+    # Within one period the remainder increases with x.
     together = sympy.Eq(FloorDiv(x.lo, divisor), FloorDiv(x.hi, divisor))
     return Range(
-        Choice(together, FloorMod(x.lo, divisor), lowest),
-        Choice(together, FloorMod(x.hi, divisor), highest),
+        Select(together, FloorMod(x.lo, divisor), lowest),
+        Select(together, FloorMod(x.hi, divisor), highest),
         defined,
     )

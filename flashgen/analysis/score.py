@@ -1,66 +1,50 @@
-"""The score function as straight-line code: value, derivative, common subexpressions named once."""
+"""Analysis of score functions: value and derivatives as straight-line code."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
 
-from ..expr import (
+from flashgen.analysis.sharing import CodeBlock, share
+from flashgen.language import (
     SCORE,
     Element,
-    FloorDiv,
-    FloorMod,
     K,
     Q,
     TensorSymbol,
     elements_of,
-    is_condition,
-    is_int,
 )
 
 
 @dataclass(frozen=True)
-class Block:
-    """Straight-line code: each let may use the ones before it, the results may use all.
-
-    Let symbols are named t0, t1, ... and carry the kind of their expression: integer, real, or no
-    assumption for a condition.
-    """
-
-    lets: tuple[tuple[sympy.Symbol, sympy.Basic], ...]
-    results: tuple[sympy.Basic, ...]
-
-
-@dataclass(frozen=True)
 class ScoreAnalysis:
-    """What the kernels need of a score function.
+    """The value and derivatives of a score function, as kernels compute them.
 
     Attributes:
-        identity: the score comes out as it went in.
-        ignores_score: the result does not depend on the score, and the derivative is 0.
+        identity: whether the function returns the score unchanged.
+        ignores_score: whether the result does not depend on the score, so that the derivative is 0.
         derivative: ds'/dscore as one expression.
-        value: computes s'.
-        value_and_derivative: computes (s', ds'/dscore) with everything common to both shared.
-        learned: each element of a learned tensor that the score reads, with ds'/d(element).
-        partials: computes these derivatives, in this order.
+        value: code for s'.
+        value_and_derivative: code for (s', ds'/dscore), with common subexpressions shared.
+        learned: each element of a learned tensor that the function reads, with ds'/d(element).
+        partials: code for these derivatives, in the same order.
     """
 
     identity: bool
     ignores_score: bool
     derivative: sympy.Expr
-    value: Block
-    value_and_derivative: Block
+    value: CodeBlock
+    value_and_derivative: CodeBlock
     learned: tuple[tuple[Element, sympy.Expr], ...]
-    partials: Block
+    partials: CodeBlock
 
 
 def analyse_score(
     score: sympy.Expr, learned_tensors: Collection[TensorSymbol] = ()
 ) -> ScoreAnalysis:
-    """Differentiate and share; ``learned_tensors`` are those whose gradients are wanted."""
+    """The analysis of a score function; ``learned_tensors`` need gradients."""
     slope = derivative(score)
     learned = tuple(
         (element, derivative(score, element))
@@ -79,9 +63,9 @@ def analyse_score(
 
 
 def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
-    """ds'/dscore, or by one element that the score reads, at every place where it reads it.
+    """ds'/dscore, or the derivative by one element of a tensor, over all its occurrences.
 
-    Where the score function jumps or bends it is that of torch's autograd.
+    Where the score function is not differentiable, it is the derivative of torch's autograd.
     """
     if isinstance(by, sympy.Symbol):
         return _in_and_or(_differentiated(score, by))
@@ -91,7 +75,7 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
 
 
 class _Power(sympy.Function):  # type: ignore[misc]
-    """``a ** n``, with a derivative that is not divided by ``a``, and 0 where torch has 0."""
+    """``a ** n`` with a derivative without division by ``a``, and 0 where torch's is 0."""
 
     nargs = (2,)
 
@@ -104,7 +88,7 @@ class _Power(sympy.Function):  # type: ignore[misc]
 
 
 def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
-    """sympy's derivative, but for powers whose exponent is not known: it has n a^n / a of a^n."""
+    """sympy's derivative, except for powers with a variable exponent, of which it is n a^n / a."""
 
     def unknown(expr: sympy.Basic) -> bool:
         return isinstance(expr, sympy.Pow) and not expr.exp.is_number and expr.has(by)
@@ -114,7 +98,7 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
-    """Without sympy's if-then-else of conditions, which it makes of a choice that is compared."""
+    """The expression without ITE, which sympy makes of a choice inside a comparison."""
     while True:
         inner = [ite for ite in expr.atoms(sympy.ITE) if not ite.args[0].has(sympy.ITE)]
         if not inner:
@@ -130,82 +114,12 @@ def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
         )
 
 
-def share(*results: sympy.Basic, name_costly: bool = False) -> Block:
-    """Name every computed subexpression that occurs more than once.
-
-    Equal subtrees only: regrouping sums and products would change rounding. The order is that of
-    first use, so the same expressions always give the same names.
-
-    Args:
-        name_costly: name elements of tensors and divisions too where they occur once. Code that
-            computes them on every path is shared by neighbouring scores of a row or a column;
-            behind an ``&&`` each would compute them for itself.
-    """
-    counts: Counter[sympy.Basic] = Counter()
-    for result in results:
-        _count(result, counts)
-    names: dict[sympy.Basic, sympy.Symbol] = {}
-    lets: list[tuple[sympy.Symbol, sympy.Basic]] = []
-
-    def rebuilt(expr: sympy.Basic) -> sympy.Basic:
-        if expr in names:
-            return names[expr]
-        if not expr.args:
-            return expr
-        new = _with_args(expr, [rebuilt(arg) for arg in expr.args])
-        if (counts[expr] > 1 or (name_costly and _is_costly(expr))) and _worth_a_name(expr):
-            symbol = _let_symbol(len(lets), expr)
-            names[expr] = symbol
-            lets.append((symbol, new))
-            return symbol
-        return new
-
-    return Block(results=tuple(rebuilt(result) for result in results), lets=tuple(lets))
-
-
-def _count(expr: sympy.Basic, counts: Counter[sympy.Basic]) -> None:
-    counts[expr] += 1
-    if counts[expr] == 1:
-        for arg in expr.args:
-            _count(arg, counts)
-
-
-def _is_costly(expr: sympy.Basic) -> bool:
-    return isinstance(expr, Element | FloorDiv | FloorMod)
-
-
-def _worth_a_name(expr: sympy.Basic) -> bool:
-    """True for what costs an instruction: not a constant, a negation or a branch of a choice."""
-    if expr.is_number if isinstance(expr, sympy.Expr) else not expr.free_symbols:
-        return False
-    if isinstance(expr, sympy.functions.elementary.piecewise.ExprCondPair):
-        return False
-    if isinstance(expr, sympy.Mul) and len(expr.args) == 2 and expr.args[0] == -1:
-        return False
-    return isinstance(expr, sympy.Expr) or is_condition(expr)
-
-
-def _with_args(expr: sympy.Basic, args: list[sympy.Basic]) -> sympy.Basic:
-    if tuple(args) == expr.args:
-        return expr
-    if isinstance(expr, sympy.Piecewise):
-        return expr.func(*args, evaluate=False)
-    return expr.func(*args)
-
-
-def _let_symbol(number: int, expr: sympy.Basic) -> sympy.Symbol:
-    name = f"t{number}"
-    if is_condition(expr):
-        return sympy.Symbol(name)
-    return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)
-
-
 def kind_of_sum(element: Element) -> str:
-    """What has an element of a tensor in common, by the positions in its indices.
+    """Which scores share an element of a tensor, by the positions in its indices.
 
     Returns:
-        "block": all scores of a block; "row": those of a query; "column": those of a key;
-        "element": each score may have another.
+        "block": all scores of a thread block; "row": the scores of a query; "column": the scores of
+        a key; "element": each score may read another element.
     """
     uses = {symbol for index in element.indices for symbol in index.free_symbols}
     if SCORE in uses or {Q, K} <= uses:

@@ -1,5 +1,5 @@
 """The program ``flashgen``."""
 
-from .program import app, main
+from flashgen.cli.program import app, main
 
 __all__ = ["app", "main"]

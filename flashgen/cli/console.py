@@ -1,14 +1,13 @@
-"""What commands print: plain and complete when piped, coloured on a terminal."""
+"""The output of commands: plain and complete when piped, coloured on a terminal."""
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, ParamSpec
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -22,14 +21,12 @@ MISMATCH = 1
 REFUSED = 2
 """Exit codes: the result is wrong or a file differs; the command could not be carried out."""
 
-_PIPED_WIDTH = 4000  # no line is broken or cut when nobody watches
+_PIPED_WIDTH = 4000  # in a pipe no line is broken or cut
 _SLOW_SECONDS = 1.0
-
-P = ParamSpec("P")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on today's stdout or stderr: tests and redirections replace them."""
+    """A console on the present stdout or stderr, which tests and redirections replace."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPED_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -41,7 +38,7 @@ def say(text: str | Text = "", *, style: str | None = None) -> None:
 
 
 def write(text: str) -> None:
-    """Text as it is, for output that another program may read."""
+    """Text without any change, for output that another program may read."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
@@ -78,7 +75,7 @@ def _print_table(table: Table) -> None:
 
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
-    """Says what is going on, on stderr, when it takes longer than a second."""
+    """Prints on stderr what is being done, when it takes longer than a second."""
     err = console(stderr=True)
     status = err.status(doing) if err.is_terminal else None
 
@@ -98,19 +95,6 @@ def busy(doing: str) -> Iterator[None]:
         timer.join()
         if status is not None:
             status.stop()
-
-
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Tells a deliberate error as its four lines and ends with `REFUSED`; others are bugs."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except FlashgenError as error:
-            refuse(error)
-
-    return wrapped
 
 
 def refuse(error: FlashgenError) -> NoReturn:
@@ -140,7 +124,7 @@ def seconds(value: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 1 or unit == "us":
             return f"{value * factor:.3g} {unit}"
-    raise AssertionError("the last unit takes everything")
+    raise AssertionError("the last unit has no lower limit")
 
 
 def plural(count: int, word: str, many: str | None = None) -> str:

@@ -1,53 +1,68 @@
-"""``flashgen emit``: the CUDA files of specs, written or compared."""
+"""``flashgen emit``: CUDA files of given specs, or the folder that holds those of all specs."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import typer
 
 from flashgen import config
+from flashgen.cli import generated
+from flashgen.cli.arguments import DEFAULT_ARCH, EmitArguments
 from flashgen.cli.console import MISMATCH, busy, plural, say, write
-from flashgen.errors import RenderError, SpecError
+from flashgen.codegen import Source
+from flashgen.errors import InputError, RenderError, SpecError
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec_file import load
 from flashgen.pipeline import emit as emit_kernels
-from flashgen.render import Source
-from flashgen.spec import AttentionSpec, load
 
-DEFAULT_ARCH = "sm_80"
 SPECS = Path("specs")
 
 
-def emit(
-    paths: Sequence[str],
-    folder: Path,
-    archs: Sequence[str],
-    *,
-    sram: int | None = None,
-    check: bool,
-) -> None:
-    """Writes a file per kernel, spec and architecture, or with ``check`` compares them.
+def emit(arguments: EmitArguments) -> None:
+    """Writes whole files of the given specs, or the three parts of `flashgen.cli.generated`.
+
+    With ``--check`` it compares them with the files of the folder instead.
 
     Raises:
-        typer.Exit: with status 1 when a comparison finds any difference.
-        FlashgenError: a spec cannot be loaded, planned or rendered.
+        typer.Exit: with status 1 when a comparison finds a difference.
+        FlashgenError: a spec cannot be loaded, planned or rendered, or an option is wrong.
     """
-    archs = archs or [config.arch() or DEFAULT_ARCH]
-    wanted = sources(paths or default_specs(), archs, sram)
-    # Only the complete set can say which files are left over, and only for its own architectures.
-    stale = [] if paths else _left_over(folder, archs, wanted)
-    if check:
-        _check(folder, wanted, stale)
+    folder = arguments.output
+    left_over: list[Path] = []
+    if arguments.specs:
+        archs = arguments.archs or (config.arch() or DEFAULT_ARCH,)
+        sources = _sources(arguments.specs, archs, arguments.sram)
+        files = {source.filename: source.text for each in sources.values() for source in each}
     else:
-        _write(folder, wanted, stale)
+        _refuse_options_of_specs(arguments)
+        files = generated.contents(folder, _sources(all_specs(), generated.ARCHS))
+        left_over = generated.left_over(folder, files)
+    if arguments.check:
+        _check(folder, files, left_over)
+    else:
+        _write(folder, files, left_over)
 
 
-def default_specs() -> list[str]:
-    """Every file in ``specs/``.
+def _refuse_options_of_specs(arguments: EmitArguments) -> None:
+    options = [f"--arch {arch}" for arch in arguments.archs]
+    options += [] if arguments.sram is None else [f"--sram {arguments.sram}"]
+    if options:
+        raise InputError(
+            "this option needs the specs to emit",
+            where=f"option {', '.join(options)}",
+            numbers=f"without specs, kernels are emitted for {' and '.join(generated.ARCHS)}",
+            way_out=f"flashgen emit {SPECS.as_posix()}/*.py {' '.join(options)}",
+        )
+
+
+def all_specs() -> list[str]:
+    """Every file in ``specs/`` below the working directory.
 
     Raises:
-        SpecError: there is no such folder here, or nothing in it.
+        SpecError: there is no such folder, or no spec in it.
     """
     found = sorted(path.as_posix() for path in SPECS.glob("*.py"))
     if not found:
@@ -55,40 +70,41 @@ def default_specs() -> list[str]:
             "there are no specs to emit",
             where=SPECS.as_posix(),
             numbers=f"no .py file in {SPECS.as_posix()}/ below the working directory",
-            way_out="flashgen emit path/to/spec.py, or run it where specs/ is",
+            way_out="flashgen emit path/to/spec.py, or run the command where specs/ is",
         )
     return found
 
 
-def sources(
+def _sources(
     paths: Sequence[str], archs: Sequence[str], sram: int | None = None
-) -> dict[str, Source]:
-    """The emitted files by name.
+) -> dict[str, list[Source]]:
+    """The emitted files of each spec file.
 
     Raises:
-        RenderError: two specs would write the same file.
+        RenderError: two specs would be written to the same file.
     """
-    found: dict[str, Source] = {}
-    origin: dict[str, str] = {}
-    for path in paths:
+    found: dict[str, list[Source]] = {}
+    first: dict[str, tuple[str, Source]] = {}
+    for path in dict.fromkeys(paths):
         with busy(f"emitting {path}"):
             spec = load(path)
-            for source in (kernel for arch in archs for kernel in kernels_of(spec, arch, sram)):
-                if origin.setdefault(source.filename, path) != path:
-                    raise RenderError(
-                        "two specs would be emitted into the same file",
-                        where=f"{origin[source.filename]} and {path}",
-                        numbers=f"both are named {spec.name!r}: {source.filename}",
-                        way_out='fg.AttentionSpec(..., name="another_name")',
-                    )
-                found[source.filename] = source
+            found[path] = [kernel for arch in archs for kernel in kernels_of(spec, arch, sram)]
+        for source in found[path]:
+            other, written = first.setdefault(source.filename, (path, source))
+            if written.text != source.text:
+                raise RenderError(
+                    "two specs would be emitted into the same file",
+                    where=f"{other} and {path}",
+                    numbers=f"both emit {source.filename}, with different text",
+                    way_out='fg.AttentionSpec(..., name="another_name"), or two commands with -o',
+                )
     return found
 
 
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
-    """Tables, forward, and the backward kernels of both modes, free and deterministic."""
+    """Min/max tables, forward, and the backward kernels with free and with fixed order of sums."""
     free = emit_kernels(spec, arch, sram=sram)
-    yield from free.summaries
+    yield from free.minmax_tables
     yield free.forward
     yield from free.backward
     files = {source.filename for source in free.backward}
@@ -97,52 +113,57 @@ def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Itera
             yield source
 
 
-def _left_over(folder: Path, archs: Sequence[str], wanted: dict[str, Source]) -> list[Path]:
-    there = (path for arch in archs for path in folder.glob(f"*_{arch}.cu"))
-    return sorted(path for path in there if path.name not in wanted)
-
-
-def _write(folder: Path, wanted: dict[str, Source], stale: Sequence[Path]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, source in wanted.items():
-        path = folder / name
-        data = source.text.encode()
+def _write(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) -> None:
+    for name, text in files.items():
+        path, data = folder / name, text.encode()
         if path.is_file() and path.read_bytes() == data:
-            # Left alone, time stamp included, so that nothing rebuilds.
+            # The file keeps its time stamp, so that build tools do not rebuild from it.
             say(f"unchanged  {path.as_posix()}")
             continue
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         say(f"written    {path.as_posix()}  {len(data):,} B")
-    for path in stale:
-        say(f"left over  {path.as_posix()}  no spec emits it: delete it", style="yellow")
+    for path in left_over:
+        say(f"left over  {path.as_posix()}  {_why_left_over(path)}: delete it", style="yellow")
 
 
-def _check(folder: Path, wanted: dict[str, Source], stale: Sequence[Path]) -> None:
-    differences = [_difference(folder / name, source) for name, source in wanted.items()]
-    differences += [f"left over: {path.as_posix()}, which no spec emits\n" for path in stale]
-    differences = [text for text in differences if text]
+def _check(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) -> None:
+    differences = [each for name in files for each in _differences(folder / name, files[name])]
+    differences += [f"left over: {path.as_posix()}, {_why_left_over(path)}\n" for path in left_over]
     if not differences:
-        say(f"{plural(len(wanted), 'file')} in {folder.as_posix()}/ as they would be emitted")
+        say(f"{plural(len(files), 'file')} in {folder.as_posix()}/ as they would be emitted")
         return
     for text in differences:
         write(text)
     say(
         f"{plural(len(differences), 'difference')} between {folder.as_posix()}/ and what would be "
-        f"emitted; `flashgen emit -o {folder.as_posix()}` writes the files",
+        f"emitted; the command without --check writes the files",
         style="bold red",
     )
     raise typer.Exit(MISMATCH)
 
 
-def _difference(path: Path, source: Source) -> str:
-    """A unified diff from the file to what would be emitted; empty when they are the same bytes."""
+def _why_left_over(path: Path) -> str:
+    if path.parent.name == "gallery":
+        return f"to which {generated.README} does not link"
+    return "which no spec emits"
+
+
+def _differences(path: Path, text: str) -> Iterator[str]:
+    """A unified diff from the file to the emitted text; for digests, a sentence per kernel."""
     if not path.is_file():
-        return f"missing: {path.as_posix()}\n"
+        yield f"missing: {path.as_posix()}\n"
+        return
     data = path.read_bytes()
-    if data == source.text.encode():
-        return ""
-    before = data.decode(errors="replace").splitlines(keepends=True)
-    after = source.text.splitlines(keepends=True)
-    lines = difflib.unified_diff(before, after, path.as_posix(), f"{path.as_posix()} (emitted)")
-    text = "".join(line if line.endswith("\n") else line + "\n" for line in lines)
-    return text or f"line endings differ: {path.as_posix()}\n"
+    if data == text.encode():
+        return
+    if path.name == generated.DIGESTS:
+        found = list(generated.digest_differences(path, text))
+    else:
+        before = data.decode(errors="replace").splitlines(keepends=True)
+        names = (path.as_posix(), f"{path.as_posix()} (emitted)")
+        diff = difflib.unified_diff(before, text.splitlines(keepends=True), *names)
+        found = ["".join(line if line.endswith("\n") else line + "\n" for line in diff)]
+    yield from filter(None, found)
+    if not any(found):
+        yield f"order of lines or line endings differ: {path.as_posix()}\n"

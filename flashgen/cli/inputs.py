@@ -1,4 +1,4 @@
-"""What the commands' arguments mean: a spec with changes, a shape, values for scalars."""
+"""Specs, shapes and scalars from the arguments of a command."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen.cli.arguments import CallArguments, SpecArguments
+from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.errors import InputError, SpecError
-from flashgen.expr import Scalar
-from flashgen.spec import AttentionSpec, load
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec_file import load
 
 Number = int | float | bool
 
 
-def load_spec(
-    path: str, *, dtype: str | None, head_dim: int | None, head_dim_v: int | None = None
-) -> AttentionSpec:
-    """The spec of a file, with what the command line changes.
+def load_spec(arguments: SpecArguments) -> AttentionSpec:
+    """The spec of a file, with the changes of the command line.
 
     Raises:
         SpecError: there is no such spec, or an option does not suit it.
     """
-    spec = load(path)
-    changes = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    spec = load(arguments.path)
+    changes = {name: getattr(arguments, name) for name in ("dtype", "head_dim", "head_dim_v")}
     given = {name: value for name, value in changes.items() if value is not None}
     try:
-        return spec.replace(**given) if given else spec
+        spec = spec.replace(**given) if given else spec
     except SpecError as error:
         options = ", ".join(f"--{name.replace('_', '-')} {given[name]}" for name in given)
-        where = f"{path} with {options}"
+        where = f"{arguments.path} with {options}"
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
+    dropout = isinstance(arguments, CallArguments) and arguments.dropout != 0
+    return spec.replace(dropout=True) if dropout else spec
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ def parse_shape(text: str) -> Shape:
 def scalar_values(
     spec: AttentionSpec, path: str, options: Sequence[str]
 ) -> tuple[dict[str, Number], list[str]]:
-    """A value for each scalar: from ``--scalar name=value``, else the spec file's own example.
+    """A value for each scalar: from ``--scalar name=value``, or else the spec file's example.
 
-    A spec file may say ``example_scalars = {"window": 64}`` at its top level.
+    A spec file may define ``example_scalars = {"window": 64}`` at its top level.
 
     Returns:
         The values, and the names of those that are the file's example.
@@ -119,24 +121,16 @@ def _parse_option(spec: AttentionSpec, option: str) -> tuple[str, object]:
             numbers=f"scalars of {spec.name}: {wanted}",
             way_out="--scalar name=value" if spec.scalars else "leave --scalar out",
         )
-    value = _parse_value(scalar, text.strip())
+    dtype = SCALAR_DTYPES[scalar.dtype]
+    value = dtype.parse(text.strip())
     if value is None:
         raise InputError(
             f"the scalar {scalar.name!r} cannot take this value",
             where=f"option --scalar {option}",
             numbers=f"given {text!r}; dtype {scalar.dtype}",
-            way_out=f"--scalar {name}=" + {"bool": "true", "int32": "64"}.get(scalar.dtype, "0.5"),
+            way_out=f"--scalar {name}={dtype.example}",
         )
     return scalar.name, value
-
-
-def _parse_value(scalar: Scalar, text: str) -> Number | None:
-    if scalar.dtype == "bool":
-        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
-    try:
-        return int(text) if scalar.dtype == "int32" else float(text)
-    except ValueError:
-        return None
 
 
 def example_scalars(path: str) -> Mapping[str, Any]:

@@ -8,17 +8,43 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from flashgen.cli.console import facts, seconds, write
+from flashgen import config
+from flashgen.cli.arguments import DEFAULT_ARCH, InspectArguments
+from flashgen.cli.console import busy, facts, seconds, write
+from flashgen.cli.inputs import load_spec
 from flashgen.errors import CompileError, InputError
+from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, build, build_backward
-from flashgen.spec import AttentionSpec
 
 
-def kernel_of(spec: AttentionSpec, arch: str, role: str, sram: int | None = None) -> Build:
-    """The compiled kernel of that role: "forward", "delta", "fused", "dkdv" or "dq".
+def inspect(arguments: InspectArguments) -> None:
+    """Compiles one kernel and prints the parts of the result that the options name.
 
     Raises:
-        InputError: there is no such kernel, or the plan does not take it for this spec.
+        FlashgenError: the kernel does not exist or does not compile, or there is no disassembler.
+    """
+    spec = load_spec(arguments)
+    arch = arguments.arch or config.arch() or DEFAULT_ARCH
+    with busy(f"compiling {spec.name}"):
+        built = _kernel(spec, arch, arguments.kernel, arguments.sram)
+    if arguments.cuda:
+        write(built.source.text)
+    if arguments.ptx:
+        write(built.ptx)
+    if arguments.sass:
+        _sass(built)
+    if arguments.log:
+        write(built.binary.log or "NVRTC printed no messages.")
+    others = arguments.cuda or arguments.ptx or arguments.sass or arguments.log
+    if arguments.resources or not others:
+        _resources(built)
+
+
+def _kernel(spec: AttentionSpec, arch: str, role: str, sram: int | None) -> Build:
+    """The compiled kernel of that role: "forward", or one of the backward pass.
+
+    Raises:
+        InputError: the backward pass of this spec has no such kernel.
     """
     if role == "forward":
         return build(spec, arch, sram=sram)
@@ -36,7 +62,7 @@ def kernel_of(spec: AttentionSpec, arch: str, role: str, sram: int | None = None
     return found[role]
 
 
-def resources(kernel: Build) -> None:
+def _resources(kernel: Build) -> None:
     """Registers, memory and code size, as a table."""
     binary, plan = kernel.binary, kernel.plan
     used = binary.resources
@@ -60,7 +86,7 @@ def resources(kernel: Build) -> None:
     )
 
 
-def sass(kernel: Build) -> None:
+def _sass(kernel: Build) -> None:
     """The machine code, disassembled.
 
     Raises:

@@ -1,15 +1,14 @@
-"""``flashgen profile``: what kernels did in the emulator, beside what their plans predicted."""
+"""``flashgen profile``: the counted work of kernels, beside the predictions of their plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flashgen.cli.captures import tensor_values
+from flashgen.cli.arguments import ProfileArguments
+from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, listing, say, seconds
-from flashgen.cli.inputs import load_spec, parse_shape, scalar_values
+from flashgen.cli.inputs import load_spec, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.profile import Profile, Quantity
@@ -17,80 +16,44 @@ if TYPE_CHECKING:
 _SECTOR = 32  # bytes
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of one ``flashgen profile``; their meanings are in the command's help."""
-
-    path: str
-    shape: str
-    dtype: str | None = None
-    head_dim: int | None = None
-    head_dim_v: int | None = None
-    arch: str | None = None
-    sram: int | None = None
-    scalars: tuple[str, ...] = ()
-    backward: bool = False
-    dropout: float = 0.0
-    deterministic: bool = False
-    seed: int = 0
-    lines: int = 8
-    plot: Path | None = None
-
-
-def profile(request: Request) -> None:
-    """Runs one spec in the emulator and prints the profile of each kernel.
+def profile(arguments: ProfileArguments) -> None:
+    """Executes one spec in the emulator and prints the profile of each kernel.
 
     Raises:
-        FlashgenError: a stage refused, or there is nothing to draw with.
+        FlashgenError: a stage of the pipeline fails, or matplotlib is missing for ``--plot``.
     """
-    spec = load_spec(
-        request.path,
-        dtype=request.dtype,
-        head_dim=request.head_dim,
-        head_dim_v=request.head_dim_v,
-    )
-    if request.dropout:
-        spec = spec.replace(dropout=True)
-    sizes = parse_shape(request.shape)
+    spec = load_spec(arguments)
+    sizes = parse_shape(arguments.shape)
     with busy("loading torch"):
-        from flashgen.cli.run import random_tensors
         from flashgen.profile import check_plot, plot, profile_backward, profile_forward
-    if request.plot is not None:
+    if arguments.plot is not None:
         check_plot()
-    values, _ = scalar_values(spec, request.path, request.scalars)
-    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, "emulator")
-    captured, _ = tensor_values(spec, request.path, sizes, seed=request.seed)
-    options: dict[str, Any] = {"scalars": values, "tensors": captured}
-    options |= {"arch": request.arch, "sram": request.sram}
-    if request.dropout:
-        options |= {"dropout_p": request.dropout, "rng": rng}
+    call = random_call(spec, arguments, sizes)
+    options = call.options | {"arch": arguments.arch, "sram": arguments.sram}
     with busy(f"{spec.name}: compiling, then counting {sizes} in the emulator"):
-        run, profiles = profile_forward(spec, *operands, **options)
-    if request.backward:
-        with busy(f"{spec.name}: the same of the backward kernels"):
-            _, more = profile_backward(
-                spec,
-                *(*operands, run.out, run.lse, dout, dlse),
-                deterministic=request.deterministic,
-                **options,
-            )
+        run, profiles = profile_forward(spec, *call.operands, **options)
+    if arguments.backward:
+        tensors = (*call.operands, run.out, run.lse, *call.gradients)
+        options["deterministic"] = arguments.deterministic
+        with busy(f"{spec.name}: compiling and counting the backward kernels"):
+            _, more = profile_backward(spec, *tensors, **options)
         profiles += more
-    drops = f", dropout p {request.dropout}" if request.dropout else ""
-    what = f"{spec.name}, {request.path}: {sizes}, {spec.dtype}{drops}"
+    dropout = f", dropout p {arguments.dropout}" if arguments.dropout else ""
+    what = f"{spec.name}, {arguments.path}: {sizes}, {spec.dtype}{dropout}"
     say(f"{what}, {run.arch}, counted in the emulator")
     if not profiles:
-        say("nothing was launched: a size is 0")
+        say("no kernel was launched: a size is 0")
         return
     for each in profiles:
         say()
-        show(each, request.lines)
-    if request.plot is not None:
-        plot(profiles, request.plot)
-        say(f"\nroofline written to {request.plot.as_posix()}")
+        show(each, arguments.lines)
+    if arguments.plot is not None:
+        plot(profiles, arguments.plot)
+        say(f"\nroofline written to {arguments.plot.as_posix()}")
 
 
 def show(profile: Profile, lines: int) -> None:
-    """All of one kernel's profile; ``lines`` of the source with the most instructions."""
+    """Prints the profile of a kernel, with the ``lines`` of its source that execute most."""
     plan = profile.plan
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
     if plan.heads_per_tile > 1:
@@ -120,7 +83,7 @@ def show(profile: Profile, lines: int) -> None:
 def _memory(profile: Profile) -> list[tuple[str, str]]:
     totals, l2, excess = profile.totals, profile.l2, profile.sectors_in_excess
     coalesced = f"{totals.sectors:,} sectors of {_SECTOR} B, "
-    coalesced += f"{excess:,} beyond the fewest" if excess else "the fewest that these bytes take"
+    coalesced += f"{excess:,} more than the minimum" if excess else "the minimum for these bytes"
     moved = f"{totals.wavefronts:,} wavefronts for {totals.shared_bytes:,} B, "
     blocks = totals.barriers / (profile.blocks * profile.plan.warps)
     return [
@@ -128,7 +91,7 @@ def _memory(profile: Profile) -> list[tuple[str, str]]:
         (
             "HBM",
             f"{l2.from_hbm:,} B read, {l2.to_hbm:,} B written: model of an L2 of "
-            f"{l2.capacity >> 20} MiB, LRU, {l2.resident:,} blocks in turns",
+            f"{l2.capacity >> 20} MiB, LRU, {l2.resident:,} resident blocks",
         ),
         ("shared", moved + f"{totals.bank_conflicts:,} bank conflicts"),
         ("barriers", f"{blocks:,.1f} per block"),
@@ -144,13 +107,13 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
             (
                 "roofline",
                 f"{roofline.intensity:,.1f} FLOP per byte of HBM (ridge {roofline.ridge:,.1f}), "
-                f"{roofline.intensity_l2:,.1f} per byte asked of L2; at best "
+                f"{roofline.intensity_l2:,.1f} per byte requested from L2; at best "
                 f"{roofline.attainable / 1e12:,.0f} TFLOP/s",
             )
         )
     found = profile.duration
     if found is not None:
-        turns = f"blocks in turns: {found.quantisation:.3f} times as long"
+        turns = f"wave quantisation: {found.quantisation:.3f} times as long"
         rows.append(
             ("time", f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}")
         )
@@ -159,7 +122,7 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
 
 def _tensors(profile: Profile) -> None:
     compared = ("tensor", "issued B", "prediction", "counted / prediction")
-    titles = (*compared, "distinct B", "sectors", "fewest")
+    titles = (*compared, "distinct B", "sectors", "minimum")
     rows = [
         (
             *_compared(each.issued),

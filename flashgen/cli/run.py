@@ -1,135 +1,93 @@
-"""``flashgen run``: the whole pipeline on random operands, judged by the oracle."""
+"""``flashgen run``: the whole pipeline on random operands, compared with the oracle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
-from flashgen import config, launch
-from flashgen.cli.captures import tensor_values
+from flashgen.cli.arguments import RunArguments
+from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import MISMATCH, busy, facts, seconds
-from flashgen.cli.inputs import Number, Shape, load_spec, parse_shape, scalar_values
-from flashgen.errors import InputError, LaunchError
-from flashgen.expr import shown
-from flashgen.sparse import COMPRESSED
-from flashgen.spec import AttentionSpec
+from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.language import python_text
+from flashgen.language.spec import AttentionSpec
+from flashgen.signature import LAYOUT_LISTS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
-    from flashgen.plan import Plan
-    from flashgen.plan.jobs import Blocks
+    from flashgen.planner import Plan
+    from flashgen.planner.schedule.work_tiles import LaunchBlocks
     from flashgen.reference import Verdict
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of one ``flashgen run``; their meanings are in the command's help."""
-
-    path: str
-    shape: str
-    dtype: str | None = None
-    head_dim: int | None = None
-    head_dim_v: int | None = None
-    arch: str | None = None
-    sram: int | None = None
-    scalars: tuple[str, ...] = ()
-    q_offset: int = 0
-    k_offset: int = 0
-    backend: str | None = None
-    seed: int = 0
-    backward: bool = False
-    dropout: float = 0.0
-    deterministic: bool = False
-    check: bool = True
-    checkers: bool = True
-
-
-def run(request: Request) -> None:
-    """Runs one spec and prints what happened.
+def run(arguments: RunArguments) -> None:
+    """Executes one spec on random operands, compares it with the oracle and prints a table.
 
     Raises:
         typer.Exit: with status 1 when the result does not meet the error rule.
-        FlashgenError: a stage refused.
+        FlashgenError: a stage of the pipeline fails.
     """
-    spec = load_spec(
-        request.path,
-        dtype=request.dtype,
-        head_dim=request.head_dim,
-        head_dim_v=request.head_dim_v,
-    )
-    if request.dropout:
-        spec = spec.replace(dropout=True)
-    sizes = parse_shape(request.shape)
+    spec = load_spec(arguments)
+    sizes = parse_shape(arguments.shape)
     with busy("loading torch"):
-        from flashgen.ops import run_backward, run_forward
+        from flashgen.ops import run_forward
         from flashgen.tune import on_gpu
-    values, examples = scalar_values(spec, request.path, request.scalars)
-    backend, why = choose_backend(request.backend)
-    operands, (dout, dlse, rng) = random_tensors(spec, sizes, request.seed, backend)
-    offsets = {"q_offset": request.q_offset, "k_offset": request.k_offset}
-    device = "cuda" if backend == "gpu" else "cpu"
-    captured, captured_examples = tensor_values(
-        spec, request.path, sizes, **offsets, seed=request.seed, device=device
+    backend, why = choose_backend(arguments.backend)
+    on = {"gpu": "on the GPU", "emulator": "in the emulator"}.get(backend, "on the CPU")
+    call = random_call(
+        spec,
+        arguments,
+        sizes,
+        device="cuda" if backend == "gpu" else "cpu",
+        q_offset=arguments.q_offset,
+        k_offset=arguments.k_offset,
     )
-    numbers: dict[str, Any] = {"scalars": values, "tensors": captured, **offsets}
-    if request.dropout:
-        numbers |= {"dropout_p": request.dropout, "rng": rng}
-    q, k, v = operands
-    how = {
+    how: dict[str, Any] = {
         "backend": backend,
-        "arch": request.arch,
-        "sram": request.sram,
-        "check_memory": request.checkers,
+        "arch": arguments.arch,
+        "sram": arguments.sram,
+        "check_memory": arguments.checkers,
     }
 
     def forward() -> ForwardRun:
-        return run_forward(spec, q, k, v, **numbers | how)
+        return run_forward(spec, *call.operands, **call.options | how)
 
-    def backward() -> BackwardRun:
-        return run_backward(
-            spec,
-            *(q, k, v, result.out, result.lse, dout, dlse),
-            deterministic=request.deterministic,
-            **numbers | how,
-        )
-
-    where = {"gpu": "on the GPU", "emulator": "in the emulator"}.get(backend, "on the CPU")
-    with busy(f"{spec.name}: compiling, then running {sizes} {where}"):
+    with busy(f"{spec.name}: compiling, then running {sizes} {on}"):
         result = forward()
         elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
     verdicts: dict[str, Verdict] = {}
-    if request.check:
+    if arguments.check:
         with busy(f"{spec.name}: computing the oracle in float64"):
-            verdicts = _judge(spec, result, operands, numbers)
+            verdicts = _judge(spec, result, call)
     backward_rows: list[tuple[str, str]] = []
-    if request.backward:
-        with busy(f"{spec.name}: compiling, then running the backward kernels {where}"):
-            gradients = backward()
-            total = on_gpu(backward) if backend == "gpu" else None
+    if arguments.backward:
+        how["deterministic"] = arguments.deterministic
+        with busy(f"{spec.name}: compiling, then running the backward kernels {on}"):
+            gradients, total = _backward(spec, call, result, how)
         backward_rows = _backward_rows(gradients, total)
-        if request.check:
+        if arguments.check:
             with busy(f"{spec.name}: computing the gradients in float64"):
-                verdicts |= _judge_gradients(spec, gradients, (*operands, dout, dlse), numbers)
+                verdicts |= _judge_gradients(spec, gradients, call)
 
+    arch = result.arch
+    if arguments.sram is not None:
+        arch += f", planned for {arguments.sram:,} B of shared memory per block"
     facts(
         [
-            ("spec", f"{spec.name}, {request.path}"),
-            ("score_mod", shown(spec.score) if spec.score_line else "none"),
-            ("mask_mod", shown(spec.mask) if spec.mask_line else "none"),
+            ("spec", f"{spec.name}, {arguments.path}"),
+            ("score_mod", python_text(spec.score) if spec.score_line else "none"),
+            ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *([("layout", spec.block_sparse.described)] if spec.block_sparse else []),
-            *_scalar_rows(values, examples),
-            *_tensor_rows(spec, captured, captured_examples),
-            *_dropout_rows(request, rng),
+            *_scalar_rows(spec, call),
+            *_tensor_rows(spec, call),
+            *_dropout_rows(call),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
             ("backend", f"{result.backend}, {why}"),
-            ("arch", result.arch if request.sram is None else f"{result.arch}, {_sram(request)}"),
-            *_kernel_rows(result, elapsed, request.checkers),
+            ("arch", arch),
+            *_kernel_rows(result, elapsed, arguments.checkers),
             *backward_rows,
             *((name, str(verdict)) for name, verdict in verdicts.items()),
             *_result_rows(verdicts),
@@ -139,96 +97,38 @@ def run(request: Request) -> None:
         raise typer.Exit(MISMATCH)
 
 
-def _sram(request: Request) -> str:
-    return f"planned for {request.sram:,} B of shared memory per block"
+def _backward(
+    spec: AttentionSpec, call: RandomCall, result: ForwardRun, how: dict[str, Any]
+) -> tuple[BackwardRun, float | None]:
+    """The gradients, and on a GPU the seconds that all backward kernels take together."""
+    from flashgen.ops import run_backward
+    from flashgen.tune import on_gpu
+
+    tensors = (*call.operands, result.out, result.lse, *call.gradients)
+
+    def backward() -> BackwardRun:
+        return run_backward(spec, *tensors, **call.options | how)
+
+    return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
 
 
-def choose_backend(asked: str | None) -> tuple[str, str]:
-    """Where to run, and why there: the option, else FLASHGEN_BACKEND, else a GPU if there is one.
-
-    Raises:
-        InputError: there is no such backend.
-        LaunchError: a GPU is asked for and there is none.
-    """
-    import torch
-
-    no_gpu = launch.available()
-    if no_gpu is None and not torch.cuda.is_available():
-        no_gpu = "this torch is built without CUDA"
-    name = asked or config.backend()
-    if name is None:
-        return ("gpu", torch.cuda.get_device_name()) if no_gpu is None else ("emulator", no_gpu)
-    if name not in config.BACKENDS:
-        raise InputError(
-            "there is no such backend",
-            where="option --backend",
-            numbers=f"given {name!r}; available: {', '.join(config.BACKENDS)}",
-            way_out="--backend emulator, or leave it out",
-        )
-    if name == "gpu" and no_gpu is not None:
-        raise LaunchError(
-            "there is no GPU to run on",
-            where="option --backend" if asked else "environment, FLASHGEN_BACKEND",
-            numbers=no_gpu,
-            way_out="--backend emulator, which executes the same kernel",
-        )
-    return name, "as asked" if asked else "as FLASHGEN_BACKEND says"
-
-
-def random_tensors(
-    spec: AttentionSpec, sizes: Shape, seed: int, backend: str
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """q, k and v; the gradients of out and lse, and dropout's seed and offset.
-
-    Standard normal numbers, the same on every machine for the same seed.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    device = "cuda" if backend == "gpu" else "cpu"
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-
-    def normal(heads: int, seq: int, dim: int) -> Tensor:
-        values = torch.randn(sizes.batch, heads, seq, dim, generator=generator)
-        return values.to(dtype).to(device)
-
-    head_dim_v = spec.head_dim_v or spec.head_dim
-    operands = (
-        normal(sizes.heads_q, sizes.seq_q, spec.head_dim),
-        normal(sizes.heads_kv, sizes.seq_k, spec.head_dim),
-        normal(sizes.heads_kv, sizes.seq_k, head_dim_v),
-    )
-    dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
-    dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
-    return operands, (dout, dlse, torch.tensor([seed, 0], device=device))
-
-
-def _judge(
-    spec: AttentionSpec,
-    result: ForwardRun,
-    operands: tuple[Tensor, Tensor, Tensor],
-    numbers: dict[str, Any],
-) -> dict[str, Verdict]:
+def _judge(spec: AttentionSpec, result: ForwardRun, call: RandomCall) -> dict[str, Verdict]:
     from flashgen import reference
 
-    exact_out, exact_lse = reference.attention(spec, *operands, **numbers)
-    same_out, same_lse = reference.same_dtype(spec, *operands, **numbers)
+    exact_out, exact_lse = reference.attention(spec, *call.operands, **call.options)
+    same_out, same_lse = reference.same_dtype(spec, *call.operands, **call.options)
     return {
         "out": reference.compare(result.out, exact_out, same_out),
         "lse": reference.compare(result.lse, exact_lse, same_lse),
     }
 
 
-def _judge_gradients(
-    spec: AttentionSpec,
-    run: BackwardRun,
-    tensors: tuple[Tensor, ...],
-    numbers: dict[str, Any],
-) -> dict[str, Verdict]:
+def _judge_gradients(spec: AttentionSpec, run: BackwardRun, call: RandomCall) -> dict[str, Verdict]:
     from flashgen import reference
 
     found = (run.dq, run.dk, run.dv, *run.captured)
-    return reference.judge_gradients(found, spec, *tensors, **numbers)
+    tensors = (*call.operands, *call.gradients)
+    return reference.judge_gradients(found, spec, *tensors, **call.options)
 
 
 def _dims(spec: AttentionSpec) -> str:
@@ -237,34 +137,34 @@ def _dims(spec: AttentionSpec) -> str:
     return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
 
 
-def _scalar_rows(values: dict[str, Number], examples: list[str]) -> list[tuple[str, str]]:
+def _scalar_rows(spec: AttentionSpec, call: RandomCall) -> list[tuple[str, str]]:
+    values = call.options["scalars"]
     if not values:
         return []
     text = ", ".join(f"{name} = {value}" for name, value in values.items())
+    examples = [scalar.name for scalar in spec.scalars if scalar.name in call.examples]
     if examples:
         text += f"  ({', '.join(examples)}: the file's example)"
     return [("scalars", text)]
 
 
-def _tensor_rows(
-    spec: AttentionSpec, values: dict[str, Tensor], examples: list[str]
-) -> list[tuple[str, str]]:
-    """A line for each captured tensor: its shape, and where its values are from."""
-    rows = []
-    own = COMPRESSED if spec.block_sparse is not None else ()
+def _tensor_rows(spec: AttentionSpec, call: RandomCall) -> list[tuple[str, str]]:
+    """A line for each captured tensor: its shape, and the origin of its values."""
+    rows, values = [], call.options["tensors"]
+    own = LAYOUT_LISTS if spec.block_sparse is not None else ()
     for tensor in (tensor for tensor in spec.tensors if tensor.name not in own):
         text = f"{tensor.name} {list(values[tensor.name].shape)}, {tensor.dtype}"
         text += ", learned" if tensor.grad else ""
-        text += ", the file's example" if tensor.name in examples else ", random"
-        rows.append(("captures", text))
+        text += ", the file's example" if tensor.name in call.examples else ", random"
+        rows.append(("captured", text))
     return rows
 
 
-def _dropout_rows(request: Request, rng: Tensor) -> list[tuple[str, str]]:
-    if not request.dropout:
+def _dropout_rows(call: RandomCall) -> list[tuple[str, str]]:
+    if "rng" not in call.options:
         return []
-    seed, offset = rng.tolist()
-    return [("dropout", f"p {request.dropout}, seed {seed}, offset {offset}")]
+    seed, offset = call.options["rng"].tolist()
+    return [("dropout", f"p {call.options['dropout_p']}, seed {seed}, offset {offset}")]
 
 
 def _backward_rows(run: BackwardRun, total: float | None) -> list[tuple[str, str]]:
@@ -282,11 +182,11 @@ def _backward_rows(run: BackwardRun, total: float | None) -> list[tuple[str, str
 
 
 def _launched(kernel: Build) -> str:
-    """A kernel, its tile and its registers, in a line."""
+    """A line with a kernel, its tile and its registers."""
     plan, used = kernel.plan, kernel.binary.resources
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
     spills = "" if used.clean else f", SPILLS {used.spill_store_bytes:,} B"
-    parts = [tile] if plan.block_q else []  # a table of extremes has no tile
+    parts = [tile] if plan.block_q else []  # the kernel of a min/max table has no tile
     parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
     return f"{kernel.source.name}: {', '.join(parts)}"
 
@@ -325,15 +225,15 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> list[tup
 
 
 def _heads_rows(plan: Plan, reason: str) -> list[tuple[str, str]]:
-    """How many heads share a tile, where they could."""
+    """The number of heads per tile, where several heads could share one."""
     return [("heads", f"{plan.heads_per_tile} per tile, {reason}")] if reason else []
 
 
-def _blocks_rows(blocks: Blocks | None) -> list[tuple[str, str]]:
-    """How many blocks do the jobs, where they can do several."""
+def _blocks_rows(blocks: LaunchBlocks | None) -> list[tuple[str, str]]:
+    """The number of blocks of a persistent kernel."""
     if blocks is None:
         return []
-    return [("blocks", f"{blocks.count:,} for {blocks.jobs:,} tiles: {blocks.reason}")]
+    return [("blocks", f"{blocks.count:,} for {blocks.work_tiles:,} tiles: {blocks.reason}")]
 
 
 def _result_rows(verdicts: dict[str, Verdict]) -> list[tuple[str, Text]]:

@@ -3,154 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen import config
-from flashgen.cli.captures import tensor_values
+from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
+from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
-from flashgen.cli.inputs import Shape, load_spec, parse_shape, scalar_values
+from flashgen.cli.inputs import Shape, load_spec, parse_shape
 
 if TYPE_CHECKING:
-    from flashgen.ops import Problem
-    from flashgen.plan import Plan
-    from flashgen.spec import AttentionSpec
-    from flashgen.tune import Choice, Inputs, Measured
+    from flashgen.call import CheckedCall
+    from flashgen.language.spec import AttentionSpec
+    from flashgen.planner import Plan
+    from flashgen.tune import Measured, TileChoice
 
 SMALL_SEQ = 333
-"""Rows of the check against the oracle: odd, and more than any tile."""
+"""The sequence length of the check against the oracle: odd, and longer than any tile."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of one ``flashgen tune``; their meanings are in the command's help."""
-
-    path: str
-    shape: str
-    dtype: str | None = None
-    head_dim: int | None = None
-    head_dim_v: int | None = None
-    arch: str | None = None
-    sram: int | None = None
-    scalars: tuple[str, ...] = ()
-    backward: bool = False
-    deterministic: bool = False
-    dropout: float = 0.0
-    most: int = 8
-    show: int = 10
-    seed: int = 0
-
-    @property
-    def which(self) -> str:
-        """The pass."""
-        if not self.backward:
-            return "forward"
-        return "deterministic" if self.deterministic else "backward"
-
-
-def tune(request: Request) -> None:
-    """Ranks the tiles; measures the best and keeps the winner where there is a GPU to do it on.
+def tune(arguments: TuneArguments) -> None:
+    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner.
 
     Raises:
-        FlashgenError: a stage refused, or no tile fits.
+        FlashgenError: a stage of the pipeline fails, or no tile fits.
     """
-    spec = load_spec(
-        request.path,
-        dtype=request.dtype,
-        head_dim=request.head_dim,
-        head_dim_v=request.head_dim_v,
-    )
-    if request.dropout:
-        spec = spec.replace(dropout=True)
-    sizes = parse_shape(request.shape)
+    spec = load_spec(arguments)
+    sizes = parse_shape(arguments.shape)
+    which = _pass(arguments)
     with busy("loading torch"):
         from flashgen.tune import by_time, derived, rank
-    arch, device, reason = _target(request)
-    inputs = _inputs(request, spec, sizes, device)
-    problem, captured = problem_of(spec, inputs)
+    arch, device, reason = _target(arguments)
+    call = random_call(spec, arguments, sizes, device=device)
+    problem, captured = problem_of(spec, call)
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(spec, problem, captured, arch, which=request.which, sram=request.sram)
-    own = derived(spec, arch, request.which, choices, request.sram)
+        choices = rank(spec, problem, captured, arch, which=which, sram=arguments.sram)
+    own = derived(spec, arch, which, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
     facts(
         [
-            ("spec", f"{spec.name}, {request.path}"),
-            ("shape", f"{sizes}, {spec.dtype}, {request.which}"),
+            ("spec", f"{spec.name}, {arguments.path}"),
+            ("shape", f"{sizes}, {spec.dtype}, {which}"),
             ("arch", arch),
             ("ranked", f"{plural(len(choices), 'choice')} by the model's {unit}"),
         ]
     )
     say()
     if reason:
-        _show_ranked(choices, own, request.show, timed=by_time(spec))
+        _show_ranked(choices, own, arguments.show, timed=by_time(spec))
         for each in choices[0].durations:
             say(f"\n{each}")
-        say(f"\nranked by the model, nothing measured: {reason}")
+        say(f"\nranked by the model, not measured: {reason}")
         return
-    tried = [own, *(each for each in choices[: request.most] if each is not own)]
-    _measure(request, spec, tried, inputs, arch, problem)
+    tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
+    measured = _measured(arguments, spec, tried, call, arch)
+    _show_measured(measured, own, timed=by_time(spec))
+    _keep(measured, own, spec, arch, which, problem)
 
 
-def _target(request: Request) -> tuple[str, str, str]:
-    """The architecture, the device of the tensors, and why nothing can be measured, or ""."""
-    from flashgen.cli.run import choose_backend
-    from flashgen.ops.forward import nearest_arch
+def _pass(arguments: TuneArguments) -> str:
+    """The pass as `flashgen.tune` names it."""
+    if not arguments.backward:
+        return "forward"
+    return "deterministic" if arguments.deterministic else "backward"
 
-    asked = request.arch or config.arch()
+
+def _target(arguments: TuneArguments) -> tuple[str, str, str]:
+    """The architecture, the device of the tensors, and why a measurement is impossible, or ""."""
+    from flashgen.runtime.backends import nearest_arch
+
+    given = arguments.arch or config.arch()
     backend, why = choose_backend(None)
     if backend != "gpu":
-        return asked or "sm_80", "cpu", why
+        return given or DEFAULT_ARCH, "cpu", why
     from flashgen import launch
 
     own = nearest_arch(launch.device_arch(0))
-    if asked not in (None, own):
-        return asked or own, "cpu", f"the GPU here is {why}, {own}"
-    if request.sram is not None:
+    if given not in (None, own):
+        return given or own, "cpu", f"the GPU here is {why}, {own}"
+    if arguments.sram is not None:
         return own, "cpu", "--sram plans for another machine than this one"
     return own, "cuda", ""
 
 
-def inputs_of(
-    spec: AttentionSpec,
-    path: str,
-    sizes: Shape,
-    *,
-    scalars: Sequence[str] = (),
-    dropout: float = 0.0,
-    seed: int = 0,
-    device: str = "cpu",
-) -> Inputs:
-    """Random tensors of a call, and the file's examples; the same for the same seed."""
-    from flashgen.cli.run import random_tensors
-    from flashgen.tune import Inputs
-
-    values, _ = scalar_values(spec, path, scalars)
-    backend = "gpu" if device == "cuda" else "emulator"
-    operands, (dout, dlse, rng) = random_tensors(spec, sizes, seed, backend)
-    captured, _ = tensor_values(spec, path, sizes, seed=seed, device=device)
-    options: dict[str, Any] = {"scalars": values, "tensors": captured}
-    if dropout:
-        options |= {"dropout_p": dropout, "rng": rng}
-    return Inputs(operands, (dout, dlse), options)
-
-
-def _inputs(request: Request, spec: AttentionSpec, sizes: Shape, device: str) -> Inputs:
-    options: dict[str, Any] = {"scalars": request.scalars, "dropout": request.dropout}
-    return inputs_of(spec, request.path, sizes, seed=request.seed, device=device, **options)
-
-
-def problem_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Problem, dict[str, Any]]:
-    """The problem that the inputs state, and what they capture as arrays."""
+def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:
+    """The problem that a call states, and its captured tensors as arrays."""
     from flashgen.profile import array_of, problem_of_call
 
-    problem = problem_of_call(spec, inputs.operands, inputs.options)
-    tensors = inputs.options["tensors"]
+    problem = problem_of_call(spec, call.operands, call.options)
+    tensors = call.options["tensors"]
     return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
 
 
-def _show_ranked(choices: tuple[Choice, ...], own: Choice, most: int, *, timed: bool) -> None:
-    """The best, and the planner's own wherever it stands."""
+def _show_ranked(
+    choices: tuple[TileChoice, ...], own: TileChoice, most: int, *, timed: bool
+) -> None:
+    """Prints the best choices, and the planner's own choice whatever its rank."""
     listing(
         ("rank", "kernels and tiles", "predicted", ""),
         [
@@ -162,11 +109,11 @@ def _show_ranked(choices: tuple[Choice, ...], own: Choice, most: int, *, timed: 
     )
 
 
-def _whose(choice: Choice, own: Choice) -> str:
+def _whose(choice: TileChoice, own: TileChoice) -> str:
     return "the planner's, for all shapes" if choice is own else ""
 
 
-def _predicted(choice: Choice, *, timed: bool) -> str:
+def _predicted(choice: TileChoice, *, timed: bool) -> str:
     if math.isnan(choice.seconds):
         return ""
     return seconds(choice.seconds) if timed else f"{choice.seconds:.4f} clk"
@@ -181,51 +128,63 @@ def _tiles(plans: tuple[Plan, ...]) -> str:
 
 
 def _sharing(plan: Plan) -> str:
-    """Which warps work on the same rows."""
+    """How the warps that work on the same rows divide the work."""
     if plan.column_warps == 1:
         return ""
     scores = "share the scores" if plan.score_warps > 1 else "each with all scores"
     return f", {plan.column_warps} to a row, {scores}"
 
 
-def _measure(
-    request: Request,
+def _measured(
+    arguments: TuneArguments,
     spec: AttentionSpec,
-    tried: list[Choice],
-    inputs: Inputs,
+    tried: list[TileChoice],
+    call: RandomCall,
     arch: str,
-    problem: Problem,
-) -> None:
-    """Checks and times choices, the planner's own first; keeps the fastest."""
-    from flashgen.ops.tuned import Winner, gpu_name, place, write
-    from flashgen.tune import by_time, checked, fastest, on_gpu
+) -> list[Measured]:
+    """The choices, checked against the oracle and timed, the fastest first."""
+    from flashgen.tune import Inputs, checked, fastest, on_gpu
 
-    own = tried[0]
-    sizes = parse_shape(request.shape)
+    sizes, which = parse_shape(arguments.shape), _pass(arguments)
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
-    check_inputs = _inputs(request, spec, small, "cuda")
+    small_call = random_call(spec, arguments, small, device="cuda")
+    small_inputs, inputs = (
+        Inputs(each.operands, each.gradients, each.options) for each in (small_call, call)
+    )
     how = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(spec, tried, check_inputs, request.which, **how)
+        candidates = checked(spec, tried, small_inputs, which, **how)
     with busy(f"{spec.name}: measuring"):
-        measured = fastest(spec, candidates, inputs, request.which, on_gpu, **how)
-    _show_measured(measured, own, timed=by_time(spec))
+        return fastest(spec, candidates, inputs, which, on_gpu, **how)
+
+
+def _keep(
+    measured: list[Measured],
+    own: TileChoice,
+    spec: AttentionSpec,
+    arch: str,
+    which: str,
+    problem: CheckedCall,
+) -> None:
+    """Writes the winner to the cache, for later calls of this kind."""
+    from flashgen.runtime.tuned_tiles import Winner, gpu_name, place, write
+
     winner = measured[0]
     if winner.seconds is None:
-        say("\nnone of them is right or fit to be timed: nothing is kept")
+        say("\nno choice has the right result and a time: no tile is kept")
         return
     root = config.cache_dir()
     if root is None:
-        say("\nnothing is kept: FLASHGEN_CACHE_DIR is off")
+        say("\nno tile is kept: FLASHGEN_CACHE_DIR is off")
         return
     of_own = next((each.seconds for each in measured if each.choice is own), None)
-    path = place(root, gpu_name(0), spec, arch, request.which, problem)
+    path = place(root, gpu_name(0), spec, arch, which, problem)
     kept = Winner(winner.choice.tiles, winner.seconds, of_own or 0.0)
     if write(path, kept):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
 
 
-def _show_measured(measured: list[Measured], own: Choice, *, timed: bool) -> None:
+def _show_measured(measured: list[Measured], own: TileChoice, *, timed: bool) -> None:
     listing(
         ("kernels and tiles", "predicted", "measured", ""),
         [

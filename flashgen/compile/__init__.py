@@ -1,11 +1,12 @@
-"""Source -> Binary: NVRTC on any machine, without a GPU or a driver, and a cache of the results.
+"""Compilation of emitted files by NVRTC, without a GPU or driver, with a cache of the results.
 
-`compile` is the only entry most callers need::
+Most callers need only `compile`::
 
     binary = compile(text, filename="causal.cu", kernel="causal", arch="sm_80")
     binary.ptx, binary.cubin, binary.resources.registers, binary.warnings
 
-It looks in this process' memory, then in the disk cache (`flashgen.compile.cache`), then compiles.
+It looks in the memory of the process, then in the disk cache (`flashgen.compile.cache`), and
+compiles otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from flashgen import config
-from flashgen.compile import cache, nvrtc, report
-from flashgen.compile.report import Resources
+from flashgen.compile import cache, nvrtc, nvrtc_log
+from flashgen.compile.nvrtc_log import Resources
 from flashgen.errors import CompileError
 
 __all__ = ["Binary", "Resources", "compile", "forget"]
@@ -28,22 +29,22 @@ __all__ = ["Binary", "Resources", "compile", "forget"]
 class Binary:
     """A compiled kernel.
 
-    The PTX is for reading and for the emulator; a GPU loads the cubin.
+    The emulator executes the PTX; a GPU loads the cubin.
     """
 
     kernel: str
     arch: str
-    filename: str  # of the emitted source, as messages name it
+    filename: str  # the emitted file's name in messages
     source: str = field(repr=False)
     cubin: bytes = field(repr=False)
     ptx: str = field(repr=False)
     resources: Resources
-    warnings: tuple[str, ...]  # the compiler's: spills, serialised wgmma, unused variables, ...
-    log: str = field(repr=False)  # NVRTC's messages, without the times it took
-    seconds: float  # what this call took
+    warnings: tuple[str, ...]  # of the compiler: spills, serialised wgmma, unused variables, ...
+    log: str = field(repr=False)  # NVRTC's messages, without timings
+    seconds: float  # duration of this call
     from_cache: bool
-    key: str  # content key: equal keys, equal binaries
-    folder: Path | None  # the cache entry, which holds the source under its own name
+    key: str  # content key: equal keys mean equal binaries
+    folder: Path | None  # the cache entry, which contains the source file
 
 
 _memory: dict[str, Binary] = {}
@@ -59,7 +60,7 @@ def compile(
     arch: str,
     options: tuple[str, ...] = (),
 ) -> Binary:
-    """Compiles one emitted file, or finds it in the cache.
+    """Compiles one emitted file, or loads it from the cache.
 
     Args:
         source_text: self-contained CUDA C++.
@@ -69,10 +70,10 @@ def compile(
         options: NVRTC options besides flashgen's own.
 
     Returns:
-        The binary. `Binary.warnings` has what the compiler found worth saying.
+        The binary; `Binary.warnings` are the warnings of the compiler.
 
     Raises:
-        CompileError: NVRTC is missing, rejects the source, or does not know the architecture.
+        CompileError: NVRTC is missing, rejects the source or does not support the architecture.
     """
     start = time.perf_counter()
     _check_names(filename, kernel, arch)
@@ -93,35 +94,35 @@ def compile(
         known = _memory.get(key)
         ours = _in_process.setdefault(key, threading.Lock())
     if known is None:
-        # Threads that want the same kernel wait for the first of them.
+        # Threads that compile the same kernel wait for the first one.
         with ours:
             known = _memory.get(key)
             if known is None:
                 fresh = _load_or_make(source_text, filename, kernel, arch, options, key)
                 with _guard:
                     _memory[key] = fresh
-                return _told(fresh, fresh.from_cache, start, note)
-    return _told(known, True, start, note)
+                return _reported(fresh, fresh.from_cache, start, note)
+    return _reported(known, True, start, note)
 
 
 def forget() -> None:
-    """Empties the memory of this process; the disk cache stays."""
+    """Drops the binaries in the memory of the process; the disk cache stays."""
     with _guard:
         _memory.clear()
         _in_process.clear()
 
 
-def _told(binary: Binary, from_cache: bool, start: float, note: tuple[str, ...]) -> Binary:
+def _reported(binary: Binary, from_cache: bool, start: float, note: tuple[str, ...]) -> Binary:
     seconds = time.perf_counter() - start
     how = "from the cache" if from_cache else "compiled"
-    config.tell(2, f"flashgen: {binary.filename} for {binary.arch} {how} in {seconds:.4f} s")
+    config.log(2, f"flashgen: {binary.filename} for {binary.arch} {how} in {seconds:.4f} s")
     if not from_cache:
-        config.tell(5, binary.ptx)
+        config.log(5, binary.ptx)
     return replace(binary, seconds=seconds, from_cache=from_cache, warnings=note + binary.warnings)
 
 
 def _check_names(filename: str, kernel: str, arch: str) -> None:
-    # They become names of files and folders.
+    # The arguments become names of files and folders.
     for what, value, pattern in (
         ("file name", filename, r"[\w.-]+\.cuh?"),
         ("kernel name", kernel, r"[A-Za-z_]\w*"),
@@ -129,7 +130,7 @@ def _check_names(filename: str, kernel: str, arch: str) -> None:
     ):
         if not re.fullmatch(pattern, value, re.ASCII):
             raise CompileError(
-                f"this cannot be a {what}",
+                f"this is not a valid {what}",
                 where=f"flashgen.compile, {what}",
                 numbers=f"given {value!r}; expected the form {pattern}",
                 way_out="letters, digits and underscores, such as causal.cu, causal and sm_80",
@@ -137,12 +138,14 @@ def _check_names(filename: str, kernel: str, arch: str) -> None:
 
 
 def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
-    """The text to compile, FLASHGEN_OVERRIDE's if that file has our name, and a note saying so."""
+    """The text to compile and notes: that of FLASHGEN_OVERRIDE if its file name matches."""
     path = config.override()
     if path is None:
         return source_text, ()
     if path.name != filename:
-        config.tell(1, f"flashgen: FLASHGEN_OVERRIDE is {path.name}, so {filename} stays as it is")
+        config.log(
+            1, f"flashgen: FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
+        )
         return source_text, ()
     return path.read_text(encoding="utf-8"), (f"compiled from FLASHGEN_OVERRIDE={path}",)
 
@@ -158,7 +161,7 @@ def _load_or_make(
     if found is not None:
         return found
     with cache.locked(root, key) as held:
-        # Another process may have made it while this one waited.
+        # Another process may have compiled it while this one waited.
         found = _load(folder, kernel, arch, filename, source, key, quiet=True) if held else None
         if found is not None:
             return found
@@ -236,8 +239,8 @@ def _make(
 ) -> Binary:
     try:
         output = nvrtc.run(source, program=program, arch=arch, options=options)
-    except nvrtc.Rejected as rejected:
-        raise report.explain(
+    except nvrtc.NvrtcRejection as rejected:
+        raise nvrtc_log.explain(
             rejected,
             source,
             filename=filename,
@@ -245,7 +248,7 @@ def _make(
             nvrtc=nvrtc.version(),
             archs=nvrtc.supported_archs(),
         ) from None
-    log = report.steady(output.log.replace(program, filename))
+    log = nvrtc_log.steady(output.log.replace(program, filename))
     return Binary(
         kernel=kernel,
         arch=arch,
@@ -253,8 +256,8 @@ def _make(
         source=source,
         cubin=output.cubin,
         ptx=nvrtc.name_the_file(output.ptx, program, filename),
-        resources=report.resources(output.cubin, kernel, log),
-        warnings=report.warnings(log),
+        resources=nvrtc_log.resources(output.cubin, kernel, log),
+        warnings=nvrtc_log.warnings(log),
         log=log,
         seconds=0.0,
         from_cache=False,

@@ -1,16 +1,16 @@
-"""The kernel cache on disk: a folder per entry, safe with many processes, never trusted blindly.
+"""The kernel cache on disk: one folder per entry, safe for concurrent processes, with checksums.
 
 ::
 
     <cache folder>/<file stem>.<arch>.<key>/   the emitted .cu, .cubin, .ptx, meta.json
-                  /locks/<2 hex digits>.lock   taken while an entry is compiled
+                  /locks/<2 hex digits>.lock   held while an entry is compiled
                   /tmp-*                       entries being written
-                  /tuned/                      tiles that were measured, not kernels
+                  /tuned/                      measured tiles, not kernels
 
-An entry is written under a temporary name and renamed into place, so that it is there entirely or
-not at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
+An entry is written under a temporary name and renamed into place, so that it exists entirely or not
+at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
 match is compiled again, with a note. A folder that cannot be written costs time, not correctness:
-the kernel is compiled, and a `CacheWarning` says why it was not kept.
+the kernel is compiled, and a `CacheWarning` gives the reason why it is not cached.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1  # part of every key: raise it when what an entry holds changes
+SCHEMA = 1  # part of every key: increase it when the contents of entries change
 META = "meta.json"
-TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.ops.tuned`
+TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.runtime.tuned_tiles`
 _LOCKS = "locks"
 _TEMPORARY = "tmp-"
-_LOCK_SECONDS = 120.0  # far beyond any compilation: whoever holds the lock is stuck
-_ABANDONED_SECONDS = 3600.0  # a temporary folder this old belongs to a process that died
+_LOCK_SECONDS = 120.0  # far longer than any compilation: the holder of the lock hangs
+_ABANDONED_SECONDS = 3600.0  # a temporary folder of this age belongs to a process that has ended
 
 
 class CacheWarning(UserWarning):
-    """The kernel cache could not be read or written; the result is right all the same."""
+    """The kernel cache could not be read or written; the result is still correct."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One kernel in the cache, as `entries` lists it."""
 
     path: Path
@@ -51,18 +51,18 @@ class Entry:
     kernel: str
     arch: str
     bytes: int
-    used: float  # seconds since the epoch, last time it was made or loaded
-    intact: bool  # meta.json can be read and its own checksum is right
+    used: float  # seconds since the epoch, when it was last compiled or loaded
+    intact: bool  # meta.json is readable and its checksum is correct
 
 
 def key(parts: dict[str, Any]) -> str:
-    """Content key: SHA-256 over the schema version and everything that decides the binary."""
+    """Content key: SHA-256 of the schema version and everything that determines the binary."""
     text = json.dumps({"schema": SCHEMA, **parts}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def folder(root: Path, *, filename: str, arch: str, key: str) -> Path:
-    """Where an entry lives: a readable name, then enough of the key to be unique."""
+    """The folder of an entry: a readable name and enough digits of the key to be unique."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(filename).stem)[:80]
     return root / f"{stem}.{arch}.{key[:24]}"
 
@@ -70,9 +70,9 @@ def folder(root: Path, *, filename: str, arch: str, key: str) -> Path:
 def read(
     path: Path, expected_key: str, *, quiet: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """Reads an entry: its meta data and its files by name; None if there is none.
+    """Reads an entry: its metadata and its files by name; None if there is none.
 
-    A damaged entry counts as none, with a `CacheWarning` that says what is wrong with it, unless
+    A damaged entry counts as none, with a `CacheWarning` that describes the damage, unless
     `quiet`.
     """
     try:
@@ -90,7 +90,7 @@ def read(
 
 
 class _Damaged(Exception):
-    """Says what is wrong with an entry, as the end of a sentence."""
+    """An entry is damaged; the message is the end of a sentence that begins with its name."""
 
 
 def _read_intact(path: Path, expected_key: str) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -107,7 +107,7 @@ def _read_intact(path: Path, expected_key: str) -> tuple[dict[str, Any], dict[st
             raise _Damaged(f"lacks {name}") from None
         if hashlib.sha256(files[name]).hexdigest() != digest:
             raise _Damaged(f"has a damaged {name}")
-    # The time stamp serves prune; a folder that cannot be written can still be read.
+    # `prune` uses the time stamp; a read-only folder can still be read.
     with suppress(OSError):
         os.utime(path / META)
     return meta, files
@@ -140,7 +140,7 @@ def write(path: Path, entry_key: str, meta: dict[str, Any], files: dict[str, byt
 
 
 def discard(path: Path) -> None:
-    """Removes an entry, if it is there and can be; in one step for those who read it."""
+    """Removes an entry if it exists and can be removed, atomically for readers."""
     with suppress(OSError):
         if path.exists():
             aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=path.parent))
@@ -150,7 +150,7 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def locked(root: Path, entry_key: str) -> Iterator[bool]:
-    """Holds the lock of a key among all processes and threads; yields False where none is possible.
+    """Holds the lock of a key across processes and threads; yields False where locking fails.
 
     256 lock files serve all keys, so that they do not pile up.
     """
@@ -171,8 +171,8 @@ def locked(root: Path, entry_key: str) -> Iterator[bool]:
         yield held
 
 
-def entries(root: Path) -> list[Entry]:
-    """Every entry, last used first; damaged ones included."""
+def entries(root: Path) -> list[CacheEntry]:
+    """All entries, damaged ones included, the most recently used first."""
     found = []
     for path in _folders(root):
         try:
@@ -183,7 +183,7 @@ def entries(root: Path) -> list[Entry]:
         meta = _checked(record)
         stem, _, rest = path.name.partition(".")
         found.append(
-            Entry(
+            CacheEntry(
                 path=path,
                 filename=meta["filename"] if meta else f"{stem}.cu",
                 kernel=meta["kernel"] if meta else "?",
@@ -197,34 +197,35 @@ def entries(root: Path) -> list[Entry]:
 
 
 def size(root: Path) -> int:
-    """Bytes that the cache takes on disk, files that are being written included."""
+    """The size of the cache on disk in bytes, including files that are being written."""
     return _size(root)
 
 
 def clear(root: Path) -> int:
-    """Removes everything of ours in the folder and nothing else; returns the number of entries."""
+    """Removes the files of the cache and nothing else; returns the number of entries."""
     removed = 0
     for path in _folders(root):
         shutil.rmtree(path, ignore_errors=True)
         removed += not path.exists()
     _sweep(root, older_than=0.0)
     shutil.rmtree(root / TUNED, ignore_errors=True)
-    # A process that still holds one of these locks compiles beside us, which is harmless.
+    # A process that still holds one of these locks compiles concurrently, which is harmless.
     shutil.rmtree(root / _LOCKS, ignore_errors=True)
     return removed
 
 
 def prune(
     root: Path, *, max_bytes: int | None = None, max_age_days: float | None = None
-) -> list[Entry]:
-    """Removes damaged entries, those unused for too long, then the longest unused until it fits.
+) -> list[CacheEntry]:
+    """Removes damaged entries, then expired ones, then the least recently used until it fits.
 
     Args:
-        max_bytes: what all entries together may take.
-        max_age_days: days since an entry was made or loaded.
+        max_bytes: the largest total size of all entries, in bytes; None for no limit.
+        max_age_days: the largest number of days since an entry was made or loaded; None for no
+            limit.
 
     Returns:
-        What was removed.
+        The removed entries.
     """
     now, kept, removed = time.time(), 0, []
     for entry in entries(root):
@@ -250,7 +251,7 @@ def _sealed(meta: dict[str, Any]) -> bytes:
 
 
 def _checked(record: bytes) -> dict[str, Any] | None:
-    """Meta data whose checksum is right and whose schema is ours, otherwise None."""
+    """Metadata with a correct checksum and the current schema, otherwise None."""
     digest, _, text = record.partition(b"\n")
     try:
         meta = json.loads(text)
@@ -263,7 +264,7 @@ def _checked(record: bytes) -> dict[str, Any] | None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Folders that look like entries: NAME.ARCH.KEY. Nothing else in the folder is touched."""
+    """Folders named like entries, NAME.ARCH.KEY; no other file is touched."""
     pattern = re.compile(r"[A-Za-z0-9_-]+\.sm_\d+[af]?\.[0-9a-f]{24}")
     if not root.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Reads what a cubin says about its kernels: an ELF file, read with the standard library alone.
+"""Reads the attributes of kernels from a cubin, an ELF file, with the standard library only.
 
 A cubin is a 64-bit little-endian ELF file. Per kernel NAME it has the sections ``.text.NAME``
 (code), ``.nv.shared.NAME`` (static shared memory, absent if there is none) and ``.nv.info.NAME``
@@ -17,13 +17,13 @@ from flashgen.errors import CompileError
 
 MAX_THREADS = 0x05  # EIATTR_MAX_THREADS: three 32-bit numbers, from __launch_bounds__
 FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE: bytes of stack of one function
-MIN_STACK_SIZE = 0x12  # EIATTR_MIN_STACK_SIZE: the same with everything it calls
+MIN_STACK_SIZE = 0x12  # EIATTR_MIN_STACK_SIZE: bytes of stack of a function and its callees
 PARAM_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE: bytes of all parameters together
 REGISTERS = 0x2F  # EIATTR_REGCOUNT
 
 _HEADER_BYTES = 64
-_SIZED = 4  # attribute format: a 16-bit size and that many bytes follow
-_THREADS_OF_A_BLOCK = 1024  # what the hardware allows, without __launch_bounds__
+_SIZED = 4  # attribute format: a 16-bit size and as many bytes follow
+_THREADS_OF_A_BLOCK = 1024  # the limit of the hardware, without __launch_bounds__
 # From sm_90 on the first KiB of a block's shared memory belongs to the system. The section of a
 # kernel includes it, the compiler's report does not; this section marks files that have it.
 _RESERVED_SECTION = ".nv.shared.reserved.0"
@@ -32,14 +32,14 @@ _RESERVED_BYTES = 1024
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What the cubin records for one kernel; sizes in bytes."""
+    """The attributes of one kernel in the cubin; sizes in bytes."""
 
     registers: int  # per thread
     frame_bytes: int  # stack of the kernel itself, per thread
     stack_bytes: int  # stack of the kernel and the functions it calls, per thread
     static_smem_bytes: int  # shared memory declared in the kernel, per block
     code_bytes: int
-    max_threads: int  # per block, from __launch_bounds__; otherwise what the hardware allows
+    max_threads: int  # per block, from __launch_bounds__, else the limit of the hardware
     param_bytes: int
 
 
@@ -51,7 +51,7 @@ class _Section:
     size: int
 
 
-_NO_DATA = 8  # SHT_NOBITS: the section takes no room in the file
+_NO_DATA = 8  # SHT_NOBITS: the section has no contents in the file
 
 
 def kernels(cubin: bytes) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def kernels(cubin: bytes) -> tuple[str, ...]:
 
 
 def facts(cubin: bytes, kernel: str) -> KernelFacts:
-    """What the cubin records about one kernel.
+    """The attributes of one kernel in the cubin.
 
     Raises:
         CompileError: this is not a cubin, it is cut short, or it has no such kernel.
@@ -80,7 +80,7 @@ def facts(cubin: bytes, kernel: str) -> KernelFacts:
             f"the compiled file has no kernel named {kernel}",
             where=f"cubin, section .text.{kernel}",
             numbers=f"kernels in the file: {', '.join(kernels(cubin)) or 'none'}",
-            way_out='declare it as extern "C" __global__ void, under the name that is asked for',
+            way_out='declare it as extern "C" __global__ void, with the expected name',
         )
     try:
         index = _symbols(cubin, sections).index(kernel)

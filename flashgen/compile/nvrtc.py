@@ -1,8 +1,8 @@
-"""One call into NVRTC: CUDA C++ text to a cubin and the PTX it was made from, with the log.
+"""The interface to NVRTC: CUDA C++ text to a cubin, its PTX and the log.
 
-Uses the low-level bindings, which need neither a GPU nor a driver, and imports them only when
-something is compiled. ``sm_XX`` as architecture yields cubin and PTX from the same compilation.
-NVRTC works without the GIL, so that threads compile in parallel.
+It uses the low-level bindings, which need neither a GPU nor a driver, and imports them at the first
+compilation. The architecture ``sm_XX`` yields cubin and PTX from the same compilation. NVRTC
+releases the GIL, so that threads compile in parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from flashgen.errors import CompileError
 
 # -lineinfo: messages, profilers and the emulator name lines of the emitted file.
-# -v and --warn-on-spills: registers, stack and spills are in the log of a success too.
+# -v and --warn-on-spills: the log of a success contains registers, stack and spills.
 BASE_OPTIONS = (
     "--std=c++17",
     "-lineinfo",
@@ -26,18 +26,18 @@ BASE_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Output:
-    """What NVRTC made: the binary, the assembly text it was made from, and its messages."""
+class NvrtcOutput:
+    """The results of a compilation: the cubin, the PTX it was assembled from, and the log."""
 
     cubin: bytes
     ptx: str
     log: str
 
 
-class Rejected(Exception):
-    """NVRTC did not accept the program. Carries its status name, its log and PTX if it got there.
+class NvrtcRejection(Exception):
+    """NVRTC rejected the program; with its status, its log, and the PTX if there is any.
 
-    Internal: `flashgen.compile` turns it into a `CompileError` with lines of the source.
+    It is internal: `flashgen.compile` raises a `CompileError` with lines of the source instead.
     """
 
     def __init__(self, status: str, log: str, ptx: str) -> None:
@@ -77,8 +77,8 @@ def missing(package: str, error: Exception) -> CompileError:
 def version() -> str:
     """Version of NVRTC as it enters cache keys, such as "13.5 build 141163664".
 
-    NVRTC tells its major and minor version only; the size of the library tells patch releases
-    apart.
+    NVRTC reports only its major and minor version; the size of the library distinguishes patch
+    releases.
     """
     _, major, minor = _bindings().nvrtcVersion()
     text = f"{major}.{minor}"
@@ -92,12 +92,12 @@ def version() -> str:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """Base architectures this NVRTC compiles for, such as ("sm_75", "sm_80", ...)."""
+    """The base architectures that this NVRTC supports, such as ("sm_75", "sm_80", ...)."""
     _, numbers = _bindings().nvrtcGetSupportedArchs()
     return tuple(f"sm_{number}" for number in numbers)
 
 
-def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) -> Output:
+def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) -> NvrtcOutput:
     """Compiles one translation unit.
 
     Args:
@@ -106,26 +106,26 @@ def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) 
         options: NVRTC options besides `BASE_OPTIONS`.
 
     Raises:
-        Rejected: the program or an option was not accepted.
+        NvrtcRejection: NVRTC rejected the program or an option.
         CompileError: NVRTC is missing.
     """
     nvrtc = _bindings()
     status, handle = nvrtc.nvrtcCreateProgram(source.encode(), program.encode(), 0, [], [])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise Rejected(status.name, "", "")
+        raise NvrtcRejection(status.name, "", "")
     try:
         flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *BASE_OPTIONS, *options)]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), flags)
         log = _fetch(nvrtc, handle, "ProgramLog").decode(errors="replace").strip("\0\n ")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            # When only the assembler refused, the PTX exists and shows what it refused.
+            # If only the assembler failed, the PTX exists and shows the cause.
             ptx = _fetch(nvrtc, handle, "PTX").decode(errors="replace").rstrip("\0")
-            raise Rejected(status.name, log, ptx)
+            raise NvrtcRejection(status.name, log, ptx)
         cubin = _fetch(nvrtc, handle, "CUBIN")
         ptx = _fetch(nvrtc, handle, "PTX").decode().rstrip("\0")
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
-    return Output(cubin, ptx, log)
+    return NvrtcOutput(cubin, ptx, log)
 
 
 def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
@@ -133,7 +133,7 @@ def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
     size_status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(handle)
     if size_status != nvrtc.nvrtcResult.NVRTC_SUCCESS or size == 0:
         return b""
-    # The bindings write into the bytes object that they are given.
+    # The bindings write into the bytes object.
     buffer = b" " * size
     (status,) = getattr(nvrtc, f"nvrtcGet{what}")(handle, buffer)
     return buffer if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else b""
@@ -142,8 +142,8 @@ def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
 def name_the_file(ptx: str, program: str, filename: str) -> str:
     """Replaces the compiler's path of the source by the emitted file's name in ``.file`` lines.
 
-    NVRTC writes absolute paths there, and some releases the time stamp and size of a file that
-    exists under that name; PTX is read by people and by the emulator, on any machine.
+    NVRTC writes absolute paths there, and some releases add the time stamp and size of the file.
+    The PTX must not depend on the machine.
     """
 
     def shorten(match: re.Match[str]) -> str:

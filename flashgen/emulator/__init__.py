@@ -1,18 +1,29 @@
-"""Executes PTX on the CPU with numpy: no GPU, no driver; with checkers and counters.
+"""Executes PTX on the CPU with numpy, with checkers and counters; needs neither GPU nor driver.
 
-It knows PTX only, nothing of attention or of the compiler that wrote the text. :func:`launch` is
-the entry. The path of a kernel: ``lexer`` and ``parser`` (text to :mod:`ptx` data), ``flatten``
-(calls inlined), ``program`` (flow and liveness), ``codegen`` with the ``emit_*`` modules (one
-Python function per segment), ``machine`` (cohorts of warps through segments). What instructions
-mean is in ``integers``, ``floats``, ``halves``, ``convert``, ``warp``, ``tensor``, ``access``,
-``atomics``, ``copies`` and ``barriers``; those of sm_90 in ``mbarriers``, ``bulk`` with ``tma``,
-``wgmma`` with ``chains``, ``products`` and ``descriptors``, ``register_order`` with ``hazards``,
-``warpgroup`` and ``clusters``. ``races`` checks, with ``clocks``, and ``proxy`` for what is
-asynchronous; ``counters`` counts: in a launch with profile=True also what ``recorder`` records, by
-the models of ``banks`` and ``work``. ``l2`` runs what was recorded through a cache.
+The emulator executes any PTX module and contains nothing specific to attention. :func:`launch`
+is the entry point. The package consists of floors; a module imports its own floor and the floors
+above it in this list, never those below:
+
+``errors``    The error classes.
+``ptx``       PTX text to data: lexer, parser, inlined calls; control flow, liveness and register
+              types of one kernel (`PtxProgram`).
+``state``     Cohorts (warps that execute together), memories, and `Wave`, the state of a launch
+              that all floors below read.
+``counters``  Instruction and byte counters, bank conflicts, the recorder of profiled launches, and
+              a model of the L2 cache.
+``checks``    Bounds, races in shared and global memory (vector clocks), the asynchronous proxy,
+              registers of wgmma in flight, and the deadlock report.
+``isa``       The instructions. ``emitters`` write one Python function per segment of PTX;
+              ``semantics`` holds the functions over numpy arrays that this code calls.
+``machine``   Scheduler, barriers, mbarriers, asynchronous and bulk copies, tensor maps, wgmma.
+``entry``     `launch`, `load` and `profiling`.
+
+To add an instruction, write its emitter in ``isa/emitters``. To add a checker, write its class in
+``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it where
+``isa/semantics`` or ``machine`` accesses memory.
 """
 
-from flashgen.emulator.counters import Counters, Totals
+from flashgen.emulator.counters.totals import Counters, Totals
 from flashgen.emulator.entry import launch, load, profiling
 from flashgen.emulator.errors import (
     BarrierDivergence,
@@ -30,7 +41,7 @@ from flashgen.emulator.errors import (
     UninitialisedRead,
     UnknownInstruction,
 )
-from flashgen.emulator.tma import TensorMap
+from flashgen.emulator.machine.tma import TensorMap
 
 __all__ = [
     "BarrierDivergence",

@@ -1,9 +1,7 @@
-"""The public entry: numpy arrays become device memory, a kernel runs, the arrays are updated."""
+"""The public entry points: execute a kernel on numpy arrays, which are updated in place."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
 import time
 from collections import OrderedDict
@@ -15,20 +13,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.counters import Counters
+from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.errors import LaunchArguments
-from flashgen.emulator.machine import Machine
-from flashgen.emulator.memory import Allocation, GlobalMemory
-from flashgen.emulator.parser import parse
-from flashgen.emulator.program import GLOBAL_BASE, Program
-from flashgen.emulator.ptx import Module, Variable
-from flashgen.emulator.tma import TensorMap
-from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
+from flashgen.emulator.isa.segments import Segments
+from flashgen.emulator.machine.arguments import ArgumentPacker
+from flashgen.emulator.machine.machine import LaunchConfig, Machine
+from flashgen.emulator.ptx.parser import parse
+from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
+from flashgen.emulator.ptx.syntax import Module
+from flashgen.emulator.state.memory import GlobalMemory
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
 _KEPT_MODULES = 32
-_MODULES: OrderedDict[str, tuple[Module, dict[str, Program]]] = OrderedDict()
+_MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 
@@ -49,51 +47,44 @@ def launch(
     """Executes a kernel of a PTX text.
 
     Args:
-        ptx: text of one module, as NVRTC or another compiler wrote it.
-        name: the kernel, as the PTX spells it.
+        ptx: text of one module, from NVRTC or another compiler.
+        name: the kernel, as it is spelled in the PTX.
         grid: blocks in x, y, z (trailing ones may be left out).
         block: threads in x, y, z.
         args: in the order of the kernel's parameters: a numpy array (a device buffer, updated in
             place; any dtype and strides, bfloat16 as uint16 or ml_dtypes.bfloat16), a number, None
             (a null pointer), a TensorMap (a CUtensorMap by value), or a tuple or list for one
-            struct passed by value, laid out as C does, whose items are arrays, None, numpy scalars
-            or TensorMaps. A buffer keeps its host address mod 16.
+            struct passed by value with the alignment of C, whose items are arrays, None, numpy
+            scalars or TensorMaps. The address of a buffer mod 16 is that of the array.
         shared_bytes: dynamic shared memory per block.
-        check: also look for races and for reads of memory or registers never written. Bounds,
-            alignment, deadlocks and barriers are always checked.
-        order_seed: runs blocks and warps in an order drawn from this seed, instead of together.
-        step_limit: compiled segments that may run before the launch counts as endless.
-        profile: fill in `Counters.recorded` too, which takes time; so does every launch inside
-            `profiling`.
+        check: also check for races and for reads of memory or registers that were never written.
+            Bounds, alignment, deadlocks and barriers are always checked.
+        order_seed: if given, blocks and warps run in a random order drawn from this seed.
+        step_limit: number of compiled segments after which the launch is considered endless.
+        profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
+            so too.
 
     Returns:
         Counters of instructions and memory traffic.
 
     Raises:
-        EmulatorError: the kernel did something that PTX forbids or that is not emulated.
+        LaunchArguments: the arguments do not fit the kernel.
+        EmulatorError: the kernel did something that PTX forbids or that is not supported.
     """
-    program = load(ptx, name)
-    grid3 = _three(grid, "grid")
-    block3 = _three(block, "block")
-    _check_shape(program, grid3, block3, shared_bytes)
-    memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
-    packer = _Packer(program, memory)
-    parameters = packer.pack(args)
-    memory.commit()
-    packer.relocate()
-    machine = Machine(
-        program,
-        grid3,
-        block3,
-        memory,
-        parameters,
+    segments = _loaded(ptx, name)
+    program = segments.program
+    config = LaunchConfig(
+        _three_sizes(grid, "grid"),
+        _three_sizes(block, "block"),
         shared_bytes,
         check,
         order_seed,
         step_limit,
         profile or _LAUNCHES.get() is not None,
-        packer.maps,
     )
+    _check_shape(program, config)
+    memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
+    machine = Machine(segments, config, ArgumentPacker(program, memory).pack(args))
     begin = time.perf_counter()
     try:
         counters = machine.run()
@@ -108,10 +99,10 @@ def launch(
 
 @contextmanager
 def profiling() -> Iterator[list[Counters]]:
-    """Every launch inside, whoever makes it, is one with profile=True.
+    """Profiles every launch inside the context, as with profile=True.
 
     Yields:
-        A list to which the counters of each launch are added, in their order.
+        A list to which the counters of each launch are appended.
     """
     token = _LAUNCHES.set([])
     launches = _LAUNCHES.get()
@@ -122,8 +113,17 @@ def profiling() -> Iterator[list[Counters]]:
         _LAUNCHES.reset(token)
 
 
-def load(ptx: str, name: str) -> Program:
-    """The decoded kernel; decoding is done once per PTX text."""
+def load(ptx: str, name: str) -> PtxProgram:
+    """The decoded kernel; each PTX text is decoded once.
+
+    Raises:
+        PtxSyntaxError: the text cannot be parsed.
+        LaunchArguments: it has no kernel of this name.
+    """
+    return _loaded(ptx, name).program
+
+
+def _loaded(ptx: str, name: str) -> Segments:
     with _LOCK:
         found = _MODULES.get(ptx)
         if found is None:
@@ -131,13 +131,13 @@ def load(ptx: str, name: str) -> Program:
             while len(_MODULES) > _KEPT_MODULES:
                 _MODULES.popitem(last=False)
         _MODULES.move_to_end(ptx)
-        module, programs = found
-        if name not in programs:
-            programs[name] = Program(module, name)
-        return programs[name]
+        module, kernels = found
+        if name not in kernels:
+            kernels[name] = Segments(PtxProgram(module, name))
+        return kernels[name]
 
 
-def _three(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
+def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
     sizes = [size] if isinstance(size, (int, np.integer)) else list(size)
     sizes = [int(s) for s in sizes] + [1] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
@@ -150,9 +150,8 @@ def _three(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _check_shape(
-    program: Program, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int
-) -> None:
+def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
+    grid, block, shared_bytes = config.grid, config.block, config.shared_bytes
     threads = block[0] * block[1] * block[2]
     limit = int(np.prod(program.max_threads)) if program.max_threads else 1024
     if threads > min(limit, 1024):
@@ -165,7 +164,7 @@ def _check_shape(
     required = tuple((*program.required_threads, 1, 1)[:3])
     if program.required_threads and required != tuple(block):
         raise LaunchArguments(
-            "another block size than the kernel requires",
+            "the block size differs from the one that the kernel requires",
             where=f"kernel {program.name}",
             numbers=f"block {tuple(block)}; .reqntid {required}",
             way_out="launch with the block size that the kernel was compiled for",
@@ -173,7 +172,7 @@ def _check_shape(
     cluster = program.directives.get(".reqnctapercluster", (1,))
     if int(np.prod(cluster)) != 1:
         raise LaunchArguments(
-            "a cluster of several blocks, which the emulator does not know",
+            "clusters of several blocks are not supported by the emulator",
             where=f"kernel {program.name}",
             numbers=f".reqnctapercluster {cluster}",
             way_out="compile the kernel for clusters of one block",
@@ -190,170 +189,5 @@ def _check_shape(
             "a negative amount of shared memory",
             where=f"kernel {program.name}",
             numbers=f"shared_bytes = {shared_bytes}",
-            way_out="pass the bytes that the kernel was planned with",
+            way_out="pass the number of bytes that the kernel was compiled for",
         )
-
-
-class _Packer:
-    """Places arrays in device memory and lays the parameters out."""
-
-    def __init__(self, program: Program, memory: GlobalMemory) -> None:
-        self.program = program
-        self.memory = memory
-        self.addresses: dict[int, int] = {}  # id of an array -> device address
-        self.maps: dict[int, tuple[TensorMap, int]] = {}  # by the offset of their 128 bytes
-
-    def pack(self, args: Sequence[Any]) -> bytes:
-        params = self.program.params
-        if len(args) != len(params):
-            raise self.error(
-                "another number of arguments than the kernel has parameters",
-                f"{len(args)} given; the kernel has {len(params)}: "
-                + ", ".join(p.name for p in params),
-                "pass one per parameter; None for a hidden pointer",
-            )
-        self._variables()
-        self._place(args)
-        data = bytearray(self.program.param_bytes)
-        for number, (value, param) in enumerate(zip(args, params, strict=True)):
-            at = self.program.params_at[param.name]
-            data[at : at + param.size] = self._one(number, value, param)
-        return bytes(data)
-
-    def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
-        where = f"kernel {self.program.name}"
-        return LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
-
-    def _variables(self) -> None:
-        for name, address in self.program.constants.items():
-            variable = self.program.variables[name]
-            data = variable.init or bytes(variable.size)
-            self.memory.fixed(address, variable.size, f"the module variable {name}", data)
-
-    def relocate(self) -> None:
-        """Fills in addresses of variables inside initialisers."""
-        for name, address in self.program.constants.items():
-            for offset, target in self.program.variables[name].relocations:
-                place = self.memory.span(address + offset, 8).view(np.uint64)
-                place += np.uint64(self.program.constants[target])
-
-    def _place(self, args: Sequence[Any]) -> None:
-        """One allocation per array; arrays that overlap on the host share one."""
-        found: list[tuple[int, int, int, str, Array]] = []
-        for number, value in enumerate(args):
-            items = value if isinstance(value, (tuple, list)) else [value]
-            for place, item in enumerate(items):
-                item = item.array if isinstance(item, TensorMap) else item
-                if not isinstance(item, np.ndarray):
-                    continue
-                label = f"argument {number}"
-                if items is value:
-                    label += f", field {place}"
-                low, high = np.lib.array_utils.byte_bounds(item)
-                if item.size == 0:
-                    low = high = item.ctypes.data
-                found.append((low, high, id(item), label, item))
-        found.sort(key=lambda f: (f[0], f[1]))
-        place = 0
-        while place < len(found):
-            low, high, _, label, _ = found[place]
-            end = place + 1
-            while end < len(found) and found[end][0] < high:
-                high = max(high, found[end][1])
-                end += 1
-            group = found[place:end]
-            labels = list(dict.fromkeys(f[3] for f in group))
-            allocation = self._allocate(low, high, " and ".join(labels), [f[4] for f in group])
-            for start, _, key, _, item in group:
-                first = item.ctypes.data if item.size else start
-                self.addresses[key] = allocation.start + first - low
-            place = end
-
-    def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
-        size = high - low
-        host = None
-        if size:
-            raw = (ctypes.c_uint8 * size).from_address(low)
-            host = np.ctypeslib.as_array(raw)
-        allocation = self.memory.allocate(size, low % 16, label, host)
-        allocation.writable = any(a.flags.writeable for a in arrays)
-        return allocation
-
-    def _one(self, number: int, value: Any, param: Variable) -> bytes:
-        if isinstance(value, (tuple, list)):
-            return self._struct(number, value, param)
-        if isinstance(value, np.ndarray):
-            return self._sized(number, self.addresses[id(value)].to_bytes(8, "little"), param)
-        if isinstance(value, TensorMap):
-            return self._sized(number, self._map(value, param, 0), param)
-        if value is None:
-            return self._sized(number, bytes(8), param)
-        if isinstance(value, np.void):
-            return self._sized(number, value.tobytes(), param)
-        if isinstance(value, bytes):
-            return self._sized(number, value, param)
-        return self._number(number, value, param)
-
-    def _sized(self, number: int, data: bytes, param: Variable) -> bytes:
-        if len(data) != param.size:
-            raise self.error(
-                f"argument {number} does not fit its parameter",
-                f"{len(data)} bytes given; {param.name} has {param.size}",
-                "pass arrays or None for pointers and numbers of the parameter's type",
-            )
-        return data
-
-    def _number(self, number: int, value: Any, param: Variable) -> bytes:
-        size = param.size
-        is_float = isinstance(value, (float, np.floating)) or param.type[0] == "f"
-        if isinstance(value, np.generic) and value.dtype.itemsize == size and param.type[0] == "b":
-            return value.tobytes()
-        try:
-            if is_float:
-                if param.type[0] in "us":
-                    if isinstance(value, np.generic) and value.dtype.itemsize == size:
-                        return value.tobytes()
-                    raise TypeError("a float for an integer parameter")
-                return struct.pack("<" + {2: "e", 4: "f", 8: "d"}[size], float(value))
-            whole = int(value)
-            if not -(1 << (8 * size - 1)) <= whole < 1 << (8 * size):
-                raise OverflowError(f"{whole} does not fit {size} bytes")
-            return (whole & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        except (TypeError, KeyError, ValueError, OverflowError) as problem:
-            raise self.error(
-                f"argument {number} does not fit its parameter",
-                f"{value!r} for {param.name} of type .{param.type}: {problem}",
-                "pass arrays or None for pointers and numbers of the parameter's type",
-            ) from None
-
-    def _map(self, value: TensorMap, param: Variable, offset: int) -> bytes:
-        """The place of a tensor map; what lies there is opaque, also on a GPU."""
-        at = self.program.params_at[param.name] + offset
-        self.maps[at] = (value, self.addresses[id(value.array)])
-        return bytes(MAP_BYTES)
-
-    def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
-        data = bytearray()
-        widest = 1
-        for place, item in enumerate(items):
-            align = 0
-            if isinstance(item, TensorMap):
-                align = MAP_ALIGN
-                part = self._map(item, param, len(data) + -len(data) % align)
-            elif isinstance(item, np.ndarray):
-                part = self.addresses[id(item)].to_bytes(8, "little")
-            elif item is None:
-                part = bytes(8)
-            elif isinstance(item, np.generic):
-                part = item.tobytes()
-            else:
-                raise self.error(
-                    f"field {place} of argument {number} has no size",
-                    f"{item!r} is a {type(item).__name__}",
-                    "inside a struct use arrays, None, np.int32(...), np.float32(...) and the like",
-                )
-            align = align or len(part)
-            widest = max(widest, align)
-            data += bytes(-len(data) % align) + part
-        data += bytes(-len(data) % widest)
-        return self._sized(number, bytes(data), param)

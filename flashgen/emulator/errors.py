@@ -1,4 +1,4 @@
-"""The kinds of errors of the emulator, all of the family :class:`flashgen.errors.EmulatorError`."""
+"""The error classes of the emulator, all derived from :class:`flashgen.errors.EmulatorError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class PtxSyntaxError(EmulatorError):
 
 
 class UnknownInstruction(EmulatorError):
-    """The kernel executes an instruction, or a combination of modifiers, that is not emulated."""
+    """The kernel executes an instruction, or a combination of modifiers, that is not supported."""
 
 
 class LaunchArguments(EmulatorError):
@@ -26,7 +26,7 @@ class Misaligned(EmulatorError):
 
 
 class UninitialisedRead(EmulatorError):
-    """Shared memory or a register is used that was never written."""
+    """Shared memory or a register is read that was never written."""
 
 
 class RaceError(EmulatorError):
@@ -42,19 +42,19 @@ class FenceError(EmulatorError):
 
 
 class BarrierDivergence(EmulatorError):
-    """Only a part of a warp reached a barrier or a warp-wide instruction, for ever."""
+    """Some lanes of a warp never reach a barrier or warp-wide instruction that others reached."""
 
 
 class MbarrierMisuse(EmulatorError):
-    """An mbarrier that was not initialised, or that counts more than it can or expects."""
+    """An mbarrier is used uninitialised, or its counts exceed what it expects or can hold."""
 
 
 class DeadlockError(EmulatorError):
-    """Warps wait and nobody is left to release them."""
+    """All remaining warps wait, and none of them can be released."""
 
 
 class StepLimit(EmulatorError):
-    """The launch executed more steps than allowed: an endless loop, most likely."""
+    """The launch executed more segments than ``step_limit``: most likely an endless loop."""
 
 
 class Trapped(EmulatorError):

@@ -1,15 +1,15 @@
-"""torch's flex_attention, computed by flashgen: mods written for torch run as they are."""
+"""A drop-in replacement for torch's flex_attention: mods written for torch run unchanged."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.flex.blocks import blocks_beside
+from flashgen.flex.block_masks import layout_beside_mask
 from flashgen.flex.checks import (
     FlexUnsupported,
     FlexValueError,
@@ -17,13 +17,20 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.reading import DTYPES, Reading, Sizes, read
+from flashgen.flex.traced_mods import DTYPES, CallSizes, TracedMods, read
 
-__all__ = ["Reading", "flex_attention"]
+__all__ = ["TracedMods", "flex_attention"]
 
 Tensor = torch.Tensor
 
 _HEAD_DIM_STEP = 8
+
+
+class _Returned(NamedTuple):
+    """The arguments of `flex_attention` that determine what it returns besides the output."""
+
+    lse: bool
+    aux: Any
 
 
 def flex_attention(
@@ -39,48 +46,53 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Attention with a score_mod and a mask_mod written for torch's flex_attention.
+    """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
 
-    The mods are read once, into the expressions that flashgen makes kernels of; tensors that they
-    capture are arguments of the kernels, with gradients. New contents, lengths and batch sizes, and
-    new closures of the same code over the same numbers, use the kernels that there are. Casts
-    between floats change nothing in a mod: all of it is computed in float32. torch.compile goes
-    around the call, with a break in the graph.
+    The mods are traced once to expressions, from which kernels are made. Tensors that they capture
+    become arguments of the kernels, with gradients. New contents, lengths and batch sizes, and new
+    closures of the same code over the same numbers, reuse the compiled kernels. Casts between
+    floating-point dtypes have no effect inside a mod, which is computed in float32. torch.compile
+    leaves a break in the graph at the call.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
         key: [batch, heads_kv, seq_k, head_dim].
         value: [batch, heads_kv, seq_k, head_dim_v].
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the new score.
-        block_mask: a BlockMask of torch. Where its blocks follow from its mask_mod, as
-            create_block_mask makes them, that alone is computed; blocks without a mask_mod, or that
-            leave out what it keeps, are a block-sparse layout. They are compared with it once for
-            each BlockMask.
-        scale: factor on the scores before score_mod; 1 / sqrt(head_dim) when None.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the new score; None leaves scores as
+            they are.
+        block_mask: a PyTorch BlockMask, or None. If its blocks follow from its mask_mod, as with
+            create_block_mask, only the mask_mod is used. Otherwise its blocks become a block
+            layout too. The comparison is made once for each BlockMask.
+        scale: factor on q.k; 1 / sqrt(head_dim) if None.
         enable_gqa: whether heads may be a multiple of heads_kv.
-        return_lse: whether to return the log of the softmax's normaliser too.
-        kernel_options: for torch's kernels; accepted and not used.
-        return_aux: an AuxRequest of torch; of what it can ask for, lse is computed.
+        return_lse: whether to return the log-sum-exp of each row too.
+        kernel_options: options of PyTorch's kernels; accepted and ignored.
+        return_aux: a PyTorch AuxRequest; only lse can be requested.
 
     Returns:
-        out [batch, heads, seq_q, head_dim_v]; with return_lse (out, lse); with return_aux
-        (out, AuxOutput).
+        out [batch, heads, seq_q, head_dim_v] of query's dtype; with return_lse a tuple (out, lse),
+        lse float32 [batch, heads, seq_q]; with return_aux a tuple (out, AuxOutput).
 
     Raises:
-        SpecError: a mod cannot be expressed; it names the operation and the line.
-        InputError: an argument is wrong; it is also the ValueError, RuntimeError or
-            NotImplementedError that torch raises.
+        SpecError: a mod uses an operation that cannot be expressed; the error names the operation
+            and the line.
+        InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
+            NotImplementedError that PyTorch raises.
+
+    Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
+    Kernels", 2024.
     """
     call = _undisturbed()
-    return call(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    returned = _Returned(return_lse, return_aux)
+    return call(query, key, value, score_mod, block_mask, scale, enable_gqa, returned)
 
 
-# torch.compile does not look into it; the attribute is what torch.compiler.disable gives.
+# The attribute that torch.compiler.disable sets: torch.compile does not trace the function.
 flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _undisturbed() -> Callable[..., Any]:
-    """`_attend` with the functions that it calls out of torch.compile's sight too."""
+    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
     if "torch._dynamo" not in sys.modules:
         return _attend
     return _disabled()
@@ -99,14 +111,13 @@ def _attend(
     block_mask: Any,
     scale: float | None,
     enable_gqa: bool,
-    return_lse: bool,
-    return_aux: Any,
+    returned: _Returned,
 ) -> Any:
     check_tensors(query, key, value, enable_gqa)
-    _check_aux(return_lse, return_aux)
+    _check_returned(returned)
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
-    sizes = Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     reading, reach = read(mask_mod, score_mod, sizes)
     if key.shape[0] != query.shape[0]:
         key = key.expand(query.shape[0], -1, -1, -1)
@@ -117,7 +128,7 @@ def _attend(
     query, key, value = map(_padded, (query, key, value))
     captures = reading.captures(reach, query.device)
     lengths = (*query.shape[:3], key.shape[2])
-    blocks = blocks_beside(block_mask, reading.of_mask_mod, captures, lengths)
+    blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
     sparse = None if blocks is None else blocks.sparse
     if blocks is not None:
         captures["layout"] = blocks.layout
@@ -125,34 +136,34 @@ def _attend(
     out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
-    if return_aux is not None:
+    if returned.aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+        return out, AuxOutput(lse=lse if returned.aux.lse else None, max_scores=None)
+    return (out, lse) if returned.lse else out
 
 
-def _check_aux(return_lse: bool, return_aux: Any) -> None:
-    if return_aux is None:
+def _check_returned(returned: _Returned) -> None:
+    if returned.aux is None:
         return
-    if return_lse:
+    if returned.lse:
         raise FlexValueError(
             "Cannot specify both return_lse and return_aux. "
             "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead.",
             where="argument return_aux",
-            numbers=f"return_lse {return_lse}, return_aux {return_aux}",
+            numbers=f"return_lse {returned.lse}, return_aux {returned.aux}",
             way_out="return_aux=AuxRequest(lse=True)",
         )
-    if return_aux.max_scores:
+    if returned.aux.max_scores:
         raise FlexUnsupported(
-            "the largest score of each row is not something that the kernels return",
+            "the kernels do not return the largest score of each row",
             where="argument return_aux",
-            numbers=f"{return_aux}",
+            numbers=f"{returned.aux}",
             way_out="AuxRequest(lse=True)",
         )
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """With zeros up to a length of rows that kernels take; they change no product."""
+    """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
     missing = -tensor.shape[3] % _HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -1,4 +1,4 @@
-"""What torch's flex_attention accepts, refused in its words and as its kinds of errors."""
+"""Argument checks of flex_attention, with the messages and exception types of torch's."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from flashgen.errors import InputError
 
 
 class FlexValueError(InputError, ValueError):
-    """An argument of flex_attention is wrong where torch raises ValueError."""
+    """An invalid argument of flex_attention for which torch raises ValueError."""
 
 
 class FlexRuntimeError(InputError, RuntimeError):
-    """The same where torch raises RuntimeError."""
+    """An invalid argument of flex_attention for which torch raises RuntimeError."""
 
 
 class FlexUnsupported(InputError, NotImplementedError):
-    """Something that torch's flex_attention, or flashgen's, does not do."""
+    """A feature that torch's or flashgen's flex_attention does not support."""
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 LARGE_BLOCK = 1 << 30
-"""torch's block size for "no structure at all"."""
+"""torch's block size of a BlockMask without block structure."""
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    """Raises one of the errors above for the first thing that is wrong."""
+    """Raises one of the exceptions above for the first invalid argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         where = f"argument {name}"
         if not isinstance(tensor, torch.Tensor):
@@ -100,7 +100,7 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> No
 
 
 def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None:
-    """Keys of batch 1 serve all queries, as in torch, where there is a block mask."""
+    """Checks the batch sizes: with a block mask, keys of batch 1 broadcast to all queries."""
     batch, batch_kv = query.shape[0], key.shape[0]
     if batch == batch_kv:
         return
@@ -125,7 +125,7 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
 
 
 def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """The mask_mod that a BlockMask carries, None for one of blocks alone."""
+    """The mask_mod of a BlockMask; None for a BlockMask that has only blocks."""
     from torch.nn.attention import flex_attention as flex
 
     if block_mask is None:

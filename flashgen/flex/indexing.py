@@ -1,4 +1,4 @@
-"""``tensor[...]`` in a mod, where an index may be a traced value and may count from the end."""
+"""Indexing inside a mod, where an index may be a traced value and may count from the end."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import sympy
 import torch
 
-from flashgen.expr import where
-from flashgen.flex.array import Index
+from flashgen.flex.traced_array import Index
+from flashgen.language import where
 
 
 def from_start(tracer: Any, index: Index, size: Callable[[], Index]) -> Index:
-    """``index`` as torch takes it: below 0 it counts from the end."""
+    """A non-negative index; a negative one counts from the end, as in torch."""
     if isinstance(index, int):
         return index if index >= 0 else size() + index
     if index.expr.is_Integer:
         return from_start(tracer, int(index.expr), size)
     if tracer.never_negative(index.expr):
         return index
-    if index.expr.has(sympy.Piecewise):  # each branch would be in the condition too
+    if index.expr.has(sympy.Piecewise):  # a choice would contain each branch twice
         return index % size()
     return where(index < 0, index + size(), index)
 
 
 def getitem(tracer: Any, tensor: Any, index: object) -> Any:
-    """torch would ask for the value of an index without dimensions; here it is gathered."""
+    """``tensor[index]``; a traced index without dimensions is gathered, not evaluated."""
     given = index if isinstance(index, tuple) else (index,)
     given = tuple(tracer.traced(item) if isinstance(item, torch.Tensor) else item for item in given)
     tensors = [item for item in given if isinstance(item, torch.Tensor)]

@@ -1,9 +1,10 @@
-"""Running a mod written for torch on tensors that stand for its arguments.
+"""Tracing a torch mod: running it on tensors that stand for its arguments.
 
-A `TracedTensor` has a shape and a dtype and no memory. Whatever torch does with one arrives as an
-ATen operation, whose rule makes the traced values of flashgen from those of its operands. A
-`Tracer` is active meanwhile, so that captured tensors become arrays of elements as soon as torch
-sees them: slices and casts of them are then part of what is read, and not computed once and kept.
+A `TracedTensor` has a shape and a dtype but no memory. Every operation that torch applies to one
+arrives as an ATen operation, whose rule builds flashgen's traced values from those of the operands.
+A `Tracer` is active meanwhile, so that captured tensors become arrays of elements as soon as torch
+uses them: slices and casts of captured tensors are part of the traced expression instead of being
+computed once at trace time.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-import flashgen.expr as fg
+import flashgen.language as fg
 from flashgen.errors import SpecError
-from flashgen.expr import Scalar, Traced
-from flashgen.expr.limits import Limits, limits
-from flashgen.expr.names import check_name
-from flashgen.expr.source import is_library, shown_path
-from flashgen.expr.traced import Value, as_expr, captures_of
-from flashgen.flex.array import Array, Entry, Index, literal, single
 from flashgen.flex.indexing import getitem
-from flashgen.sparse import NAMES as LAYOUT_NAMES
+from flashgen.flex.traced_array import Entry, Index, TracedArray, literal, single
+from flashgen.language import Scalar, Traced
+from flashgen.language.capture_names import check_name
+from flashgen.language.integer_limits import Limits, limits
+from flashgen.language.traced import Value, as_expr, captures_of
+from flashgen.language.user_source import is_library, shown_path
+from flashgen.signature import LAYOUT_NAMES
 
 DTYPES = {
     torch.float32: "float32",
@@ -49,13 +50,14 @@ _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
 
 
 @dataclass(eq=False)
-class Source:
-    """A captured tensor and what the spec calls it.
+class CapturedTensor:
+    """A captured tensor and its name in the spec.
 
     Attributes:
-        tensor: the one that the mod was read with.
-        place: its number in the reach of the mods; None when it cannot be found again.
-        constant: whether the mod makes it, the same at each call.
+        tensor: the tensor of the traced call.
+        place: its index among the reachable tensors; None if later calls cannot find it there.
+        constant: whether the mod creates it, with the same contents at each call.
+        known: the tensors of the spec that stand for it, by whether they have a gradient.
     """
 
     tensor: torch.Tensor
@@ -66,13 +68,13 @@ class Source:
 
 
 class TracedTensor(torch.Tensor):
-    """What a mod sees in place of a tensor."""
+    """The tensor that a mod gets in place of a real one."""
 
-    array: Array
+    array: TracedArray
     tracer: Tracer
 
     @staticmethod
-    def __new__(cls, array: Array, tracer: Tracer) -> TracedTensor:
+    def __new__(cls, array: TracedArray, tracer: Tracer) -> TracedTensor:
         made: TracedTensor = torch.Tensor._make_wrapper_subclass(
             cls, array.shape, dtype=array.dtype, device=tracer.device
         )
@@ -93,27 +95,26 @@ class TracedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        from flashgen.flex.operations import run
-
         leaves = pytree.tree_leaves((args, kwargs))
         tracer = next(leaf.tracer for leaf in leaves if isinstance(leaf, TracedTensor))
-        return run(tracer, func, args, dict(kwargs or {}))
+        return tracer.run(tracer, func, args, dict(kwargs or {}))
 
 
 class Tracer(TorchFunctionMode):
-    """What is found while mods are read.
+    """The state of tracing mods: captured tensors, sizes and assumptions.
 
     Args:
-        device: of the queries.
-        bounds: of the positions, the least and the greatest value of each symbol.
-        reach: captured tensors that can be found again at another call, and their names.
+        device: the device of the queries.
+        bounds: the least and the greatest value of each position symbol.
+        reach, names: captured tensors that a later call can find again, and their names.
+        run: computes an ATen operation on traced tensors.
 
     Attributes:
         sources: the captured tensors in order of first use.
         sizes: run-time scalars that hold lengths of captured tensors: source and dimension.
-        assumed: integer expressions that are never negative within `bounds`, and of which the
-            reading made use.
-        rigid: whether it depends on the lengths of captured tensors.
+        assumed: integer expressions whose sign the traced expressions rely on: they are not
+            negative within `bounds`.
+        rigid: whether the expressions depend on the lengths of captured tensors.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class Tracer(TorchFunctionMode):
         bounds: Mapping[sympy.Symbol, Limits],
         reach: Sequence[torch.Tensor],
         names: Sequence[str],
+        run: Callable[[Tracer, Any, Sequence[Any], dict[str, Any]], Any],
     ) -> None:
         super().__init__()
         self.device = device
-        self.sources: list[Source] = []
-        self.sizes: dict[str, tuple[Source, int]] = {}
+        self.run = run
+        self.sources: list[CapturedTensor] = []
+        self.sizes: dict[str, tuple[CapturedTensor, int]] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
         self._bounds = bounds
@@ -135,9 +138,9 @@ class Tracer(TorchFunctionMode):
         self._known: dict[int, TracedTensor] = {}
         self._scalars: dict[str, Scalar] = {}
         self._taken: set[str] = set()
-        self._parents: dict[int, Source] = {}
+        self._parents: dict[int, CapturedTensor] = {}
 
-    # What torch calls.
+    # The interface of TorchFunctionMode.
 
     def __torch_function__(
         self,
@@ -164,14 +167,14 @@ class Tracer(TorchFunctionMode):
 
     # From tensors to arrays and back.
 
-    def wrap(self, array: Array) -> TracedTensor:
+    def wrap(self, array: TracedArray) -> TracedTensor:
         return TracedTensor(array, self)
 
     def symbol(self, symbol: sympy.Symbol, dtype: torch.dtype) -> TracedTensor:
         return self.wrap(single(Entry(Value(symbol)), dtype))
 
     def traced(self, tensor: torch.Tensor) -> TracedTensor:
-        """``tensor`` as a captured one, unless it is traced already."""
+        """``tensor`` as a captured tensor, unless it is traced already."""
         if isinstance(tensor, TracedTensor):
             return tensor
         known = self._known.get(id(tensor))
@@ -181,7 +184,7 @@ class Tracer(TorchFunctionMode):
         return known
 
     def operand(self, tensor: torch.Tensor) -> TracedTensor:
-        """An operand that only torch's own code has seen: a number that it made a tensor of."""
+        """An operand of an ATen operation; torch itself may have made a tensor of a number."""
         if isinstance(tensor, TracedTensor):
             return tensor
         if tensor.dim() == 0 and id(tensor) not in self._places:
@@ -189,37 +192,37 @@ class Tracer(TorchFunctionMode):
         return self.traced(tensor)
 
     def constant(self, tensor: torch.Tensor) -> TracedTensor:
-        """A tensor that the mod made out of numbers."""
+        """A tensor that the mod creates from numbers."""
         if isinstance(tensor, TracedTensor):
             return tensor
         data = tensor.detach()
-        captured: list[Array] = []
+        captured: list[TracedArray] = []
 
         def at(indices: tuple[Index, ...]) -> Entry:
             if all(isinstance(index, int) for index in indices):
                 return literal(data[indices].item())
             if not captured:
-                source = Source(data, self._free_name("table"), constant=True)
+                source = CapturedTensor(data, self._free_name("table"), constant=True)
                 self.sources.append(source)
                 captured.append(self._captured(source, learned=False))
             return captured[0].at(indices)
 
-        return self.wrap(Array(tuple(data.shape), data.dtype, at, _fixed(data.shape), data))
+        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, _fixed(data.shape), data))
 
-    def _source(self, tensor: torch.Tensor) -> Source:
+    def _source(self, tensor: torch.Tensor) -> CapturedTensor:
         if tensor.dtype not in DTYPES:
             self.refuse(
-                "a captured tensor of a dtype that kernels do not read",
+                "a captured tensor has a dtype that kernels do not read",
                 numbers=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
                 way_out=f"one of {', '.join(sorted(set(DTYPES.values())))}",
             )
         place = self._places.get(id(tensor))
         name = "" if place is None else self._names[place]
-        source = Source(tensor, self._free_name(name or f"c{len(self.sources)}"), place)
+        source = CapturedTensor(tensor, self._free_name(name or f"c{len(self.sources)}"), place)
         self.sources.append(source)
         return source
 
-    def _captured(self, source: Source, learned: bool | None) -> Array:
+    def _captured(self, source: CapturedTensor, learned: bool | None) -> TracedArray:
         tensor = source.tensor
         grad = tensor.requires_grad if learned is None else learned
 
@@ -227,7 +230,7 @@ class Tracer(TorchFunctionMode):
             return Entry(_element(self._tensor(source, grad), indices))
 
         sizes = tuple(functools.partial(self._size, source, dim) for dim in range(tensor.dim()))
-        return Array(
+        return TracedArray(
             tuple(tensor.shape),
             tensor.dtype,
             at,
@@ -235,14 +238,14 @@ class Tracer(TorchFunctionMode):
             detached=(lambda: self._captured(source, learned=False)) if grad else None,
         )
 
-    def _tensor(self, source: Source, grad: bool) -> fg.Tensor:
+    def _tensor(self, source: CapturedTensor, grad: bool) -> fg.Tensor:
         if grad not in source.known:
             name = source.name if not source.known else self._free_name(f"{source.name}_fixed")
             dims = tuple(f"{name}_{dim}" for dim in range(source.tensor.dim()))
             source.known[grad] = fg.Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
         return source.known[grad]
 
-    def _size(self, source: Source, dim: int) -> Scalar:
+    def _size(self, source: CapturedTensor, dim: int) -> Scalar:
         for name, known in self.sizes.items():
             if known == (source, dim):
                 return self._scalars[name]
@@ -252,7 +255,7 @@ class Tracer(TorchFunctionMode):
         return self._scalars[name]
 
     def _free_name(self, wanted: str) -> str:
-        """A name that a capture may have and that no other has."""
+        """A unique name that a captured tensor may have."""
         name = wanted.strip("_")
         while "__" in name:
             name = name.replace("__", "_")
@@ -269,10 +272,10 @@ class Tracer(TorchFunctionMode):
         self._taken.add(free)
         return free
 
-    # Questions that rules ask.
+    # For the rules.
 
     def never_negative(self, expr: sympy.Expr) -> bool:
-        """True when a number is at least 0 for all positions of this call."""
+        """True if an expression is at least 0 at all positions of this call."""
         whole, denominator = expr.as_numer_denom()
         if not (denominator.is_Integer and denominator > 0):
             return False
@@ -289,16 +292,16 @@ class Tracer(TorchFunctionMode):
     def refuse(self, what: str, *, numbers: str = "", way_out: str) -> NoReturn:
         """Raise a SpecError at the user's line."""
         raise SpecError(
-            what, where=user_location(), numbers=numbers or "while a mod is read", way_out=way_out
+            what, where=user_location(), numbers=numbers or "while a mod is traced", way_out=way_out
         ) from None
 
 
 _EVERYWHERE = {fg.Q: (0, fg.POSITION_LIMIT), fg.K: (0, fg.POSITION_LIMIT)}
-"""Positions of flex_attention count from 0."""
+"""In flex_attention positions count from 0."""
 
 
 def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
-    """``tensor[indices]``; torch's dtypes say that an index is an integer, sympy cannot always."""
+    """``tensor[indices]``, without sympy's check for integers: torch has checked the dtypes."""
     element = fg.Element(tensor.symbol, *map(as_expr, indices))
     expr = sympy.Ne(element, 0) if tensor.dtype == "bool" else element
     return Value(expr, captures_of(tensor, *indices))
@@ -330,4 +333,4 @@ def user_location() -> str:
     return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-__all__ = ["Source", "TracedTensor", "Tracer", "user_location"]
+__all__ = ["CapturedTensor", "TracedTensor", "Tracer", "user_location"]

@@ -1,13 +1,13 @@
-"""Binary -> GPU: loads a cubin, packs its parameters, launches it on a stream. No tensors here.
+"""Launches on a GPU: loads a cubin, packs its parameters, launches it on a stream.
 
-Everything is integers: device pointers, strides, a stream handle. Kernels run in the device's
-primary context, which is the one that torch uses, so that torch's pointers and streams are valid::
+All arguments are integers: device pointers, strides, a stream handle. Kernels run in the device's
+primary context, which torch uses too, so that torch's pointers and streams are valid::
 
     reason = available()                      # None when there is a GPU
     kernel = load(binary, device=0)
     launch(kernel, (tiles, 1, 1), (128, 1, 1), smem, pack(source.params, values), stream)
 
-The functions that reach the driver take it as an argument ``driver``, by default the real one.
+Functions that call the driver have an argument ``driver``; by default it is the real driver.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flashgen.launch.device import (
     guard,
     real_driver,
 )
-from flashgen.launch.params import Param, Value, pack
+from flashgen.launch.params import ParamField, Value, pack
 from flashgen.launch.tensormap import encode
 
 __all__ = [
     "Kernel",
-    "Param",
+    "ParamField",
     "Value",
     "available",
     "device_arch",
@@ -58,7 +58,7 @@ class Kernel:
     driver: Any = field(repr=False)
     module: Any = field(repr=False)
     function: Any = field(repr=False)
-    dynamic_smem_bytes: int = 0  # what the function has been allowed so far
+    dynamic_smem_bytes: int = 0  # the function's current limit
 
     @property
     def name(self) -> str:
@@ -71,8 +71,8 @@ _kernels: dict[tuple[Any, int, str], Kernel] = {}
 def load(binary: Binary, device: int = 0, *, driver: Any = None) -> Kernel:
     """Loads a binary's kernel on a device; the same binary is loaded once per device.
 
-    The cubin is loaded and never the PTX: a driver runs a cubin of its CUDA's major version, but
-    refuses PTX of a newer compiler.
+    The cubin is loaded instead of the PTX, because a driver runs cubins of its CUDA major version,
+    but rejects PTX of a newer compiler.
 
     Raises:
         LaunchError: there is no driver or device, or the binary is for another architecture.
@@ -95,9 +95,9 @@ def load(binary: Binary, device: int = 0, *, driver: Any = None) -> Kernel:
 
 
 def _check_arch(binary: Binary, device: Device) -> None:
-    """A cubin runs on its major version from its minor up, an "a" one on its own version only."""
+    """Checks that a device runs a cubin: same major version, no lower minor; "a": same version."""
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", binary.arch)
-    assert match is not None, "compile() admits no other form"
+    assert match is not None, "compile() checks the form of the architecture"
     major, minor, exact = int(match[1]), int(match[2]), match[3] == "a"
     have = device.capability
     fits = have == (major, minor) if exact else have[0] == major and have[1] >= minor
@@ -121,17 +121,17 @@ def launch(
     """Queues one launch on a stream and returns at once.
 
     Args:
-        kernel: from `load`.
+        kernel: the result of `load`.
         grid: blocks along x, y, z; each at least 1.
         block: threads along x, y, z.
         smem: dynamic shared memory per block, bytes.
-        packed: the parameter structure, from `pack`.
+        packed: the parameter structure, as bytes from `pack`.
         stream: the CUstream's handle as an integer, such as torch's
             ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream.
 
     Raises:
-        LaunchError: the launch breaks a limit of the device or kernel, or the driver refuses it.
-            What goes wrong while the kernel runs surfaces in a later call, as CUDA errors do.
+        LaunchError: the launch exceeds a limit of the device or kernel, or the driver refuses it.
+            Errors of the running kernel appear in a later call, like all asynchronous CUDA errors.
     """
     driver = kernel.driver
     _check_limits(kernel, grid, block, smem)
@@ -167,7 +167,7 @@ def _check_limits(
                     kernel,
                     f"the {label} is {'empty' if size < 1 else 'too large'} along {axis}",
                     f"{label} {tuple(sizes)}; {axis} can be 1 to {limit:,}",
-                    "launch nothing when there is nothing to do"
+                    "skip the launch when a size is 0"
                     if size < 1
                     else "split the batch or the heads over several calls",
                 )

@@ -1,8 +1,8 @@
-"""The CUDA driver and its devices: is there one, its primary context, its limits, its errors.
+"""The CUDA driver and its devices: availability, primary contexts, limits and errors.
 
-The driver is spoken to through ``cuda.bindings.driver``. Nothing touches it before `available` has
-found its library: without a driver some of the CUDA packages for Python fail in ways that make
-later calls hang.
+All driver calls go through ``cuda.bindings.driver``. The first call is made after `available` has
+found the driver's library: without a driver, some of the CUDA packages for Python fail in ways that
+make later calls hang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashgen.errors import LaunchError
 _EMULATE = 'run the same call with backend="emulator", which names the instruction and the line'
 _RESTART = "; the process cannot use this GPU any more and has to be restarted"
 
-# CUresult by number: what it means here, and the way out.
+# For each number of a CUresult, its meaning and the way out.
 _MEANINGS: dict[int, tuple[str, str]] = {
     1: ("the driver calls an argument invalid", "report this as a bug of flashgen"),
     2: ("the device is out of memory", "free tensors, or use a smaller batch"),
@@ -38,20 +38,20 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     400: ("the stream belongs to another device or is gone", "use a stream of the kernel's device"),
     500: ("the binary has no kernel of this name", "build it again"),
     700: ("a kernel used memory outside its buffers" + _RESTART, _EMULATE),
-    701: ("the launch needs more registers or threads than there are", "plan for this device"),
+    701: ("the launch exceeds the registers or threads of the device", "plan for this device"),
     702: ("a kernel ran longer than the display's time limit", "use a smaller problem"),
-    715: ("a kernel met an instruction the device lacks" + _RESTART, _EMULATE),
+    715: ("a kernel used an instruction that the device lacks" + _RESTART, _EMULATE),
     716: ("a kernel used a misaligned address" + _RESTART, _EMULATE),
     717: ("a kernel used an address of the wrong kind of memory" + _RESTART, _EMULATE),
-    718: ("a kernel's program counter went astray" + _RESTART, _EMULATE),
+    718: ("a kernel's program counter is invalid" + _RESTART, _EMULATE),
     719: ("a kernel failed while running" + _RESTART, _EMULATE),
     803: ("the driver's library and kernel module differ in version", "restart the machine"),
-    804: ("this driver and this CUDA do not go together", "install a driver of 580 or newer"),
+    804: ("this driver does not support this version of CUDA", "install a driver of 580 or newer"),
 }
 
 
 def plain(driver: Any, status: Any) -> tuple[str, str]:
-    """A CUresult in words, and the driver's own name and number for it."""
+    """The description of a CUresult, and its name and number in the driver."""
     name = f"{getattr(status, 'name', 'CUresult')}, code {int(status)}"
     meaning = _MEANINGS.get(int(status))
     if meaning is not None:
@@ -61,7 +61,7 @@ def plain(driver: Any, status: Any) -> tuple[str, str]:
 
 
 def check(driver: Any, result: tuple[Any, ...], where: str) -> Any:
-    """The value of a driver call, which returns a status and at most one value.
+    """The value of a driver call that returns a status and at most one value.
 
     Raises:
         LaunchError: the status is not success.
@@ -76,10 +76,10 @@ def check(driver: Any, result: tuple[Any, ...], where: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def available() -> str | None:
-    """Why kernels cannot run on a GPU here, in a few words; None when they can.
+    """The reason why kernels cannot run on a GPU, in words; None when they can.
 
-    Looks for the driver's library before anything calls into it, so that a machine without one
-    gets an answer at once. The answer holds for the life of the process.
+    The driver's library is looked up before the first call into it, so that a machine without a
+    driver returns at once. The result is cached for the life of the process.
     """
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
@@ -94,7 +94,7 @@ def available() -> str | None:
 
 
 def first_device(driver: Any) -> str | None:
-    """Starts the driver and counts devices; the reason why there is none, or None."""
+    """Initialises the driver. Returns the reason why there is no device; None if there is one."""
     (status,), count = driver.cuInit(0), 0
     if int(status) == 0:
         status, count = driver.cuDeviceGetCount()
@@ -119,7 +119,7 @@ def real_driver() -> Any:
 
 
 def device_arch(device: int = 0, *, driver: Any = None) -> str:
-    """Architecture of a device, such as "sm_90" (without the "a" of Hopper's own instructions).
+    """The architecture of a device, such as "sm_90", without the "a" of Hopper's instructions.
 
     Raises:
         LaunchError: there is no driver or no such device.
@@ -149,9 +149,9 @@ class Device:
     index: int
     context: Any
     capability: tuple[int, int]
-    max_threads: int  # per block
-    max_smem_bytes: int  # per block, static and dynamic together
-    registers: int  # per block
+    max_threads: int  # threads per block
+    max_smem_bytes: int  # bytes per block, static and dynamic together
+    registers: int  # registers per block
 
 
 _devices: dict[tuple[Any, int], Device] = {}
@@ -159,7 +159,7 @@ guard = threading.RLock()
 
 
 def device_facts(index: int, driver: Any) -> Device:
-    """A device's limits and its primary context, which is made if nobody has made it yet.
+    """A device's limits and its primary context, which is created if it does not exist.
 
     Raises:
         LaunchError: there is no such device, or the driver refuses a context.
@@ -185,7 +185,7 @@ def device_facts(index: int, driver: Any) -> Device:
 
 @contextmanager
 def current(device: Device, driver: Any) -> Iterator[None]:
-    """Makes the device's primary context current for this thread, and puts back what was."""
+    """Makes the device's primary context current in this thread, then restores the previous one."""
     before = check(driver, driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
     if int(before) == int(device.context):
         yield

@@ -1,4 +1,4 @@
-"""Packs a kernel's parameters: one structure passed by value, laid out as C lays it out."""
+"""Packs a kernel's parameters: one structure passed by value, with the alignment of C."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Protocol, SupportsFloat, SupportsIndex
 from flashgen.errors import LaunchError
 from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
 
-# struct codes by C type; little-endian like every machine that CUDA runs on.
+# Codes of Python's struct module by C type; little-endian, like every machine with CUDA.
 _CODES = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "tensormap": f"{MAP_BYTES}s"}
-_ALIGN = {"tensormap": MAP_ALIGN}  # of others their size
+_ALIGN = {"tensormap": MAP_ALIGN}  # other types are aligned to their size
 _RANGES = {
     "pointer": (0, 2**64 - 1),
     "int64": (-(2**63), 2**63 - 1),
@@ -22,8 +22,13 @@ _RANGES = {
 }
 
 
-class Param(Protocol):
-    """One field of the kernel's parameter structure, as `render` lists them."""
+def field_bytes(ctype: str) -> int:
+    """The size of a field of this type."""
+    return struct.calcsize("<" + _CODES[ctype])
+
+
+class ParamField(Protocol):
+    """One field of the kernel's parameter structure, as `codegen` lists them."""
 
     @property
     def name(self) -> str: ...
@@ -35,15 +40,15 @@ Value = SupportsIndex | SupportsFloat | bytes | None
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Natural C alignment of a parameter structure: a struct format and the size with padding."""
+class _StructLayout:
+    """A parameter structure with C's alignment: its struct format, and its size with padding."""
 
     format: struct.Struct
     size: int
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(ctypes_in_order: tuple[str, ...]) -> _Layout:
+def _layout(ctypes_in_order: tuple[str, ...]) -> _StructLayout:
     text, at, alignment = "<", 0, 1
     for name in ctypes_in_order:
         if name not in _CODES:
@@ -51,29 +56,29 @@ def _layout(ctypes_in_order: tuple[str, ...]) -> _Layout:
                 f"a kernel parameter has the unknown type {name!r}",
                 where="flashgen.launch.pack",
                 numbers=f"known types: {', '.join(_CODES)}",
-                way_out="use one of these in Source.params",
+                way_out="use a known type in Source.params",
             )
-        width = struct.calcsize("<" + _CODES[name])
+        width = field_bytes(name)
         align = _ALIGN.get(name, width)
         pad = -at % align
         text += f"{pad}x" * bool(pad) + _CODES[name]
         at += pad + width
         alignment = max(alignment, align)
     pad = -at % alignment
-    return _Layout(struct.Struct(text + f"{pad}x" * bool(pad)), at + pad)
+    return _StructLayout(struct.Struct(text + f"{pad}x" * bool(pad)), at + pad)
 
 
-def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value]) -> bytes:
+def pack(params: Sequence[ParamField], values: Mapping[str, Value] | Sequence[Value]) -> bytes:
     """Lays values out as the kernel's ``struct Params``, with the alignment of C.
 
     Args:
         params: the fields in order; ctype is "pointer", "int64", "int32", "float32" or
             "tensormap".
-        values: by name, or in the order of params. None is a null pointer; a tensor map is the
-            bytes that `flashgen.launch.tensormap.encode` returns.
+        values: the values by name, or in the order of params. None is a null pointer; a tensor map
+            is the bytes that `flashgen.launch.tensormap.encode` returns.
 
     Returns:
-        The structure's bytes, trailing padding included.
+        The bytes of the structure, with its trailing padding.
 
     Raises:
         LaunchError: a value is missing, superfluous, out of range or not a number.
@@ -81,7 +86,7 @@ def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value])
     layout = _layout(tuple(param.ctype for param in params))
     ordered = _in_order(params, values)
     for param, value in zip(params, ordered, strict=True):
-        # struct would pad bytes that are too few, and cut off what is too much.
+        # struct pads shorter values and truncates longer ones.
         if param.ctype == "tensormap" and not (
             isinstance(value, bytes) and len(value) == MAP_BYTES
         ):
@@ -89,13 +94,13 @@ def pack(params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value])
     try:
         return layout.format.pack(*ordered)
     except (struct.error, OverflowError):
-        # A null pointer, or something wrong: find which, and say so.
+        # A null pointer or a wrong value: convert each field, or raise an error that names it.
         fields = [_field(param, value) for param, value in zip(params, ordered, strict=True)]
         return layout.format.pack(*fields)
 
 
 def _in_order(
-    params: Sequence[Param], values: Mapping[str, Value] | Sequence[Value]
+    params: Sequence[ParamField], values: Mapping[str, Value] | Sequence[Value]
 ) -> Sequence[Value]:
     names = [param.name for param in params]
     if not isinstance(values, Mapping):
@@ -120,7 +125,7 @@ def _in_order(
     return [values[name] for name in names]
 
 
-def _field(param: Param, value: Value) -> int | float | bytes:
+def _field(param: ParamField, value: Value) -> int | float | bytes:
     if isinstance(value, bytes) and param.ctype == "tensormap":
         return value
     if param.ctype == "float32":
@@ -129,7 +134,7 @@ def _field(param: Param, value: Value) -> int | float | bytes:
             struct.pack("<f", number)
         except (TypeError, ValueError, OverflowError):
             number = None
-        # float() also reads text, which is no number here.
+        # float() also accepts text, which is not a number here.
         if number is None or isinstance(value, str | bytes):
             raise _bad_value(param, value, "a number within float32's range")
         return number
@@ -143,7 +148,7 @@ def _field(param: Param, value: Value) -> int | float | bytes:
     return whole
 
 
-def _bad_value(param: Param, value: object, expected: str) -> LaunchError:
+def _bad_value(param: ParamField, value: object, expected: str) -> LaunchError:
     return LaunchError(
         f"the kernel parameter {param.name} cannot take this value",
         where=f"flashgen.launch.pack, {param.name} ({param.ctype})",

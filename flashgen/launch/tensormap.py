@@ -1,4 +1,4 @@
-"""Encodes tensor maps: the driver makes the 128 bytes that a kernel is passed by value."""
+"""Encodes tensor maps as the 128 bytes that a kernel receives by value."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def encode(
     """The CUtensorMap of a tensor on the device, to be passed by value (`__grid_constant__`).
 
     Args:
-        spec: what the map says.
-        address: of the tensor's first element on the device.
-        l2_promotion: bytes that the second-level cache fetches at once: 0, 64, 128 or 256.
-        driver: stands in for ``cuda.bindings.driver``.
+        spec: the tensor map.
+        address: the address of the tensor's first element on the device, in bytes.
+        l2_promotion: bytes that L2 fetches together: 0, 64, 128 or 256.
+        driver: replaces ``cuda.bindings.driver``.
 
     Returns:
         128 bytes, a value for a parameter of type "tensormap" of `flashgen.launch.pack`.
 
     Raises:
-        LaunchError: the address does not fit the map, there is no driver, or it refuses the map.
+        LaunchError: the address does not fit the map, there is no driver, or the driver rejects
+            the map.
     """
     first = spec.first(address)
     driver = driver or real_driver()

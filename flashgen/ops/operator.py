@@ -1,265 +1,208 @@
-"""One spec as an operator of torch: called through torch's dispatcher, or around it.
+"""One spec as an operator: its checked calls, and its overloads in torch.ops.
 
-Around it, what checks and choices depend on is the key of a dictionary, so that a call like an
-earlier one has little left to do before the launch.
+A call runs directly, or through torch's dispatcher. Checked calls are cached by all values on which
+checks and choices depend, so that a repeated call does little work before the launch.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen import config
-from flashgen.ops import backends, backward, forward
-from flashgen.ops.numbers import (
+from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.runtime import backends, backward, forward
+from flashgen.runtime.compiler import signature_of
+from flashgen.runtime.number_arguments import (
     check_rng,
     offset_of,
     probability_of,
     scalar_value,
     scale_of,
+    settled,
 )
-from flashgen.ops.registry import NEEDED, free_name, register
-from flashgen.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
-Numbers = tuple[Any, ...]
 
 NUMBERS = ("scale", "q_offset", "k_offset", "backend", "arch", "deterministic")
-"""The arguments by name that every operator has, in the order in which they are handed on."""
+"""The keyword arguments that every operator has, in the order of `CallOptions`."""
+
+NEEDED = "_needed"
+"""The argument of the backward operator with a bool for each learned tensor: whether its gradient
+is needed; None for all. Other gradients are tensors without elements. No capture has this name."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-_MOST_KEPT = 512
-"""Problems kept in mind per operator; beyond that all are forgotten and seen anew."""
-
-_operators: dict[AttentionSpec, Operator] = {}
-_lock = threading.RLock()
-
-
-def operator_of(spec: AttentionSpec) -> Operator:
-    """The operator of a spec, registered when first asked for; equal specs share one."""
-    with _lock:
-        found = _operators.get(spec)
-        if found is None:
-            found = _operators[spec] = Operator(spec)
-        return found
+_MAX_CACHED = 512
+"""Checked calls that an operator caches; the cache is cleared when it is full."""
 
 
 class Operator:
-    """A registered operator: what torch calls, and the way around torch's dispatcher.
+    """A registered operator.
 
     Attributes:
-        name: in torch.ops.flashgen.
-        scalars, tensors: names of what the spec captures.
-        learned: places among the tensors of those with grad=True.
-        walks: a call gives the layout of its blocks.
-        done, done_backward: what the last calls did, for reports; None before.
+        name: the name in torch.ops.flashgen.
+        scalars, tensors: the names of the run-time scalars and of the captured tensors.
+        learned: indices of the learned tensors among the captured tensors.
+        takes_layout: whether each call gives the block layout.
+        overload, overload_backward: the operators in torch.ops; set by `registration`.
+        done, done_backward: records of the last calls, for reports; None before the first.
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.dropout = spec.dropout
-        self.scalars = tuple(scalar.name for scalar in spec.scalars)
-        self.tensors = tuple(tensor.name for tensor in spec.tensors)
-        self.learned = tuple(place for place, t in enumerate(spec.tensors) if t.grad)
-        self.captures = bool(self.scalars or self.tensors)
-        self.walks = spec.block_sparse is not None and not spec.block_sparse.is_static
-        self.done: Any = None
-        self.done_backward: Any = None
-        self._forwards: dict[Any, forward.Forward] = {}
-        self._backwards: dict[Any, backward.Backward] = {}
-        self.name = free_name(spec)
-        self.overload, self.overload_backward = register(self)
+    overload: Any
+    overload_backward: Any
 
-    def normal(self, numbers: Numbers) -> Numbers:
-        """``numbers`` as torch's schema takes them: symbols as they are, numpy's as Python's.
+    def __init__(self, spec: AttentionSpec, name: str) -> None:
+        signature = signature_of(spec)
+        self.spec = spec
+        self.signature = signature
+        self.name = name
+        self.dropout = signature.dropout
+        self.scalars = tuple(scalar.name for scalar in signature.scalars)
+        self.tensors = tuple(tensor.name for tensor in signature.tensors)
+        self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
+        self.captures = bool(self.scalars or self.tensors)
+        self.takes_layout = signature.call_layout is not None
+        self.done: forward.ForwardRecord | None = None
+        self.done_backward: backward.BackwardRecord | None = None
+        self._forwards: dict[Any, forward.PreparedForward] = {}
+        self._backwards: dict[Any, backward.PreparedBackward] = {}
+
+    # Values of torch's schema.
+
+    def normal(self, options: CallOptions) -> CallOptions:
+        """``options`` in the types of torch's schema: symbols stay, NumPy numbers are converted.
 
         Raises:
-            InputError: one is wrong, before torch says so in its own words.
+            InputError: an option is wrong; torch's own error message would not explain it.
         """
-        scale, q_offset, k_offset, backend, arch, deterministic, *scalars = numbers
+        scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p = options
         if scale is not None and not isinstance(scale, _SYMBOLS):
-            scale = scale_of(self.spec, scale)
+            scale = scale_of(self.signature, scale)
         if backend is not None and backend not in config.BACKENDS:
             backends.choose(backend, torch.device("cpu"))
         if arch is not None:
-            backends.target_of(arch, "tiled", torch.device("cpu"))
+            backends.arch_of(arch, "tiled", torch.device("cpu"))
         if deterministic is not None:
-            backward.settled(deterministic)
-        return (
-            scale,
-            q_offset if isinstance(q_offset, _SYMBOLS) else offset_of("q_offset", q_offset, 0),
-            k_offset if isinstance(k_offset, _SYMBOLS) else offset_of("k_offset", k_offset, 0),
-            *(backend, arch, deterministic),
-            *(
-                value if isinstance(value, _SYMBOLS) else scalar_value(scalar, value)
-                for scalar, value in zip(self.spec.scalars, scalars, strict=True)
-            ),
+            settled(deterministic)
+        values = tuple(
+            value if isinstance(value, _SYMBOLS) else scalar_value(scalar, value)
+            for scalar, value in zip(self.signature.scalars, scalars, strict=True)
         )
+        if not isinstance(q_offset, _SYMBOLS):
+            q_offset = offset_of("q_offset", q_offset, 0)
+        if not isinstance(k_offset, _SYMBOLS):
+            k_offset = offset_of("k_offset", k_offset, 0)
+        numbers = (scale, q_offset, k_offset, backend, arch, deterministic)
+        return CallOptions(*numbers, values, dropout_p)
 
-    def keywords(self, numbers: Numbers) -> dict[str, Any]:
-        """``numbers`` by name."""
-        return dict(zip((*NUMBERS, *self.scalars), numbers, strict=True))
+    def keywords(self, options: CallOptions) -> dict[str, Any]:
+        """The keyword arguments of the registered operator."""
+        return dict(zip((*NUMBERS, *self.scalars), (*options[:6], *options.scalars), strict=True))
 
-    def numbers(self, keywords: dict[str, Any]) -> Numbers:
-        """The same in the order in which they are handed on; torch leaves defaults out."""
-        return tuple(keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS) + tuple(
-            keywords[name] for name in self.scalars
-        )
+    def options(self, keywords: dict[str, Any], dropout_p: Any) -> CallOptions:
+        """The options from the keyword arguments, from which torch omits those with defaults."""
+        numbers = [keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS]
+        scalars = tuple([keywords[name] for name in self.scalars])
+        return CallOptions(*numbers, scalars, dropout_p)  # type: ignore[arg-type,call-arg]
 
-    # Through torch's dispatcher.
+    # Calls through torch's dispatcher.
 
-    def dispatch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rng: Tensor | None,
-        p: Any,
-        numbers: Numbers,
-        captured: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
+    def dispatch(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
+        q, k, v, captured, rng = operands
+        p = as_tensor(options.dropout_p)
         result: tuple[Tensor, Tensor] = self.overload(
-            q, k, v, *captured, rng, as_tensor(p), **self.keywords(numbers)
+            q, k, v, *captured, rng, p, **self.keywords(options)
         )
         return result
 
     def dispatch_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        rng: Tensor | None,
-        p: Any,
-        numbers: Numbers,
-        needed: Sequence[bool] = (),
-        captured: Sequence[Tensor] = (),
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
+        needed: tuple[bool, ...] = (),
     ) -> tuple[Tensor, ...]:
-        named = self.keywords(numbers)
+        keywords = self.keywords(options)
         if not all(needed):
-            named[NEEDED] = list(needed)
-        given = (out, lse, dout, dlse, rng, as_tensor(p))
-        result: tuple[Tensor, ...] = self.overload_backward(q, k, v, *captured, *given, **named)
+            keywords[NEEDED] = list(needed)
+        q, k, v, captured, rng = operands
+        p = as_tensor(options.dropout_p)
+        result: tuple[Tensor, ...] = self.overload_backward(
+            q, k, v, *captured, *gradients, rng, p, **keywords
+        )
         return result
 
-    # Around it.
+    # Direct calls.
 
-    def compute(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rng: Tensor | None,
-        p: Any,
-        numbers: Numbers,
-        captured: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse of ordinary tensors; everything is checked, once for each problem."""
+    def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
+        """Computes out and lse of ordinary tensors; each combination of options is checked once."""
+        p = options.dropout_p
         if type(p) is not float:
             p = 0.0 if p is None else probability_of(p)
-        key = _key(q, k, v, rng, p, numbers)
-        if captured:
-            key = (key, _key_captured(captured))
+            options = options._replace(dropout_p=p)
+        key = _key(operands, options)
         call = self._forwards.get(key)
         if call is None:
-            backward.settled(numbers[5])  # wrong now or never: the backward call would be too late
-            call = forward.prepare(
-                self.spec, q, k, v, dropout_p=p, rng=rng, **self._arguments(numbers, captured)
-            )
-            _keep(self._forwards, key, call)
-        elif rng is not None:
-            check_rng(rng, q.device)
-        out, lse, self.done = call.run(q, k, v, rng, captured)
+            settled(options.deterministic)  # wrong values must not wait for the backward call
+            call = forward.prepare(self.spec, operands, options)
+            _cache(self._forwards, key, call)
+        elif operands.rng is not None:
+            check_rng(operands.rng, operands.q.device)
+        out, lse, self.done = call.run(operands)
         return out, lse
 
     def compute_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        rng: Tensor | None,
-        p: Any,
-        numbers: Numbers,
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
         needed: tuple[bool, ...] = (),
-        captured: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """The gradients, in the same way: dq, dk, dv, then those of captured tensors.
+        """Computes dq, dk, dv and the gradients of learned tensors, for ordinary tensors.
 
         Args:
-            needed: for each captured tensor with grad=True, whether its gradient is; of the others
-                it is a tensor without elements.
+            needed: for each learned tensor, whether its gradient is needed. A gradient that is not
+                needed is returned as a tensor without elements.
         """
+        p = options.dropout_p
         if type(p) is not float:
             p = 0.0 if p is None else probability_of(p)
-        deterministic = backward.settled(numbers[5])
-        rest = _key_backward(out, lse, dout, dlse)
-        key: Any = (deterministic, _key(q, k, v, rng, p, numbers), rest)
-        if captured:
-            key = (*key, _key_captured(captured), needed)
+            options = options._replace(dropout_p=p)
+        deterministic = settled(options.deterministic)
+        key = (deterministic, _key(operands, options), _key_of_gradients(gradients), needed)
         call = self._backwards.get(key)
         if call is None:
-            call = backward.prepare(
-                self.spec,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                dout,
-                dlse,
-                dropout_p=p,
-                rng=rng,
-                deterministic=deterministic,
-                needed=needed,
-                **self._arguments(numbers, captured),
-            )
-            _keep(self._backwards, key, call)
-        elif rng is not None:
-            check_rng(rng, q.device)
-        found, self.done_backward = call.run(q, k, v, out, lse, dout, dlse, rng, captured)
+            options = options._replace(deterministic=deterministic)
+            call = backward.prepare(self.spec, operands, gradients, options, needed=needed)
+            _cache(self._backwards, key, call)
+        elif operands.rng is not None:
+            check_rng(operands.rng, operands.q.device)
+        found, self.done_backward = call.run(operands, gradients)
         if all(needed):
             return found
         computed = iter(found[3:])
+        captured = operands.captured
         learned = zip(self.learned, needed, strict=True)
         rest = (next(computed) if wanted else captured[i].new_empty(0) for i, wanted in learned)
         return (*found[:3], *rest)
 
-    def _arguments(self, numbers: Numbers, captured: Sequence[Tensor]) -> dict[str, Any]:
-        scale, q_offset, k_offset, backend, arch, _, *scalars = numbers
-        return {
-            "scale": scale,
-            "q_offset": q_offset,
-            "k_offset": k_offset,
-            "backend": backend,
-            "arch": arch,
-            "scalars": dict(zip(self.scalars, scalars, strict=True)),
-            "tensors": dict(zip(self.tensors, captured, strict=True)),
-        }
+
+_DEFAULT_NUMBERS = DEFAULT_OPTIONS[:7]
 
 
-_DEFAULTS = (None, 0, 0, None, None, None)
-"""scale, q_offset, k_offset, backend, arch, deterministic: of a call that says nothing of them."""
+def _key(operands: Operands, options: CallOptions) -> Any:
+    """The values on which checks and choices depend; the values of rng are not read.
 
-
-def _key(q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: float, numbers: Numbers) -> Any:
-    """Everything that checks and choices depend on, but for the contents of rng.
-
-    None for tensors that have no shape or strides: they are nested or sparse, and refused.
+    The key is None for nested and sparse tensors, which have no shape or strides.
     """
-    backend, arch = numbers[3], numbers[4]
+    q, k, v, captured, rng = operands
     try:
-        # Spelt out: a loop takes longer than all of the rest.
+        # Written out, because a loop takes longer than the rest of the function.
         return (
             q.shape,
             q.stride(),
@@ -274,30 +217,32 @@ def _key(q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None, p: float, numbers:
             v.dtype,
             v.device,
             rng is None,
-            p,
-            _told(numbers),
-            config.backend() if backend is None else None,
-            config.arch() if arch is None else None,
+            options.dropout_p,
+            _numbers_key(options),
+            config.backend() if options.backend is None else None,
+            config.arch() if options.arch is None else None,
+            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
+            if captured
+            else None,
         )
     except RuntimeError:
         return None
 
 
-def _told(numbers: Numbers) -> str | None:
-    """The numbers as text, because True == 1 == 1.0; None for the defaults of most calls."""
-    if numbers == _DEFAULTS and type(numbers[1]) is int and type(numbers[2]) is int:
+def _numbers_key(options: CallOptions) -> str | None:
+    """All options except dropout_p as text, because True == 1 == 1.0; None for default values."""
+    numbers = options[:7]
+    if (
+        numbers == _DEFAULT_NUMBERS
+        and type(options.q_offset) is int
+        and type(options.k_offset) is int
+    ):
         return None
     return repr(numbers)
 
 
-def _key_captured(captured: Sequence[Tensor]) -> Any:
-    try:
-        return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
-    except RuntimeError:
-        return None
-
-
-def _key_backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+def _key_of_gradients(gradients: OutputGradients) -> Any:
+    out, lse, dout, dlse = gradients
     try:
         return (
             out.shape,
@@ -318,14 +263,14 @@ def _key_backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -
         return None
 
 
-def _keep(kept: dict[Any, Any], key: Any, call: Any) -> None:
-    if len(kept) >= _MOST_KEPT:
-        kept.clear()
-    kept[key] = call
+def _cache(cached: dict[Any, Any], key: Any, call: Any) -> None:
+    if len(cached) >= _MAX_CACHED:
+        cached.clear()
+    cached[key] = call
 
 
 def as_tensor(p: Any) -> Tensor | None:
-    """The probability as the registered operator takes it: None for 0."""
+    """The probability as an argument of the registered operator: None for 0."""
     if p is None or isinstance(p, Tensor):
         return p
     probability = probability_of(p)

@@ -1,33 +1,34 @@
-"""What a kernel did in the emulator, beside what its plan predicted.
+"""Profiles: the work of a kernel counted in the emulator, compared with its plan's predictions.
 
-``profile_forward`` and ``profile_backward`` run a spec's kernels in the emulator and give a
-`Profile` of each: bytes as issued, distinct and by the model of the L2 cache, coalescing, bank
-conflicts, work by class, all of it by step and by line of the emitted file, and a roofline.
+``profile_forward`` and ``profile_backward`` run a spec's kernels in the emulator and return a
+`Profile` of each: bytes as issued, distinct bytes and bytes by the model of the L2 cache,
+coalescing, bank conflicts, work by class, each by step and by line of the emitted file, and a
+roofline.
 """
 
-from flashgen.profile.cost import counted_cost
-from flashgen.profile.make import array_of, problem_of_call, profile_backward, profile_forward
-from flashgen.profile.phases import Step, steps_of
-from flashgen.profile.plot import check_plot, plot
-from flashgen.profile.value import (
-    Bound,
+from flashgen.profile.cost_from_counts import counted_cost
+from flashgen.profile.kernel_profile import (
     Phase,
     Profile,
     Quantity,
     Roofline,
+    RooflineBound,
     SourceLine,
     TensorTraffic,
 )
-from flashgen.profile.visits import walks_of
+from flashgen.profile.kernel_steps import KernelStep, steps_of
+from flashgen.profile.plot import check_plot, plot
+from flashgen.profile.run import array_of, problem_of_call, profile_backward, profile_forward
+from flashgen.profile.visited_tiles import walks_of
 
 __all__ = [
-    "Bound",
+    "KernelStep",
     "Phase",
     "Profile",
     "Quantity",
     "Roofline",
+    "RooflineBound",
     "SourceLine",
-    "Step",
     "TensorTraffic",
     "array_of",
     "check_plot",

@@ -1,4 +1,4 @@
-"""The roofline as a picture; matplotlib draws it, where it is installed."""
+"""The roofline as a figure, drawn by matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashgen.errors import InputError
+from flashgen.profile.kernel_profile import Profile
 from flashgen.profile.roofline import tensor_rate
-from flashgen.profile.value import Profile
 
 
 def check_plot() -> None:
-    """
+    """Imports matplotlib.
+
     Raises:
         InputError: matplotlib is not installed.
     """
@@ -26,11 +27,11 @@ def check_plot() -> None:
 
 
 def plot(profiles: Sequence[Profile], path: Path) -> None:
-    """Draws the kernels of one call under the roofs of their architecture.
+    """Draws the kernels of one call in the roofline of their architecture.
 
-    The slopes are HBM's and L2's rates, the ceiling is the tensor cores'; a kernel has a full mark
-    at its intensity by HBM bytes, and an open one by the bytes that it asks of L2, both as high as
-    its bound allows.
+    The slopes are the rates of HBM and L2, the ceiling is the rate of the tensor cores. Each kernel
+    has a full mark at its intensity by HBM bytes and an open mark at its intensity by bytes
+    requested from L2, both at the rate that its bound allows.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -63,8 +64,8 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
         xscale="log",
         yscale="log",
         xlim=span,
-        xlabel="FLOP per byte (full: of HBM, open: asked of L2)",
-        ylabel="FLOP/s at best",
+        xlabel="FLOP per byte (full: of HBM, open: requested from L2)",
+        ylabel="attainable FLOP/s",
         title=f"{arch.product}, {dtype}",
     )
     axes.legend(fontsize="small")

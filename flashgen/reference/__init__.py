@@ -1,15 +1,22 @@
 """The oracle: standard attention and its gradients for any spec in float64, and the error rule."""
 
-from .gradients import (
+from flashgen.reference.gradients import (
     errors_of_summands,
     gradients,
     kept_gradients,
     same_dtype_gradients,
 )
-from .interpret import evaluate
-from .judge import judge_gradients
-from .oracle import attention, same_dtype
-from .verdict import ABSOLUTE, GRADIENT_FACTOR, OUTPUT_FACTOR, RMS_FACTOR, Verdict, compare
+from flashgen.reference.interpret import evaluate
+from flashgen.reference.judge import judge_gradients
+from flashgen.reference.oracle import attention, same_dtype
+from flashgen.reference.verdict import (
+    ABSOLUTE,
+    GRADIENT_FACTOR,
+    OUTPUT_FACTOR,
+    RMS_FACTOR,
+    Verdict,
+    compare,
+)
 
 __all__ = [
     "ABSOLUTE",

@@ -1,50 +1,49 @@
-"""Gradients of captured tensors, without a derivative by sympy.
+"""Gradients of learned tensors, without symbolic derivatives.
 
 An element that the score reads is a variable like the score itself: torch's forward mode gives
-ds'/d(element) at every position, and where two branches have different slopes it chooses the one
-whose value was chosen (see `Problem`). What is masked is then taken out, so that an infinite slope
-there meets no 0; and only what is left goes backward, by autograd, through the reading of the
-tensor, which is linear: each position adds to the element that it read.
+ds'/d(element) at every position, and where two branches have different slopes it selects the slope
+of the selected value (see `OracleProblem`). Masked positions are then removed, so that an infinite
+slope there is not multiplied by 0. autograd propagates the rest through the reading of the tensor,
+which is linear: each position adds to the element that it read.
 """
 
 from __future__ import annotations
 
 import torch
 
-from flashgen.expr import SCORE, Element, TensorSymbol, elements_of
-
-from .interpret import evaluate
-from .problem import Part, Problem
+from flashgen.language import SCORE, Element, TensorSymbol, elements_of
+from flashgen.reference.interpret import evaluate
+from flashgen.reference.problem import OracleProblem, ScoreBlock
 
 Tensor = torch.Tensor
 
 
-def learned_of(problem: Problem) -> dict[TensorSymbol, Tensor]:
-    """The tensors whose gradients are wanted, by symbol, in the order of spec.tensors."""
+def learned_of(problem: OracleProblem) -> dict[TensorSymbol, Tensor]:
+    """The learned tensors by symbol, in the order of spec.tensors."""
     return {x.symbol: problem.values[x.symbol] for x in problem.spec.tensors if x.grad}
 
 
 def flows_to_captures(
-    problem: Problem, part: Part, scores: Tensor, ds: Tensor, dead: Tensor
+    problem: OracleProblem, part: ScoreBlock, scores: Tensor, ds: Tensor, dead: Tensor
 ) -> tuple[Tensor, ...]:
-    """What each position gives to each element of a learnable tensor that the score reads.
+    """The contribution of each position to each element of a learned tensor that the score reads.
 
     Args:
         scores: s, before the score function.
         ds: gradient of s', before the factor ds'/ds; both [n, rows, seq_k].
-        dead: where s' is -inf, by the mask or by the score function itself.
+        dead: bool of the same shape, true where s' is -inf, by the mask or the score function.
 
     Returns:
-        For each of `_elements`, [n, rows, seq_k] in `problem.real`.
+        A tensor [n, rows, seq_k] in `problem.real` for each of `_elements`.
     """
     slopes = (problem.slope_by(element, scores, part) for element in _elements(problem))
     return tuple((ds.to(problem.real) * slope).masked_fill(dead, 0) for slope in slopes)
 
 
 def added_to_captures(
-    problem: Problem, part: Part, scores: Tensor, flows: tuple[Tensor, ...]
+    problem: OracleProblem, part: ScoreBlock, scores: Tensor, flows: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """``flows`` of one part added up where they belong: whole tensors, in `problem.real`."""
+    """The sums of one block's ``flows`` by element: gradients in the tensors' shapes, in `real`."""
     real = problem.real
     leaves = {
         symbol: tensor.detach().to(real, copy=True).requires_grad_()
@@ -64,13 +63,13 @@ def added_to_captures(
 
 
 def with_sink(
-    problem: Problem, part: Part, added: tuple[Tensor, ...], of_sink: Tensor
+    problem: OracleProblem, part: ScoreBlock, added: tuple[Tensor, ...], of_sink: Tensor
 ) -> tuple[Tensor, ...]:
-    """``added`` of one part, to which each row gives its share to the gradient of the sink.
+    """``added`` with the contributions of one block's rows to the gradient of the sink.
 
     Args:
-        added: for each learnable tensor, the sink perhaps among them, in `problem.real`.
-        of_sink: [n, rows, 1].
+        added: a gradient for each learned tensor, including a learned sink, in `problem.real`.
+        of_sink: the rows' contributions to the gradient of the sink, [n, rows, 1].
     """
     sink = problem.spec.sink
     total = dict(zip(learned_of(problem), added, strict=True))
@@ -83,6 +82,6 @@ def with_sink(
     return tuple(total.values())
 
 
-def _elements(problem: Problem) -> list[Element]:
+def _elements(problem: OracleProblem) -> list[Element]:
     learned = learned_of(problem)
     return [e for e in elements_of(problem.spec.score) if e.tensor in learned]

@@ -16,25 +16,25 @@ and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one)
 A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
 
 dK and dV are sums over the query heads of a group. Where s' is -inf, by the mask or by the score
-function itself, dS and the summands of dT are 0, whatever the derivative of the score function is
-there.
+function itself, dS and the summands of dT are 0 for any derivative of the score function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashgen.errors import InputError
-from flashgen.spec import AttentionSpec
+from flashgen.language.spec import AttentionSpec
+from flashgen.reference.captures import added_to_captures, flows_to_captures, learned_of, with_sink
+from flashgen.reference.oracle import softmax_times_v
+from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 
-from .captures import added_to_captures, flows_to_captures, learned_of, with_sink
-from .oracle import softmax_times_v
-from .problem import Number, Part, Problem, State, problem_of
+if TYPE_CHECKING:
+    from typing import Unpack
 
 Tensor = torch.Tensor
 
@@ -46,39 +46,27 @@ def gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
-    """Gradients in float64: what every backward kernel is measured against.
+    """Computes gradients in float64: the reference of every backward kernel.
 
-    Nothing is differentiated by autograd but the score function, element by element, and what reads
-    elements of captured tensors.
+    autograd differentiates only the score function, element by element, and the reading of elements
+    of captured tensors.
 
     Args:
-        spec, q, k, v, scalars, tensors, q_offset, k_offset, scale, dropout_p, rng: as in
-            `attention`.
+        spec, q, k, v, call: as in `attention`.
         dout: [batch, heads_q, seq_q, head_dim_v], gradient of out, any floating dtype.
-        dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. That of a row without a key goes
-            to the sink, and is ignored without one.
+        dlse: [batch, heads_q, seq_q], gradient of lse; None for 0. For a row without a key it
+            contributes to the sink alone.
 
     Returns:
-        dq, dk and dv, then the gradient of each learnable tensor, in the order of spec.tensors;
-        float64, of the shapes of what they are the gradients of.
+        dq, dk and dv, then the gradient of each learned tensor, in the order of spec.tensors;
+        float64, in the shapes of the tensors.
 
     Raises:
         InputError: as in `attention`, and for a dout or dlse of another shape.
     """
-    problem = problem_of(
-        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
-    )  # fmt: skip
-    return _exact(problem, dout, dlse, kept=False)
+    return _exact(problem_of(spec, q, k, v, exact=True, **call), dout, dlse, kept=False)
 
 
 def kept_gradients(
@@ -88,39 +76,28 @@ def kept_gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
-    """What exact arithmetic makes of what Algorithm 4 has: O in its dtype, the others in float32.
+    """Exact gradients from the rounded results of Algorithm 4: O in its dtype, LSE in float32.
 
-    An LSE of 6 in float32 is off by up to 2.4e-7, and with it all of its row's P, by the same
-    factor: no backward pass that starts from it does better, while PyTorch keeps P itself. And D
-    comes from O, so that in dP - D two float32 sums are subtracted that were rounded apart; with
-    one key it should be 0, and is in PyTorch. In float32 with few keys these are as much as all
-    other rounding; `compare` takes them in.
+    The float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's P. Every
+    backward pass that starts from LSE has this error; PyTorch, which stores P, does not. D is
+    computed from O, so that dP - D subtracts two float32 sums with different rounding; with one
+    key the difference should be 0, and is in PyTorch. In float32 with few keys these errors are as
+    large as all other rounding; `compare` allows for them.
 
     Arguments, results and errors as in `gradients`.
     """
-    problem = problem_of(
-        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
-    )  # fmt: skip
-    return _exact(problem, dout, dlse, kept=True)
+    return _exact(problem_of(spec, q, k, v, exact=True, **call), dout, dlse, kept=True)
 
 
 def _exact(
-    problem: Problem, dout: Tensor, dlse: Tensor | None, *, kept: bool
+    problem: OracleProblem, dout: Tensor, dlse: Tensor | None, *, kept: bool
 ) -> tuple[Tensor, ...]:
     _check(problem, dout, dlse)
     with torch.no_grad():
         total = _Gradients(problem, torch.float64)
-        for part in problem.parts():
+        for part in problem.blocks():
             total.add(part, _algorithm_3(problem, part, dout, dlse, kept=kept))
         return total.results(torch.float64)
 
@@ -132,38 +109,28 @@ def same_dtype_gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
-    """PyTorch's autograd through `same_dtype`: the yardstick of the error rule for gradients.
+    """PyTorch's autograd through `same_dtype`: the baseline of the error rule for gradients.
 
-    Every gradient inside is a tensor of the dtype of what it is the gradient of, as autograd has
-    it. Only the score function is differentiated forward instead of backward, in float32, because
-    autograd makes NaN of a derivative that is infinite where the mask is false. dk and dv of each
-    query head are of the dtype; they are added over a group, and over slices of query rows where
-    there is more than one, in float32 and rounded once, as torch's sum over a group does. Gradients
-    of captured tensors are added up in float32 and rounded once.
+    Every intermediate gradient has the dtype of its tensor, as in autograd. Only the score function
+    is differentiated in forward mode, in float32, because reverse mode gives NaN for a derivative
+    that is infinite where the mask is false. dk and dv of each query head have the dtype. They are
+    summed over a group, and over slices of query rows where there are several, in float32 and
+    rounded once, as in torch's sum over a group. Gradients of captured tensors are summed in
+    float32 and rounded once.
 
-    Arguments and errors as in `gradients`; dout is rounded to the dtype of q, dlse to float32.
+    Arguments and errors are those of `gradients`; dout is rounded to q's dtype, dlse to float32.
 
     Returns:
-        dq, dk and dv, then the gradient of each learnable tensor, in the order of spec.tensors, in
-        the dtypes of what they are the gradients of.
+        dq, dk and dv, then the gradient of each learned tensor, in the order of spec.tensors; each
+        in the dtype of its tensor.
     """
-    problem = problem_of(
-        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-        scale=scale, dropout_p=dropout_p, rng=rng, exact=False,
-    )  # fmt: skip
+    problem = problem_of(spec, q, k, v, exact=False, **call)
     _check(problem, dout, dlse)
     total = _Gradients(problem, problem.real)
     with torch.enable_grad():
-        for part in problem.parts():
+        for part in problem.blocks():
             total.add(part, _autograd(problem, part, dout, dlse))
     return total.results()
 
@@ -175,21 +142,21 @@ def errors_of_summands(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    **numbers: Any,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
-    """How far PyTorch's gradients of captured tensors are off, as their summands say.
+    """The expected error of PyTorch's gradients of learned tensors, from the errors of summands.
 
-    The gradient of a tensor of few elements is a sum of very many numbers. Its one error may be
-    small by luck; the root of the sum of squares of the errors of what is added up is not.
+    The gradient of a tensor with few elements is a sum of very many numbers, whose error may be
+    small by chance. This is the root of the sum of squares of the errors of the summands.
 
-    Arguments and errors as in `gradients`.
+    Arguments and errors are those of `gradients`.
 
     Returns:
-        For each learnable tensor, in the order of spec.tensors, float64 of its shape.
+        A float64 tensor of the same shape for each learned tensor, in the order of spec.tensors.
     """
-    exact, same = (problem_of(spec, q, k, v, **numbers, exact=exact) for exact in (True, False))
+    exact, same = (problem_of(spec, q, k, v, exact=exact, **call) for exact in (True, False))
     total = [torch.zeros(x.shape, dtype=torch.float64) for x in learned_of(exact).values()]
-    for part, ordinary in zip(exact.parts(), same.parts(), strict=True):
+    for part, ordinary in zip(exact.blocks(), same.blocks(), strict=True):
         ours = _algorithm_3(exact, part, dout, dlse, kept=False)
         with torch.enable_grad():
             theirs = _autograd(same, ordinary, dout, dlse)
@@ -206,12 +173,12 @@ def errors_of_summands(
 
 
 def _algorithm_3(
-    problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None, *, kept: bool
-) -> _OfPart:
-    """The gradients that one part gives.
+    problem: OracleProblem, part: ScoreBlock, dout: Tensor, dlse: Tensor | None, *, kept: bool
+) -> BlockGradients:
+    """The contributions of one block of scores to the gradients.
 
     Args:
-        kept: P and D come from the LSE and the O that a forward pass keeps, as in Algorithm 4.
+        kept: whether P and D are computed from the rounded LSE and O, as in Algorithm 4.
     """
     do = part.of_rows(dout).to(problem.work)
     raw = (part.q @ part.k.transpose(1, 2)) * problem.factor
@@ -250,11 +217,13 @@ def _algorithm_3(
     ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return _OfPart(dq, dk, dv, captured, flows, raw.detach(), of_sink)
+    return BlockGradients(dq, dk, dv, captured, flows, raw.detach(), of_sink)
 
 
-def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -> _OfPart:
-    """The same by autograd, which is cut in two at the score function."""
+def _autograd(
+    problem: OracleProblem, part: ScoreBlock, dout: Tensor, dlse: Tensor | None
+) -> BlockGradients:
+    """The same contributions by autograd, in two parts around the score function."""
     q, k, v = (operand.detach().requires_grad_() for operand in (part.q, part.k, part.v))
     raw = (q @ k.transpose(1, 2)) * problem.factor
     modified, slope = problem.score_and_slope(raw.detach(), part)
@@ -279,19 +248,21 @@ def _autograd(problem: Problem, part: Part, dout: Tensor, dlse: Tensor | None) -
         ds = (ds.to(problem.real) * slope).to(problem.work)
     ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return _OfPart(dq, dk, dv, captured, flows, raw.detach(), of_sink)
+    return BlockGradients(dq, dk, dv, captured, flows, raw.detach(), of_sink)
 
 
 @dataclass(frozen=True)
-class _OfPart:
-    """Gradients that one part gives.
+class BlockGradients:
+    """The contributions of one block of scores to the gradients.
 
     Attributes:
-        dq, dk, dv: of each pair, [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
-        captured: of the learnable tensors, whole.
-        flows: what was added up to those, [n, seq_q, seq_k] for each element that the score reads.
+        dq, dk, dv: contributions of each pair, [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
+        captured: contributions to the gradients of the learned tensors, in their shapes.
+        flows: the summands of ``captured``, [n, seq_q, seq_k] for each element that is
+            read.
         scores: s, before the score function.
-        of_sink: what each row gives to the sink's gradient, [n, seq_q, 1]; None without a sink.
+        of_sink: contribution of each row to the sink's gradient, [n, seq_q, 1]; None without a
+            sink.
     """
 
     dq: Tensor
@@ -304,9 +275,9 @@ class _OfPart:
 
 
 class _Gradients:
-    """Sums of the parts' gradients: dq by row, dk and dv over rows and the heads of a group."""
+    """Sums of the contributions: dq by row, dk and dv over rows and the heads of a group."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+    def __init__(self, problem: OracleProblem, dtype: torch.dtype) -> None:
         self.operands = (problem.q, problem.k, problem.v)
         self.learned = tuple(learned_of(problem).values())
         device = problem.q.device
@@ -316,7 +287,7 @@ class _Gradients:
         ]
         self.captured = [torch.zeros(x.shape, dtype=dtype, device=device) for x in self.learned]
 
-    def add(self, part: Part, of: _OfPart) -> None:
+    def add(self, part: ScoreBlock, of: BlockGradients) -> None:
         dtype = self.sums[0].dtype
         self.sums[0][part.pairs, part.rows] = of.dq.to(dtype)
         for total, gradient in zip(self.sums[1:], (of.dk, of.dv), strict=True):
@@ -325,26 +296,26 @@ class _Gradients:
             total += gradient
 
     def results(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """In ``dtype``, or each in the dtype of what it is the gradient of."""
+        """The gradients in ``dtype``; where it is None, each in the dtype of its tensor."""
         sums, of = [*self.sums, *self.captured], [*self.operands, *self.learned]
         return tuple(
             total.view(x.shape).to(dtype or x.dtype) for total, x in zip(sums, of, strict=True)
         )
 
 
-def _check(problem: Problem, dout: Tensor, dlse: Tensor | None) -> None:
-    """Shapes that broadcasting would hide.
+def _check(problem: OracleProblem, dout: Tensor, dlse: Tensor | None) -> None:
+    """Checks shapes that would broadcast without an error.
 
     Raises:
-        InputError: dout or dlse is not of the shape of what it is the gradient of.
+        InputError: dout or dlse does not have the shape of out or lse.
     """
     rows = tuple(problem.q.shape[:3])
     wanted = {"dout": (*rows, problem.v.shape[3]), "dlse": rows}
     for name, tensor in (("dout", dout), ("dlse", dlse)):
         if tensor is not None and tuple(tensor.shape) != wanted[name]:
             raise InputError(
-                f"{name} is not of the shape of what it is the gradient of",
+                f"{name} does not have the shape of {name[1:]}",
                 where=f"reference of {problem.spec.name}, argument {name}",
-                numbers=f"{name} {tuple(tensor.shape)}, wanted {wanted[name]}",
+                numbers=f"{name} {tuple(tensor.shape)}, expected {wanted[name]}",
                 way_out=f"a gradient of shape {wanted[name]}",
             )

@@ -1,8 +1,8 @@
-"""sympy expressions evaluated on torch tensors, node by node.
+"""Evaluates sympy expressions on torch tensors, node by node.
 
-This is a second reading of what a spec means, independent of the one that writes CUDA: no analysis,
-no simplification, no generated code. Whatever can be computed in integers is computed in int64;
-everything else in ``real`` (float64 for the oracle).
+This is a second implementation of the semantics of specs. It is independent of the compiler: it has
+no analysis, simplification or generated code. Expressions of integers are computed in int64, all
+others in ``real`` (float64 for the oracle).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from flashgen.errors import SpecError
-from flashgen.expr import (
+from flashgen.language import (
     Element,
     Floor,
     FloorDiv,
@@ -29,27 +29,28 @@ from flashgen.expr import (
 
 Tensor = torch.Tensor
 
-# An integer product that could leave int64 is formed in `real` instead, as kernels do.
+# An integer product that could overflow int64 is computed in `real` instead, as in kernels.
 _LARGEST_INTEGER = 2.0**62
 
 
 def evaluate(
     expr: sympy.Basic, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype = torch.float64
 ) -> Tensor:
-    """The value of ``expr`` where its symbols are ``values``, with torch's broadcasting.
+    """The value of ``expr`` with ``values`` for its symbols, with torch's broadcasting.
 
     Args:
-        expr: a number or a condition, as a traced mod gives it.
+        expr: a number or a condition from tracing a mod.
         values: int64, ``real`` or bool tensors for every free symbol; for the symbol of a captured
-            tensor that tensor itself, of any dtype. A part of ``expr`` with a value here has it.
-        real: dtype of everything that is not an integer computation.
+            tensor that tensor itself, of any dtype. Values can also be given for subexpressions of
+            ``expr``.
+        real: dtype of all computations except integer computations.
 
     Returns:
-        int64 or ``real`` for numbers, bool for conditions; of the shape that the symbols
-        in ``expr`` broadcast to, which can be smaller than that of all ``values``.
+        int64 or ``real`` for numbers, bool for conditions; in the shape that the symbols
+        of ``expr`` broadcast to, which can be smaller than that of all ``values``.
 
     Raises:
-        SpecError: for a symbol without a value or a function that no mod can make.
+        SpecError: a symbol has no value, or mods cannot contain a function of ``expr``.
     """
     return _Evaluator(values, real).value(expr)
 
@@ -61,17 +62,17 @@ class _Evaluator:
         self.known: dict[sympy.Basic, Tensor] = dict(values)
 
     def value(self, expr: sympy.Basic) -> Tensor:
-        """Shared sub-expressions are computed once."""
+        """The value of ``expr``; shared subexpressions are computed once."""
         if expr not in self.known:
             self.known[expr] = self._compute(expr)
         return self.known[expr]
 
     def number(self, expr: sympy.Basic) -> Tensor:
-        """``expr`` in ``real``."""
+        """The value of ``expr`` in ``real``."""
         return self.value(expr).to(self.real)
 
     def alike(self, *exprs: sympy.Basic) -> list[Tensor]:
-        """All in int64 when all are integers, otherwise all in ``real``."""
+        """The values of ``exprs``, in int64 if all are integers, otherwise in ``real``."""
         return self.unify([self.value(expr) for expr in exprs])
 
     def unify(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -89,7 +90,7 @@ class _Evaluator:
         rule = _RULES.get(expr.func)
         if rule is None:
             raise SpecError(
-                "the reference has no value for a part of this spec",
+                "the reference cannot evaluate a part of this spec",
                 where="flashgen.reference",
                 numbers=f"{expr.func.__name__} in {expr}; given: "
                 + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
@@ -99,7 +100,7 @@ class _Evaluator:
 
 
 def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    """Rational multiples of integers are added as integers over one denominator.
+    """The value of a sum; rational multiples of integers are added over one denominator.
 
     ``0.1 * (k - q)`` arrives as ``k / 10 - q / 10``, in which far positions would cancel.
     """
@@ -124,7 +125,7 @@ def _rational_sum(run: _Evaluator, terms: list[tuple[sympy.Rational, Tensor]]) -
     bound = sum(abs(f) * _magnitude(value) for f, value in zip(factors, values, strict=True))
     if bound > _LARGEST_INTEGER or max(map(abs, factors)) > _LARGEST_INTEGER:
         values = [value.to(run.real) for value in values]
-        factors = [float(factor) for factor in factors]  # torch takes none beyond 64 bits
+        factors = [float(factor) for factor in factors]  # torch has no integers beyond 64 bits
     total = reduce(torch.add, (f * value for f, value in zip(factors, values, strict=True)))
     return total if scale == 1 else total.to(run.real) / float(scale)
 
@@ -170,7 +171,7 @@ def _element(run: _Evaluator, expr: Element) -> Tensor:
 
 
 def _inside(place: Tensor, size: int) -> Tensor:
-    """The nearest index of a dimension; NaN, which only a rounded float can be, means 0."""
+    """The nearest index of a dimension; 0 for NaN."""
     nearest = place.detach().nan_to_num(0.0) if place.is_floating_point() else place
     return nearest.clamp(0, size - 1).to(torch.int64)
 
@@ -187,7 +188,7 @@ def _floor_mod(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 
 
 def _divisor(b: Tensor) -> Tensor:
-    """Division of integers by 0 has no value, but must not stop where another branch is chosen."""
+    """``b`` without zeros: in a branch that is not chosen, a division by 0 must not raise."""
     return torch.where(b == 0, torch.ones_like(b), b) if b.dtype == torch.int64 else b
 
 
@@ -195,7 +196,7 @@ def _choice(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     values = run.alike(*(value for value, _ in expr.args))
     chosen = values[-1]
     if expr.args[-1][1] is not sympy.true:
-        # No branch left: undefined, which must be seen and not be taken for a number.
+        # Where no branch applies the value is undefined, which NaN shows in the result.
         chosen = torch.full_like(chosen, math.nan, dtype=run.real)
         values = [value.to(run.real) for value in values]
     for value, (_, condition) in reversed(list(zip(values, expr.args, strict=True))):

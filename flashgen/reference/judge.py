@@ -1,16 +1,24 @@
-"""The error rule for all gradients of a call at once."""
+"""The error rule, applied to all gradients of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.spec import AttentionSpec
+from flashgen.language.spec import AttentionSpec
+from flashgen.reference.gradients import (
+    errors_of_summands,
+    gradients,
+    kept_gradients,
+    same_dtype_gradients,
+)
+from flashgen.reference.problem import OracleArguments
+from flashgen.reference.verdict import GRADIENT_FACTOR, Verdict, compare
 
-from .gradients import errors_of_summands, gradients, kept_gradients, same_dtype_gradients
-from .verdict import GRADIENT_FACTOR, Verdict, compare
+if TYPE_CHECKING:
+    from typing import Unpack
 
 Tensor = torch.Tensor
 
@@ -23,14 +31,13 @@ def judge_gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    **numbers: Any,
+    **call: Unpack[OracleArguments],
 ) -> dict[str, Verdict]:
-    """What `compare` says of dq, dk, dv and the gradients of learnable tensors, by name.
+    """The verdicts of `compare` on dq, dk, dv and the gradients of learned tensors, by name.
 
     Args:
-        found: these gradients, in this order, the tensors' in that of spec.tensors.
-        numbers: scalars, tensors, offsets, scale, dropout_p and rng, as in `gradients`; as are the
-            other arguments and the errors raised.
+        found: dq, dk, dv, then the gradients of learned tensors in the order of spec.tensors.
+        other arguments: as in `gradients`, whose errors this function also raises.
 
     Raises:
         ValueError: ``found`` has another number of gradients.
@@ -39,13 +46,13 @@ def judge_gradients(
     learned = [f"d{tensor.name}" for tensor in spec.tensors if tensor.grad]
     summands: list[Tensor | None] = [None, None, None]
     if learned:
-        summands += errors_of_summands(*of, **numbers)
+        summands += errors_of_summands(*of, **call)
     rows = zip(
         ("dq", "dk", "dv", *learned),
         found,
-        gradients(*of, **numbers),
-        same_dtype_gradients(*of, **numbers),
-        kept_gradients(*of, **numbers),
+        gradients(*of, **call),
+        same_dtype_gradients(*of, **call),
+        kept_gradients(*of, **call),
         summands,
         strict=True,
     )

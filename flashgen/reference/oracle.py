@@ -1,21 +1,23 @@
-"""Standard attention with the whole matrix of scores: the oracle, and PyTorch's own computation.
+"""Standard attention with the whole matrix of scores, in float64 and in the operands' dtype.
 
 Algorithm 0 of Dao et al., "FlashAttention", 2022: S = Q K^T, P = softmax(S), O = P V, here with
-the spec's score and mask between the first two and dropout before the last. Both functions work on
-slices of (batch, head) pairs and query rows, so that memory stays bounded however long the
-sequences are.
+the spec's score and mask between the first two steps and dropout before the last. Both functions
+process slices of (batch, head) pairs and query rows, so that memory is bounded for all sequence
+lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.spec import AttentionSpec
+from flashgen.language.spec import AttentionSpec
+from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 
-from .problem import Number, Part, Problem, State, problem_of
+if TYPE_CHECKING:
+    from typing import Unpack
 
 Tensor = torch.Tensor
 
@@ -25,30 +27,16 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
-    """Attention in float64 from the operands as given: what every kernel is measured against.
+    """Computes attention in float64, without rounding the operands: the reference of all kernels.
 
     Args:
-        spec: any spec; its mask and score are interpreted here, nothing of the compiler is used.
+        spec: any spec; its mask and score are interpreted, without the compiler.
         q: [batch, heads_q, seq_q, head_dim], any floating dtype, any strides.
         k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv.
         v: [batch, heads_kv, seq_k, head_dim_v].
-        scalars: a number for each of spec.scalars; float32 ones are rounded to float32 first,
-            because that is what a kernel receives.
-        tensors: one for each of spec.tensors, of any strides; a dimension of length 1 is broadcast.
-        q_offset, k_offset: global position of the first query and key.
-        scale: factor on q.k; spec.scale, else 1 / sqrt(head_dim), when None.
-        dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
-            2^-16. Which elements are dropped, `flashgen.dropout` says.
-        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0.
+        call: the other arguments of the call.
 
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] and lse [batch, heads_q, seq_q], natural log and
@@ -56,15 +44,10 @@ def attention(
         spec's sink, which is one of the summands of every row's lse.
 
     Raises:
-        InputError: a scalar or tensor that is missing or superfluous, a tensor of another number of
-            dimensions; a dropout_p that is no such
-            probability, or above 0 for a spec without dropout or without an rng.
+        InputError: a scalar or tensor is missing, superfluous or of another rank; dropout_p is not
+            a probability, or is above 0 for a spec without dropout or without an rng.
     """
-    problem = problem_of(
-        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-        scale=scale, dropout_p=dropout_p, rng=rng, exact=True,
-    )  # fmt: skip
-    return _attend(problem)
+    return _attend(problem_of(spec, q, k, v, exact=True, **call))
 
 
 def same_dtype(
@@ -72,39 +55,28 @@ def same_dtype(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
+    **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
-    """The ordinary PyTorch computation in the operands' dtype: the yardstick of the error rule.
+    """Computes attention with PyTorch in the operands' dtype: the baseline of the error rule.
 
-    Matrix products, scores and probabilities are tensors of the dtype, as when a model in half
-    precision spells attention out. The mods alone see float32 (float16 counts exactly to 2048
-    only), and their result is rounded back. Dropout's factor is a float32 number and its product
-    is rounded once, as in torch's CUDA kernel. Arguments, shapes, empty rows and errors as in
-    `attention`.
+    Matrix products, scores and probabilities are tensors of the dtype, as in a model in half
+    precision without a fused kernel. Only the mods are computed in float32 (float16 holds integers
+    exactly up to 2048 only), and their results are rounded back. Dropout's factor is a float32
+    number and its product is rounded once, as in torch's CUDA kernel. Arguments, shapes, empty
+    rows and errors are those of `attention`.
 
     Returns:
         out in the dtype of q, lse in float32 (float64 for operands in float64).
     """
-    problem = problem_of(
-        spec, q, k, v, scalars=scalars, tensors=tensors, q_offset=q_offset, k_offset=k_offset,
-        scale=scale, dropout_p=dropout_p, rng=rng, exact=False,
-    )  # fmt: skip
-    return _attend(problem)
+    return _attend(problem_of(spec, q, k, v, exact=False, **call))
 
 
-def _attend(problem: Problem) -> tuple[Tensor, Tensor]:
+def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:
     batch, heads, seq_q, _ = problem.q.shape
     device, dim_v = problem.q.device, problem.v.shape[3]
     out = torch.zeros(batch * heads, seq_q, dim_v, dtype=problem.work, device=device)
     lse = torch.full((batch * heads, seq_q), -math.inf, dtype=problem.real, device=device)
-    for part in problem.parts():
+    for part in problem.blocks():
         scores = problem.score((part.q @ part.k.transpose(1, 2)) * problem.factor, part)
         here = (part.pairs, part.rows)
         sink = None if part.sink is None else part.sink.expand(*scores.shape[:2], 1)
@@ -114,16 +86,15 @@ def _attend(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def softmax_times_v(
-    scores: Tensor, v: Tensor, part: Part, real: torch.dtype, sink: Tensor | None
+    scores: Tensor, v: Tensor, part: ScoreBlock, real: torch.dtype, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Dropout of softmax(scores), times v, and the log of softmax's normaliser.
+    """dropout(softmax(scores)) v, and the logarithm of the softmax's normaliser.
 
-    A row of -inf gives 0 and -inf. It is taken out before softmax, not only after, because
-    autograd would multiply the NaN that softmax makes of it by 0.
+    A row of -inf has the results 0 and -inf. The row is replaced before and after the softmax,
+    because autograd would multiply the NaN of its softmax by 0.
 
     Args:
-        sink: [n, rows, 1] in ``real``, a column of scores whose weights are left out of the
-            product; None for no such column.
+        sink: [n, rows, 1] in ``real``, a column of scores without a row of v; None without a sink.
     """
     dtype, seq_k = scores.dtype, scores.shape[-1]
     if sink is not None:

@@ -1,4 +1,4 @@
-"""One call of the oracle: its arguments made ready, and cut into parts that fit memory."""
+"""One call of the oracle: its checked arguments, and blocks of its scores that fit in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import sympy
@@ -13,30 +14,56 @@ import torch
 from torch.autograd import forward_ad
 
 from flashgen.dropout import keep_mask, keep_scale, kept_levels
+from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.errors import InputError
-from flashgen.expr import BATCH, HEADS, LOWEST_SCORE, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
-from flashgen.sparse import COMPRESSED
-from flashgen.sparse import TENSORS as LAYOUT_TENSORS
-from flashgen.spec import BOUNDARIES, AttentionSpec
+from flashgen.language import BATCH, HEADS, LOWEST_SCORE, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
+from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.reference.interpret import evaluate
+from flashgen.signature import LAYOUT_LISTS
 
-from .interpret import evaluate
+if TYPE_CHECKING:
+    from typing import Unpack
 
 Tensor = torch.Tensor
-Number = int | float | bool
 State = Sequence[int] | Tensor
 """Seed and offset of dropout: a pair of integers or an int64 tensor [2]."""
 
 _SCORES_AT_ONCE = 1 << 22
-"""Elements of S held at a time; 32 MiB in float64, a few times over while mods are computed."""
+"""Elements of S in memory at once: 32 MiB in float64, and a multiple of it while mods run."""
+
+
+class OracleArguments(TypedDict, total=False):
+    """The keyword arguments of the functions of the reference.
+
+    Attributes:
+        scalars: a number for each of spec.scalars; numbers for float32 scalars are rounded to
+            float32 first, because a kernel receives float32.
+        tensors: a tensor for each of spec.tensors, with any strides; a dimension of length 1 is
+            broadcast.
+        q_offset, k_offset: global positions of the first query and key.
+        scale: factor on q.k; if None, spec.scale, or 1 / sqrt(head_dim) where that is None too.
+        dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
+            2^-16. `flashgen.dropout` defines the dropped elements.
+        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0.
+    """
+
+    scalars: Mapping[str, Number] | None
+    tensors: Mapping[str, Tensor] | None
+    q_offset: int
+    k_offset: int
+    scale: float | None
+    dropout_p: float
+    rng: State | None
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Queries and keys that belong together: all of them, or those of one packed sequence.
+class RowRanges:
+    """The queries and keys of a call, or of one packed sequence.
 
     Attributes:
-        first: what the first batch entry is called: the number of the sequence.
-        queries, keys: rows in q and in k.
+        first: the batch index of the first entry in mods: 0, or the number of the sequence.
+        queries, keys: ranges of rows in q and in k.
     """
 
     first: int
@@ -45,18 +72,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some (batch, head) pairs, counted through both, and some rows of queries.
+class ScoreBlock:
+    """A block of scores: some (batch, head) pairs, and some rows of queries.
 
     Attributes:
-        pairs, rows, keys: which, in the operands.
+        pairs: indices of the pairs, with the head as the fastest index.
+        rows, keys: rows of the block in q and in k.
         entry, h: int64 [n], batch entry in the operands and query head of each pair.
-        kv: int64 [n], which (batch entry, key head), counted through both, each pair reads.
+        kv: int64 [n], the index of the (batch entry, key head) that each pair reads.
         q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
-        values: what the symbols of the mods are here.
-        sink: the sink's logit, [n, 1, 1] in `Problem.real`; None without a sink.
+        values: the values of the symbols of the mods.
+        sink: the sink's logit, [n, 1, 1] in `OracleProblem.real`; None without a sink.
         mask: bool [n, rows, seq_k], true where the mask keeps; None where there is no mask.
-        kept: bool of the same shape, what dropout keeps; None without dropout.
+        kept: bool of the same shape, true where dropout keeps an element; None without dropout.
         kept_scale: factor on kept elements.
     """
 
@@ -76,28 +104,28 @@ class Part:
     kept_scale: float
 
     def of_rows(self, tensor: Tensor) -> Tensor:
-        """The part [n, rows, ...] of a tensor [batch, heads_q, seq_q, ...]."""
+        """The rows [n, rows, ...] of a tensor [batch, heads_q, seq_q, ...]."""
         return tensor[self.entry, self.h, self.rows]
 
     def masked(self, scores: Tensor) -> Tensor:
-        """``scores`` with -inf where the mask is false, and for what counts as that."""
+        """``scores`` with -inf where the mask is false or the score is `LOWEST_SCORE` or less."""
         masked = scores <= LOWEST_SCORE
         return scores.masked_fill(masked if self.mask is None else masked | ~self.mask, -math.inf)
 
     def dropped(self, weights: Tensor) -> Tensor:
-        """``weights`` with 0 for dropped elements, the others scaled; rounded once."""
+        """``weights`` with 0 for dropped elements and the others scaled, rounded once."""
         if self.kept is None:
             return weights
         return weights.masked_fill(~self.kept, 0) * self.kept_scale
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The arguments of `attention` and its like, checked and with their defaults filled in.
+class OracleProblem:
+    """The arguments of one call, checked and with their defaults.
 
     Attributes:
-        factor: on q.k.
-        values: batch and heads, scalars and captured tensors, as the mods see them.
+        factor: the factor on q.k.
+        values: the values of batch, heads, scalars and captured tensors in mods.
         p: probability of dropping.
         state: seed and offset; None without dropout.
         work: dtype of products, scores and probabilities.
@@ -117,10 +145,10 @@ class Problem:
     work: torch.dtype
     real: torch.dtype
 
-    def parts(self) -> Iterator[Part]:
-        """All queries in parts of at most `_SCORES_AT_ONCE` scores.
+    def blocks(self) -> Iterator[ScoreBlock]:
+        """All queries, in blocks of at most `_SCORES_AT_ONCE` scores.
 
-        None where there is neither a key nor a sink.
+        There are no blocks without keys and without a sink.
         """
         pairs = self.q.shape[0] * self.q.shape[1]
         for of in self._rows():
@@ -132,22 +160,22 @@ class Problem:
             together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
             for pair in range(0, pairs, together):
                 for row in range(0, seq_q, rows):
-                    yield self._part(
+                    yield self._block(
                         of,
                         slice(pair, min(pair + together, pairs)),
                         slice(row, min(row + rows, seq_q)),
                     )
 
-    def _rows(self) -> Iterator[Rows]:
+    def _rows(self) -> Iterator[RowRanges]:
         if not self.spec.packed:
-            yield Rows(0, slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+            yield RowRanges(0, slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
             return
         ends = [self.values[boundary.symbol].tolist() for boundary in BOUNDARIES]
         for i in range(len(ends[0]) - 1):
-            yield Rows(i, *(slice(end[i], end[i + 1]) for end in ends))
+            yield RowRanges(i, *(slice(end[i], end[i + 1]) for end in ends))
 
-    def _part(self, of: Rows, pairs: slice, rows: slice) -> Part:
-        """``rows`` are counted from the first of those of ``of``, as positions are."""
+    def _block(self, of: RowRanges, pairs: slice, rows: slice) -> ScoreBlock:
+        """The block of some rows, which are counted from the first row of ``of``."""
         device, heads, heads_kv = self.q.device, self.q.shape[1], self.k.shape[1]
         seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
         pair = torch.arange(pairs.start, pairs.stop, device=device)
@@ -174,7 +202,7 @@ class Problem:
                 self.p, *self.state, numbers, range(rows.start, rows.stop), range(seq_k)
             )
             kept = torch.from_numpy(bits).to(device)
-        return Part(
+        return ScoreBlock(
             pairs=pairs,
             rows=here,
             keys=of.keys,
@@ -192,13 +220,13 @@ class Problem:
         )
 
     def _sink(self, h: Tensor) -> Tensor | None:
-        """Of the heads ``h`` [n], as [n, 1, 1]."""
+        """The sink of the heads ``h`` [n], as [n, 1, 1]."""
         if self.spec.sink is None:
             return None
         sink = self.values[self.spec.sink.symbol].detach().reshape(-1).to(self.real)
         return (sink.expand(len(h)) if len(sink) == 1 else sink[h]).view(-1, 1, 1)
 
-    def score(self, scores: Tensor, part: Part) -> Tensor:
+    def score(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """s' of s, unmasked, in the dtype of ``scores``."""
         if self.spec.score == SCORE:
             return scores
@@ -206,30 +234,30 @@ class Problem:
         found = evaluate(self.spec.score, values, self.real)
         return found.to(scores.dtype).expand_as(scores)
 
-    def score_and_slope(self, scores: Tensor, part: Part) -> tuple[Tensor, Tensor | None]:
+    def score_and_slope(self, scores: Tensor, part: ScoreBlock) -> tuple[Tensor, Tensor | None]:
         """s' of s, unmasked, in the dtype of ``scores``; ds'/ds in `real`, None stands for 1."""
         if self.spec.score == SCORE:
             return scores, None
         value, slope = self._differentiated(scores, part, SCORE)
         return value.to(scores.dtype).expand_as(scores), slope.expand_as(scores)
 
-    def slope_by(self, element: Element, scores: Tensor, part: Part) -> Tensor:
+    def slope_by(self, element: Element, scores: Tensor, part: ScoreBlock) -> Tensor:
         """ds'/d(element) in `real`, of a shape that broadcasts to that of ``scores``."""
         return self._differentiated(scores, part, element)[1]
 
     def _differentiated(
-        self, scores: Tensor, part: Part, variable: sympy.Expr
+        self, scores: Tensor, part: ScoreBlock, variable: sympy.Expr
     ) -> tuple[Tensor, Tensor]:
         """s' and its derivative by the score or by an element that it reads, in `real`.
 
-        It is torch's forward-mode derivative of the interpreted expression. Reverse mode
-        multiplies the branch that a ``where`` did not choose by 0, which is NaN for a branch
-        of infinite slope; forward mode chooses between the slopes as between the values.
+        This is torch's forward-mode derivative of the interpreted expression. Reverse mode
+        multiplies the slope of the branch that a ``where`` did not choose by 0, which gives NaN
+        for an infinite slope; forward mode selects the slope with the value.
         """
         values = {**part.values, SCORE: scores.detach().to(self.real)}
         x = evaluate(variable, values, self.real).detach()
         with warnings.catch_warnings(), forward_ad.dual_level():
-            # torch's own, when it loads its forward-mode formulas.
+            # A warning of torch itself, when it loads its forward-mode formulas.
             warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
             dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
             found = evaluate(self.spec.score, {**values, variable: dual}, self.real)
@@ -244,28 +272,28 @@ def problem_of(
     v: Tensor,
     *,
     exact: bool,
-    scalars: Mapping[str, Number] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng: State | None = None,
-) -> Problem:
-    """The arguments of one call, in float64 when ``exact``, else in the operands' dtype.
+    **call: Unpack[OracleArguments],
+) -> OracleProblem:
+    """The checked arguments of one call.
+
+    Args:
+        exact: whether everything is computed in float64, or in the operands' dtype.
 
     Raises:
-        InputError: scalars or tensors that are not the spec's, a wrong probability or state.
+        InputError: scalars or tensors differ from those of the spec, or dropout_p or rng is wrong.
     """
+    scalars, tensors = call.get("scalars") or {}, call.get("tensors") or {}
+    q_offset, k_offset = call.get("q_offset", 0), call.get("k_offset", 0)
+    scale, dropout_p = call.get("scale"), call.get("dropout_p", 0.0)
     batch, heads, _, head_dim = q.shape
     work = torch.float64 if exact else q.dtype
     real = torch.promote_types(work, torch.float32)
     factor = scale if scale is not None else spec.scale
     if spec.packed:
-        batch = len((tensors or {})[BOUNDARIES[0].name]) - 1
+        batch = len(tensors[BOUNDARIES[0].name]) - 1
     sizes = {BATCH: batch, HEADS: heads}
     values = {symbol: torch.tensor(size, device=q.device) for symbol, size in sizes.items()}
-    return Problem(
+    return OracleProblem(
         spec=spec,
         q=q,
         k=k,
@@ -274,13 +302,13 @@ def problem_of(
         k_offset=k_offset,
         factor=factor if factor is not None else 1 / math.sqrt(head_dim),
         values=values
-        | _scalar_values(spec, scalars or {}, real, q.device)
-        | _tensor_values(spec, tensors or {})
+        | _scalar_values(spec, scalars, real, q.device)
+        | _tensor_values(spec, tensors)
         | _static_layout(
             spec, batch, heads, (q_offset + q.shape[2], k_offset + k.shape[2]), q.device
         ),
         p=dropout_p,
-        state=_state_of(spec, dropout_p, rng),
+        state=_state_of(spec, dropout_p, call.get("rng")),
         work=work,
         real=real,
     )
@@ -289,41 +317,38 @@ def problem_of(
 def _scalar_values(
     spec: AttentionSpec, scalars: Mapping[str, Number], real: torch.dtype, device: torch.device
 ) -> dict[sympy.Symbol, Tensor]:
-    """A 0-dim tensor for the symbol of each scalar, of the kind that a kernel receives."""
+    """A 0-dim tensor for the symbol of each scalar, with the value that a kernel receives."""
     wanted = [scalar.name for scalar in spec.scalars]
     if sorted(wanted) != sorted(scalars):
         raise InputError(
             "the scalars given are not those of the spec",
             where=f"reference of {spec.name}",
-            numbers=f"given: {', '.join(scalars) or 'none'}; wanted: {', '.join(wanted) or 'none'}",
+            numbers=f"given: {', '.join(scalars) or 'none'}; "
+            f"expected: {', '.join(wanted) or 'none'}",
             way_out="scalars={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
         )
     found = {}
     for scalar in spec.scalars:
-        value = scalars[scalar.name]
-        if scalar.dtype == "bool":
-            tensor = torch.tensor(bool(value), device=device)
-        elif scalar.dtype == "int32":
-            tensor = torch.tensor(int(value), device=device)
-        else:
-            tensor = torch.tensor(value, dtype=torch.float32, device=device).to(real)
-        found[scalar.expr] = tensor
+        value = SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
+        dtype = real if isinstance(value, float) else None
+        found[scalar.expr] = torch.tensor(value, dtype=dtype, device=device)
     return found
 
 
 def _tensor_values(
     spec: AttentionSpec, tensors: Mapping[str, Tensor]
 ) -> dict[sympy.Symbol, Tensor]:
-    """Each captured tensor, as it is, for its symbol."""
-    # What a layout compresses to says the same once more: it may be given, and is not read.
-    unread = COMPRESSED if spec.block_sparse is not None else ()
+    """Each captured tensor by its symbol."""
+    # The lists of a block layout may be given, but only the live blocks are read.
+    unread = LAYOUT_LISTS if spec.block_sparse is not None else ()
     read = [tensor for tensor in spec.tensors if tensor.name not in unread]
     wanted = [tensor.name for tensor in read]
     if sorted(wanted) != sorted(name for name in tensors if name not in unread):
         raise InputError(
             "the tensors given are not those of the spec",
             where=f"reference of {spec.name}",
-            numbers=f"given: {', '.join(tensors) or 'none'}; wanted: {', '.join(wanted) or 'none'}",
+            numbers=f"given: {', '.join(tensors) or 'none'}; "
+            f"expected: {', '.join(wanted) or 'none'}",
             way_out="tensors={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
         )
     for tensor in read:
@@ -333,7 +358,7 @@ def _tensor_values(
                 f"the tensor {tensor.name} does not have the dimensions of the spec",
                 where=f"reference of {spec.name}, argument tensors",
                 numbers=f"{tensor.name} has shape {shape}; dims ({dims})",
-                way_out="a length for each dimension; 1 where all share its elements",
+                way_out="a length for each dimension; 1 where all positions share its elements",
             )
     return {tensor.symbol: tensors[tensor.name] for tensor in read}
 
@@ -341,7 +366,7 @@ def _tensor_values(
 def _static_layout(
     spec: AttentionSpec, batch: int, heads: int, ends: tuple[int, int], device: torch.device
 ) -> dict[sympy.Symbol, Tensor]:
-    """The live blocks of a layout that is a function; nothing for other specs."""
+    """The live blocks of a block layout that is a function; empty for other specs."""
     sparse = spec.block_sparse
     if sparse is None or not sparse.is_static:
         return {}
@@ -351,7 +376,7 @@ def _static_layout(
 
 
 def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:
-    """Seed and offset as integers; None when nothing is dropped, whatever ``rng`` is."""
+    """Seed and offset as integers; None when nothing is dropped."""
     kept_levels(p)
     if p == 0:
         return None
@@ -370,9 +395,9 @@ def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, in
     if len(numbers) != 2 or any(type(number) is not int for number in numbers):
         given = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
         raise InputError(
-            "the state of dropout's random numbers is not a seed and an offset",
+            "the random state of dropout is not a seed and an offset",
             where=f"reference of {spec.name}, argument rng",
             numbers=f"given {given}; dropout_p {p!r}",
-            way_out="rng=(seed, offset), or an int64 tensor of these two",
+            way_out="rng=(seed, offset), or an int64 tensor of both",
         )
     return numbers[0], numbers[1]

@@ -1,4 +1,4 @@
-"""The error rule: how far a result may be from the float64 oracle."""
+"""The error rule: the allowed difference of a result from the float64 oracle."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ GRADIENT_FACTOR = 3.0
 ABSOLUTE = 1e-5
 RMS_FACTOR = 1.2
 KEPT_FACTOR = 2.0
-"""LSE is not the exact number rounded once: it is computed in float32, from a float32 sum. At
-float32 with 5 to 60 keys, rounding it once alone makes 0.3 to 1.0 times the RMS error of PyTorch's
-gradients, which start from P itself; from 256 keys on it no longer shows."""
+"""Factor on the error of gradients that start from rounded O and LSE. LSE is computed in float32
+from a float32 sum, so that its error exceeds one rounding. At float32 with 5 to 60 keys one
+rounding of LSE alone gives 0.3 to 1.0 times the RMS error of PyTorch's gradients, which start from
+P itself; from 256 keys on it is negligible."""
 RMS_ELEMENTS = 256
-"""With fewer, the RMS of two equally good computations differs by more than 1.2 by chance: below
-this number, one time in a thousand and more (the F distribution)."""
+"""The RMS rule applies to this number of elements and more. With fewer, the RMS errors of two
+equally accurate computations differ by a factor of 1.2 with a probability above 1/1000 (F
+distribution)."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One result measured against the oracle.
+    """The comparison of one result with the oracle.
 
     The rule: max|out - ref64| <= factor * max|same - ref64| + 1e-5, where same is the ordinary
-    computation in the operands' dtype; RMS error at most 1.2 times that of same, where there are
-    elements enough to tell; no NaN; -inf (the lse of an empty row) exactly where the oracle has it.
+    computation in the operands' dtype; RMS error at most 1.2 times that of same, for
+    `RMS_ELEMENTS` and more; no NaN; -inf (the lse of an empty row) exactly where the oracle has it.
 
     Attributes:
-        max_error, max_allowed: over all elements that are finite in the oracle.
-        rms_error, rms_allowed: root mean square over the same elements.
-        nans: NaN in the result.
-        infinities: elements that are infinite in one and not in the other, or of opposite sign.
-        elements: how many were compared.
+        max_error, max_allowed: maximum error over all elements that are finite in the oracle.
+        rms_error, rms_allowed: root mean square error over the same elements.
+        nans: number of NaN in the result.
+        infinities: elements that are infinite in only one of the two, or have opposite signs.
+        elements: number of compared elements.
     """
 
     max_error: float
@@ -82,40 +84,40 @@ def compare(
     kept: Tensor | None = None,
     summands: Tensor | None = None,
 ) -> Verdict:
-    """Measures ``out`` by the error rule.
+    """Compares ``out`` with the oracle by the error rule.
 
     Args:
-        out: the result, of the dtype it was computed in.
-        ref64: the oracle's, float64, of the same shape.
-        same: `same_dtype`'s, of the same shape.
+        out: the result, in the dtype of its computation.
+        ref64: the result of the oracle, float64, of the same shape.
+        same: the result of `same_dtype`, of the same shape.
         factor: `OUTPUT_FACTOR`, or `GRADIENT_FACTOR` for gradients.
-        kept: for gradients, those of `kept_gradients`, whose error no backward pass avoids that
-            starts from O and LSE: `KEPT_FACTOR` times its RMS adds to that of ``same`` as
-            independent errors add, and its maximum counts where it is the larger one.
-        summands: for gradients of captured tensors, those of `errors_of_summands`: they count as
-            the error of ``same`` where they are the larger one.
+        kept: for gradients, the result of `kept_gradients`, whose error every backward pass from O
+            and LSE has: `KEPT_FACTOR` times its RMS is added to that of ``same`` as an independent
+            error, and its maximum replaces that of ``same`` where it is larger.
+        summands: for gradients of learned tensors, the result of `errors_of_summands`: it
+            replaces the error of ``same`` where it is larger.
 
-    The RMS of the ordinary computation can be 0 by luck: with one key, softmax is exactly 1 and O
-    is V itself. So the RMS allowed is never below 1.2 times the unit roundoff (half the spacing of
-    numbers just above 1) of ``out.dtype`` times the RMS of the exact result: the worst error of
-    rounding once.
+    The RMS error of the ordinary computation can be 0: with one key, softmax is exactly 1 and O is
+    V itself. The allowed RMS is therefore at least 1.2 times the unit roundoff (half the spacing of
+    numbers just above 1) of ``out.dtype`` times the RMS of the exact result: the largest error of
+    one rounding.
 
     Raises:
-        InputError: the shapes differ, which no broadcasting may hide.
+        InputError: the shapes differ; nothing is broadcast.
     """
     if not out.shape == ref64.shape == same.shape:
         raise InputError(
             "only results of one shape can be compared",
             where="reference.compare",
             numbers=f"out {tuple(out.shape)}, ref64 {tuple(ref64.shape)}, same {tuple(same.shape)}",
-            way_out="the oracle and the yardstick computed from the same operands",
+            way_out="the oracle and the same-dtype computation of the same operands",
         )
     got, exact, ordinary = (tensor.detach().double() for tensor in (out, ref64, same))
     mismatched = (got.isinf() | exact.isinf()) & (got != exact) & ~got.isnan()
     finite = exact.isfinite() & got.isfinite()
     error = (got - exact)[finite].abs()
-    yardstick = (ordinary - exact)[exact.isfinite() & ordinary.isfinite()].abs()
-    ordinary_rms, ordinary_max = _rms(yardstick), _max(yardstick)
+    baseline = (ordinary - exact)[exact.isfinite() & ordinary.isfinite()].abs()
+    ordinary_rms, ordinary_max = _rms(baseline), _max(baseline)
     if kept is not None:
         from_kept = (kept.double() - exact).abs()
         ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(from_kept))

@@ -1,12 +1,12 @@
-"""The fastest tiles for a shape: ranked by the model, and measured where there is a GPU."""
+"""Tuning: the tiles of a pass ranked by predicted time, and measured where there is a GPU."""
 
 from flashgen.tune.measure import Inputs, Measured, checked, fastest, on_gpu
-from flashgen.tune.rank import Choice, by_time, derived, predicted, rank
+from flashgen.tune.rank import TileChoice, by_time, derived, predicted, rank
 
 __all__ = [
-    "Choice",
     "Inputs",
     "Measured",
+    "TileChoice",
     "by_time",
     "checked",
     "derived",

@@ -1,4 +1,4 @@
-"""The best choices of a ranking, each checked against the oracle and then timed on a GPU."""
+"""Measuring the best choices of a ranking: checked against the oracle, then timed on a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from flashgen import reference
 from flashgen.errors import FlashgenError
+from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
-from flashgen.spec import AttentionSpec
-from flashgen.tune.rank import Choice
+from flashgen.tune.rank import TileChoice
 
 Tensor = torch.Tensor
 
@@ -26,13 +26,13 @@ Timer = Callable[[Call], float]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call, forward and backward.
+    """The inputs of one call, forward and backward.
 
     Attributes:
         operands: q, k, v.
-        gradients: of out, and of lse or None.
-        options: scalars, tensors, offsets, scale, dropout_p and rng as `flashgen.ops.run_forward`
-            takes them.
+        gradients: the gradients of out and of lse, the second may be None.
+        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
+            `flashgen.ops.run_forward`.
     """
 
     operands: tuple[Tensor, Tensor, Tensor]
@@ -42,37 +42,37 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Measured:
-    """A choice, and what became of it.
+    """A choice and the outcome of its check and its measurement.
 
     Attributes:
-        seconds: of the pass, the median of `ROUNDS`; None where it was not measured.
-        refused: why it cannot win; "" where it can.
+        seconds: duration of the pass, the median of `ROUNDS`; None where it was not measured.
+        refused: why the choice is excluded; "" where it is not.
     """
 
-    choice: Choice
+    choice: TileChoice
     seconds: float | None = None
     refused: str = ""
 
 
 def checked(
     spec: AttentionSpec,
-    choices: Sequence[Choice],
+    choices: Sequence[TileChoice],
     inputs: Inputs,
     which: str,
     *,
     backend: str,
     arch: str,
 ) -> list[Measured]:
-    """Each choice run once and held against the float64 oracle by the error rule.
+    """Runs each choice once and compares it with the float64 oracle by the error rule.
 
     Args:
-        inputs: small ones: the oracle holds N x N scores.
-        which: "forward", "backward", or "deterministic".
+        inputs: small inputs, because the oracle materialises N x N scores.
+        which: "forward", "backward", or "deterministic" for a deterministic backward pass.
     """
     call_of = _caller(spec, inputs, which, backend, arch)
     judge = _judge(spec, inputs, which)
 
-    def wrong(choice: Choice) -> str:
+    def why_excluded(choice: TileChoice) -> str:
         try:
             run = call_of(choice)()
         except FlashgenError as error:
@@ -80,7 +80,7 @@ def checked(
         found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
         return "; ".join(found) or max(map(_spills, _builds(run)), default="")
 
-    return [Measured(each, refused=wrong(each)) for each in choices]
+    return [Measured(each, refused=why_excluded(each)) for each in choices]
 
 
 def fastest(
@@ -93,19 +93,19 @@ def fastest(
     backend: str,
     arch: str,
 ) -> list[Measured]:
-    """Those that are right, timed in turns, the fastest first; those refused stay at the end.
+    """Times the candidates that are not refused, and sorts them by time; refused ones come last.
 
-    In turns, so that a clock that changes changes it for all.
+    The candidates alternate, so that a change of the GPU's clock affects all of them.
     """
-    right = [each for each in candidates if not each.refused]
-    calls = list(map(_caller(spec, inputs, which, backend, arch), (m.choice for m in right)))
+    correct = [each for each in candidates if not each.refused]
+    calls = list(map(_caller(spec, inputs, which, backend, arch), (m.choice for m in correct)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, found in zip(calls, times, strict=True):
             found.append(timer(call))
     measured = [
         replace(each, seconds=statistics.median(found))
-        for each, found in zip(right, times, strict=True)
+        for each, found in zip(correct, times, strict=True)
     ]
     refused = [each for each in candidates if each.refused]
     return [*sorted(measured, key=lambda each: each.seconds or 0.0), *refused]
@@ -126,8 +126,8 @@ def on_gpu(call: Call) -> float:
 
 def _caller(
     spec: AttentionSpec, inputs: Inputs, which: str, backend: str, arch: str
-) -> Callable[[Choice], Callable[[], ForwardRun | BackwardRun]]:
-    """What makes a call of a choice. Backward passes share a forward with the planner's tiles."""
+) -> Callable[[TileChoice], Callable[[], ForwardRun | BackwardRun]]:
+    """A function from a choice to its call. All backward passes use one forward pass's result."""
     how = {"backend": backend, "arch": arch, **inputs.options}
     (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
     if which == "forward":
@@ -143,7 +143,7 @@ def _caller(
 def _judge(
     spec: AttentionSpec, inputs: Inputs, which: str
 ) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
-    """What holds a run against the oracle, which is the same for all choices."""
+    """A function from a run to its verdicts; the oracle is computed once for all choices."""
     of = (spec, *inputs.operands)
     if which != "forward":
 
@@ -168,6 +168,6 @@ def _builds(run: ForwardRun | BackwardRun) -> Iterable[Any]:
 
 
 def _spills(build: Any) -> str:
-    """A kernel that spills is slow, and its neighbours say so too: it is not timed."""
+    """Why a kernel that spills is not timed; "" where it does not spill."""
     spilled = build.binary.resources.spill_store_bytes if build is not None else 0
     return f"{build.source.name} spills {spilled} B per thread" if spilled else ""

@@ -1,7 +1,7 @@
-"""Who computes attention side by side: one small interface, and the list of all.
+"""The implementations of attention that are timed side by side: their interface and their list.
 
-A contender says whether it can serve a case, and makes a function of q, k and v for it. Gradients
-come from autograd, for all alike.
+A contender states whether it supports a case, and makes a function of q, k and v for it. Gradients
+come from autograd for all contenders.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _nothing() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender made ready for one case.
+    """A contender that is prepared for one case.
 
     Attributes:
         attend: q, k, v -> out, differentiable where `passes` has more than "forward".
-        passes: what it can be timed at.
-        materialises: it keeps the whole matrix of scores, so that one set of inputs is enough to
-            overflow any cache, and more than one may overflow the memory.
+        passes: the passes that can be timed.
+        materialises: whether it stores the whole matrix of scores, so that one set of inputs is
+            enough to overflow any cache, and several sets may overflow the memory.
         described: code path and plan of the last call, for records; empty strings for peers.
     """
 
@@ -44,18 +44,18 @@ class Prepared:
 class Contender(Protocol):
     """
     Attributes:
-        name: in records.
-        ours: it is flashgen.
+        name: the name in records.
+        ours: whether it is flashgen.
     """
 
     name: str
     ours: bool
 
     def supports(self, case: Case, device: Device) -> str | None:
-        """Why it cannot serve the case on this device, None when it can."""
+        """The reason why the case is not supported on this device, or None."""
 
     def prepare(self, case: Case, device: Device) -> Prepared:
-        """Makes it ready. May compile. Called for cases that `supports` accepts only."""
+        """Prepares the contender, which may compile; only for cases that `supports` accepts."""
 
 
 def contenders(device: Device) -> list[Contender]:

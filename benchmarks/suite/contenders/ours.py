@@ -11,7 +11,7 @@ from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
 from flashgen.arch import facts
 from flashgen.errors import PlanError
-from flashgen.plan import Plan
+from flashgen.planner import Plan
 
 
 class Flashgen:

@@ -1,4 +1,4 @@
-"""Fused attention in Triton, forward only: what a careful person writes in one page.
+"""Fused attention in Triton, forward only, as it is commonly written on one page.
 
 The algorithm is FlashAttention-2's (Dao, 2023, algorithm 1): a program owns BLOCK_Q rows, walks
 over the keys with a running maximum and normaliser, and divides once at the end. Full tiles and

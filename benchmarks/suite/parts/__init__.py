@@ -4,44 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from benchmarks.suite.budget import Share
 from benchmarks.suite.context import Context
-
-
-@dataclass(frozen=True)
-class Part:
-    """
-    Attributes:
-        share: of the time; weights are about the seconds of a run of nine minutes.
-        module: of this package, whose ``run(context)`` is called in a process of its own.
-        stall: seconds without a line in the journal after which that process is taken for hung.
-        what: in words.
-        times: nothing may run beside it.
-        needs: parts whose numbers it uses.
-    """
-
-    share: Share
-    module: str
-    stall: float
-    what: str
-    times: bool = True
-    needs: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.share.name
-
-    def load(self) -> Callable[[Context], None]:
-        run: Callable[[Context], None] = importlib.import_module(
-            f"benchmarks.suite.parts.{self.module}"
-        ).run
-        return run
-
+from benchmarks.suite.supervisor import Part, Share
 
 PARTS = (
-    Part(Share("correctness", 150, 20), "correctness", 90, "tests/test_gpu_*.py", times=False),
+    Part(Share("correctness", 150, 20), "correctness", 90, "tests/gpu", times=False),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
     Part(
         Share("suite", 190, 20),
@@ -73,3 +41,9 @@ def named(name: str) -> Part:
         KeyError: there is no such part.
     """
     return {part.name: part for part in PARTS}[name]
+
+
+def load(part: Part) -> Callable[[Context], None]:
+    """The function of a part's module that runs it."""
+    run: Callable[[Context], None] = importlib.import_module(f"{__name__}.{part.module}").run
+    return run

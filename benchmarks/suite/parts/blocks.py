@@ -17,12 +17,14 @@ from benchmarks.suite.check import Inputs, Oracle, make_inputs
 from benchmarks.suite.contenders.ours import in_short, spec_of
 from benchmarks.suite.context import Context
 from benchmarks.suite.device import first_line
-from benchmarks.suite.forms import live_elements
 from benchmarks.suite.timing import measure, sets_needed
+from benchmarks.variants import live_elements
 from flashgen.errors import FlashgenError
-from flashgen.ops.bind import bind
-from flashgen.ops.checks import check
 from flashgen.pipeline import Build
+from flashgen.planner import forward_traffic
+from flashgen.runtime.backends import Target
+from flashgen.runtime.bind_arguments import bind
+from flashgen.runtime.calls import check
 
 KIB = 1024
 BUDGETS = tuple(size * KIB for size in (8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 227))
@@ -113,7 +115,7 @@ def _measured(context: Context, case: Case) -> None:
         for metric, value, unit in (
             ("ms_p50", timing.p50, "ms"),
             ("tflops", flops("forward", live, case.head_dim) / timing.p50 / 1e9, "TFLOP/s"),
-            ("predicted bytes", plan.traffic(*heads).issued, "B"),
+            ("predicted bytes", forward_traffic(plan, *heads).issued, "B"),
             ("predicted cost", plan.cost, "clk per score element"),
         ):
             note = "all tiles, masked ones too" if metric == "predicted bytes" else ""
@@ -130,10 +132,10 @@ def forced(build: Build, case: Case, inputs: Inputs, backend: str) -> Callable[[
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": None}
     bound = bind(build, problem, tensors)
-    index = q.device.index or 0
+    target = Target(backend, build.plan.arch, q.device, q.device.index or 0)
 
     def call() -> torch.Tensor:
-        bound.run(backend, tensors, index)
+        bound.run(target, tensors)
         return out
 
     return call

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.suite.contenders import contenders
-from benchmarks.suite.context import Context, environment
-from benchmarks.suite.processes import watch
+from benchmarks.suite.context import Context
+from benchmarks.suite.supervisor import environment, watch
 
 SPECS = ("softcap", "causal", "sliding_window", "alibi")
 NAMES = ("flashgen", "flex")

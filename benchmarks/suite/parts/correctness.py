@@ -1,7 +1,7 @@
-"""The tests on the GPU, tests/test_gpu_*.py, as many as there is time for.
+"""The tests on the GPU, tests/gpu, until their time is over.
 
-pytest runs in a process of its own, and again when a kernel has taken that process with it. In a
-dry run FLASHGEN_GPU_DRY=1 tells the tests to take the emulator for the device.
+pytest runs in a process of its own, and again when a kernel has ended that process. In a dry run
+FLASHGEN_GPU_DRY=1 makes the tests use the emulator as the device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.suite.cases import ROOT
-from benchmarks.suite.context import Context, environment
-from benchmarks.suite.journal import entries
-from benchmarks.suite.processes import RESTART, watch
+from benchmarks.suite.context import Context
+from benchmarks.suite.journal import entries, open_steps
+from benchmarks.suite.supervisor import RESTART, environment, watch
 
 STALL = 120.0
 """Seconds in which no test ended; the longest one and its compilation take less."""
@@ -23,9 +23,11 @@ COMPLETE = (0, 1, 5)
 
 
 def run(context: Context) -> None:
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_gpu_*.py"))
+    files = sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+    )
     if not files:
-        context.journal.skipped("there is no tests/test_gpu_*.py")
+        context.journal.skipped("there is no tests/gpu")
         return
     outcomes = context.work / "outcomes.jsonl"
     variables = environment() | ({"FLASHGEN_GPU_DRY": "1"} if context.tiny else {})
@@ -55,35 +57,27 @@ def run(context: Context) -> None:
         if ended.code in COMPLETE or ended.out_of_time or len(found) == before:
             break
         # Without the test that took the process with it, there is more to be run.
-        reasons |= {test: ended.reason for test in open_tests(found) if test not in reasons}
+        reasons |= {test: ended.reason for test in open_steps(found) if test not in reasons}
     if ended.code not in (*COMPLETE, RESTART) and not ended.out_of_time:
         tail = (context.work / "pytest.log").read_text(encoding="utf-8", errors="replace")[-600:]
         context.journal.failed(f"pytest: {ended.reason}: {tail}")
     record(context, entries(outcomes), reasons)
 
 
-def open_tests(found: list[dict[str, Any]]) -> list[str]:
-    """Tests that have begun and not ended."""
-    ended = {entry.get("step") for entry in found if entry["event"] == "end"}
-    return [
-        entry["step"] for entry in found if entry["event"] == "begin" and entry["step"] not in ended
-    ]
-
-
 def record(context: Context, found: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     """Counts of outcomes, and a row and a line of the summary for each test that failed."""
     ended = {entry["step"]: entry for entry in found if entry["event"] == "end"}
     counts = Counter(entry["outcome"] for entry in ended.values())
-    lost = open_tests(found)
+    lost = open_steps(found)
     begun = {entry["step"] for entry in found if entry["event"] == "begin"}
     collected = [test for e in found if e["event"] == "collected" for test in e["tests"]]
     left = [test for test in dict.fromkeys(collected) if test not in begun]
     counts.update({"lost": len(lost), "not run": len(left)})
     for outcome in ("passed", "failed", "skipped", "lost", "not run"):
-        context.writer.measure("tests/test_gpu_*.py", outcome, counts[outcome], "tests")
+        context.writer.measure("tests/gpu", outcome, counts[outcome], "tests")
     skipped = Counter(e["text"] for e in ended.values() if e["outcome"] == "skipped")
     for reason, count in skipped.items():
-        context.writer.measure("tests/test_gpu_*.py", "skipped", count, "tests", "", reason)
+        context.writer.measure("tests/gpu", "skipped", count, "tests", "", reason)
     for test, entry in ended.items():
         if entry["outcome"] == "failed":
             context.writer.measure(test, "failed", 1, "", "", entry["text"])

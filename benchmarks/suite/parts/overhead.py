@@ -1,7 +1,7 @@
-"""Host time per call: what Python and the dispatcher take, not the kernel.
+"""Host time per call: the time of Python and the dispatcher, without the kernel.
 
 The problem is so small that the GPU is done before the host queues the next call. "queued" is the
-host's time to queue a call; "finished" that of calls with a wait at the end of a hundred.
+host's time to queue a call; "finished" is the time per call of a hundred calls and one wait.
 """
 
 from __future__ import annotations

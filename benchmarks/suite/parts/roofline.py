@@ -1,4 +1,4 @@
-"""What the hardware counts in the main kernels, beside what the emulator counts.
+"""The hardware's counters for the main kernels, beside the emulator's counters.
 
 Nsight Compute runs a process that launches each kernel of a family once. The problem is small for
 the comparison with the emulator, which executes the same launch, and large for the utilisation.
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.context import Context, environment
-from benchmarks.suite.processes import watch
+from benchmarks.suite.context import Context
+from benchmarks.suite.supervisor import environment, watch
 
 SECTIONS = (
     "SpeedOfLight",
@@ -37,7 +37,7 @@ WANTED = re.compile(
     r"|smsp__average_warp_latency_issue_stalled_\w+\.ratio"
     r"|l1tex__t_sectors_pipe_lsu_mem_global_op_(ld|st)\.sum|launch__registers_per_thread"
 )
-"""Metrics that are kept of all that the sections bring."""
+"""The metrics of the sections that are recorded."""
 
 SMALL = ("--heads", "2", "--seq", "256", "--head-dim", "64")
 LARGE = ("--heads", "16", "--seq", "8192", "--head-dim", "128")

@@ -9,8 +9,8 @@ import re
 import shutil
 import sys
 
-from benchmarks.suite.context import Context, environment
-from benchmarks.suite.processes import watch
+from benchmarks.suite.context import Context
+from benchmarks.suite.supervisor import environment, watch
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FAMILIES = (

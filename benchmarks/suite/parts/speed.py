@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.suite.cases import PASSES, all_spec_names, full_list, tiny_list
 from benchmarks.suite.contenders import contenders
 from benchmarks.suite.context import Context
-from benchmarks.suite.forms import FORMS
 from benchmarks.suite.one_case import run_case
+from benchmarks.variants import FORMS
 
 SECONDS = 1.6
 """Of timing per case; a check and the warm-up come on top."""
@@ -15,7 +15,7 @@ SECONDS = 1.6
 def run(context: Context) -> None:
     for name in all_spec_names():
         if name not in FORMS:
-            context.journal.skipped(f"specs/{name}.py: benchmarks/suite/forms.py has no torch form")
+            context.journal.skipped(f"specs/{name}.py: benchmarks/variants.py has no torch form")
     cases = tiny_list() if context.tiny else full_list()
     everyone = contenders(context.device)
     for case in cases:

@@ -1,0 +1,69 @@
+"""The ranges of a tile's positions, and expressions as linear forms of what varies in the tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+
+from flashgen.language.sympy_functions import content
+
+End: TypeAlias = sympy.Expr | None
+Form: TypeAlias = tuple[tuple[sympy.Expr, int], ...]
+
+
+@dataclass(frozen=True)
+class TileBounds:
+    """The range of each varying symbol, and tighter ranges of linear forms in a context.
+
+    Attributes:
+        must_and_may: for a condition and a tile, a condition on the tile that is true only where
+            the former holds everywhere, and one that is false only where it holds nowhere. The
+            range of a choice between two values needs both.
+    """
+
+    ends: Mapping[sympy.Symbol, tuple[End, End]]
+    must_and_may: Callable[[sympy.Basic, TileBounds], tuple[sympy.Basic, sympy.Basic]]
+    forms: Mapping[Form, tuple[End, End]] = field(default_factory=dict)
+
+    def varies(self, expr: sympy.Basic) -> bool:
+        return any(symbol in self.ends for symbol in expr.free_symbols)
+
+
+def linear(expr: sympy.Expr, tile: TileBounds) -> tuple[dict[sympy.Expr, sympy.Expr], sympy.Expr]:
+    """``expr`` as a sum of varying atoms times coefficients that do not vary, and a rest."""
+    atoms: dict[sympy.Expr, sympy.Expr] = {}
+    rest = sympy.S.Zero
+    for term in sympy.Add.make_args(expr):
+        if not tile.varies(term):
+            rest += term
+            continue
+        factors = sympy.Mul.make_args(term)
+        varying = [factor for factor in factors if tile.varies(factor)]
+        coefficient = sympy.Mul(*(factor for factor in factors if not tile.varies(factor)))
+        if len(varying) == 1 and isinstance(varying[0], sympy.Add):
+            inner, inner_rest = linear(varying[0], tile)
+            for atom, weight in inner.items():
+                atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient * weight
+            rest += coefficient * inner_rest
+        else:
+            atom = sympy.Mul(*varying)
+            atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient
+    kept = {atom: sympy.expand_mul(weight) for atom, weight in atoms.items()}
+    ordered = sorted((item for item in kept.items() if item[1] != 0), key=_atom_key)
+    return dict(ordered), rest
+
+
+def _atom_key(item: tuple[sympy.Expr, sympy.Expr]) -> Any:
+    return sympy.default_sort_key(item[0])
+
+
+def normal_form(atoms: Mapping[sympy.Expr, sympy.Expr]) -> tuple[Form, int] | None:
+    """Integer-weighted atoms as (form, factor) with atoms = factor * form, or None."""
+    if not atoms or not all(weight.is_Integer for weight in atoms.values()):
+        return None
+    weights = [int(weight) for weight in atoms.values()]
+    factor = content(weights) * (1 if weights[0] > 0 else -1)
+    return tuple((atom, int(weight) // factor) for atom, weight in atoms.items()), factor

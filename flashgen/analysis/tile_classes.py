@@ -1,0 +1,209 @@
+"""Classification of tiles: whether the mask may be true somewhere, and must be true everywhere.
+
+``may`` follows the tree of the mask. Inside a conjunction each part is bounded within the ranges
+that the other parts leave (of rows, columns and linear forms such as q - k), which makes the result
+exact for windows, strides and similar masks. ``must`` states that the negation is nowhere true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import sympy
+from sympy.core.relational import Relational
+
+from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
+from flashgen.analysis.ranges import range_of
+from flashgen.analysis.tile_bounds import End, Form, TileBounds, linear, normal_form
+from flashgen.language import CORNERS, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from flashgen.language.integer_limits import fits
+
+
+def may(mask: sympy.Basic, tile: TileBounds | None = None) -> sympy.Basic:
+    """A condition on the tile that is false only if no element can satisfy ``mask``."""
+    tile = tile or bounds()
+    return _may(lower(mask, tile, _splitter(tile)), tile)
+
+
+def must(mask: sympy.Basic, tile: TileBounds | None = None) -> sympy.Basic:
+    """A condition on the tile that is true only if every element satisfies ``mask``."""
+    tile = tile or bounds()
+    return negation(_may(lower(mask, tile, _splitter(tile), negate=True), tile))
+
+
+def bounds(ends: Mapping[sympy.Symbol, tuple[End, End]] = CORNERS) -> TileBounds:
+    """A tile with these ranges of its varying positions; by default from corner to corner."""
+    return TileBounds(ends, lambda condition, tile: (must(condition, tile), may(condition, tile)))
+
+
+def _splitter(tile: TileBounds) -> Callable[[sympy.Expr], bool]:
+    # A function of one position has exact bounds as it is; one of two positions is split.
+    return lambda atom: sum(symbol in tile.ends for symbol in atom.free_symbols) > 1
+
+
+def negation(condition: sympy.Basic) -> sympy.Basic:
+    """The negation, with opposite comparisons instead of ``not``."""
+    if isinstance(condition, sympy.And):
+        return sympy.Or(*map(negation, condition.args))
+    if isinstance(condition, sympy.Or):
+        return sympy.And(*map(negation, condition.args))
+    opposite = sympy.Not(condition)
+    if isinstance(opposite, sympy.Lt | sympy.Gt) and is_int(opposite.lhs) and is_int(opposite.rhs):
+        return exactly_at_least(opposite.gts, opposite.lts + 1)
+    return opposite
+
+
+def at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
+    """``a >= b`` of integers, or true if computing it could overflow 64 bits.
+
+    Only for conditions that may be weakened.
+    """
+    return exactly_at_least(a, b) if fits(a - b) else sympy.true
+
+
+def exactly_at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
+    """``a >= b`` of integers that fit, with subtracted terms moved to the other side."""
+    greater, lesser = [], []
+    constant = sympy.S.Zero
+    for term in sympy.Add.make_args(sympy.expand_mul(a - b)):
+        if term.is_Integer:
+            constant = term
+        elif term.could_extract_minus_sign():
+            lesser.append(-term)
+        else:
+            greater.append(term)
+    left, right = sympy.Add(*greater), sympy.Add(*lesser)
+    if constant == -1:
+        return left > right
+    return left + constant >= right if constant > 0 else left >= right - constant
+
+
+def _may(node: Node, tile: TileBounds) -> sympy.Basic:
+    if isinstance(node, AnyOf):
+        return sympy.Or(*(_may(part, tile) for part in node.parts))
+    if isinstance(node, AllOf):
+        return _may_all(node, tile)
+    if isinstance(node, AtLeast0):
+        x = range_of(node.expr, tile)
+        if x.hi is None:
+            return sympy.true
+        return sympy.Or(negation(x.defined), at_least(x.hi, sympy.S.Zero))
+    if isinstance(node, Congruent):
+        return _may_congruent(node, tile)
+    return _may_fact(node, tile)
+
+
+def _may_congruent(node: Congruent, tile: TileBounds) -> sympy.Basic:
+    x = range_of(node.x, tile)
+    if x.lo is None or x.hi is None:
+        return sympy.true
+    modulus, remainder = node.modulus, node.remainder
+    if node.holds:
+        # Some multiple of the modulus lies in [lo - remainder, hi - remainder].
+        below = FloorDiv(x.lo - remainder - 1, modulus)
+        found = at_least(FloorDiv(x.hi - remainder, modulus), below + 1)
+        possible = sympy.And(at_least(remainder, sympy.S.Zero), at_least(modulus, remainder + 1))
+        result = sympy.And(found, possible)
+    else:
+        # One of two neighbours is not congruent, unless the modulus is 1.
+        several = sympy.And(at_least(x.hi, x.lo + 1), at_least(modulus, sympy.Integer(2)))
+        first = FloorMod(x.lo, modulus)
+        result = sympy.Or(several, sympy.Ne(first, remainder) if fits(first) else sympy.true)
+    return sympy.Or(negation(x.defined), result)
+
+
+def _may_fact(node: Fact, tile: TileBounds) -> sympy.Basic:
+    fact = node.expr
+    if not tile.varies(fact):
+        return fact
+    if not isinstance(fact, Relational) or isinstance(fact, sympy.Ne):
+        return sympy.true
+    x = range_of(fact.lhs - fact.rhs, tile)
+    conditions = []
+    if not isinstance(fact, sympy.Lt | sympy.Le):
+        conditions.append(sympy.true if x.hi is None else x.hi >= 0)
+    if not isinstance(fact, sympy.Gt | sympy.Ge):
+        conditions.append(sympy.true if x.lo is None else x.lo <= 0)
+    return sympy.Or(negation(x.defined), sympy.And(*conditions))
+
+
+def _may_all(node: AllOf, tile: TileBounds) -> sympy.Basic:
+    parts = list(_flat(node))
+    if len(parts) == 1:
+        return _may(parts[0], tile)
+    conditions: list[sympy.Basic] = []
+    tile, parts = _tighten(parts, tile, conditions, single=True)
+    tile, parts = _tighten(parts, tile, conditions, single=False)
+    conditions.extend(_may(part, tile) for part in parts)
+    return sympy.And(*conditions)
+
+
+def _flat(node: AllOf) -> list[Node]:
+    flat: list[Node] = []
+    for part in node.parts:
+        flat.extend(_flat(part) if isinstance(part, AllOf) else [part])
+    return flat
+
+
+def _tighten(
+    parts: list[Node], tile: TileBounds, conditions: list[sympy.Basic], *, single: bool
+) -> tuple[TileBounds, list[Node]]:
+    """Move inequalities into the tile: those on one position if ``single``, else on a linear form.
+
+    The conditions that the narrowed ranges are not empty are appended to ``conditions``.
+    """
+    lows: dict[Form, list[sympy.Expr]] = {}
+    highs: dict[Form, list[sympy.Expr]] = {}
+    left: list[Node] = []
+    for part in parts:
+        bound = _bound(part, tile, single)
+        if bound is None:
+            left.append(part)
+            continue
+        form, end, below = bound
+        lows.setdefault(form, [])
+        highs.setdefault(form, [])
+        (lows if below else highs)[form].append(end)
+    ends, forms = dict(tile.ends), dict(tile.forms)
+    for form in lows:
+        expr = sympy.Add(*(weight * atom for atom, weight in form))
+        natural = range_of(expr, tile)
+        conditions.extend(
+            at_least(high, low)
+            for low in [natural.lo, *lows[form]]
+            for high in [natural.hi, *highs[form]]
+            if low is not None and high is not None and (low, high) != (natural.lo, natural.hi)
+        )
+        narrowed = (
+            _tightest(Maximum, natural.lo, lows[form]),
+            _tightest(Minimum, natural.hi, highs[form]),
+        )
+        if single:
+            ends[form[0][0]] = narrowed
+        else:
+            forms[form] = narrowed
+    return replace(tile, ends=ends, forms=forms), left
+
+
+def _tightest(pick: Callable[..., sympy.Expr], natural: End, others: list[sympy.Expr]) -> End:
+    ends = others if natural is None else [natural, *others]
+    return pick(*ends) if ends else None
+
+
+def _bound(part: Node, tile: TileBounds, single: bool) -> tuple[Form, sympy.Expr, bool] | None:
+    """(form, end, whether the end is a lower one) of an inequality on a linear form."""
+    if not isinstance(part, AtLeast0):
+        return None
+    atoms, rest = linear(part.expr, tile)
+    named = normal_form(atoms)
+    if named is None:
+        return None
+    form, factor = named
+    if single != (len(form) == 1 and form[0][0] in tile.ends):
+        return None
+    if any(range_of(atom, tile).defined != sympy.true for atom, _ in form):
+        return None
+    if factor > 0:
+        return form, -FloorDiv(rest, factor), True
+    return form, FloorDiv(rest, -factor), False

@@ -1,0 +1,130 @@
+"""The frozen values that carry a call from the API to the launch.
+
+::
+
+    Operands, CallOptions  --check-->  CheckedCall  --bind-->  kernel arguments
+
+The backward pass adds `OutputGradients`. Tests and tools also pass `LaunchOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.dtypes import Number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Operands(NamedTuple):
+    """The tensors that a forward call reads.
+
+    Attributes:
+        q: [batch, heads_q, seq_q, head_dim].
+        k: [batch, heads_kv, seq_k, head_dim].
+        v: [batch, heads_kv, seq_k, head_dim_v].
+        captured: the captured tensors in the order of the signature, block layouts compressed.
+        rng: int64 [2], seed and offset of dropout; None without dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captured: tuple[Tensor, ...] = ()
+    rng: Tensor | None = None
+
+
+class OutputGradients(NamedTuple):
+    """The results of a forward call with their gradients.
+
+    Attributes:
+        out, dout: [batch, heads_q, seq_q, head_dim_v].
+        lse, dlse: float32 [batch, heads_q, seq_q]; a dlse of None stands for zeros.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+
+
+class CallOptions(NamedTuple):
+    """The arguments of a call that are not tensors. `flashgen.ops.Attention` describes them.
+
+    Attributes:
+        scalars: values of the run-time scalars, in the order of the signature.
+        dropout_p: a number or a CPU tensor of one number.
+    """
+
+    scale: float | None = None
+    q_offset: int = 0
+    k_offset: int = 0
+    backend: str | None = None
+    arch: str | None = None
+    deterministic: bool | None = None
+    scalars: tuple[Any, ...] = ()
+    dropout_p: Any = 0.0
+
+
+DEFAULT_OPTIONS = CallOptions()
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """The sizes and numbers of one call, checked.
+
+    Attributes:
+        batch: the number of batch entries. Where sequences are packed, batch is their number, and
+            seq_q and seq_k are the totals of all sequences.
+        scalars: values of the run-time scalars, by name.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    head_dim_v: int
+    q_offset: int
+    k_offset: int
+    scale: float
+    scalars: Mapping[str, Number]
+    dropout_p: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no score to compute, because a size is 0."""
+        return 0 in (self.batch, self.heads_q, self.seq_q, self.seq_k)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of planning and launching kernels, for tests, tools and benchmarks.
+
+    Attributes:
+        sram: shared memory per block in bytes to plan for, instead of the architecture's.
+        tiles: `flashgen.planner.Tile` by kernel name, instead of the planner's and of tuned tiles.
+        blocks: blocks of a persistent kernel, instead of the plan's number.
+        check_memory: whether the emulator checks memory accesses and races.
+        order_seed: seed of the order in which the emulator runs blocks and warps; None for the
+            order of their numbers.
+    """
+
+    sram: int | None = None
+    tiles: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    blocks: int | None = None
+    check_memory: bool = True
+    order_seed: int | None = None
+
+    @property
+    def plans_itself(self) -> bool:
+        """True where the planner's tiles are used, unless tuned tiles are stored."""
+        return self.sram is None and not self.tiles
+
+
+DEFAULT_LAUNCH = LaunchOptions()

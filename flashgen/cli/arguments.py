@@ -1,0 +1,167 @@
+"""The arguments of the commands: each option is declared once, with its default and its help.
+
+A command is a function of one of these values; `flashgen.cli.program` makes the command line from
+the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+DEFAULT_ARCH = "sm_80"
+
+Scalars = Annotated[
+    tuple[str, ...], Option("--scalar", metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
+]
+InsteadOfForward = Annotated[
+    bool, Option("--backward", help="The backward kernels instead of the forward kernel.")
+]
+Deterministic = Annotated[
+    bool,
+    Option("--deterministic", help="With --backward: sums in a fixed order, bitwise reproducible."),
+]
+Sram = Annotated[
+    int | None, Option(help="Bytes of shared memory per block to plan for, not the arch's own.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecArguments:
+    """A spec, changes to it, and the target."""
+
+    path: Annotated[
+        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
+    ]
+    dtype: Annotated[
+        str | None, Option(metavar="DTYPE", help="float16, bfloat16 or float32 instead.")
+    ] = None
+    head_dim: Annotated[int | None, Option(help="Another head dim: a multiple of 8 up to 256.")] = (
+        None
+    )
+    head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
+    arch: Annotated[
+        str | None,
+        Option(metavar="ARCH", help="sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120."),
+    ] = None
+    sram: Sram = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallArguments(SpecArguments):
+    """A spec and a call of it on random operands."""
+
+    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,4,256"
+    scalars: Scalars = ()
+    backward: Annotated[bool, Option("--backward", help="The backward kernels too.")] = False
+    deterministic: Deterministic = False
+    dropout: Annotated[
+        float, Option(metavar="P", help="Probability of dropping an element of P.")
+    ] = 0.0
+    seed: Annotated[int, Option(help="Seed of the random operands and of dropout.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments(CallArguments):
+    """``flashgen run``."""
+
+    q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
+    k_offset: Annotated[int, Option(help="Global position of the first key.")] = 0
+    backend: Annotated[
+        str | None, Option(help="gpu or emulator; by default a GPU where there is one.")
+    ] = None
+    check: Annotated[bool, Option(help="Compare with the oracle in float64.")] = True
+    checkers: Annotated[bool, Option(help="The emulator's checkers of memory and races.")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments(CallArguments):
+    """``flashgen profile``."""
+
+    lines: Annotated[int, Option(help="Number of lines of the source to show.")] = 8
+    plot: Annotated[
+        Path | None, Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneArguments(CallArguments):
+    """``flashgen tune``."""
+
+    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "4,16,4096"
+    backward: InsteadOfForward = False
+    most: Annotated[int, Option(help="Number of the best choices to measure on a GPU.")] = 8
+    show: Annotated[int, Option(help="Number of ranked choices to show without a GPU.")] = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(SpecArguments):
+    """``flashgen plan``."""
+
+    shape: Annotated[
+        str | None, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches.")
+    ] = None
+    scalars: Scalars = ()
+    backward: InsteadOfForward = False
+    deterministic: Deterministic = False
+    policy: Annotated[str, Option(help="derived, or paper for Algorithm 1's block sizes.")] = (
+        "derived"
+    )
+    certify: Annotated[
+        bool, Option("--certify", help="Prove the claims on which plans and kernels rest.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectArguments(SpecArguments):
+    """``flashgen inspect``."""
+
+    kernel: Annotated[
+        str, Option(help="forward, or of the backward: delta, fused, dkdv or dq.")
+    ] = "forward"
+    cuda: Annotated[bool, Option("--cuda", help="The emitted CUDA.")] = False
+    ptx: Annotated[bool, Option("--ptx", help="The PTX.")] = False
+    sass: Annotated[bool, Option("--sass", help="The machine code.")] = False
+    resources: Annotated[
+        bool, Option("--resources", help="Registers, memory, code size (the default).")
+    ] = False
+    log: Annotated[bool, Option("--log", help="The compiler's messages.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmitArguments:
+    """``flashgen emit``."""
+
+    specs: Annotated[
+        tuple[str, ...],
+        Argument(metavar="[SPECS]...", help="Spec files whose kernels are emitted as whole files."),
+    ] = ()
+    output: Annotated[Path, Option("-o", "--output", help="Folder.")] = Path("generated")
+    check: Annotated[bool, Option("--check", help="Write nothing; exit 1 if a file differs.")] = (
+        False
+    )
+    archs: Annotated[
+        tuple[str, ...],
+        Option("--arch", metavar="ARCH", help="With SPECS: sm_80, ...; repeatable."),
+    ] = ()
+    sram: Sram = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheArguments:
+    """``flashgen cache``."""
+
+    show: Annotated[bool, Option("--list", help="Show the kernels (the default).")] = False
+    clear: Annotated[bool, Option("--clear", help="Remove every kernel and measured tile.")] = False
+    prune: Annotated[
+        bool, Option("--prune", help="Remove damaged kernels, and those beyond the limits below.")
+    ] = False
+    max_megabytes: Annotated[
+        int | None, Option(help="With --prune: keep at most this much, last used first.")
+    ] = 1000
+    max_days: Annotated[
+        float | None, Option(help="With --prune: keep what was used within these days.")
+    ] = 90.0

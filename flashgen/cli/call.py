@@ -1,0 +1,108 @@
+"""A call on random operands, and where it runs: what `run`, `profile`, `tune` and `plan` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen import config, launch
+from flashgen.cli.arguments import CallArguments
+from flashgen.cli.captured_tensors import tensor_values
+from flashgen.cli.inputs import Shape, scalar_values
+from flashgen.errors import InputError, LaunchError
+from flashgen.language.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """The tensors and numbers of one call.
+
+    Attributes:
+        operands: q [B, Hq, Nq, D], k [B, Hkv, Nk, D] and v [B, Hkv, Nk, Dv].
+        gradients: of the output [B, Hq, Nq, Dv], and of LSE [B, Hq, Nq] in float32.
+        options: scalars, tensors, offsets, and dropout's probability and random state where the
+            call has dropout; keyword arguments of `flashgen.ops.run_forward`.
+        examples: names of the scalars and tensors that have the spec file's example values.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor]
+    options: dict[str, Any]
+    examples: frozenset[str]
+
+
+def random_call(
+    spec: AttentionSpec,
+    arguments: CallArguments,
+    sizes: Shape,
+    *,
+    device: str = "cpu",
+    q_offset: int = 0,
+    k_offset: int = 0,
+) -> RandomCall:
+    """Standard normal operands, the same on every machine for the same seed.
+
+    Raises:
+        InputError: a scalar has no value, or the file's examples are wrong.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(arguments.seed)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    def normal(heads: int, seq: int, dim: int) -> Tensor:
+        values = torch.randn(sizes.batch, heads, seq, dim, generator=generator)
+        return values.to(dtype).to(device)
+
+    scalars, scalar_examples = scalar_values(spec, arguments.path, arguments.scalars)
+    head_dim_v = spec.head_dim_v or spec.head_dim
+    q = normal(sizes.heads_q, sizes.seq_q, spec.head_dim)
+    k = normal(sizes.heads_kv, sizes.seq_k, spec.head_dim)
+    v = normal(sizes.heads_kv, sizes.seq_k, head_dim_v)
+    dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
+    dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
+    offsets = {"q_offset": q_offset, "k_offset": k_offset}
+    tensors, tensor_examples = tensor_values(
+        spec, arguments.path, sizes, **offsets, seed=arguments.seed, device=device
+    )
+    options: dict[str, Any] = {"scalars": scalars, "tensors": tensors, **offsets}
+    if arguments.dropout:
+        rng = torch.tensor([arguments.seed, 0], device=device)
+        options |= {"dropout_p": arguments.dropout, "rng": rng}
+    examples = frozenset([*scalar_examples, *tensor_examples])
+    return RandomCall((q, k, v), (dout, dlse), options, examples)
+
+
+def choose_backend(given: str | None) -> tuple[str, str]:
+    """The backend, and the reason for it: the option, FLASHGEN_BACKEND, or whether a GPU is there.
+
+    Raises:
+        InputError: there is no such backend.
+        LaunchError: the backend is "gpu" and there is no GPU.
+    """
+    import torch
+
+    no_gpu = launch.available()
+    if no_gpu is None and not torch.cuda.is_available():
+        no_gpu = "this torch is built without CUDA"
+    name = given or config.backend()
+    if name is None:
+        return ("gpu", torch.cuda.get_device_name()) if no_gpu is None else ("emulator", no_gpu)
+    if name not in config.BACKENDS:
+        raise InputError(
+            "there is no such backend",
+            where="option --backend",
+            numbers=f"given {name!r}; available: {', '.join(config.BACKENDS)}",
+            way_out="--backend emulator, or leave the option out",
+        )
+    if name == "gpu" and no_gpu is not None:
+        raise LaunchError(
+            "there is no GPU to run on",
+            where="option --backend" if given else "environment, FLASHGEN_BACKEND",
+            numbers=no_gpu,
+            way_out="--backend emulator, which executes the same kernel",
+        )
+    return name, "from --backend" if given else "from FLASHGEN_BACKEND"

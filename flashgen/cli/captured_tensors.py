@@ -1,0 +1,180 @@
+"""Values for the captured tensors of a spec: the spec file's examples, or random numbers.
+
+A spec file may define, at its top level, ::
+
+    def example_tensors(sizes, generator):
+        return {"length": [sizes.seq_k // 2] * sizes.batch}
+
+Its arguments are the lengths of the call's dimensions (`Lengths`) and a torch.Generator seeded by
+``--seed``. It returns a dictionary with a value for some or all of the tensors: tensors, arrays or
+lists, which are converted to the declared dtype. Names that the spec does not capture are ignored.
+
+A tensor without an example has random values. Each dimension has its length in the call; a
+dimension with a name of its own has `OWN_LENGTH`. Floats are standard normal numbers times 0.1,
+bools are true or false with equal probability, integers are uniform from 0 to seq_k. There are
+`SEQUENCES` packed sequences of random lengths, and some rows behind the last one.
+
+A block layout given with the call is the tensor "layout", a bool for each block of queries and
+keys: [batch or 1, heads or 1, blocks_q, blocks_k]. Without an example a random half of the blocks
+is live.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.cli.inputs import Shape
+from flashgen.errors import FlashgenError, InputError
+from flashgen.language import Tensor as Capture
+from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.signature import LAYOUT, LAYOUT_LISTS
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+OWN_LENGTH = 64
+"""The length of a dimension with a name of its own."""
+
+SEQUENCES = 4
+"""The number of packed sequences."""
+
+_FLOAT_FACTOR = 0.1
+_SEED = 0x5EED  # apart from the generator that makes q, k and v
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of the dimensions of a call.
+
+    Attributes:
+        seq_q, seq_k: up to the last global position, the offset included.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+
+def tensor_values(
+    spec: AttentionSpec,
+    path: str,
+    sizes: Shape,
+    *,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> tuple[dict[str, Tensor], list[str]]:
+    """A value for each captured tensor of a spec; the same for the same seed.
+
+    Returns:
+        The tensors by name, and the names of those with the file's example values.
+
+    Raises:
+        InputError: the file's example_tensors is not a function, raises, or returns another type.
+    """
+    if not spec.tensors:
+        return {}, []
+    import torch
+
+    generator = torch.Generator().manual_seed(seed + _SEED)
+    lengths = Lengths(
+        sizes.batch,
+        sizes.heads_q,
+        sizes.heads_kv,
+        max(sizes.seq_q + q_offset, 1 if sizes.seq_q else 0),
+        max(sizes.seq_k + k_offset, 1 if sizes.seq_k else 0),
+    )
+    given = _given(path, lengths, generator)
+    values = {}
+    packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
+    own = LAYOUT_LISTS if spec.block_sparse is not None else ()  # made of the live blocks, below
+    for tensor in spec.tensors:
+        if tensor.name in own:
+            continue
+        value = given.get(tensor.name)
+        if value is None and tensor in packed:
+            value = _boundaries(packed[tensor], generator)
+        elif value is None:
+            value = _random(tensor, _dims(spec, tensor, lengths), lengths, generator)
+        dtype = getattr(torch, tensor.dtype)
+        try:
+            values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"example_tensors gives no tensor for {tensor.name}: {error}",
+                where=f"{path}, example_tensors",
+                numbers=f"given {value!r}"[:200],
+                way_out="a tensor, an array or a list of numbers",
+            ) from None
+    examples = [name for name in values if name in given]
+    if spec.block_sparse is None:
+        return values, examples
+    from flashgen.language.signature import signature_of
+    from flashgen.runtime.block_layouts import with_layout
+
+    return dict(with_layout(signature_of(spec), values)), examples
+
+
+def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str | int, ...]:
+    """The dimensions of a tensor; those of a block layout are numbers of blocks."""
+    if spec.block_sparse is None or tensor.name != LAYOUT:
+        return tensor.dims
+    return (*tensor.dims[:2], *spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k))
+
+
+def _random(
+    tensor: Capture, dims: tuple[str | int, ...], lengths: Lengths, generator: Generator
+) -> Tensor:
+    import torch
+
+    shape = [d if isinstance(d, int) else getattr(lengths, d, OWN_LENGTH) for d in dims]
+    if tensor.dtype == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
+    high = min(max(lengths.seq_k, 1), torch.iinfo(dtype).max)
+    return torch.randint(high + 1, shape, generator=generator)
+
+
+def _boundaries(length: int, generator: Generator) -> Tensor:
+    import torch
+
+    end = length - length // 16
+    cuts = torch.randint(end + 1, (SEQUENCES - 1,), generator=generator).sort().values
+    return torch.cat([cuts.new_tensor([0]), cuts, cuts.new_tensor([end])])
+
+
+def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:
+    """The dictionary that the file's example_tensors returns; empty without such a function."""
+    file = path if Path(path).is_file() else path.rpartition(":")[0]
+    function: Callable[..., Any] | None = runpy.run_path(file).get("example_tensors")
+    if function is None:
+        return {}
+    where = f"{Path(file).as_posix()}, example_tensors"
+    try:
+        found = function(lengths, generator)
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"example_tensors raised {type(error).__name__}: {error}",
+            where=where,
+            numbers=f"given {lengths}",
+            way_out="def example_tensors(sizes, generator): return {name: values, ...}",
+        ) from error
+    if isinstance(found, Mapping):
+        return found
+    raise InputError(
+        "example_tensors does not return a dictionary",
+        where=where,
+        numbers=f"returned a {type(found).__name__}",
+        way_out='return {"ids": ...}, a value for each tensor by name',
+    )

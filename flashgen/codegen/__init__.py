@@ -1,0 +1,14 @@
+"""Plan + template -> Source: the emitted CUDA files.
+
+Every decision is made here or earlier; the templates only arrange the result. The same inputs give
+the same bytes: no timestamp, no path of a machine, everything in a fixed order.
+"""
+
+from __future__ import annotations
+
+from flashgen.codegen.backward import backward, walk_of_kernel
+from flashgen.codegen.forward import forward
+from flashgen.codegen.minmax_table import minmax_table
+from flashgen.codegen.source import Param, Source
+
+__all__ = ["Param", "Source", "backward", "forward", "minmax_table", "walk_of_kernel"]

@@ -1,0 +1,150 @@
+"""The backward kernel that makes the gradients of learned tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from flashgen import language as fx
+from flashgen.analysis import Analysis, kind_of_sum
+from flashgen.codegen.backward_sm90 import panels_of_plan
+from flashgen.codegen.functions import SpecFunction, SpecFunctions
+from flashgen.codegen.kernel import KernelCode, kernel
+from flashgen.codegen.readers import SUMS
+from flashgen.codegen.source import Source
+from flashgen.codegen.walk import ScoreCode, walk_of
+from flashgen.codegen.wgmma import products_of
+from flashgen.language import Element
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import Plan
+
+
+@dataclass(frozen=True)
+class LearnedElement:
+    """One element of a learned tensor that the score reads, and how its gradient is summed.
+
+    Attributes:
+        sum: the name of its sum, and of its field in ``Partials``.
+        kind: the result of `analysis.kind_of_sum`. For "block" a lane has one sum; for "row" it has
+            one sum per row; for "column" the warp's rows are summed in each step; for "element"
+            every score is added separately.
+        place: the device function that returns the address of the gradient.
+        add: the device function that adds a number at an address.
+        what: the element as the user wrote it.
+    """
+
+    sum: str
+    kind: str
+    place: SpecFunction
+    add: str
+    what: str
+
+
+@dataclass(frozen=True)
+class ExactSumVariable:
+    """The variable that a kernel of exact sums has for one learned tensor.
+
+    Attributes:
+        name: the name of the variable.
+        tensor: the name of the tensor.
+    """
+
+    name: str
+    tensor: str
+
+
+def _index_symbols(*elements: Element) -> set[sympy.Basic]:
+    return {symbol for e in elements for index in e.indices for symbol in index.free_symbols}
+
+
+@dataclass(frozen=True)
+class Partials:
+    """The function that returns all derivatives: its call, and the names of its results.
+
+    Attributes:
+        quad_sums, column_sums: whether a sum over the lanes of a row, or over the rows of a warp,
+            occurs.
+    """
+
+    call: str
+    fields: str
+    quad_sums: bool
+    column_sums: bool
+
+
+def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
+    """The source of the kernel that sums the gradients of the learned tensors of the score.
+
+    Each path has one template with two forms: "captured" adds floats atomically, and
+    "captured_exact" adds integers atomically.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    functions = SpecFunctions(spec, analysis)
+    hopper = plan.path == "sm_90a"
+    fragment = "s[n]" if hopper else "s[g][n]"
+    score = ScoreCode.of(functions, element=f"{fragment}[e]")
+    walk = walk_of(functions)
+    derivatives = functions.score_partials()
+    elements = [element for element, _ in analysis.score.learned]
+    learned = dict.fromkeys(element.tensor.name for element in elements)
+    exact = [ExactSumVariable(f"exact{n}", tensor) for n, tensor in enumerate(learned)]
+    if plan.kernel == "captured":
+        exact = []
+    adds = {each.tensor: f"{each.name}.add" for each in exact}
+    parts = [
+        LearnedElement(
+            sum=f"by{n}",
+            kind=kind_of_sum(element),
+            place=functions.place_of(f"by{n}", element, SUMS[plan.kernel]),
+            add=adds.get(element.tensor.name, "atomicAdd"),
+            what=fx.python_text(element),
+        )
+        for n, element in enumerate(elements)
+    ]
+    placed = _index_symbols(*elements)
+    by_kind: dict[str, list[Element]] = {part.kind: [] for part in parts}
+    for element, part in zip(elements, parts, strict=True):
+        by_kind[part.kind].append(element)
+    in_loop = _index_symbols(*by_kind.get("element", ()))
+    return kernel(
+        "sm90/backward_learned.cu.j2" if hopper else "sm80/backward_learned.cu.j2",
+        spec,
+        plan,
+        KernelCode(
+            functions,
+            walk,
+            score,
+            more=(derivatives, *(part.place for part in parts)),
+            partials=Partials(
+                derivatives.call(score=f"{fragment}[2 * r + c] * p.scale"),
+                ", ".join(part.sum for part in parts),
+                quad_sums=not by_kind.keys().isdisjoint(("row", "block")),
+                column_sums=not by_kind.keys().isdisjoint(("column", "block")),
+            ),
+        ),
+        parts=parts,
+        exact=exact,
+        transposed=False,
+        **(_sm90(plan) if hopper else _sm80(plan)),
+        has_rows="row" in by_kind,
+        part_uses_q=fx.Q in derivatives.uses or fx.Q in in_loop,
+        part_uses_k=fx.K in derivatives.uses or fx.K in placed,
+        part_uses_score=fx.SCORE in placed,
+        uses_k=score.uses_k or fx.K in derivatives.uses or fx.K in placed,
+    )
+
+
+def _sm80(plan: Plan) -> dict[str, Any]:
+    """Fields of the code path alone."""
+    tails = (plan.head_dim % 16, plan.head_dim_v % 16)
+    return {"qk_tail": plan.itemsize == 2 and 8 in tails, "pv_tail": False}
+
+
+def _sm90(plan: Plan) -> dict[str, Any]:
+    """Fields of the code path alone."""
+    products = products_of(plan, {("multiply_rows", plan.block_k)})
+    return {**panels_of_plan(plan), "products": products, "exchanges": None, "fused": False}

@@ -1,0 +1,71 @@
+"""The Jinja environment of the templates, whose delimiters leave them valid C++ to an editor.
+
+``/*% %*/`` blocks, ``/*{ x }*/`` values, ``/*# #*/`` comments, ``//%`` line statements and ``//#``
+line comments. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jinja2
+
+from flashgen.errors import RenderError
+
+# In a wheel the templates are inside the package; in a checkout the folder is beside it.
+TEMPLATE_FOLDERS = (
+    Path(__file__).parent.parent / "templates",
+    Path(__file__).parent.parent.parent / "templates",
+)
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The environment that loads the templates of this installation.
+
+    Raises:
+        RenderError: when the templates folder is missing.
+    """
+    folder = next((f for f in TEMPLATE_FOLDERS if (f / "sm80/forward.cu.j2").is_file()), None)
+    if folder is None:
+        raise RenderError(
+            "the template files are missing",
+            where="templates/ beside or inside the flashgen package",
+            numbers=f"{len(TEMPLATE_FOLDERS)} folders searched, sm80/forward.cu.j2 in none",
+            way_out="reinstall flashgen, or run it from a complete checkout",
+        )
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        block_start_string="/*%",
+        block_end_string="%*/",
+        variable_start_string="/*{",
+        variable_end_string="}*/",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        line_statement_prefix="//%",
+        line_comment_prefix="//#",
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def render_template(template: str, /, **fields: object) -> str:
+    """The text of a template with its fields filled in.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    try:
+        text = environment().get_template(template).render(**fields)
+    except jinja2.TemplateError as error:
+        raise RenderError(
+            f"template {template} could not be filled: {error.message}",
+            where=f"templates/{template}"
+            + (f":{error.lineno}" if hasattr(error, "lineno") else ""),
+            numbers=f"{len(fields)} fields were given: {', '.join(sorted(fields))}",
+            way_out="make the template and flashgen/codegen agree on the name",
+        ) from None
+    return text

@@ -1,0 +1,74 @@
+"""Elements of C++ text: operator precedence, signs, function names, literals."""
+
+from __future__ import annotations
+
+import sympy
+
+from flashgen.analysis import evaluate
+from flashgen.errors import RenderError
+from flashgen.language import Floor, Log2, Sigmoid
+from flashgen.language.float_literals import LARGEST_LITERAL, float32_literal
+
+# Levels of C++ operator precedence; a higher level binds tighter.
+ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)
+
+Text = tuple[str, int]
+
+SIGNS = {
+    sympy.StrictLessThan: "<",
+    sympy.LessThan: "<=",
+    sympy.StrictGreaterThan: ">",
+    sympy.GreaterThan: ">=",
+    sympy.Equality: "==",
+    sympy.Unequality: "!=",
+}
+
+HELPERS = frozenset(
+    (
+        *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
+        "rounded_power",
+        *("int64", "fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine", "nearest_int"),
+    )
+)
+"""The device functions of templates/common/math.cuh.j2."""
+
+# The class of the function, its name for float32, its name for float16 and bfloat16.
+FUNCTIONS = (
+    (sympy.exp, "expf", "expf"),
+    (sympy.log, "logf", "logf"),
+    (Log2, "log2f", "log2f"),
+    (sympy.tanh, "tanhf", "fast_tanh"),
+    (Sigmoid, "sigmoid", "fast_sigmoid"),
+    (sympy.Abs, "fabsf", "fabsf"),
+    (Floor, "floorf", "floorf"),
+    (sympy.sin, "sine", "sine"),
+    (sympy.cos, "cosine", "cosine"),
+    (sympy.sign, "sign", "sign"),
+)
+
+
+def inside(text: Text, level: int) -> str:
+    """The text, in brackets if it binds less tightly than ``level``."""
+    return text[0] if text[1] >= level else f"({text[0]})"
+
+
+def literal(expr: sympy.Expr) -> Text:
+    value = float(evaluate(expr, {}))
+    if abs(value) > LARGEST_LITERAL:
+        raise RenderError(
+            "float32 cannot hold a constant of the spec",
+            where=str(expr),
+            numbers=f"{value:.8g}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
+            way_out="smaller constants in the spec",
+        )
+    text = float32_literal(value)
+    return text, UNARY if text.startswith("-") else ATOM
+
+
+def unknown(expr: sympy.Basic) -> RenderError:
+    return RenderError(
+        f"{expr.func.__name__} has no CUDA equivalent",
+        where=str(expr)[:200],
+        numbers=f"functions known: {', '.join(sorted(kind.__name__ for kind, _, _ in FUNCTIONS))}",
+        way_out="an expression of the functions of flashgen",
+    )

@@ -1,0 +1,185 @@
+"""Float expressions as C++: sums of integers are exact and converted, products are in float."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import sympy
+
+from flashgen.codegen.expressions.cpp_text import (
+    ATOM,
+    FUNCTIONS,
+    TIMES,
+    UNARY,
+    Text,
+    inside,
+    literal,
+    unknown,
+)
+from flashgen.codegen.expressions.integers import IntegerPrinter
+from flashgen.codegen.expressions.predicates import JUMPS
+from flashgen.dtypes import INT32_MAX
+from flashgen.language import Element, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from flashgen.language.integer_limits import fits
+from flashgen.language.rational_sums import gather
+from flashgen.language.sympy_functions import Select
+from flashgen.language.tensor_elements import TensorRead
+
+_HALF = sympy.Rational(1, 2)
+
+
+class FloatPrinter(IntegerPrinter):
+    """The part of `CPrinter` that prints floats."""
+
+    @contextmanager
+    def _predicate(self, here: bool = True) -> Iterator[None]:
+        """A context in which products of floats are not fused with sums, if ``here`` is true."""
+        before, self._in_predicate = self._in_predicate, self._in_predicate or here
+        try:
+            yield
+        finally:
+            self._in_predicate = before
+
+    def index(self, expr: sympy.Expr) -> str:
+        """An index as an int. An index beyond int32 is clamped and stays outside the tensor."""
+        if not is_int(expr):
+            with self._predicate():
+                return f"int({self._float(expr)[0]})"
+        text = self._int(expr)[0]
+        return self._call("nearest_int", text)[0] if self._is_wide(expr) else text
+
+    def _float(self, expr: sympy.Expr) -> Text:
+        if expr.is_number:
+            return literal(expr)
+        if isinstance(expr, Element) and not is_int(expr):
+            return self.element(expr)
+        if is_int(expr) and not _has_product(expr) and fits(expr):
+            return self._call("float", self._int(expr)[0])
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if isinstance(expr, sympy.Add):
+            return self._float_sum(expr)
+        if isinstance(expr, sympy.Mul):
+            return self._float_product(expr)
+        if isinstance(expr, sympy.Pow):
+            return self._float_power(expr.base, expr.exp)
+        if isinstance(expr, sympy.Piecewise | Select):
+            return self._choice(expr, self._float)
+        if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
+            return self._call("float", self._int(expr)[0])
+        return self._float_function(expr)
+
+    def _float_sum(self, expr: sympy.Expr) -> Text:
+        gathered = gather(expr, lambda e: not _has_product(e), INT32_MAX)
+        if gathered is None:
+            return self._sum(expr, lambda e, first: self._float(e))
+        whole = sympy.Dummy("whole", real=True)
+        self.names[whole] = self._call("float", self._int(gathered.total)[0])[0]
+        text = self._float(sympy.Add(*gathered.others, gathered.common * whole))
+        del self.names[whole]
+        return text
+
+    def _float_product(self, expr: sympy.Expr) -> Text:
+        numerator, denominator = [], []
+        constant = Fraction(1)
+        for factor in expr.as_ordered_factors():
+            if factor.is_Rational:
+                constant *= Fraction(int(factor.p), int(factor.q))
+            elif (
+                factor.is_Pow and factor.exp.is_Rational and factor.exp < 0 and factor.exp != -_HALF
+            ):
+                denominator.append(factor.base**-factor.exp)
+            else:
+                numerator.append(factor)
+        if constant == -1 and numerator:
+            inner = self._ratio(numerator, denominator)
+            return "-" + inside(inner, UNARY), UNARY
+        if constant != 1 or not numerator:
+            numerator.insert(0, sympy.Rational(constant.numerator, constant.denominator))
+        return self._ratio(numerator, denominator)
+
+    def _ratio(self, numerator: list[sympy.Expr], denominator: list[sympy.Expr]) -> Text:
+        parts = [self._float(factor) for factor in numerator]
+        if not denominator:
+            return self._product(parts)
+        below = self._float(sympy.Mul(*denominator))
+        if self.fast:
+            reciprocal = self._call("rcp", below[0])
+            if len(numerator) == 1 and numerator[0] == 1:
+                return reciprocal
+            return self._product([*parts, reciprocal])
+        above = inside(self._product(parts), TIMES)
+        return f"{above} / {inside(below, TIMES + 1)}", TIMES
+
+    def _product(self, parts: list[Text]) -> Text:
+        if len(parts) == 1:
+            return parts[0]
+        if self._in_predicate:
+            return self._nested("__fmul_rn", [text for text, _ in parts])
+        text = inside(parts[0], TIMES)
+        return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
+
+    def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
+        if exponent == _HALF:
+            return self._root(base)
+        if exponent == -_HALF:
+            return self._call("rsqrtf", self._float(base)[0])
+        if exponent.is_Rational and exponent < 0:
+            return self._ratio([sympy.S.One], [base**-exponent])
+        if exponent.is_Integer:
+            repeated = self._rounded_power if self._in_predicate else self._repeated
+            return repeated(self._float(base), int(exponent))
+        if exponent.is_Rational and exponent.q == 2:
+            whole = self._float_power(base, exponent - _HALF)
+            return self._product([whole, self._root(base)])
+        if base == 2:
+            return self._call("exp2f", self._float(exponent)[0])
+        if base.is_number and base.is_positive:
+            scaled = self._float(exponent * sympy.Rational(str(sympy.log(base, 2).evalf(17))))
+            return self._call("exp2f", scaled[0])
+        return self._call("powf", self._float(base)[0], self._float(exponent)[0])
+
+    def _rounded_power(self, base: Text, exponent: int) -> Text:
+        if exponent == 1:
+            return base
+        return f"rounded_power<{exponent}>({base[0]})", ATOM
+
+    def _root(self, base: sympy.Expr) -> Text:
+        if self.fast:
+            return self._call("fast_sqrt", self._float(base)[0])
+        return self._call("sqrtf", self._float(base)[0])
+
+    def _float_function(self, expr: sympy.Expr) -> Text:
+        with self._predicate(isinstance(expr, JUMPS)):
+            texts = [self._float(arg) for arg in expr.args]
+        args = [text for text, _ in texts]
+        if isinstance(expr, Minimum | sympy.Min):
+            return self._nested("fminf", args)
+        if isinstance(expr, Maximum | sympy.Max):
+            return self._nested("fmaxf", args)
+        if isinstance(expr, FloorDiv):
+            # An exact division: a product with a reciprocal can round below a whole number.
+            above, below = texts
+            ratio = f"{inside(above, TIMES)} / {inside(below, TIMES + 1)}"
+            return self._call("floorf", ratio)
+        if isinstance(expr, FloorMod):
+            return self._call("float_mod", *args)
+        for kind, exact, fast in FUNCTIONS:
+            if isinstance(expr, kind):
+                name = fast if self.fast else exact
+                return self._call(name, *args)
+        raise unknown(expr)
+
+
+def _has_product(expr: sympy.Expr) -> bool:
+    """True if the expression multiplies integers, which is computed in float."""
+    for part in sympy.preorder_traversal(expr):
+        if isinstance(part, sympy.Pow):
+            return True
+        if isinstance(part, sympy.Mul) and sum(not arg.is_number for arg in part.args) > 1:
+            return True
+        if isinstance(part, FloorDiv | FloorMod | TensorRead):
+            return False
+    return False

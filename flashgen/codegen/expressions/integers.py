@@ -1,0 +1,216 @@
+"""Integer expressions as C++: int where the accepted ranges allow it, int64 elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import sympy
+
+from flashgen.codegen.expressions.cpp_text import (
+    ATOM,
+    CHOICE,
+    MASK,
+    OR,
+    PLUS,
+    SHIFT,
+    TIMES,
+    UNARY,
+    Text,
+    inside,
+    unknown,
+)
+from flashgen.dtypes import INT32_MAX
+from flashgen.language import (
+    Element,
+    Extreme,
+    FloorDiv,
+    FloorMod,
+    Least,
+    Maximum,
+    Minimum,
+    TensorSymbol,
+)
+from flashgen.language.integer_limits import Limits, limits
+from flashgen.language.python_printer import written_order
+from flashgen.language.sympy_functions import Select
+from flashgen.language.tensor_elements import TensorRead
+
+
+class IntegerPrinter(ABC):
+    """The part of `CPrinter` that prints integers, and the state that all parts share."""
+
+    def __init__(
+        self, names: Mapping[sympy.Symbol, str] | None = None, dtype: str = "float32"
+    ) -> None:
+        self.names = dict(names or {})
+        self.fast = dtype != "float32"
+        self.tensors: set[TensorSymbol] = set()
+        self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
+        self._known: dict[sympy.Symbol, Limits] = {}
+        self._lets: dict[sympy.Symbol, str] = {}
+        self._nested_lets: dict[sympy.Symbol, str] = {}
+        self._wide: set[sympy.Symbol] = set()
+        self._in_predicate = False
+
+    @abstractmethod
+    def index(self, expr: sympy.Expr) -> str:
+        """An index as an int."""
+
+    @abstractmethod
+    def _condition(self, expr: sympy.Basic) -> Text: ...
+
+    def _name(self, symbol: sympy.Symbol) -> Text:
+        return self.names.get(symbol, symbol.name), ATOM
+
+    def _call(self, name: str, *args: str) -> Text:
+        return f"{name}({', '.join(args)})", ATOM
+
+    def element(self, expr: Element) -> Text:
+        """One element of a captured tensor, of type int, int64 or float like the tensor."""
+        self.tensors.add(expr.tensor)
+        indices = [self.index(index) for index in expr.indices]
+        return f"read_{expr.tensor.name}({', '.join(['p', *indices])})", ATOM
+
+    def extreme(self, expr: Extreme) -> Text:
+        """The minimum or maximum of a range of elements, of type int or int64."""
+        least = isinstance(expr, Least)
+        self.extremes.add((expr.tensor, expr.axis, least))
+        indices = [self.index(index) for index in (*expr.ends, *expr.others)]
+        name = f"{'least' if least else 'greatest'}_{expr.tensor.name}_{expr.axis}"
+        return f"{name}({', '.join(['p', *indices])})", ATOM
+
+    def _is_wide(self, expr: sympy.Expr) -> bool:
+        """True if the printed text has type int64."""
+        if isinstance(expr, sympy.Symbol):
+            return expr in self._wide
+        if isinstance(expr, TensorRead):
+            return bool(expr.tensor.dtype == "int64")
+        if self._overflows(expr):
+            return True
+        if isinstance(expr, sympy.Piecewise):
+            return any(self._is_wide(value) for value, _ in expr.args)
+        if isinstance(expr, Select):
+            return any(self._is_wide(value) for value in expr.args[1:])
+        return any(self._is_wide(arg) for arg in expr.args)
+
+    def _overflows(self, expr: sympy.Expr) -> bool:
+        """True if the expression, or a partial sum or product of it, may overflow int32."""
+        if isinstance(expr, sympy.Add):
+            return sum(self._size(arg) for arg in expr.args) > INT32_MAX
+        if isinstance(expr, sympy.Mul):
+            size = 1
+            for arg in expr.args:
+                size *= max(1, self._size(arg))
+            return size > INT32_MAX
+        return self._size(expr) > INT32_MAX
+
+    def _size(self, expr: sympy.Expr) -> int:
+        lo, hi = limits(expr, self._known)
+        return max(abs(lo), abs(hi))
+
+    def _int(self, expr: sympy.Expr, wide: bool = False) -> Text:
+        """Integer text; of type int64 if ``wide``."""
+        text = self._narrow(expr)
+        if not wide or self._is_wide(expr):
+            return text
+        if expr.is_Integer:
+            return f"{text[0]}LL", text[1]
+        return self._call("int64", text[0])
+
+    def _narrow(self, expr: sympy.Expr) -> Text:
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if expr.is_Integer:
+            suffix = "LL" if abs(int(expr)) > INT32_MAX else ""
+            return f"{int(expr)}{suffix}", ATOM if expr >= 0 else UNARY
+        if isinstance(expr, Element):
+            return self.element(expr)
+        if isinstance(expr, Extreme):
+            return self.extreme(expr)
+        wide = self._is_wide(expr)
+        if isinstance(expr, sympy.Add):
+            return self._sum(expr, lambda e, first: self._int(e, wide and first))
+        if isinstance(expr, sympy.Mul):
+            return self._int_product(expr, wide)
+        if isinstance(expr, sympy.Pow):
+            return self._int_power(expr, wide)
+        if isinstance(expr, sympy.Piecewise | Select):
+            return self._choice(expr, lambda e: self._int(e, wide))
+        if isinstance(expr, FloorDiv | FloorMod):
+            return self._division(expr, wide)
+        args = [self._int(arg, wide)[0] for arg in expr.args]
+        if isinstance(expr, sympy.Abs):
+            return self._call("llabs" if wide else "abs", *args)
+        if isinstance(expr, sympy.sign):
+            return self._call("sign", *args)
+        if isinstance(expr, Minimum | sympy.Min | Maximum | sympy.Max):
+            name = "min" if isinstance(expr, Minimum | sympy.Min) else "max"
+            return self._nested(name, args)
+        raise unknown(expr)
+
+    def _nested(self, name: str, args: list[str]) -> Text:
+        text = args[0]
+        for arg in args[1:]:
+            text = self._call(name, text, arg)[0]
+        return text, ATOM
+
+    def _sum(self, expr: sympy.Expr, print_term: Callable[[sympy.Expr, bool], Text]) -> Text:
+        terms = [(arg.could_extract_minus_sign(), arg) for arg in written_order(expr)]
+        text = inside(print_term(terms[0][1], True), PLUS)
+        for negative, term in terms[1:]:
+            part = print_term(-term if negative else term, False)
+            text += (" - " if negative else " + ") + inside(part, PLUS + 1)
+        return text, PLUS
+
+    def _int_product(self, expr: sympy.Expr, wide: bool) -> Text:
+        coefficient, rest = expr.as_coeff_Mul()
+        if coefficient == -1:
+            return "-" + inside(self._int(rest, wide), UNARY), UNARY
+        factors = [*([coefficient] if coefficient != 1 else []), *rest.as_ordered_factors()]
+        parts = [self._int(factor, wide and i == 0) for i, factor in enumerate(factors)]
+        text = inside(parts[0], TIMES)
+        return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
+
+    def _int_power(self, expr: sympy.Expr, wide: bool) -> Text:
+        base, exponent = expr.args
+        text = self._int(base, wide)
+        return self._repeated(text, int(exponent))
+
+    def _repeated(self, base: Text, exponent: int) -> Text:
+        if exponent == 0:
+            return "1", ATOM
+        if base[1] == ATOM and base[0].isidentifier() and exponent <= 3:
+            return " * ".join([base[0]] * exponent), TIMES
+        if exponent == 2:
+            return self._call("square", base[0])
+        return f"power<{exponent}>({base[0]})", ATOM
+
+    def _division(self, expr: sympy.Expr, wide: bool) -> Text:
+        a, b = expr.args
+        quotient = isinstance(expr, FloorDiv)
+        power_of_two = b.is_Integer and b > 0 and int(b) & (int(b) - 1) == 0
+        text = self._int(a, wide)
+        if power_of_two and quotient:
+            # An arithmetic shift rounds down, for negative numbers too.
+            return f"{inside(text, UNARY)} >> {int(b).bit_length() - 1}", SHIFT
+        if power_of_two:
+            return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
+        if limits(a, self._known)[0] >= 0 and limits(b, self._known)[0] > 0:
+            sign = "/" if quotient else "%"
+            return (
+                f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
+                TIMES,
+            )
+        return self._call("floor_div" if quotient else "floor_mod", text[0], self._int(b, wide)[0])
+
+    def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
+        if isinstance(expr, Select):
+            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
+        else:
+            *branches, (last, _) = expr.args
+        text = inside(print_value(last), CHOICE)
+        for value, condition in reversed(branches):
+            test = inside(self._condition(condition), OR)
+            text = f"{test} ? {inside(print_value(value), CHOICE + 1)} : {text}"
+        return text, CHOICE

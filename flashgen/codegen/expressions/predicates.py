@@ -1,0 +1,37 @@
+"""Predicates: comparisons of floats, floors and indices, where rounding must not vary.
+
+The compiler fuses a product and a sum into a multiply-add in some places and not in others. A value
+may then differ in its last bit, but a predicate must have one result in all warps and kernels: if
+two warps disagree on skipping a tile, one waits for a tile that is never loaded, and if the forward
+and the backward pass disagree on a key, the gradients are wrong. Predicates are therefore rounded
+operation by operation.
+"""
+
+from __future__ import annotations
+
+import sympy
+from sympy.core.relational import Relational
+
+from flashgen.analysis import CodeBlock
+from flashgen.language import Floor, FloorDiv, FloorMod
+from flashgen.language.tensor_elements import TensorRead
+
+# Functions with jumps, where a difference in the last bit changes the result.
+JUMPS = (Floor, FloorDiv, FloorMod, sympy.sign)
+
+
+def predicate_lets(block: CodeBlock) -> set[sympy.Symbol]:
+    """The shared subexpressions that predicates use, directly or through others."""
+    values = dict(block.lets)
+    found: set[sympy.Symbol] = set()
+    waiting: list[sympy.Basic] = [
+        part
+        for expr in (*values.values(), *block.results)
+        for part in sympy.preorder_traversal(expr)
+        if isinstance(part, (*JUMPS, Relational, TensorRead))
+    ]
+    while waiting:
+        new = (waiting.pop().free_symbols & values.keys()) - found
+        found |= new
+        waiting += [values[symbol] for symbol in new]
+    return found

@@ -1,0 +1,143 @@
+"""The printer of sympy expressions as readable CUDA C++.
+
+Integers stay integers: int where the accepted ranges allow it, int64 elsewhere. In a float context
+sums of integers are computed exactly and converted, and products are computed in float. Predicates
+(predicates.py) are rounded operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+from sympy.core.relational import Relational
+
+from flashgen.analysis import CodeBlock
+from flashgen.codegen.expressions.cpp_text import (
+    AND,
+    ATOM,
+    EQUAL,
+    LESS,
+    OR,
+    PLUS,
+    SIGNS,
+    UNARY,
+    Text,
+    inside,
+    unknown,
+)
+from flashgen.codegen.expressions.floats import FloatPrinter
+from flashgen.codegen.expressions.let_names import let_names
+from flashgen.codegen.expressions.predicates import predicate_lets
+from flashgen.language import is_condition, is_int
+from flashgen.language.integer_limits import limits
+
+
+class CPrinter(FloatPrinter):
+    """Prints expressions for one kernel.
+
+    Args:
+        names: the C++ text of each symbol, a primary expression; the symbol's name where missing.
+        dtype: the operands' dtype; "float16" and "bfloat16" allow fast approximations.
+
+    Attributes:
+        tensors: the tensors that the text reads, each by a function ``read_<name>(p, i, ...)``.
+        extremes: (tensor, axis, true for the minimum) for each min/max table that the text reads,
+            by a function ``least_<name>_<axis>(p, lo, hi, ...)`` or ``greatest_...``.
+    """
+
+    def expr(self, expr: sympy.Basic) -> str:
+        """C++ text of the expression's own kind: bool, an integer type or float."""
+        return self._any(expr)[0]
+
+    def float(self, expr: sympy.Expr) -> str:
+        """C++ text of type float for any numeric expression."""
+        return self._float(expr)[0]
+
+    def joined(self, conditions: Iterable[sympy.Basic], operator: str) -> str:
+        """C++ text of the conditions joined by ``&&`` or ``||``, in this order."""
+        parts = [self._condition(condition) for condition in conditions]
+        if len(parts) == 1:
+            return parts[0][0]
+        # C++ needs no brackets around && inside ||, but readers do.
+        return f" {operator} ".join(inside(part, EQUAL) for part in parts)
+
+    def ctype(self, expr: sympy.Basic) -> str:
+        """ "bool", "int", "int64" or "float": the type of the printed text."""
+        if is_condition(expr):
+            return "bool"
+        if is_int(expr):
+            return "int64" if self._is_wide(expr) else "int"
+        return "float"
+
+    def lets(self, block: CodeBlock, *, nested: bool = False) -> list[str]:
+        """One declaration per shared subexpression, without indentation.
+
+        It records the types of the names, which printing the results of the block needs later.
+
+        Args:
+            nested: whether the block is inside the last block that was not nested, whose names it
+                may use.
+        """
+        lines = []
+        if not nested:
+            self._known.clear()
+            self._wide.clear()
+        for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
+            del self.names[symbol]  # names are local to their block
+        found = let_names(block, self.names)
+        self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
+        self.names |= found
+        in_predicates = predicate_lets(block)
+        for symbol, value in block.lets:
+            kind = self.ctype(value)
+            with self._predicate(symbol in in_predicates):
+                lines.append(f"const {kind} {self.names[symbol]} = {self.expr(value)};")
+            if kind in ("int", "int64"):
+                self._known[symbol] = limits(value, self._known)
+            if kind == "int64":
+                self._wide.add(symbol)
+        return lines
+
+    def _any(self, expr: sympy.Basic) -> Text:
+        if is_condition(expr):
+            return self._condition(expr)
+        return self._int(expr) if is_int(expr) else self._float(expr)
+
+    # Conditions.
+
+    def _condition(self, expr: sympy.Basic) -> Text:
+        if isinstance(expr, sympy.Symbol):
+            return self._name(expr)
+        if expr in (sympy.true, sympy.false):
+            return str(bool(expr)).lower(), ATOM
+        if isinstance(expr, sympy.Not):
+            return "!" + inside(self._condition(expr.args[0]), UNARY), UNARY
+        if isinstance(expr, sympy.And):
+            return self.joined(expr.args, "&&"), AND
+        if isinstance(expr, sympy.Or):
+            return self.joined(expr.args, "||"), OR
+        if isinstance(expr, Relational):
+            return self._relation(expr)
+        raise unknown(expr)
+
+    def _relation(self, expr: Relational) -> Text:
+        if expr.lhs.is_number and not expr.rhs.is_number:
+            expr = expr.reversed
+        left, right, sign = expr.lhs, expr.rhs, SIGNS[type(expr)]
+        if is_int(left) and is_int(right):
+            a, b = self._int(left), self._int(right)
+        else:
+            with self._predicate(left.has(sympy.Add) or right.has(sympy.Add)):
+                a, b = self._float(left), self._float(right)
+        level = EQUAL if sign in ("==", "!=") else LESS
+        return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
+
+
+def opposite(condition: sympy.Basic) -> sympy.Basic:
+    """The negation. For floats it is not the opposite comparison: NaN makes both false."""
+    if isinstance(condition, Relational) and is_int(condition.lhs) and is_int(condition.rhs):
+        return condition.negated
+    if isinstance(condition, sympy.Not):
+        return condition.args[0]
+    return sympy.Not(condition, evaluate=False)

@@ -1,0 +1,100 @@
+"""An emitted file, its kernel, and the fields of the kernel's parameter struct."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import Plan
+
+DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One field of the kernel's ``struct Params``, in order.
+
+    ``ctype`` is "pointer", "int64", "int32", "float32", or "tensormap" for the 128-byte
+    descriptor by which TMA copies the tensor of that name.
+    """
+
+    name: str
+    ctype: str
+    declaration: str
+    what: str
+
+    @property
+    def field(self) -> str:
+        """The name of the field in C++."""
+        return self.declaration.rpartition(" ")[2].removesuffix(";")
+
+    @property
+    def comment(self) -> str:
+        """The comment after the declaration: a shape, or the meaning of a number."""
+        return f"  // {self.what}" if self.what else ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One emitted file, with the data for the launch of its kernel.
+
+    Attributes:
+        name: the name of the ``extern "C"`` kernel.
+        filename: the name of the file, without folders.
+        text: self-contained CUDA C++.
+        params: the fields of ``struct Params``, the kernel's only parameter, in order.
+        plan: the plan of the kernel, which has the block size and shared memory of the launch.
+        spec_section: the functions of ``text`` that are made from the spec's mask, score and
+            tensors, one string each, in the order of ``text``.
+    """
+
+    name: str
+    filename: str
+    text: str
+    params: tuple[Param, ...]
+    plan: Plan
+    spec_section: tuple[str, ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The kernel's part of the computation, `Plan.kernel`: "forward", "dq" or another."""
+        return self.plan.kernel
+
+
+@dataclass(frozen=True)
+class PtxTypes:
+    """The names of the operands' dtype in PTX."""
+
+    mma: str
+    bits: str
+    constraint: str
+
+
+ELEMENTS = {
+    "float16": PtxTypes("f16", "b16", "h"),
+    "bfloat16": PtxTypes("bf16", "b16", "h"),
+    "float32": PtxTypes("tf32", "f32", "f"),
+}
+
+
+def kernel_name(spec: AttentionSpec, role: str, heads_per_tile: int = 1) -> str:
+    """``causal_forward_fp16_d64``: the name in profiles, symbols and file names.
+
+    The delta kernel reads neither mask nor score. It has the same name and the same text for all
+    specs of one dtype and one head dim of v, apart from those with a sink.
+    """
+    if role == "delta":
+        return f"delta{_sink_of_delta(spec)}_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
+    dims = f"d{spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        dims += f"v{spec.head_dim_v}"
+    place = role if role == "forward" else f"backward_{role}"
+    heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
+    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}{heads}"
+
+
+def _sink_of_delta(spec: AttentionSpec) -> str:
+    """A sink changes how the delta kernel recognises empty rows; a learned one has a gradient."""
+    if spec.sink is None:
+        return ""
+    return f"_{spec.sink.name}" if spec.sink.grad else "_fixed_sink"

@@ -1,0 +1,163 @@
+"""How a kernel walks a block layout: listed tiles, full tiles, single elements.
+
+The lists of live blocks are searched instead of walked: the next tile depends on the current tile
+alone, and a binary search finds it in a few steps, however many tiles are skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen import language as fx
+from flashgen.codegen.functions import KEYS, TILE, TILE_END, SpecFunction, SpecFunctions
+from flashgen.codegen.text import comment, wrap_code
+from flashgen.language.block_layout import TENSORS
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One axis of the block layout in C++: the names of positions, sizes and block lists."""
+
+    position: str
+    block: str
+    offset: str
+    size: str  # the constant with the size of the kernel's tile
+    lists: str  # the tensors that list the other axis' live blocks for each block of this one
+
+
+_QUERIES = _Side("q", "LAYOUT_Q", "p.q_offset", "BLOCK_Q", "layout_row")
+_KEYS = _Side("k", "LAYOUT_K", "p.k_offset", "BLOCK_K", "layout_column")
+
+
+class LayoutFunctions:
+    """The device functions of a spec's block layout, for one direction of the walk.
+
+    Attributes:
+        functions: the functions made so far, in an order in which they can be emitted.
+        uses: the symbols that the functions of tiles use.
+        full: the function that is true if every block that a tile touches is live.
+    """
+
+    def __init__(self, make: SpecFunctions) -> None:
+        self._make = make
+        by_keys = make.direction is KEYS
+        self._owned, self._walked = (_QUERIES, _KEYS) if by_keys else (_KEYS, _QUERIES)
+        live, *lists = (tensor.symbol for tensor in TENSORS)
+        make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
+        self._listed = self._next_listed_tile()
+        self.full = self._layout_full()
+        self.functions: tuple[SpecFunction, ...] = (self._listed, self.full)
+        self.uses = self._listed.uses
+
+    @staticmethod
+    def of(make: SpecFunctions) -> LayoutFunctions | None:
+        """The functions of the spec's block layout; None for a spec without one."""
+        return LayoutFunctions(make) if make.spec.block_sparse is not None else None
+
+    def next_tile(self, live: SpecFunction | None) -> SpecFunction:
+        """The function that finds the next tile of both the layout and ``live``, the mask's."""
+        if live is None:
+            return self._listed
+        why = "The first tile from `tile` on in which both layout and mask may keep elements."
+        body = (
+            "while (true) {",
+            f"  const int listed = {self._listed.call()};",
+            f"  tile = {live.call(tile='listed')};",
+            "  if (tile == listed) return tile;",
+            "}",
+        )
+        made = self._function("next_common_tile", "int", why, body, self._listed.uses | live.uses)
+        self.functions += (made,)
+        return made
+
+    def element(self, mask: SpecFunction | None) -> SpecFunction:
+        """The function that is true if both the mask and the block layout keep a score."""
+        why = "Whether the score's block is live. Negative positions are in block 0."
+        body = ("return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
+        uses = frozenset({fx.B, fx.H, fx.Q, fx.K})
+        inside = self._function("in_layout", "bool", why, body, uses)
+        self.functions += (inside,)
+        if mask is None:
+            return inside
+        body = (f"return {mask.call()} && {inside.call()};",)
+        why = "Whether the mask and the block layout both keep a score."
+        both = self._function("mask_and_layout", "bool", why, body, uses)
+        self.functions += (both,)
+        return both
+
+    def _next_listed_tile(self) -> SpecFunction:
+        owned, walked = self._owned, self._walked
+        lines = "row" if owned is _QUERIES else "column"
+        why = (
+            "The first tile from `tile` on that touches a live block of the layout; tile_end when "
+            f"none does. Each lane searches the ascending list of one {lines} of blocks that the "
+            f"{self._what()} touch."
+        )
+        lo, hi = f"{owned.position}_lo", f"{owned.position}_hi"
+        body = (
+            f"const int first = max(({walked.offset} + tile * {walked.size}) / {walked.block}, 0);",
+            f"const int first_{lines} = max({lo} / {owned.block}, 0);",
+            f"const int last_{lines} = max({hi} / {owned.block}, 0);",
+            "int next = tile_end;",
+            f"for (int i = first_{lines} + threadIdx.x % 32; i <= last_{lines}; i += 32) {{",
+            f"  const int count = read_{owned.lists}_counts(p, b, h, i);",
+            "  int low = 0, high = count;",
+            "  while (low < high) {",
+            "    const int middle = (low + high) / 2;",
+            f"    if (read_{owned.lists}_blocks(p, b, h, i, middle) < first) {{",
+            "      low = middle + 1;",
+            "    } else {",
+            "      high = middle;",
+            "    }",
+            "  }",
+            "  if (low < count) {",
+            f"    const int block = read_{owned.lists}_blocks(p, b, h, i, low);",
+            f"    const int start = (block * {walked.block} - {walked.offset}) / {walked.size};",
+            "    next = min(next, block == first ? tile : start);",
+            "  }",
+            "}",
+            "return __reduce_min_sync(0xffffffffu, next);",
+        )
+        direction = self._make.direction
+        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
+        return self._function("next_listed_tile", "int", why, body, frozenset(uses))
+
+    def _layout_full(self) -> SpecFunction:
+        direction = self._make.direction
+        body = (
+            *direction.ends.values(),
+            "const int row = max(q_lo / LAYOUT_Q, 0);",
+            "const int column = max(k_lo / LAYOUT_K, 0);",
+            "const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;",
+            "const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;",
+            "bool live = true;",
+            "for (int i = threadIdx.x % 32; i < blocks; i += 32) {",
+            "  live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;",
+            "}",
+            "return __all_sync(0xffffffffu, live);",
+        )
+        why = "True: every block that the tile touches is live. The lanes check different blocks."
+        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE}
+        return self._function("layout_full", "bool", why, body, frozenset(uses))
+
+    def _what(self) -> str:
+        return "block's queries" if self._owned is _QUERIES else "block's keys"
+
+    def _function(
+        self,
+        name: str,
+        returns: str,
+        why: str,
+        body: tuple[str, ...],
+        uses: frozenset[sympy.Symbol],
+    ) -> SpecFunction:
+        return SpecFunction(
+            name=name,
+            returns=returns,
+            comment=tuple(comment(why)),
+            body=tuple(line for text in body for line in wrap_code(text, indent=2)),
+            uses=uses,
+            takes_params=True,
+        )

@@ -1,0 +1,128 @@
+"""Line breaking of comments and statements in emitted files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+COLUMNS = 100
+
+
+def function_text(comment: Sequence[str], signature: str, body: Sequence[str]) -> str:
+    """One device function of the emitted file, without a final newline."""
+    return "\n".join([*comment, signature, *(f"  {line}".rstrip() for line in body), "}"])
+
+
+def comment(text: str, indent: str = "") -> list[str]:
+    """``text`` as C++ line comments; continuation lines are indented by ``indent``."""
+    lead = text[: len(text) - len(text.lstrip())]
+    lines = textwrap.wrap(
+        text.strip(), COLUMNS - 3, initial_indent=lead, subsequent_indent=lead + indent
+    )
+    # A comment that ends in a backslash would continue on the next line.
+    return [f"// {line}".rstrip().rstrip("\\") for line in lines] or ["//"]
+
+
+def comments(lines: list[str], indent: str = "") -> list[str]:
+    """Each line as a separate C++ line comment, in order; long lines are wrapped."""
+    return [wrapped for line in lines for wrapped in comment(line, indent)]
+
+
+# Operators from the loosest to the tightest, each with whether its operands get separate lines.
+_OPERATORS = (
+    ((" ? ", " : "), True),
+    ((" || ",), True),
+    ((" && ",), True),
+    ((" == ", " != ", " <= ", " >= ", " < ", " > "), True),
+    ((" + ", " - "), False),
+    ((" * ", " / ", " % "), False),
+)
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_INDENT = " " * 4
+
+
+def wrap_code(line: str, indent: int) -> list[str]:
+    """The lines of a C++ statement, broken before its loosest operators to keep the line limit.
+
+    Args:
+        line: the statement, with spaces around its binary operators.
+        indent: columns that the caller puts before each line.
+    """
+    margin = line[: len(line) - len(line.lstrip())]
+    lines = _broken(line.strip(), COLUMNS - indent - len(margin))
+    return [margin + text for text in lines]
+
+
+def _broken(text: str, room: int) -> list[str]:
+    """The lines of a statement or of a part of a statement; all but the first are indented."""
+    if len(text) <= room:
+        return [text]
+    for operators, one_per_line in _OPERATORS:
+        first, *others = _split(text, operators)
+        if others:
+            if len(first) > room:
+                lines = _behind("", _broken(first, room - len(_INDENT)))
+            else:
+                lines = [first]
+            return _continued(lines, others, room, one_per_line=one_per_line)
+    start, end = _longest_group(text)
+    if start == end:
+        return [text]
+    opened, closed = text[:start], text[end:]
+    first, *others = _split(text[start:end], (", ", "; "))
+    inner = room - len(_INDENT) - len(closed)
+    if len(opened + first) <= room and others:
+        lines = _continued([opened + first], others, room - len(closed))
+    elif others:
+        lines = _behind(opened, ["", *_continued(_broken(first, inner), others, inner, set_in="")])
+    else:
+        lines = _behind(opened, _broken(first, min(inner, room - len(opened))))
+    return [*lines[:-1], lines[-1] + closed]
+
+
+def _behind(opened: str, lines: list[str]) -> list[str]:
+    return [opened + lines[0], *(_INDENT + line for line in lines[1:])]
+
+
+def _continued(
+    lines: list[str],
+    parts: list[str],
+    room: int,
+    *,
+    one_per_line: bool = False,
+    set_in: str = _INDENT,
+) -> list[str]:
+    """The lines followed by further parts; several parts share a line where they fit."""
+    for part in parts:
+        if not one_per_line and len(lines[-1]) + 1 + len(part) <= room:
+            lines[-1] += " " + part
+        else:
+            lines += [set_in + line for line in _broken(part, room - len(set_in))]
+    return lines
+
+
+def _split(text: str, separators: tuple[str, ...]) -> list[str]:
+    """The parts of a text between separators outside brackets, each with its operator first."""
+    cuts, depth = [0], 0
+    for place, letter in enumerate(text):
+        depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
+        if letter == " " and depth == 0 and text.startswith(separators, place):
+            cuts.append(place)
+        elif letter in ",;" and depth == 0 and text.startswith(separators, place):
+            cuts.append(place + 1)
+    ends = [*cuts[1:], len(text)]
+    return [text[start:end].strip() for start, end in zip(cuts, ends, strict=True)]
+
+
+def _longest_group(text: str) -> tuple[int, int]:
+    """The start and end of the contents of the longest brackets; equal where there are none."""
+    best, start, depth = (0, 0), 0, 0
+    for place, letter in enumerate(text):
+        if letter in _BRACKETS:
+            depth += 1
+            start = place + 1 if depth == 1 else start
+        elif letter in _BRACKETS.values():
+            depth -= 1
+            if depth == 0 and place - start > best[1] - best[0]:
+                best = start, place
+    return best

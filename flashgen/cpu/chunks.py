@@ -1,0 +1,165 @@
+"""Chunks: (batch, head) pairs that are computed together, and the order of their rows.
+
+All pairs of a chunk share each torch call. Its operands are matrices [pairs of a batch entry and
+a kv head, rows, columns]. The query heads of one group alternate row by row: row q * group + g is
+position q of query head h_kv * group + g. Thus a tile of consecutive positions is a slice, K and V
+are never repeated, and products over rows sum over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+Tensor = torch.Tensor
+
+ELEMENTS = 1 << 18
+"""Scores in memory per thread: 1 MiB in float32, which fits in a core's cache."""
+
+MOST_ELEMENTS = 1 << 21
+
+
+def budget() -> int:
+    """The largest number of scores in a tile of a chunk; the workspace is a few such tensors."""
+    return min(ELEMENTS * torch.get_num_threads(), MOST_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call, all above 0.
+
+    Attributes:
+        first: the batch index of the first entry in mods: 0, or the number of a packed sequence.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    first: int = 0
+
+    @property
+    def group(self) -> int:
+        """The number of query heads per kv head."""
+        return self.heads_q // self.heads_kv
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some batch entries and some of their kv heads.
+
+    Attributes:
+        batch, heads: half-open ranges of batch entries and of kv heads.
+    """
+
+    sizes: Sizes
+    batch: range
+    heads: range
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of a batch entry and a kv head."""
+        return len(self.batch) * len(self.heads)
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        """[batch, heads_q, seq_q, x] as this chunk's [pairs, seq_q * group, x].
+
+        Contiguous, as batched products need for speed; a view where possible.
+        """
+        part = self._grouped(tensor).permute(0, 1, 3, 2, 4)
+        return part.reshape(self.pairs, -1, tensor.shape[3]).contiguous()
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """[batch, heads_kv, seq_k, x] as this chunk's [pairs, seq_k, x], contiguous; a view where
+        possible."""
+        return self._kv(tensor).reshape(self.pairs, -1, tensor.shape[3]).contiguous()
+
+    def result_for(self, whole: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+        """[pairs, rows, x] of ``dtype`` for a part of ``whole``; a view of it where possible."""
+        kv = self.sizes.heads_kv == whole.shape[1]
+        if kv and whole.dtype == dtype and whole.is_contiguous():
+            return self.of_keys(whole)
+        return torch.empty(self.pairs, rows, whole.shape[3], dtype=dtype)
+
+    def to_queries(self, whole: Tensor, part: Tensor) -> None:
+        """Writes [pairs, seq_q * group, x] where `of_queries` of ``whole`` would read it."""
+        of = self._grouped(whole)
+        if of.data_ptr() == part.data_ptr():
+            return
+        shape = (of.shape[0], of.shape[1], of.shape[3], of.shape[2], of.shape[4])
+        of.copy_(part.view(shape).permute(0, 1, 3, 2, 4))
+
+    def to_keys(self, whole: Tensor, part: Tensor) -> None:
+        """Writes [pairs, seq_k, x] where `of_keys` of ``whole`` would read it."""
+        of = self._kv(whole)
+        if of.data_ptr() != part.data_ptr():
+            of.copy_(part.view(of.shape))
+
+    @cached_property
+    def batch_and_head(self) -> tuple[Tensor, Tensor]:
+        """b and h (of query heads) as mods see them, int64 [pairs, group], on the CPU."""
+        group, first = self.sizes.group, self.sizes.first
+        b = torch.arange(first + self.batch.start, first + self.batch.stop)
+        h = torch.arange(self.heads.start * group, self.heads.stop * group)
+        shape = len(b), len(self.heads), group
+        return (
+            b[:, None, None].expand(shape).reshape(self.pairs, group),
+            h.view(1, -1, group).expand(shape).reshape(self.pairs, group),
+        )
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        """[batch entries, kv heads, group, seq_q, x], a view."""
+        group = self.sizes.group
+        heads = slice(self.heads.start * group, self.heads.stop * group)
+        part = tensor[self.batch.start : self.batch.stop, heads]
+        return part.view(len(self.batch), len(self.heads), group, *part.shape[2:])
+
+    def _kv(self, tensor: Tensor) -> Tensor:
+        return tensor[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop]
+
+
+def chunks(sizes: Sizes, tile: int) -> Iterator[Chunk]:
+    """All pairs, in chunks whose tiles of ``tile`` elements fit in the budget."""
+    pairs = max(1, budget() // (tile * sizes.group))
+    heads = min(pairs, sizes.heads_kv)
+    entries = min(pairs // heads, sizes.batch) if heads == sizes.heads_kv else 1
+    for b in range(0, sizes.batch, entries):
+        for h in range(0, sizes.heads_kv, heads):
+            yield Chunk(
+                sizes,
+                range(b, min(b + entries, sizes.batch)),
+                range(h, min(h + heads, sizes.heads_kv)),
+            )
+
+
+class Workspace:
+    """Named matrices that all tiles share, so that they need the memory of one tile.
+
+    Attributes:
+        wide: the workspace of float64 matrices.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.wide = self if dtype == torch.float64 else Workspace(torch.float64)
+        self._memory: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, int, int, int], Tensor] = {}
+
+    def matrix(self, name: str, pairs: int, rows: int, columns: int) -> Tensor:
+        """[pairs, rows, columns], contiguous, uninitialised."""
+        key = name, pairs, rows, columns
+        view = self._views.get(key)
+        if view is None:
+            size = pairs * rows * columns
+            memory = self._memory.get(name)
+            if memory is None or memory.numel() < size:
+                memory = torch.empty(size, dtype=self.dtype)
+                self._memory[name] = memory
+                self._views = {k: v for k, v in self._views.items() if k[0] != name}
+            view = memory[:size].view(pairs, rows, columns)
+            self._views[key] = view
+        return view

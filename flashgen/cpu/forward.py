@@ -1,0 +1,189 @@
+"""The forward pass over tiles, with the algorithm of the kernels.
+
+FlashAttention's Algorithm 1 (tiles, online softmax, nothing of size N x N; Dao et al., 2022) in the
+loop order of FlashAttention-2 (Dao, 2023): a tile of query rows walks the key tiles. Dropout acts
+on P as in Algorithm 2, and not on the normaliser.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.cpu import sinks
+from flashgen.cpu.chunks import Workspace
+from flashgen.cpu.problem import ChunkScores, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.sequences import sequences
+from flashgen.language import LOWEST_SCORE
+from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def forward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: TileArguments,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention of CPU tensors tile by tile, in memory linear in N.
+
+    Args:
+        q: [batch, heads_q, seq_q, head_dim], float16, bfloat16, float32 or float64; any strides.
+        k: [batch, heads_kv, seq_k, head_dim], of the same dtype.
+        v: [batch, heads_kv, seq_k, head_dim_v], of the same dtype.
+        arguments: the other arguments of the call.
+
+    Returns:
+        out [batch, heads_q, seq_q, head_dim_v] in the dtype of q, with its axes ordered in memory
+        as q's are; lse [batch, heads_q, seq_q], natural log, undropped, float32 (float64 for
+        float64 operands). A row without a kept key has out 0 and lse -inf, or the spec's sink.
+
+    Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
+    P V; for float64 operands everything is float64.
+    """
+    out = _empty_like_q(q, v.shape[3])
+    work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=work.dtype)
+    if spec.packed:
+        _without_keys(out, lse, None)
+    for sequence in sequences(spec, q, k, arguments.tensors):
+        of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
+        of_k, of_v = sequence.of_keys(k, v)
+        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence=sequence.place)
+        if problem.is_empty:
+            _without_keys(of_out, of_lse, problem.sink)
+            continue
+        for chunk in problem.chunks():
+            _chunk(chunk, work, of_q, of_k, of_v, of_out, of_lse)
+    return out, lse
+
+
+def _without_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
+    out.zero_()
+    if sink is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(sinks.lse_without_keys(sink, tuple(lse.shape), lse.dtype))
+
+
+def _empty_like_q(q: Tensor, dim: int) -> Tensor:
+    """An uninitialised tensor [batch, heads_q, seq_q, dim] with the axis order of q in memory."""
+    batch, heads, seq, _ = q.shape
+    if q.stride(1) < q.stride(2) and q.stride(1) != 0:
+        return torch.empty(batch, seq, heads, dim, dtype=q.dtype).transpose(1, 2)
+    return torch.empty(batch, heads, seq, dim, dtype=q.dtype)
+
+
+def _chunk(
+    scores: ChunkScores, work: Workspace, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Writes out and lse of one chunk."""
+    problem, chunk = scores.problem, scores.chunk
+    q = chunk.of_queries(q).to(problem.exact)
+    k, v = chunk.of_keys(k).to(problem.exact), chunk.of_keys(v).to(problem.real)
+    o = chunk.result_for(out, q.shape[1], problem.real)
+    statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
+    group = problem.sizes.group
+    for start, stop in problem.queries.tiles():
+        rows = slice(start * group, stop * group)
+        inputs = _QueryTile(slice(start, stop), q[:, rows], k, v)
+        _query_tile(scores, work, inputs, o[:, rows], statistics[:, rows])
+    chunk.to_queries(out, o)
+    chunk.to_queries(lse[..., None], statistics)
+
+
+@dataclass(frozen=True)
+class _QueryTile:
+    """A tile of query rows, and all keys.
+
+    Attributes:
+        rows: query positions of the tile.
+        q: [pairs, rows * group, head_dim], the queries at these positions.
+        k, v: [pairs, seq_k, head_dim] and [pairs, seq_k, head_dim_v].
+    """
+
+    rows: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _query_tile(
+    of: ChunkScores, work: Workspace, tile: _QueryTile, out: Tensor, lse: Tensor
+) -> None:
+    """Writes O and LSE of one tile of query rows to its rows ``out`` and ``lse``."""
+    problem, rows, q, v = of.problem, tile.rows, tile.q, tile.v
+    lowest = torch.finfo(problem.real).min
+    o = work.matrix("o", *out.shape)
+    row_max = row_sum = None
+    for run in of.key_runs(rows.start, rows.stop):
+        keys = slice(run.start, run.stop)
+        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
+        bits = None if run.full else of.mask_bits(rows, keys)
+        scores = _scores(of, work, p, tile, keys, bits)
+
+        # Before the first key of a row its maximum is -inf, which cannot be subtracted.
+        tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
+        new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
+        exp_(torch.sub(scores, new_max, out=p))
+        if bits is not None:
+            of.select(p, bits)
+        tile_sum = p.sum(-1, keepdim=True)
+
+        if problem.dropout_scale is not None:
+            of.select(p, of.dropout_bits(rows, keys))
+        if problem.narrow is not None:
+            p.copy_(p.to(problem.narrow))
+        if row_max is None or row_sum is None:
+            row_sum = tile_sum
+            torch.baddbmm(o, p, v[:, keys], beta=0, out=o)
+        else:
+            rescale = exp_(row_max.sub_(new_max))
+            row_sum.mul_(rescale).add_(tile_sum)
+            o.mul_(rescale).baddbmm_(p, v[:, keys])
+        row_max = new_max
+
+    alone = sinks.logits(of, rows.stop - rows.start)  # LSE of a row without keys
+    if row_max is None or row_sum is None:
+        out.zero_()
+        lse.copy_(alone)
+        return
+    empty = row_max == lowest
+    if problem.sink is not None:
+        row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
+    torch.add(row_max, row_sum.log(), out=lse)
+    torch.where(empty, alone, lse, out=lse)
+    if problem.dropout_scale is not None:
+        row_sum.div_(problem.dropout_scale)
+    torch.div(o, row_sum.masked_fill_(empty, math.inf), out=out)
+
+
+def _scores(
+    of: ChunkScores,
+    work: Workspace,
+    p: Tensor,
+    tile: _QueryTile,
+    keys: slice,
+    bits: Tensor | None,
+) -> Tensor:
+    """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or the score function's result."""
+    problem = of.problem
+    scores = p
+    if not problem.programs.ignores_score:
+        problem.multiply(work, p, tile.q, tile.k[:, keys])
+    if problem.programs.score is not None:
+        scores = of.score(of.grouped(p), tile.rows, keys)
+        if bool(scores.amin() <= LOWEST_SCORE):
+            scores = scores.masked_fill(scores <= LOWEST_SCORE, -math.inf)
+    if bits is None:
+        return scores if scores is p else scores.reshape(p.shape)
+    found = of.grouped(p) if scores is p else scores
+    selected = of.grouped(p).view(problem.bits)
+    torch.bitwise_and(found.view(problem.bits), bits, out=selected)
+    selected.bitwise_or_(of.minus_infinity_where_not(bits))
+    return p

@@ -1,0 +1,1 @@
+"""Checkers: bounds, races, the asynchronous proxy, registers of wgmma, and deadlocks."""

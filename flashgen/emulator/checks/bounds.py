@@ -1,0 +1,134 @@
+"""Checks of bounds and alignment, which run in every launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashgen.emulator.errors import Misaligned, OutOfBounds
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
+
+
+def check_window(
+    machine: Any,
+    cohort: Cohort,
+    address: Any,
+    lanes: Any,
+    size: int,
+    pc: int,
+    limit: int,
+    space: str,
+) -> None:
+    """Checks bounds and alignment of offsets into a memory of ``limit`` bytes."""
+    if lanes is None:
+        # The bitwise or of all addresses bounds each of them and has all their low bits.
+        both = int(np.bitwise_or.reduce(address, axis=None)) if address.ndim else int(address)
+        if 0 <= both <= limit - size and not both & (size - 1):
+            return
+    bad = (address < 0) | (address > limit - size)
+    if (spread(bad, cohort.n) & active(cohort, lanes)).any():
+        row, lane = first_bad(cohort, lanes, bad)
+        at = int(spread(address, cohort.n)[row, lane])
+        machine.fail(
+            OutOfBounds,
+            f"{size}-byte access outside {space} memory",
+            cohort,
+            pc,
+            row=row,
+            lane=lane,
+            numbers=f"offset {at:,} of {limit:,} bytes of {space} memory",
+            way_out="check the index, or pass a larger shared_bytes"
+            if space == "shared"
+            else "check the index",
+        )
+    check_aligned(machine, cohort, address, lanes, size, pc, space)
+
+
+def check_aligned(
+    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, s: str
+) -> None:
+    bad = (address & (size - 1)) != 0
+    if not (spread(bad, cohort.n) & active(cohort, lanes)).any():
+        return
+    row, lane = first_bad(cohort, lanes, bad)
+    at = int(spread(address, cohort.n)[row, lane])
+    extra = ""
+    if s == "global":
+        extra = f"; {machine.memory.describe(at)}"
+    machine.fail(
+        Misaligned,
+        f"misaligned {size}-byte access to {s} memory",
+        cohort,
+        pc,
+        row=row,
+        lane=lane,
+        numbers=f"address {at:#x} is {at & (size - 1)} mod {size}{extra}",
+        way_out=f"make the address a multiple of {size} bytes, or use narrower accesses",
+    )
+
+
+def locate(
+    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, write: bool
+) -> Any:
+    """Checks global addresses; returns the offsets into `GlobalMemory.flat`.
+
+    The result has the shape of ``address`` if ``lanes`` is None, else one entry per active lane.
+    """
+    memory = machine.memory
+    if lanes is None:
+        chosen = address
+    else:
+        chosen = spread(address, cohort.n)[spread(lanes, cohort.n)]
+        if not len(chosen):
+            memory.touched = []
+            return chosen
+    low, high = (int(chosen.min()), int(chosen.max())) if chosen.ndim else (int(chosen),) * 2
+    place = memory.find(low)
+    if place < 0 or high + size > memory.ends[place]:
+        starts = np.searchsorted(memory.starts, chosen, "right") - 1
+        bad = (starts < 0) | (chosen + size > memory.ends[starts])
+        if bad.any():
+            _out_of_bounds(machine, cohort, address, lanes, size, pc, write)
+        touched = np.unique(starts).tolist()
+    else:
+        touched = [place]
+    memory.touched = touched
+    if size > 1 and int(np.bitwise_or.reduce(chosen, axis=None)) & (size - 1):
+        check_aligned(machine, cohort, address, lanes, size, pc, "global")
+    if write:
+        for index in touched:
+            allocation = memory.allocations[index]
+            allocation.dirty = True
+            if not allocation.writable:
+                machine.fail(
+                    OutOfBounds,
+                    f"a store to {allocation.label}, whose numpy array is read-only",
+                    cohort,
+                    pc,
+                    numbers=memory.describe(low),
+                    way_out="pass a writable array, or do not write to it",
+                )
+    return chosen - memory.base
+
+
+def _out_of_bounds(
+    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, w: bool
+) -> None:
+    memory = machine.memory
+    everywhere = spread(address, cohort.n)
+    starts = np.searchsorted(memory.starts, everywhere, "right") - 1
+    bad = (starts < 0) | (everywhere + size > memory.ends[np.maximum(starts, 0)])
+    row, lane = first_bad(cohort, lanes, bad)
+    at = int(everywhere[row, lane])
+    machine.fail(
+        OutOfBounds,
+        f"{size}-byte {'store' if w else 'load'} outside every buffer",
+        cohort,
+        pc,
+        row=row,
+        lane=lane,
+        numbers=f"address {at:#x}: {memory.describe(at)}; "
+        f"{int((bad & active(cohort, lanes)).sum())} lanes of this instruction are outside",
+        way_out="check the index against the array that was passed",
+    )

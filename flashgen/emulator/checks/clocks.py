@@ -1,0 +1,181 @@
+"""Vector clocks of the warps of each block: which accesses are ordered by barriers.
+
+Every warp has a clock that advances when it arrives at a barrier. ``seen[b, w, v]`` is the newest
+clock of warp v that warp w of block b is ordered after. An access of warp v stamped with clock t
+happened before the current access of warp w if and only if t <= seen[b, w, v]. This does not depend
+on the order in which the emulator executes the warps (Fidge 1988, Mattern 1989; stamps as in
+FastTrack, Flanagan and Freund, 2009).
+
+Kernels with asynchronous copies have more columns. ``seen[b, w, warps + v]`` is the newest clock of
+warp v whose writes are visible to asynchronous accesses issued by warp w (fence.proxy.async). They
+are followed by one column per asynchronous agent, such as an mbarrier, with the newest time of the
+agent that w is ordered after. Synchronisation between warps propagates all columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+CLOCK_SHIFT = 6  # stamp = clock << 6 | atomic << 5 | warp
+ATOMIC = 1 << 5
+_NO_OTHERS = 1 << 24
+
+
+class Clocks:
+    """Clocks of the blocks of one wave."""
+
+    def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
+        self.warps = warps
+        self.columns = (
+            2 * warps if proxy else warps
+        )  # number of columns in use; the arrays may have more
+        self.seen = np.zeros((blocks, warps, self.columns), np.int64)
+        self._own = np.arange(warps)
+        self.seen[:, self._own, self._own] = 1
+        self.published = np.zeros((blocks, 16, self.columns), np.int64)
+        self.floor_stamp = np.zeros(blocks * warps, np.uint32)
+        self.clock = np.ones(blocks * warps, np.int64)
+        self.fenced: dict[int, Array] = {}
+        self.released: dict[tuple[int, int], Array] = {}
+        self._refresh(np.arange(blocks))
+
+    def new_column(self) -> int:
+        """A column for one more asynchronous agent."""
+        column = self.columns
+        self.columns += 1
+        if self.columns > self.seen.shape[2]:
+            more = max(16, column)
+            self.seen = _widened(self.seen, more)
+            self.published = _widened(self.published, more)
+            self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
+            self.released = {at: _widened(known, more) for at, known in self.released.items()}
+        return column
+
+    def new_slots(self, count: int) -> int:
+        """Adds ``count`` slots of published clocks per block; returns the number of the first."""
+        blocks, first, columns = self.published.shape
+        more = np.zeros((blocks, count, columns), np.int64)
+        self.published = np.concatenate([self.published, more], axis=1)
+        return first
+
+    def _refresh(self, blocks: Array) -> None:
+        """Updates the cached clock of each warp, and the stamp below which all is ordered."""
+        seen = self.seen[blocks, :, : self.warps]
+        clock = seen[:, self._own, self._own]
+        others = seen
+        others[:, self._own, self._own] = _NO_OTHERS
+        floor = others.min(axis=2)
+        rows = blocks[:, None] * self.warps + self._own
+        self.clock[rows] = clock
+        self.floor_stamp[rows] = (floor + 1) << CLOCK_SHIFT
+
+    def barrier_of_all(self, blocks: Array) -> None:
+        """A barrier of all warps of the blocks: orders all earlier before all later accesses."""
+        newest = self.seen[blocks][:, self._own, self._own].max(axis=1)
+        # The other columns are not clocks of warps: all warps get their maximum.
+        rest = self.seen[blocks, :, self.warps :].max(axis=1, keepdims=True)
+        self.seen[blocks, :, self.warps :] = rest
+        self.seen[blocks, :, : self.warps] = newest[:, None, None]
+        self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
+        self._refresh(blocks)
+
+    def arrive(self, blocks: Array, warps: Array, barriers: Array) -> None:
+        """Warps publish their clocks at a barrier, then their own clocks advance."""
+        for block, warp, barrier in zip(blocks, warps, barriers, strict=True):
+            known = self.seen[block, warp]
+            slot = self.published[block, barrier]
+            np.maximum(slot, known, out=slot)
+            known[warp] += 1
+        self._refresh(np.unique(blocks))
+
+    def release(self, block: int, barrier: int, warps: Array) -> None:
+        """Orders the warps that waited at a completed barrier after all warps that arrived."""
+        slot = self.published[block, barrier]
+        for warp in warps:
+            known = self.seen[block, warp]
+            own = known[warp]
+            np.maximum(known, slot, out=known)
+            known[warp] = own
+        slot[:] = 0
+        self._refresh(np.array([block]))
+
+    def publish(self, rows: Array, slots: Array) -> None:
+        """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
+        blocks, warps = np.divmod(rows, self.warps)
+        np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
+        self.tick(np.unique(rows))
+
+    def acquire(self, rows: Array, slots: Array) -> None:
+        """Orders warps (n,) after what was published in slots (n,) of their blocks."""
+        blocks, warps = np.divmod(rows, self.warps)
+        own = self.seen[blocks, warps, warps]
+        np.maximum.at(self.seen, (blocks, warps), self.published[blocks, slots])
+        self.seen[blocks, warps, warps] = own
+        self._refresh(np.unique(blocks))
+
+    def order_after(self, rows: Array, column: int, time: Array) -> None:
+        """Orders distinct warps (n,) after the times (n,) of an asynchronous agent."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, column] = np.maximum(self.seen[blocks, warps, column], time)
+
+    def tick(self, rows: Array) -> None:
+        """Advances the clocks of warps: later accesses are not covered by what they published."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, warps] += 1
+        self._refresh(np.unique(blocks))
+
+    def fence_proxy(self, rows: Array) -> None:
+        """fence.proxy.async: makes all writes visible to these warps visible to the proxy."""
+        blocks, warps = np.divmod(rows, self.warps)
+        known = self.seen[blocks, warps]
+        mine, proxy = known[:, : self.warps], known[:, self.warps : 2 * self.warps]
+        np.maximum(proxy, mine, out=proxy)
+        self.seen[blocks, warps] = known
+        self.tick(rows)
+
+    def fence(self, rows: Array) -> None:
+        """A fence: the next strong access of each warp releases its current clocks."""
+        for row in rows.tolist():
+            block, warp = divmod(row, self.warps)
+            known = self.seen[block, warp]
+            self.fenced[row] = known.copy()
+            known[warp] += 1
+        self._refresh(np.unique(rows // self.warps))
+
+    def synchronise(self, rows: Array, places: Array) -> None:
+        """Strong accesses: each acquires what was released at its address, and releases."""
+        before = self.seen.copy()
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            block, warp = divmod(row, self.warps)
+            slot = self.released.get((block, place))
+            known = self.seen[block, warp]
+            if slot is not None:
+                own = known[warp]
+                np.maximum(known, slot, out=known)
+                known[warp] = own
+            given = self.fenced.get(row)
+            if given is not None:
+                self.released[block, place] = given if slot is None else np.maximum(slot, given)
+        if (before != self.seen).any():
+            self._refresh(np.unique(rows // self.warps))
+
+    def ordered(self, blocks: Array, warps: Array, clock: Array, agent: Array) -> Array:
+        """Whether accesses of ``agent`` at ``clock`` happened before those of ``warps`` now."""
+        return (agent == warps) | (clock <= self.seen[blocks, warps, agent])  # type: ignore[no-any-return]
+
+
+def _widened(values: Array, more: int) -> Array:
+    """``values`` with ``more`` further columns of zeros."""
+    return np.concatenate([values, np.zeros((*values.shape[:-1], more), values.dtype)], axis=-1)
+
+
+def room(count: int, *tables: Array) -> list[Array]:
+    """The tables, extended to at least ``count`` entries."""
+    return [
+        t if count <= len(t) else np.concatenate([t, np.zeros(max(count, len(t)), t.dtype)])
+        for t in tables
+    ]

@@ -1,0 +1,1 @@
+"""Emitters: one function per opcode that writes the Python code of an instruction."""

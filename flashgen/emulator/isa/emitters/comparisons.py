@@ -1,0 +1,183 @@
+"""Emitters of comparisons and selections."""
+
+from __future__ import annotations
+
+from flashgen.emulator.isa.emitters.floats import is_float
+from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.registry import emits, split_pair
+from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink
+
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+_ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_COMPARISONS = [
+    "equ",
+    "neu",
+    "ltu",
+    "leu",
+    "gtu",
+    "geu",
+    "num",
+    "nan",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "lo",
+    "ls",
+    "hi",
+    "hs",
+]
+
+
+def compare_halves(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
+    x, y = g.read(a, "u2"), g.read(b, "u2")
+    body = compared(g, word, "f4", "x", "y")
+    return f"half_compare({x}, {y}, {kind!r}, lambda x, y: {body})"
+
+
+def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
+    """An expression for ``a word b``."""
+    if kind == "pred":
+        raise g.unknown("a comparison of predicates")
+    ftz = bool(g.mods.take("ftz"))
+    if kind in ("f16", "bf16"):
+        return compare_halves(g, word, kind, a, b)
+    dtype = DTYPE[kind]
+    x, y = g.read(a, dtype), g.read(b, dtype)
+    if ftz and dtype == "f4":
+        x = x if isinstance(a, Imm) else f"flush({x})"
+        y = y if isinstance(b, Imm) else f"flush({y})"
+    return compared(g, word, dtype, x, y)
+
+
+def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
+    if dtype[0] == "f":
+        if word in ("num", "nan"):
+            both = f"(np.isnan({x}) | np.isnan({y}))"
+            return both if word == "nan" else f"~{both}"
+        if word == "ne":
+            # An ordered comparison is false if an operand is a NaN.
+            return f"(({x} < {y}) | ({x} > {y}))"
+        if word == "neu":
+            return f"({x} != {y})"
+        if word == "equ":
+            return f"~(({x} < {y}) | ({x} > {y}))"
+        if word in ("ltu", "leu", "gtu", "geu"):
+            opposite = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}[word]
+            return f"~({x} {opposite} {y})"
+    sign = _ORDERED.get(word) or _UNSIGNED.get(word)
+    if sign is None:
+        raise g.unknown(f"the comparison {word}")
+    return f"({x} {sign} {y})"
+
+
+@emits("setp")
+def set_predicate(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
+    word = g.mods.take(*_COMPARISONS)
+    if not word:
+        raise g.unknown("no comparison")
+    if kind in ("f16x2", "bf16x2"):
+        set_predicate_pair(g, ins, word, kind)
+        return
+    if word in _UNSIGNED and kind[0] != "f":
+        kind = "u" + kind[1:]
+    combine = g.mods.take("and", "or", "xor")
+    first, second = split_pair(ins.operands[0])
+    value = comparison(g, word, kind, ins.operands[1], ins.operands[2])
+    if not combine and isinstance(second, Sink):
+        g.write(first, value, "b1")
+        return
+    value = g.let(value)
+    other = f"~{value}"
+    if combine:
+        extra = g.let(g.read(ins.operands[3], "b1"))
+        other = f"({other}) {_LOGIC[combine]} {extra}"
+        value = f"{value} {_LOGIC[combine]} {extra}"
+    if not isinstance(second, Sink):
+        other = g.let(other)
+    g.write(first, value, "b1")
+    g.write(second, other, "b1")
+
+
+def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> None:
+    """Compares two pairs; the low halves set the first predicate, the high halves the second."""
+    combine = g.mods.take("and", "or", "xor")
+    g.mods.take("ftz")
+    if "ftz" in ins.mods:
+        raise g.unknown("flushing")
+    a, b = (g.let(g.read(o, "u4")) for o in ins.operands[1:3])
+    extra = g.let(g.read(ins.operands[3], "b1")) if combine else ""
+    body = compared(g, word, "f4", "x", "y")
+    values = []
+    for shift in (0, 16):
+        low = [f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (a, b)]
+        text = f"half_compare({low[0]}, {low[1]}, {kind!r}, lambda x, y: {body})"
+        values.append(g.let(f"{text} {_LOGIC[combine]} {extra}" if combine else text))
+    for operand, value in zip(split_pair(ins.operands[0]), values, strict=True):
+        g.write(operand, value, "b1")
+
+
+@emits("set")
+def set_value(g: Generator, ins: Instruction) -> None:
+    source = g.mods.type()
+    to = g.mods.type()
+    word = g.mods.take(*_COMPARISONS)
+    combine = g.mods.take("and", "or", "xor")
+    if source in ("f16x2", "bf16x2") or to in ("f16", "bf16", "f16x2", "bf16x2"):
+        raise g.unknown("half-precision set")
+    if word in _UNSIGNED and source[0] != "f":
+        source = "u" + source[1:]
+    value = comparison(g, word, source, ins.operands[1], ins.operands[2])
+    if combine:
+        value = f"({value} {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')})"
+    dtype = DTYPE[to]
+    if is_float(to):
+        g.write(ins.operands[0], f"{value}.astype({dtype})", dtype)
+    else:
+        g.write(ins.operands[0], f"-{value}.astype(i4)", "i4")
+
+
+@emits("selp")
+def select(g: Generator, ins: Instruction) -> None:
+    kind = g.mods.type()
+    to, a, b, p = ins.operands
+    dtype = DTYPE[kind]
+    if kind[0] in "bus":
+        dtype = g.integer(to, TYPE_BYTES[kind])
+        held = getattr(to, "index", None)
+        if held is not None and g.program.dtype[held][1:] == str(TYPE_BYTES[kind]):
+            dtype = g.program.dtype[held]
+    if isinstance(p, Not):
+        a, b, p = b, a, p.reg
+    x = bits_or(g, a, dtype)
+    of_x, g.defined = g.defined, []
+    y = bits_or(g, b, dtype)
+    of_y, g.defined = g.defined, []
+    test = g.read(p, "b1")
+    if of_x or of_y:
+        # Only the selected value counts as read.
+        chosen = [" & ".join(names) or g.literal(1, "b1") for names in (of_x, of_y)]
+        g.defined.append(g.let(f"where({test}, {chosen[0]}, {chosen[1]})"))
+    g.write(to, f"where({test}, {x}, {y})", dtype)
+
+
+def bits_or(g: Generator, operand: Operand, dtype: str) -> str:
+    """An operand of a .bN instruction: an integer immediate is bits, whatever the register is."""
+    if isinstance(operand, Imm) and not operand.float_bits:
+        return g.literal(operand.value, dtype)
+    return g.read(operand, dtype)
+
+
+@emits("slct")
+def select_by_sign(g: Generator, ins: Instruction) -> None:
+    g.mods.take("ftz")
+    test, kind = g.mods.type(), g.mods.type()
+    dtype = DTYPE[kind]
+    a, b = (g.read(o, dtype) for o in ins.operands[1:3])
+    c = g.read(ins.operands[3], DTYPE[test])
+    g.write(ins.operands[0], f"where({c} >= 0, {a}, {b})", dtype)

@@ -1,0 +1,82 @@
+"""Emitters of warp-wide exchanges; a cohort with inactive lanes waits before each of them."""
+
+from __future__ import annotations
+
+from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.registry import emits, split_pair
+from flashgen.emulator.isa.semantics import warp  # noqa: F401  (registers the run-time functions)
+from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
+
+
+def raw_dtype(g: Generator, operand: Operand) -> str:
+    """The dtype with which a 32-bit value can be assigned to ``operand`` without a view."""
+    if isinstance(operand, Reg) and g.program.dtype[operand.index][1:] == "4":
+        return g.program.dtype[operand.index]
+    return "u4"
+
+
+@emits("shfl")
+def shuffle(g: Generator, ins: Instruction) -> None:
+    if not g.mods.take("sync"):
+        raise g.unknown("shfl without .sync")
+    mode = g.mods.take("up", "down", "bfly", "idx")
+    g.mods.type()
+    to, inside = split_pair(ins.operands[0])
+    dtype = raw_dtype(g, to)
+    value = g.read(ins.operands[1], dtype)
+    lane, clamp = (g.read(o, "u4") for o in ins.operands[2:4])
+    both = g.let(f"shuffle(C, {mode!r}, {value}, {lane}, {clamp})")
+    g.write(to, f"{both}[0]", dtype)
+    if not isinstance(inside, Sink):
+        g.write(inside, f"{both}[1]", "b1")
+
+
+@emits("vote")
+def vote(g: Generator, ins: Instruction) -> None:
+    if not g.mods.take("sync"):
+        raise g.unknown("vote without .sync")
+    mode = g.mods.take("ballot", "all", "any", "uni")
+    g.mods.take("pred", "b32")
+    predicate = g.read(ins.operands[1], "b1")
+    mask = g.read(ins.operands[2], "u4")
+    value = f"vote(C, {mode!r}, {predicate}, {mask})"
+    g.write(ins.operands[0], value, "u4" if mode == "ballot" else "b1")
+
+
+@emits("activemask")
+def active_mask(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+    g.write(ins.operands[0], "active_mask(C)", "u4")
+
+
+@emits("match")
+def match(g: Generator, ins: Instruction) -> None:
+    g.mods.take("sync")
+    every = g.mods.take("all", "any") == "all"
+    dtype = DTYPE[g.mods.type()]
+    to, same = split_pair(ins.operands[0])
+    value, mask = g.read(ins.operands[1], dtype), g.read(ins.operands[2], "u4")
+    both = g.let(f"match(C, {every}, {value}, {mask})")
+    g.write(to, f"{both}[0]", "u4")
+    g.write(same, f"{both}[1]", "b1")
+
+
+@emits("redux")
+def reduce(g: Generator, ins: Instruction) -> None:
+    g.mods.take("sync")
+    operation = g.mods.take("add", "min", "max", "and", "or", "xor")
+    kind = g.mods.type()
+    if kind[0] == "f" or not operation:
+        raise g.unknown("a float reduction")
+    value, mask = g.read(ins.operands[1], DTYPE[kind]), g.read(ins.operands[2], "u4")
+    g.write(ins.operands[0], f"reduce_lanes(C, {operation!r}, {value}, {mask})", DTYPE[kind])
+
+
+@emits("elect")
+def elect(g: Generator, ins: Instruction) -> None:
+    g.mods.take("sync")
+    lane, chosen = split_pair(ins.operands[0])
+    both = g.let(f"elect(C, {g.read(ins.operands[1], 'u4')})")
+    g.write(lane, f"{both}[0]", "u4")
+    g.write(chosen, f"{both}[1]", "b1")

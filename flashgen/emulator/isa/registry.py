@@ -1,0 +1,77 @@
+"""The tables of emitters and of run-time functions, and helpers of emitters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction, Operand, Pair, Sink, Vec
+
+Emitter = Callable[[Any, Instruction], None]
+"""Writes the code of an instruction: (generator, instruction)."""
+EMITTERS: dict[str, Emitter] = {}
+RUNTIME: dict[str, Any] = {
+    code: np.dtype(code)
+    for code in ("b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16")
+}
+RUNTIME["where"] = np.where
+RUNTIME["np"] = np
+
+
+def emits(*opcodes: str) -> Callable[[Emitter], Emitter]:
+    """Registers the emitter of some opcodes."""
+
+    def register(emitter: Emitter) -> Emitter:
+        for opcode in opcodes:
+            EMITTERS[opcode] = emitter
+        return emitter
+
+    return register
+
+
+def runtime(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function callable by its name from generated code."""
+    RUNTIME[function.__name__] = function
+    return function
+
+
+class Modifiers:
+    """The modifiers of an instruction that its emitter has not consumed yet.
+
+    Modifiers that are left when the emitter returns make the instruction unsupported.
+    """
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.left = list(words)
+
+    def take(self, *words: str) -> str:
+        """Removes and returns the first of ``words`` that is present; '' if there is none."""
+        for word in words:
+            if word in self.left:
+                self.left.remove(word)
+                return word
+        return ""
+
+    def type(self) -> str:
+        """Removes and returns the last type modifier; '' if there is none."""
+        for word in reversed(self.left):
+            if word in TYPE_BYTES:
+                # Search from the end: cvt.f32.f32 contains the same word twice.
+                place = len(self.left) - 1 - self.left[::-1].index(word)
+                del self.left[place]
+                return word
+        return ""
+
+
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """The items of a vector operand, or the operand alone."""
+    return operand.items if isinstance(operand, Vec) else (operand,)
+
+
+def split_pair(operand: Operand) -> tuple[Operand, Operand]:
+    """``d|p`` as two operands; the second is a `Sink` if there is only one."""
+    if isinstance(operand, Pair):
+        return operand.first, operand.second
+    return operand, Sink()

@@ -1,0 +1,63 @@
+"""The compiled segments of a kernel: each is compiled when it is first executed, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
+from flashgen.emulator.isa.emitters import (  # noqa: F401  (each registers its emitters)
+    atomics,
+    barriers,
+    bits,
+    comparisons,
+    control,
+    convert,
+    copies,
+    floats,
+    integers,
+    mbarriers,
+    memory,
+    mma,
+    warp,
+    wgmma,
+)
+from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.ptx.program import PtxProgram
+
+
+class Segment(NamedTuple):
+    """A compiled stretch of code: instructions ``start`` to ``end`` (exclusive).
+
+    ``run(machine, cohort)`` returns True when it did nothing because the cohort has to wait.
+    """
+
+    run: Callable[[Any, Any], Any]
+    start: int
+    end: int
+    text: str
+
+
+class Segments:
+    """The segments of one program."""
+
+    def __init__(self, program: PtxProgram) -> None:
+        self.program = program
+        self._hazards = WgmmaHazards(program)
+        self._compiled: dict[tuple[int, bool, bool, bool], Segment] = {}
+
+    def at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
+        """The segment that starts at instruction ``pc``.
+
+        Args:
+            masked: for cohorts with inactive lanes.
+            check: with the code of the checkers.
+            profile: with the code of the recorder.
+        """
+        key = (pc, masked, check, profile)
+        found = self._compiled.get(key)
+        if found is None:
+            generator = Generator(self.program, self._hazards, masked, check, profile)
+            function = generator.generate(pc)
+            found = self._compiled[key] = Segment(function, pc, generator.end, generator.text)
+        return found

@@ -1,0 +1,56 @@
+"""Traps, and operands that must be the same in all lanes of a warp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashgen.emulator.errors import Trapped
+from flashgen.emulator.isa.registry import runtime
+from flashgen.emulator.state.cohort import Cohort, active, first_bad
+from flashgen.emulator.state.wave import Wave
+from flashgen.errors import EmulatorError
+
+
+@runtime
+def uniform_value(value: Any, cohort: Cohort) -> Any:
+    """The value of lane 0 of each row, as int64."""
+    array = value.astype("i8")
+    return array[:, :1] if array.ndim and array.shape[1] == 32 else array
+
+
+@runtime
+def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) -> None:
+    chosen = active(cohort, lanes)
+    if not chosen.any():
+        return
+    row, lane = (int(i) for i in np.argwhere(chosen)[0])
+    machine.fail(
+        Trapped,
+        what,
+        cohort,
+        pc,
+        row=row,
+        lane=lane,
+        numbers="a GPU stops the program here as well",
+        way_out="find out why the kernel takes this branch",
+    )
+
+
+@runtime
+def require_rank(machine: Wave, cohort: Cohort, rank: Any, lanes: Any, pc: int) -> None:
+    bad = np.asarray(rank) != 0
+    if not (bad & active(cohort, lanes)).any():
+        return
+    row, lane = first_bad(cohort, lanes, bad)
+    machine.fail(
+        EmulatorError,
+        "an address in another block of the cluster",
+        cohort,
+        pc,
+        row=row,
+        lane=lane,
+        numbers="the cluster has one block, of rank 0",
+        way_out="the emulator supports clusters of one block only",
+    )

@@ -1,0 +1,245 @@
+"""Floating-point semantics: IEEE rounding, fused multiply-add, flushing, minimum and maximum.
+
+A fused multiply-add of float32 is formed in float64, where the product is exact and only the sum
+rounds. Rounding that sum once more to float32 differs from rounding once only when the sum lies
+exactly half-way between two float32 values or below the normal range; those rare elements are
+computed again by rounding to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+sums", 2008).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.isa.registry import runtime
+
+Array = npt.NDArray[Any]
+TINY = np.float32(2.0**-126)  # the smallest normal float32
+_HALF = np.uint64(1 << 63)
+_SHIFT = np.uint64(35)
+
+
+@runtime
+def flush(x: Any) -> Any:
+    """Subnormal float32 values become zeros of the same sign."""
+    if not np.any((np.abs(x) < TINY) & (x != 0)):
+        return x
+    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
+
+
+@runtime
+def saturate(x: Any) -> Any:
+    """Clamps to [0, 1]; a NaN becomes +0."""
+    one, zero = x.dtype.type(1), x.dtype.type(0)
+    return np.where(x > zero, np.minimum(x, one), zero)
+
+
+@runtime
+def fma32(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32 with a single rounding to nearest even."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    total = product + c.astype(np.float64)
+    result = total.astype(np.float32)
+    half_way = (total.view(np.uint64) << _SHIFT) == _HALF
+    small = (np.abs(total) < TINY) & (total != 0)
+    doubtful = half_way | small
+    if not doubtful.any():
+        return result
+    error = sum_error(product, c.astype(np.float64), total)
+    exact = to_odd(total, error).astype(np.float32)
+    return np.where(doubtful, exact, result)
+
+
+def sum_error(a: Any, b: Any, total: Any) -> Any:
+    """The exact rounding error of the sum ``total`` of ``a`` and ``b`` (Knuth's TwoSum)."""
+    b_part = total - a
+    error = (a - (total - b_part)) + (b - b_part)
+    return np.where(np.isfinite(error), error, 0.0)
+
+
+def to_odd(total: Any, error: Any) -> Any:
+    """``total + error`` rounded to odd, so that a later rounding to fewer bits is exact."""
+    even = (np.asarray(total).view(np.uint64) & np.uint64(1)) == 0
+    moves = even & (error != 0) & np.isfinite(total)
+    towards = np.where(error > 0, np.inf, -np.inf)
+    return np.where(moves, np.nextafter(total, towards), total)
+
+
+def odd_sum(product: Any, c: Any) -> Any:
+    """The exact sum of two float64, rounded to odd."""
+    total = product + c
+    return to_odd(total, sum_error(product, c, total))
+
+
+@runtime
+def fma64(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float64 with a single rounding."""
+    high = a * b
+    low = _product_error(a, b, high)
+    sum_high = c + low
+    sum_low = sum_error(c, low, sum_high)
+    total = high + sum_high
+    total_low = sum_error(high, sum_high, total)
+    result = total + odd_sum(total_low, sum_low)
+    plain = a * b + c
+    return np.where(np.isfinite(plain), result, plain)
+
+
+def _product_error(a: Any, b: Any, product: Any) -> Any:
+    """The rounding error of a product (Dekker's TwoProduct with Veltkamp's splitting)."""
+    factor = np.float64(134217729.0)
+    a_high = factor * a - (factor * a - a)
+    b_high = factor * b - (factor * b - b)
+    a_low, b_low = a - a_high, b - b_high
+    error = a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
+    return np.where(np.isfinite(error), error, 0.0)
+
+
+@runtime
+def directed(op: str, mode: str, a: Any, b: Any, c: Any = None) -> Any:
+    """add, mul or fma of float32 rounded towards zero (rz), down (rm) or up (rp)."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    if op == "add":
+        total, error = x + y, sum_error(x, y, x + y)
+    elif op == "mul":
+        total, error = x * y, np.float64(0)
+    elif op == "fma":
+        z = c.astype(np.float64)
+        total = x * y + z
+        error = sum_error(x * y, z, total)
+    else:
+        raise ValueError(op)
+    result = round_directed(to_odd(total, error), mode)
+    if mode == "rm" and op != "mul":
+        # An exact zero is negative in this mode, unless both terms are +0.
+        left = x * y if op == "fma" else x
+        right = c.astype(np.float64) if op == "fma" else y
+        plus = (left == 0) & (right == 0) & ~np.signbit(left) & ~np.signbit(right)
+        result = np.where((total == 0) & ~plus, np.float32(-0.0), result)
+    return result
+
+
+@runtime
+def directed_quotient(mode: str, a: Any, b: Any) -> Any:
+    """a / b of float32 in a directed rounding mode."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    quotient = x / y
+    product = quotient * y
+    rest = (x - product) - _product_error(quotient, y, product)
+    rest = np.where(np.isfinite(quotient) & (quotient != 0), rest * np.sign(y), 0.0)
+    return round_directed(to_odd(quotient, rest), mode)
+
+
+@runtime
+def directed_root(mode: str, a: Any) -> Any:
+    """Square root of float32 in a directed rounding mode."""
+    x = a.astype(np.float64)
+    root = np.sqrt(x)
+    square = root * root
+    rest = (x - square) - _product_error(root, root, square)
+    rest = np.where(np.isfinite(root) & (root != 0), rest, 0.0)
+    return round_directed(to_odd(root, rest), mode)
+
+
+def round_directed(value: Any, mode: str) -> Any:
+    """float64 to float32 in a directed rounding mode."""
+    near = value.astype(np.float32)
+    if mode == "rn":
+        return near
+    back = near.astype(np.float64)
+    up = np.nextafter(near, np.float32(np.inf))
+    down = np.nextafter(near, np.float32(-np.inf))
+    # np.isinf(near): an overflow; its neighbour is the largest finite number.
+    too_high, too_low = back > value, back < value
+    if mode == "rz":
+        too_high, too_low = too_high & (value > 0), too_low & (value < 0)
+    elif mode == "rm":
+        too_low = np.zeros_like(too_low)
+    else:
+        too_high = np.zeros_like(too_high)
+    return np.where(too_high, down, np.where(too_low, up, near))
+
+
+@runtime
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller one; a NaN only when both are; -0 is smaller than +0."""
+    result = np.fmin(a, b)
+    if np.count_nonzero(result) != np.size(result):
+        either = np.signbit(a) | np.signbit(b)
+        zero = np.where(either, a.dtype.type(-0.0), a.dtype.type(0.0))
+        result = np.where((a == 0) & (b == 0), zero, result)
+    return result
+
+
+@runtime
+def maximum(a: Any, b: Any) -> Any:
+    """The larger one; a NaN only when both are; +0 is larger than -0."""
+    result = np.fmax(a, b)
+    if np.count_nonzero(result) != np.size(result):
+        both = np.signbit(a) & np.signbit(b)
+        zero = np.where(both, a.dtype.type(-0.0), a.dtype.type(0.0))
+        result = np.where((a == 0) & (b == 0), zero, result)
+    return result
+
+
+@runtime
+def minimum_nan(a: Any, b: Any) -> Any:
+    return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), minimum(a, b))
+
+
+@runtime
+def maximum_nan(a: Any, b: Any) -> Any:
+    return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), maximum(a, b))
+
+
+@runtime
+def exp2_flushed(x: Any) -> Any:
+    """ex2.approx.ftz: results below the normal range are zero."""
+    result = np.exp2(x)
+    return result * (result >= TINY)
+
+
+@runtime
+def reciprocal_root(x: Any) -> Any:
+    wide = x.astype(np.float64)
+    return (1.0 / np.sqrt(wide)).astype(x.dtype)
+
+
+@runtime
+def sine(x: Any) -> Any:
+    return np.sin(x.astype(np.float64)).astype(x.dtype)
+
+
+@runtime
+def cosine(x: Any) -> Any:
+    return np.cos(x.astype(np.float64)).astype(x.dtype)
+
+
+@runtime
+def quick_quotient(a: Any, b: Any) -> Any:
+    """div.approx: divisors beyond 2**126 give zero, as PTX documents."""
+    result = a / b
+    huge = np.abs(b) > np.float32(2.0**126)
+    if not huge.any():
+        return result
+    zero = np.where(np.isinf(a) | np.isnan(a) | np.isnan(b), np.float32(np.nan), result * 0)
+    return np.where(huge & ~np.isinf(b), zero, result)
+
+
+@runtime
+def test_property(x: Any, what: str) -> Any:
+    tiny = np.finfo(x.dtype).tiny
+    if what == "finite":
+        return np.isfinite(x)
+    if what == "infinite":
+        return np.isinf(x)
+    if what == "number":
+        return ~np.isnan(x)
+    if what == "notanumber":
+        return np.isnan(x)
+    if what == "normal":
+        return np.isfinite(x) & (np.abs(x) >= tiny)
+    return (x != 0) & (np.abs(x) < tiny)

@@ -1,0 +1,233 @@
+"""Loads and stores of every state space, called from generated code.
+
+An address is an int64 value of shape (), (n, 1), (1, 32) or (n, 32). ``lanes`` is None when all
+lanes are active, else a boolean mask of the active lanes. Loaded values have the shape of the
+address (or (n, 32) when lanes are masked) and an unsigned dtype of the access width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.checks.bounds import check_window, locate
+from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
+from flashgen.emulator.isa.registry import runtime
+from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.memory import (
+    ELEMENT,
+    LOCAL_WINDOW,
+    SHARED_WINDOW,
+    SHIFT,
+    WINDOW_BYTES,
+)
+from flashgen.emulator.state.wave import Wave
+
+Array = npt.NDArray[Any]
+
+
+# ---- shared memory
+
+
+@runtime
+def load_shared(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    """Reads ``size`` bytes per lane from shared memory."""
+    check_window(machine, cohort, address, lanes, size, pc, machine.shared_size, "shared")
+    where = address + machine.shared_base(cohort)
+    view = machine.shared.view[size]
+    index = where >> SHIFT[size]
+    if machine.recorder is not None:
+        machine.recorder.shared_access(cohort, address, lanes, size, pc)
+    if lanes is None:
+        machine.counters.shared_read_bytes += 32 * cohort.n * size
+        if machine.shared_races:
+            machine.shared_races.read(cohort, where, size, pc, None)
+        return view.take(index)  # type: ignore[no-any-return]
+    lanes = spread(lanes, cohort.n)
+    chosen = spread(index, cohort.n)[lanes]
+    machine.counters.shared_read_bytes += len(chosen) * size
+    if machine.shared_races:
+        machine.shared_races.read(cohort, where, size, pc, lanes)
+    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    out[lanes] = view.take(chosen)
+    return out
+
+
+@runtime
+def store_shared(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Writes ``size`` bytes per lane to shared memory."""
+    check_window(machine, cohort, address, lanes, size, pc, machine.shared_size, "shared")
+    where = spread(address + machine.shared_base(cohort), cohort.n)
+    if machine.recorder is not None:
+        machine.recorder.shared_access(cohort, address, lanes, size, pc)
+    if machine.shared_races:
+        machine.shared_races.write(cohort, where, size, pc, lanes)
+    index = where >> SHIFT[size]
+    value = spread(value, cohort.n)
+    if lanes is not None:
+        lanes = spread(lanes, cohort.n)
+        index, value = index[lanes], value[lanes]
+    machine.counters.shared_write_bytes += index.size * size
+    machine.shared.view[size][index] = value
+
+
+# ---- local memory
+
+
+def _local_index(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    limit = machine.program.local_bytes
+    check_window(machine, cohort, address, lanes, size, pc, limit, "local")
+    thread = cohort.rows[:, None] * 32 + np.arange(32)
+    machine.counters.local_bytes += 32 * cohort.n * size
+    return (thread * limit + address) >> SHIFT[size]  # type: ignore[no-any-return]
+
+
+@runtime
+def load_local(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    index = _local_index(machine, cohort, address, lanes, size, pc)
+    if lanes is not None:
+        index = np.where(spread(lanes, cohort.n), index, 0)
+    return machine.local.view[size].take(index)
+
+
+@runtime
+def store_local(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    index = _local_index(machine, cohort, address, lanes, size, pc)
+    value = spread(value, cohort.n)
+    if lanes is not None:
+        lanes = spread(lanes, cohort.n)
+        index, value = index[lanes], value[lanes]
+    machine.local.view[size][index] = value
+
+
+# ---- global memory
+
+
+@runtime
+def load_global(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    """Reads ``size`` bytes per lane from global memory."""
+    offset = locate(machine, cohort, address, lanes, size, pc, False)
+    counters = machine.counters
+    lanes_read = 32 * cohort.n if lanes is None else len(offset)
+    counters.global_read_bytes += lanes_read * size
+    counters.global_read_sectors += count_sectors(cohort, offset, lanes)
+    if machine.recorder is not None:
+        machine.recorder.global_access(cohort, offset, lanes, size, pc, READ)
+    if machine.global_races:
+        machine.global_races.read(cohort, offset, size, pc, lanes)
+    view = machine.memory.flat.view[size]
+    if lanes is None:
+        return view.take(offset >> SHIFT[size])  # type: ignore[no-any-return]
+    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    out[spread(lanes, cohort.n)] = view.take(offset >> SHIFT[size])
+    return out
+
+
+@runtime
+def store_global(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Writes ``size`` bytes per lane to global memory."""
+    if lanes is None:
+        address = spread(address, cohort.n)
+    offset = locate(machine, cohort, address, lanes, size, pc, True)
+    counters = machine.counters
+    counters.global_write_bytes += offset.size * size
+    counters.global_write_sectors += count_sectors(cohort, offset, lanes)
+    if machine.recorder is not None:
+        machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
+    if machine.global_races:
+        machine.global_races.write(cohort, offset, size, pc, lanes)
+    value = spread(value, cohort.n)
+    if lanes is not None:
+        value = value[spread(lanes, cohort.n)]
+    machine.memory.flat.view[size][offset >> SHIFT[size]] = value
+
+
+# ---- parameters and generic addresses
+
+
+@runtime
+def load_parameter(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    """Reads the kernel's parameters; a constant address gives a uniform value."""
+    check_window(
+        machine, cohort, address, lanes, size, pc, machine.program.param_bytes, "parameter"
+    )
+    if lanes is not None:
+        address = np.where(spread(lanes, cohort.n), address, 0)
+    data = machine.parameters
+    if address.ndim == 0:
+        at = int(address)
+        return data[at : at + size].view(ELEMENT[size])[0]  # type: ignore[no-any-return]
+    padded = data[: len(data) // size * size]
+    return padded.view(ELEMENT[size]).take(address >> SHIFT[size])  # type: ignore[no-any-return]
+
+
+def spaces(address: Any) -> Array:
+    """0 global, 1 shared, 2 local for each generic address."""
+    shared = (address >= SHARED_WINDOW) & (address < SHARED_WINDOW + WINDOW_BYTES)
+    local = (address >= LOCAL_WINDOW) & (address < LOCAL_WINDOW + WINDOW_BYTES)
+    return np.asarray(shared * 1 + local * 2)
+
+
+@runtime
+def space_is(address: Any, kind: int) -> Any:
+    """isspacep: whether a generic address lies in the space with number ``kind`` of `spaces`."""
+    return spaces(address) == kind
+
+
+_LOADS = (load_global, load_shared, load_local)
+_STORES = (store_global, store_shared, store_local)
+BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
+
+
+@runtime
+def load_generic(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    kinds = spaces(address)
+    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
+    present = np.unique(here)
+    if len(present) == 1:
+        kind = int(present[0])
+        return _LOADS[kind](machine, cohort, address - BASES[kind], lanes, size, pc)  # type: ignore[no-any-return]
+    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    for kind in present:
+        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
+        got = _LOADS[kind](machine, cohort, spread(address - BASES[kind], cohort.n), part, size, pc)
+        out[part] = got[part]
+    return out
+
+
+@runtime
+def store_generic(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    kinds = spaces(address)
+    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
+    present = np.unique(here)
+    if len(present) == 1:
+        kind = int(present[0])
+        _STORES[kind](machine, cohort, address - BASES[kind], value, lanes, size, pc)
+        return
+    for kind in present:
+        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
+        _STORES[kind](
+            machine, cohort, spread(address - BASES[kind], cohort.n), value, part, size, pc
+        )

@@ -1,0 +1,238 @@
+"""Matrix products of wgmma: operands are gathered from shared memory or registers.
+
+Four warps hold the 64 rows of A and of the accumulators, 16 rows each, in the fragment layout of
+mma.sync (see `mma`). Successive instructions along k that add to the same accumulators are computed
+as one matrix product, and so are the warpgroups of a block that multiply by the same B. If each
+eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row in four lanes form a
+16-byte chunk; this order is free where B is gathered by columns.
+
+Products of f16, bf16, tf32 and 8-bit floats are exact in float32. The sum along k of one matrix
+product is rounded to float32 once. Not modelled: tensor cores truncate intermediate sums, to fewer
+bits for 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.isa.registry import runtime
+from flashgen.emulator.isa.semantics.descriptors import (
+    CHUNK_BYTES,
+    PATTERN_BYTES,
+    DescriptorLayout,
+    operand_chunks,
+)
+from flashgen.emulator.isa.semantics.mma import (
+    CACHE_BYTES,
+    CHUNK,
+    ELEMENTS,
+    multiply_rounding_once,
+    register_chunks,
+    scratch,
+    to_single,
+)
+
+Array = npt.NDArray[Any]
+ROWS = 64
+KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
+
+
+@dataclass(frozen=True)
+class WgmmaForm:
+    """The form of a wgmma.mma_async: shape, types and registers.
+
+    Attributes:
+        columns: N.
+        half: accumulators of float16 instead of float32.
+        kinds: element types of A and of B.
+        transposed: whether A and B are MN-major.
+        sign: -1 if exactly one operand is negated.
+        registers: the accumulators.
+        fragments: registers of A; empty if A lies in shared memory.
+    """
+
+    columns: int
+    half: bool
+    kinds: tuple[str, str]
+    transposed: tuple[bool, bool]
+    sign: int
+    registers: tuple[int, ...]
+    fragments: tuple[int, ...]
+
+    @property
+    def fuses_as(self) -> tuple[Any, ...]:
+        """Equal for instructions that can be computed as one product along k."""
+        return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.half)
+
+
+@dataclass
+class SharedOperand:
+    """An operand in shared memory, for one or more warpgroups.
+
+    Attributes:
+        start: start addresses in the shared window (warpgroups,).
+        layout: the descriptor fields that all these warpgroups share.
+    """
+
+    start: Array
+    layout: DescriptorLayout
+
+    def part(self, keep: Array | slice) -> SharedOperand:
+        """The operand of the warpgroups that ``keep`` selects."""
+        return SharedOperand(self.start[keep], self.layout)
+
+
+def gather(
+    view: Array,
+    arena: Array,
+    parts: list[SharedOperand],
+    rows: int,
+    mn_major: bool,
+    even_first: bool,
+    role: str,
+) -> Array:
+    """The chunks of an operand of successive instructions: (g, rows, k) or (g, k, rows).
+
+    Args:
+        view: shared memory of the wave in 16-byte chunks.
+        arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
+        parts: the operand of each instruction.
+        rows, mn_major, even_first: see `descriptors.operand_chunks`.
+        role: name of the result buffer, see `scratch`.
+    """
+    layout = parts[0].layout
+    start = np.stack([part.start for part in parts], axis=1)
+    base = start[:, 0] & -PATTERN_BYTES
+    relative = start - base[:, None]
+    first = (arena + base) // CHUNK_BYTES
+    if (relative == relative[0]).all():
+        found = operand_chunks(tuple(relative[0].tolist()), layout, rows, mn_major, even_first)
+        index = first[:, None, None] + found.places
+    else:
+        each = [
+            operand_chunks(tuple(r), layout, rows, mn_major, even_first).places
+            for r in relative.tolist()
+        ]
+        index = first[:, None, None] + np.stack(each)
+    out = scratch(role, index.shape, CHUNK)
+    np.take(view, index, out=out, mode="clip")
+    return out
+
+
+def reach(operand: SharedOperand, rows: int, mn_major: bool) -> tuple[Array, Array, Array]:
+    """First byte and end (g,) of an operand of one instruction, and its chunks.
+
+    The chunks are numbered from the start of the shared window, (g, chunks).
+    """
+    base = operand.start & -PATTERN_BYTES
+    relative, which = np.unique(operand.start - base, return_inverse=True)
+    each = [operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative]
+    low, high = (np.array([getattr(p, end) for p in each])[which] for end in ("low", "high"))
+    places = np.stack([p.places.reshape(-1) for p in each])[which]
+    return base + low, base + high, base[:, None] // CHUNK_BYTES + places
+
+
+def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
+    """A from four registers per instruction, as chunks (g, 64, k)."""
+    left = scratch("wgmma a", (warps, 2, 8, len(steps), 2), CHUNK)
+    for number, registers in enumerate(steps):
+        for place, register in enumerate(registers):
+            left[:, place % 2, :, number, place // 2] = register_chunks(register, warps)
+    return left.reshape(warps // 4, ROWS, -1)
+
+
+def multiply(
+    view: Array, arena: Array, form: WgmmaForm, a: list[Any], b: list[SharedOperand], warps: int
+) -> Array:
+    """One product of successive instructions, as registers (N / 2, warps, 32) of float32.
+
+    Args:
+        view, arena: see `gather`.
+        form: of the instructions, which agree in N and in `WgmmaForm.fuses_as`.
+        a: per instruction a SharedOperand, or four registers that broadcast to (warps, 32).
+        b: one operand per instruction.
+        warps: four times the warpgroups.
+    """
+    groups, n = warps // 4, form.columns
+    kind_a, kind_b = form.kinds
+    mn_a, mn_b = form.transposed
+    left = (
+        fragments(a, warps)
+        if form.fragments
+        else gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
+    )
+    sharers = _sharers(arena, b)
+    alone = [part.part(slice(None, None, sharers)) for part in b]
+    right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
+    product = scratch("wgmma d", (groups // sharers, ROWS * sharers, n), np.dtype("f4"))
+    rows = left.view(ELEMENTS[kind_a])
+    columns = right.view(ELEMENTS[kind_b])
+    step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
+    for low in range(0, len(product), step):
+        now = slice(low, low + step)
+        x = to_single(rows[low * sharers : (low + step) * sharers], kind_a)
+        if mn_a:
+            x = x.swapaxes(1, 2)
+        x = x.reshape(-1, ROWS * sharers, x.shape[2])
+        y = columns[now]
+        if not mn_b:
+            # BLAS is faster without a transposed B: transpose while the elements are narrow.
+            y = np.ascontiguousarray(y.swapaxes(1, 2))
+        y = to_single(y.reshape(len(y), -1, n), kind_b)
+        multiply_rounding_once(x, y, product[now])
+    if form.sign < 0:
+        np.negative(product, out=product)
+    if mn_b:
+        single = product.reshape(groups, 4, 2, 8, n // 8, 4, 2)
+        out = np.ascontiguousarray(single.transpose(4, 2, 6, 0, 1, 3, 5))
+    else:
+        ordered = product.view(CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
+        out = np.ascontiguousarray(ordered.transpose(4, 2, 5, 0, 1, 3)).view(np.float32)
+    return out.reshape(n // 2, warps, 32)
+
+
+def _sharers(arena: Array, b: list[SharedOperand]) -> int:
+    """Length of the equal runs of consecutive warpgroups with the same B; 1 if they differ."""
+    if len(arena) < 2:
+        return 1
+    same = arena[1:] == arena[:-1]
+    for part in b:
+        same = same & (part.start[1:] == part.start[:-1])
+    firsts = np.flatnonzero(np.concatenate([[True], ~same]))
+    count = len(arena) // len(firsts)
+    return count if (firsts == np.arange(len(firsts)) * count).all() else 1
+
+
+def add_half(product: Array, start: list[Any] | None) -> list[Array]:
+    """Accumulators of float16 in pairs, N / 4 registers of 32 bits; ``start`` None is zero."""
+    pairs = product.reshape(-1, 2, 2, *product.shape[1:])  # columns of 8, row half, parity
+    out = []
+    for number in range(2 * len(pairs)):
+        pair = np.stack(list(pairs[number // 2, number % 2]), axis=-1)
+        if start is not None:
+            old = np.ascontiguousarray(np.broadcast_to(start[number], pair.shape[:2]))
+            pair += old.view(np.float16).reshape(pair.shape).astype(np.float32)
+        out.append(pair.astype(np.float16).view(np.uint32)[..., 0])
+    return out
+
+
+def add_single(product: Array, start: list[Any] | None) -> list[Array]:
+    """Accumulators of float32, N / 2 registers; ``start`` None is zero."""
+    out = list(product)
+    for place, old in enumerate(start or ()):
+        if old.ndim or old != 0:
+            out[place] += old
+    return out
+
+
+@runtime
+def all_defined(values: Any) -> Any:
+    """Lanes in which all of the given definedness values are true."""
+    whole = values[0]
+    for value in values[1:]:
+        whole = whole & value
+    return whole

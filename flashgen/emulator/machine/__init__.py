@@ -1,0 +1,1 @@
+"""The machine: scheduler, barriers, asynchronous copies, tensor maps and wgmma."""

@@ -1,0 +1,210 @@
+"""Places kernel arguments: arrays in device memory, values in the parameter bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.machine.tma import TensorMap
+from flashgen.emulator.ptx.program import PtxProgram
+from flashgen.emulator.ptx.syntax import Variable
+from flashgen.emulator.state.memory import Allocation, GlobalMemory
+from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class DeviceArguments:
+    """The arguments of a launch, placed in device memory.
+
+    Attributes:
+        parameters: the bytes of the kernel's parameters.
+        memory: every buffer and module variable.
+        maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+    """
+
+    parameters: bytes
+    memory: GlobalMemory
+    maps: dict[int, tuple[TensorMap, int]]
+
+
+class ArgumentPacker:
+    """Places arrays in device memory and packs the parameters of a kernel."""
+
+    def __init__(self, program: PtxProgram, memory: GlobalMemory) -> None:
+        self.program = program
+        self.memory = memory
+        self.addresses: dict[int, int] = {}  # id of an array -> device address
+        self.maps: dict[
+            int, tuple[TensorMap, int]
+        ] = {}  # by the offset of the 128 bytes of the map
+
+    def pack(self, args: Sequence[Any]) -> DeviceArguments:
+        """Places the arguments of a launch.
+
+        Raises:
+            LaunchArguments: they do not fit the kernel's parameters.
+        """
+        params = self.program.params
+        if len(args) != len(params):
+            raise self.error(
+                "the number of arguments differs from the number of kernel parameters",
+                f"{len(args)} given; the kernel has {len(params)}: "
+                + ", ".join(p.name for p in params),
+                "pass one per parameter; None for a hidden pointer",
+            )
+        self._variables()
+        self._place(args)
+        data = bytearray(self.program.param_bytes)
+        for number, (value, param) in enumerate(zip(args, params, strict=True)):
+            at = self.program.params_at[param.name]
+            data[at : at + param.size] = self._one(number, value, param)
+        self.memory.commit()
+        self._relocate()
+        return DeviceArguments(bytes(data), self.memory, self.maps)
+
+    def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
+        where = f"kernel {self.program.name}"
+        return LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+
+    def _variables(self) -> None:
+        for name, address in self.program.constants.items():
+            variable = self.program.variables[name]
+            data = variable.init or bytes(variable.size)
+            self.memory.fixed(address, variable.size, f"the module variable {name}", data)
+
+    def _relocate(self) -> None:
+        """Adds the addresses of module variables that initialisers refer to."""
+        for name, address in self.program.constants.items():
+            for offset, target in self.program.variables[name].relocations:
+                place = self.memory.span(address + offset, 8).view(np.uint64)
+                place += np.uint64(self.program.constants[target])
+
+    def _place(self, args: Sequence[Any]) -> None:
+        """Creates one allocation per array; arrays that overlap on the host share one."""
+        found: list[tuple[int, int, int, str, Array]] = []
+        for number, value in enumerate(args):
+            items = value if isinstance(value, (tuple, list)) else [value]
+            for place, item in enumerate(items):
+                item = item.array if isinstance(item, TensorMap) else item
+                if not isinstance(item, np.ndarray):
+                    continue
+                label = f"argument {number}"
+                if items is value:
+                    label += f", field {place}"
+                low, high = np.lib.array_utils.byte_bounds(item)
+                if item.size == 0:
+                    low = high = item.ctypes.data
+                found.append((low, high, id(item), label, item))
+        found.sort(key=lambda f: (f[0], f[1]))
+        place = 0
+        while place < len(found):
+            low, high, _, label, _ = found[place]
+            end = place + 1
+            while end < len(found) and found[end][0] < high:
+                high = max(high, found[end][1])
+                end += 1
+            group = found[place:end]
+            labels = list(dict.fromkeys(f[3] for f in group))
+            allocation = self._allocate(low, high, " and ".join(labels), [f[4] for f in group])
+            for start, _, key, _, item in group:
+                first = item.ctypes.data if item.size else start
+                self.addresses[key] = allocation.start + first - low
+            place = end
+
+    def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
+        size = high - low
+        host = None
+        if size:
+            raw = (ctypes.c_uint8 * size).from_address(low)
+            host = np.ctypeslib.as_array(raw)
+        allocation = self.memory.allocate(size, low % 16, label, host)
+        allocation.writable = any(a.flags.writeable for a in arrays)
+        return allocation
+
+    def _one(self, number: int, value: Any, param: Variable) -> bytes:
+        if isinstance(value, (tuple, list)):
+            return self._struct(number, value, param)
+        if isinstance(value, np.ndarray):
+            return self._sized(number, self.addresses[id(value)].to_bytes(8, "little"), param)
+        if isinstance(value, TensorMap):
+            return self._sized(number, self._map(value, param, 0), param)
+        if value is None:
+            return self._sized(number, bytes(8), param)
+        if isinstance(value, np.void):
+            return self._sized(number, value.tobytes(), param)
+        if isinstance(value, bytes):
+            return self._sized(number, value, param)
+        return self._number(number, value, param)
+
+    def _sized(self, number: int, data: bytes, param: Variable) -> bytes:
+        if len(data) != param.size:
+            raise self.error(
+                f"argument {number} does not fit its parameter",
+                f"{len(data)} bytes given; {param.name} has {param.size}",
+                "pass arrays or None for pointers and numbers of the parameter's type",
+            )
+        return data
+
+    def _number(self, number: int, value: Any, param: Variable) -> bytes:
+        size = param.size
+        is_float = isinstance(value, (float, np.floating)) or param.type[0] == "f"
+        if isinstance(value, np.generic) and value.dtype.itemsize == size and param.type[0] == "b":
+            return value.tobytes()
+        try:
+            if is_float:
+                if param.type[0] in "us":
+                    if isinstance(value, np.generic) and value.dtype.itemsize == size:
+                        return value.tobytes()
+                    raise TypeError("a float for an integer parameter")
+                return struct.pack("<" + {2: "e", 4: "f", 8: "d"}[size], float(value))
+            whole = int(value)
+            if not -(1 << (8 * size - 1)) <= whole < 1 << (8 * size):
+                raise OverflowError(f"{whole} does not fit {size} bytes")
+            return (whole & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        except (TypeError, KeyError, ValueError, OverflowError) as problem:
+            raise self.error(
+                f"argument {number} does not fit its parameter",
+                f"{value!r} for {param.name} of type .{param.type}: {problem}",
+                "pass arrays or None for pointers and numbers of the parameter's type",
+            ) from None
+
+    def _map(self, value: TensorMap, param: Variable, offset: int) -> bytes:
+        """The 128 bytes of a tensor map: zeros, because their contents are opaque on a GPU too."""
+        at = self.program.params_at[param.name] + offset
+        self.maps[at] = (value, self.addresses[id(value.array)])
+        return bytes(MAP_BYTES)
+
+    def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
+        data = bytearray()
+        widest = 1
+        for place, item in enumerate(items):
+            align = 0
+            if isinstance(item, TensorMap):
+                align = MAP_ALIGN
+                part = self._map(item, param, len(data) + -len(data) % align)
+            elif isinstance(item, np.ndarray):
+                part = self.addresses[id(item)].to_bytes(8, "little")
+            elif item is None:
+                part = bytes(8)
+            elif isinstance(item, np.generic):
+                part = item.tobytes()
+            else:
+                raise self.error(
+                    f"field {place} of argument {number} has no size",
+                    f"{item!r} is a {type(item).__name__}",
+                    "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
+                )
+            align = align or len(part)
+            widest = max(widest, align)
+            data += bytes(-len(data) % align) + part
+        data += bytes(-len(data) % widest)
+        return self._sized(number, bytes(data), param)

@@ -1,0 +1,173 @@
+"""The sixteen named barriers of a block: arrival counts, waiting warps, reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.waits import WaitsAtBarrier
+from flashgen.emulator.state.wave import Wave
+from flashgen.errors import EmulatorError
+
+Array = npt.NDArray[Any]
+REDUCTIONS = {"and": np.logical_and, "or": np.logical_or, "popc": np.add}
+
+
+class Barriers:
+    """Barriers of the blocks of a wave."""
+
+    def __init__(self, machine: Wave, blocks: int) -> None:
+        self.machine = machine
+        self.arrived = np.zeros((blocks, 16), np.int64)  # threads
+        self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
+        self.votes: dict[tuple[int, int], list[Array]] = {}
+
+    def arrive(
+        self,
+        cohort: Cohort,
+        number: Any,
+        count: Any,
+        blocking: bool,
+        pc: int,
+        vote: Any = None,
+        result: tuple[int, str, str] | None = None,
+    ) -> None:
+        """Rows of ``cohort`` arrive at barrier ``number``; it counts ``count`` threads (0: all)."""
+        m = self.machine
+        ids = np.broadcast_to(np.asarray(number), (cohort.n, 1))[:, 0].astype(np.int64)
+        counts = np.broadcast_to(np.asarray(count), (cohort.n, 1))[:, 0].astype(np.int64)
+        self._validate(cohort, ids, counts, pc)
+        blocks = m.row_block[cohort.rows]
+        cohort.pc = pc + 1
+        if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
+            if m.shared_races:
+                m.shared_races.barrier(np.unique(blocks), None, None)
+            return
+        np.add.at(self.arrived, (blocks, ids), 32)
+        self._same_count(cohort, blocks, ids, counts, pc)
+        self.expected[blocks, ids] = np.where(counts > 0, counts, -1)
+        if m.shared_races:
+            m.shared_races.arrive(cohort.rows, ids)
+        if vote is not None:
+            lanes = np.broadcast_to(vote, (cohort.n, 32))
+            active = lanes if cohort.mask is None else lanes & cohort.mask
+            for row, block, barrier in zip(range(cohort.n), blocks, ids, strict=True):
+                here = cohort.mask[row] if cohort.mask is not None else np.ones(32, bool)
+                entry = self.votes.setdefault((int(block), int(barrier)), [])
+                entry.append(active[row][here])
+        if blocking:
+            cohort.waits = WaitsAtBarrier(pc, ids, result)
+        self.complete(np.unique(blocks))
+
+    def _validate(self, cohort: Cohort, ids: Array, counts: Array, pc: int) -> None:
+        bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
+        if bad.any():
+            row = int(np.argmax(bad))
+            self.machine.fail(
+                EmulatorError,
+                "a barrier with a number or thread count that PTX does not allow",
+                cohort,
+                pc,
+                row=row,
+                numbers=f"barrier {ids[row]}, {counts[row]} threads",
+                way_out="numbers are 0 to 15, counts multiples of 32",
+            )
+
+    def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
+        """Whether all warps of the blocks arrive together at an idle barrier, the common case."""
+        m = self.machine
+        if (ids != ids[0]).any():
+            return False
+        here = np.bincount(blocks, minlength=len(self.arrived))
+        present = here > 0
+        alive = m.live_warps[present]
+        wanted = np.where(counts[0] > 0, counts[0] // 32, alive)
+        whole = (here[present] == alive) & (alive == wanted)
+        return bool(whole.all() and not self.arrived[present, int(ids[0])].any())
+
+    def _same_count(
+        self, cohort: Cohort, blocks: Array, ids: Array, counts: Array, pc: int
+    ) -> None:
+        before = self.expected[blocks, ids]
+        given = np.where(counts > 0, counts, -1)
+        first: dict[tuple[int, int], int] = {}
+        for row, key in enumerate(zip(blocks.tolist(), ids.tolist(), strict=True)):
+            other = int(before[row]) or first.setdefault(key, int(given[row]))
+            if other != given[row]:
+                self.machine.fail(
+                    EmulatorError,
+                    "warps meet at one barrier with different thread counts",
+                    cohort,
+                    pc,
+                    row=row,
+                    numbers=f"barrier {ids[row]}: {given[row]} here, {other} before "
+                    "(-1: all threads of the block)",
+                    way_out="use the same count in every bar.sync and bar.arrive of a barrier",
+                )
+
+    def after_exit(self, blocks: Array) -> None:
+        """Releases barriers of all threads of a block that waited for exited warps only."""
+        if len(blocks) and self.arrived[blocks].any():
+            self.complete(blocks)
+
+    def complete(self, blocks: Array) -> None:
+        """Releases every barrier of some blocks at which all expected threads have arrived."""
+        m = self.machine
+        arrived, expected = self.arrived[blocks], self.expected[blocks]
+        target = np.where(expected > 0, expected, m.live_warps[blocks][:, None] * 32)
+        full = (arrived >= target) & (arrived > 0)
+        for place, barrier in np.argwhere(full):
+            self._release(int(blocks[place]), int(barrier), arrived[place, barrier])
+
+    def _release(self, block: int, barrier: int, arrived: int) -> None:
+        m = self.machine
+        self.arrived[block, barrier] = 0
+        self.expected[block, barrier] = 0
+        votes = self.votes.pop((block, barrier), None)
+        waiting = []
+        for c in list(m.cohorts):
+            if not isinstance(c.waits, WaitsAtBarrier):
+                continue
+            free = (m.row_block[c.rows] == block) & (c.waits.ids == barrier)
+            if free.any():
+                waiting.append(self._free(c, free, votes))
+        if m.shared_races:
+            rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
+            m.shared_races.barrier(np.array([block]), m.row_warp[rows], barrier)
+
+    def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
+        m, waits = self.machine, c.waits
+        if free.all():
+            c.waits = None
+            released = c
+        else:
+            released, rest = m.split(c, free, c.pc, c.pc)
+            rest.waits = WaitsAtBarrier(waits.pc, waits.ids[~free], waits.result)
+        if waits.result is not None and votes is not None:
+            register, operation, dtype = waits.result
+            lanes = np.concatenate(votes)
+            value = REDUCTIONS[operation].reduce(lanes.astype(np.int64))
+            released.registers[register] = np.dtype(dtype).type(value)
+        return released
+
+    def describe(self, c: Cohort) -> list[str]:
+        """What the warps of a waiting cohort wait for, for the deadlock report."""
+        ids = c.waits.ids
+        return [
+            f"{self.machine.warps_text(c.rows[ids == barrier])}, {self._state(c, barrier)}"
+            for barrier in np.unique(ids).tolist()
+        ]
+
+    def _state(self, c: Cohort, barrier: int) -> str:
+        m, waits = self.machine, c.waits
+        block = int(m.row_block[c.rows[np.argmax(waits.ids == barrier)]])
+        expected = int(self.expected[block, barrier])
+        if expected <= 0:
+            expected = int(m.live_warps[block]) * 32
+        return (
+            f"waits at barrier {barrier}: {int(self.arrived[block, barrier])} of {expected} "
+            f"threads have arrived; {m.program.describe(waits.pc)}"
+        )

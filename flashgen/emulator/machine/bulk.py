@@ -1,0 +1,369 @@
+"""Bulk copies and reductions between global and shared memory, with and without tensor maps.
+
+A copy is executed as late as possible: a copy into shared memory when no warp can run, a copy out
+of shared memory when its thread waits for its group. Until then it is in flight and the destination
+is unchanged, so that a missing wait changes the results. With an order_seed, copies are executed at
+random times.
+
+For races in global memory a copy counts as an access by the issuing warp at the time of issue. A
+missing proxy fence for global memory is not detected.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
+from flashgen.emulator.errors import MbarrierMisuse, RaceError
+from flashgen.emulator.isa.semantics.atomics import combine
+from flashgen.emulator.machine import transfers
+from flashgen.emulator.machine.tma import (
+    CHUNK_BYTES,
+    WIDEST_BYTES,
+    TensorMap,
+    boxes,
+    lowest_bit,
+    overlapping,
+    places,
+)
+from flashgen.emulator.machine.transfers import BulkTransfer
+from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, spread
+from flashgen.emulator.state.memory import SHIFT
+from flashgen.emulator.state.wave import Wave
+
+Array = npt.NDArray[Any]
+_TENSOR_ALIGN = 128
+_KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+_INTEGERS = {"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"}
+
+
+class BulkCopies:
+    """All bulk copies of a wave that are in flight; groups are counted per thread."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self.incoming: list[BulkTransfer] = []
+        self.outgoing: list[BulkTransfer] = []
+        self.committed = np.zeros((len(machine.row_block), 32), np.int64)
+
+    # ---- what instructions start
+
+    def tensor(
+        self,
+        cohort: Cohort,
+        lanes: Any,
+        pc: int,
+        shared: Any,
+        map_at: Any,
+        coordinates: tuple[Any, ...],
+        barrier: Any,
+        operation: str | None,
+    ) -> None:
+        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given."""
+        m = self.machine
+        for issued, at in self._threads(cohort, lanes, (shared, map_at, barrier, *coordinates)):
+            where = np.stack(at[3:], axis=1).astype(np.int32).astype(np.int64)
+            for address in np.unique(at[1]).tolist():
+                chosen = at[1] == address
+                some = issued.some(chosen)
+                tensor, base = transfers.map_at(m, some, address, pc)
+                if len(coordinates) != len(tensor.spec.dims):
+                    transfers.refuse(
+                        m,
+                        some,
+                        pc,
+                        "a tensor copy whose number of dimensions differs from its map",
+                        f"{len(coordinates)} coordinates; the map has {len(tensor.spec.dims)}",
+                    )
+                self._box(
+                    some,
+                    pc,
+                    tensor,
+                    base,
+                    where[chosen],
+                    at[0][chosen],
+                    None if barrier is None else at[2][chosen],
+                    operation,
+                )
+
+    def _box(
+        self,
+        issued: SingleThreads,
+        pc: int,
+        tensor: TensorMap,
+        base: int,
+        coordinates: Array,
+        shared: Array,
+        barrier: Array | None,
+        operation: str | None,
+    ) -> None:
+        m, spec = self.machine, tensor.spec
+        if spec.swizzle and spec.inner_bytes < spec.swizzle:
+            transfers.refuse(
+                m,
+                issued,
+                pc,
+                "a box narrower than the span of its swizzle, for which PTX documents no layout",
+                f"{spec.inner_bytes} bytes, span {spec.swizzle}",
+            )
+        first = base - spec.before
+        box = boxes(spec, first, coordinates)
+        transfers.check_shared(m, issued, shared, spec.box_bytes, _TENSOR_ALIGN, pc)
+        if spec.before:
+            transfers.check_box(m, issued, box, spec.before, tensor.bytes, pc)
+        block = m.shared_base_of_row[issued.rows]
+        to = places(spec, shared, box.unit) + block
+        offsets = box.offsets + (first - m.memory.base)
+        transfer = BulkTransfer(issued, pc, box.unit, shared + block[:, 0], to, offsets, box.inside)
+        if box.wide_offsets is not None:
+            transfer.wide_unit, transfer.wide_offsets = (
+                box.wide_unit,
+                box.wide_offsets + (first - m.memory.base),
+            )
+        m.memory.touched = [m.memory.find(base)]
+        transfers.count(
+            m, transfer, box.bytes, box.sectors, barrier is not None, operation is not None
+        )
+        if barrier is not None:
+            self._start_in(transfer, barrier)
+            return
+        if operation is not None:
+            kind = {**_KINDS, **_INTEGERS}.get(spec.dtype, spec.dtype)
+            if overlapping(spec):
+                transfers.refuse(
+                    m, issued, pc, "a reduction of a box with repeated elements", repr(spec)
+                )
+            transfer.operation = (operation, transfers.reducible(m, issued, pc, operation, kind))
+        self._start_out(transfer)
+
+    def plain(
+        self,
+        cohort: Cohort,
+        lanes: Any,
+        pc: int,
+        shared: Any,
+        device_address: Any,
+        size: Any,
+        barrier: Any,
+        operation: tuple[str, str] | None,
+    ) -> None:
+        """Copies or reduces ``size`` consecutive bytes without a tensor map."""
+        m = self.machine
+        for issued, at in self._threads(cohort, lanes, (shared, device_address, barrier, size)):
+            for count in np.unique(at[3]).tolist():
+                chosen = at[3] == count
+                some = issued.some(chosen)
+                if count % CHUNK_BYTES or count <= 0:
+                    transfers.refuse(
+                        m,
+                        some,
+                        pc,
+                        "a bulk copy whose size is not a multiple of 16 bytes",
+                        f"{count} bytes",
+                    )
+                transfers.check_shared(m, some, at[0][chosen], count, CHUNK_BYTES, pc)
+                transfers.check_global(m, some, at[1][chosen], count, pc, barrier is None)
+                steps = np.arange(count // CHUNK_BYTES) * CHUNK_BYTES
+                start = at[0][chosen] + m.shared_base_of_row[some.rows, 0]
+                first = at[1][chosen] - m.memory.base
+                source = first[:, None] + steps
+                transfer = BulkTransfer(
+                    some, pc, CHUNK_BYTES, start, start[:, None] + steps, source, None
+                )
+                transfer.wide_unit = lowest_bit(np.append(first, count), WIDEST_BYTES)
+                transfer.wide_offsets = (
+                    first[:, None] + np.arange(count // transfer.wide_unit) * transfer.wide_unit
+                )
+                sectors = int(((source[:, -1] + 15 >> 5) - (source[:, 0] >> 5) + 1).sum())
+                into = barrier is not None
+                transfers.count(m, transfer, count * some.n, sectors, into, operation is not None)
+                if barrier is not None:
+                    self._start_in(transfer, at[2][chosen])
+                    continue
+                if operation is not None:
+                    transfer.operation = (
+                        operation[0],
+                        transfers.reducible(m, some, pc, operation[0], operation[1]),
+                    )
+                self._start_out(transfer)
+
+    def _threads(
+        self, cohort: Cohort, lanes: Any, values: Any
+    ) -> list[tuple[SingleThreads, list[Array]]]:
+        """The active threads of a cohort with their operands (n,); empty if there are none."""
+        active = np.ones((cohort.n, 32), bool) if cohort.mask is None else cohort.mask
+        if lanes is not None:
+            active = spread(lanes, cohort.n)
+        place, lane = np.nonzero(active)
+        if not len(place):
+            return []
+        found = [
+            np.zeros(len(place), np.int64) if v is None else spread(v, cohort.n)[place, lane]
+            for v in values
+        ]
+        return [(SingleThreads(cohort, place, lane), found)]
+
+    def _start_in(self, t: BulkTransfer, barrier: Array) -> None:
+        """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
+        m = self.machine
+        check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
+        t.barriers, _ = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
+        if m.proxy is not None:
+            columns = np.array(m.mbarriers.columns)[t.barriers]
+            where, size = t.spans()
+            t.writes = m.proxy.write(t.issued, t.issued.rows, columns, where, t.pc, size)
+        self._global_order(t, READ)
+        self.incoming.append(t)
+
+    def _start_out(self, t: BulkTransfer) -> None:
+        """Starts a copy out of shared memory, which reads until its group has been waited for."""
+        m, issued = self.machine, t.issued
+        t.groups = self.committed[issued.rows, issued.lane]
+        threads = m.row_warp[issued.rows] * 32 + issued.lane
+        for thread in np.unique(threads).tolist():
+            chosen = threads == thread
+            part = t if chosen.all() else t.part(chosen)
+            if m.proxy is not None:
+                name = f"a bulk copy of thread {thread}"
+                part.column = m.proxy.agent("bulk", thread, name)
+                some, where, size = part.in_shared()
+                rows = part.issued.rows[some]
+                part.time = m.proxy.read(part.issued, rows, part.column, where, part.pc, size, some)
+            self.outgoing.append(part)
+        self._global_order(t, WRITE if t.operation is None else ATOMIC)
+
+    def _global_order(self, t: BulkTransfer, kind: int) -> None:
+        races = self.machine.global_races
+        if races is None or t.unit < CHUNK_BYTES:
+            return  # a vector of the shadow may contain bytes of two boxes
+        some, offsets, size = t.in_global()
+        if len(some):
+            access = (races.read, races.write, races.atomic)[kind]
+            access(t.issued.some(some), offsets, size, t.pc, None)
+
+    # ---- groups
+
+    def commit(self, cohort: Cohort, lanes: Any) -> None:
+        """cp.async.bulk.commit_group."""
+        active = True if lanes is None else spread(lanes, cohort.n)
+        self.committed[cohort.rows] += active if cohort.mask is None else active & cohort.mask
+
+    def wait(self, cohort: Cohort, left: int, lanes: Any) -> None:
+        """cp.async.bulk.wait_group: completes all but the ``left`` newest groups of each thread."""
+        if not self.outgoing:
+            return
+        active = spread(True if lanes is None else lanes, cohort.n)
+        if cohort.mask is not None:
+            active = active & cohort.mask
+        limit = np.full(self.committed.shape, -1, np.int64)
+        limit[cohort.rows] = np.where(active, self.committed[cohort.rows] - left, -1)
+        kept = []
+        for t in self.outgoing:
+            over = (t.groups < limit[t.issued.rows, t.issued.lane]) & ~t.waited
+            if over.any():
+                self.execute(t)
+                t.waited |= over
+                if self.machine.proxy is not None:
+                    self.machine.proxy.finished(np.unique(t.issued.rows[over]), t.column, t.time)
+            if not t.waited.all():
+                kept.append(t)
+        self.outgoing = kept
+
+    # ---- execution
+
+    def deliver(self) -> bool:
+        """Executes copies into shared memory when no cohort can run: all, or with a seed one.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self.incoming:
+            return False
+        if self.machine.random is not None:
+            self.execute(self.machine.random.choice(self.incoming))
+        else:
+            for t in list(self.incoming):
+                self.execute(t)
+        return True
+
+    def at_random(self) -> None:
+        """With a seed, executes a random copy with probability 0.1."""
+        random = self.machine.random
+        flying = self.incoming + [t for t in self.outgoing if not t.done]
+        if random is not None and flying and random.random() < 0.1:
+            self.execute(random.choice(flying))
+
+    def execute(self, t: BulkTransfer) -> None:
+        """Moves the bytes of a copy."""
+        if t.done:
+            return
+        t.done = True
+        m = self.machine
+        shared, device = m.shared.view[t.unit], m.memory.flat.view[t.unit]
+        to, source = t.shared_offsets >> SHIFT[t.unit], t.global_offsets >> SHIFT[t.unit]
+        if len(t.barriers):
+            if t.inside is None:
+                shared[to] = device.take(source)
+            else:
+                data = device.take(np.where(t.inside, source, 0))
+                data[~t.inside] = 0
+                shared[to] = data
+            self.incoming.remove(t)
+            blocks = m.row_block[t.issued.rows]
+            gone = m.mbarriers.expected[t.barriers, blocks] == 0
+            if gone.any():
+                m.fail(
+                    MbarrierMisuse,
+                    "an mbarrier is invalidated while a bulk copy that signals it is in flight",
+                    t.issued,
+                    t.pc,
+                    row=int(np.argmax(gone)),
+                    numbers=f"a copy of {t.size:,} bytes",
+                    way_out="wait for the phase of the copy first",
+                )
+            phases = m.mbarriers.deliver(t.barriers, blocks, np.full(len(blocks), t.size))
+            if m.proxy is not None and t.writes is not None:
+                m.proxy.completed(t.writes, phases + 1)
+            return
+        for row in range(t.issued.n):
+            # Sequentially: boxes of different blocks may overlap.
+            here: Any = slice(None) if t.inside is None else t.inside[row]
+            data = shared.take(to[row][here])
+            if t.operation is not None:
+                operation, kind = t.operation
+                dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
+                old = device.take(source[row][here]).view(dtype)
+                data = np.asarray(combine(operation, kind, old, [data.view(dtype)]))
+                data = data.astype(dtype, copy=False).view(device.dtype)
+            device[source[row][here]] = data
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: no copy may still be in flight.
+
+        Raises:
+            RaceError: a copy still reads or writes the shared memory of a block that has ended.
+        """
+        if self.machine.check:
+            for t in self.incoming:
+                self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
+            for t in self.outgoing:
+                row = int(np.argmin(t.waited))
+                self._unfinished(t, row, "out of", "execute cp.async.bulk.wait_group.read first")
+        for t in self.incoming + self.outgoing:
+            self.execute(t)
+
+    def _unfinished(self, t: BulkTransfer, row: int, way: str, way_out: str) -> NoReturn:
+        self.machine.fail(
+            RaceError,
+            "a block ends while one of its bulk copies may be in flight",
+            t.issued,
+            t.pc,
+            row=row,
+            numbers=f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
+            way_out=way_out,
+        )

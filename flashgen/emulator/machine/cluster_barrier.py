@@ -1,0 +1,113 @@
+"""barrier.cluster, whose arrive and wait are two instructions, for clusters of one block.
+
+Launches with larger clusters are rejected, so the threads of the cluster are those of the block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.waits import WaitsForCluster
+from flashgen.emulator.state.wave import Wave
+from flashgen.errors import EmulatorError
+
+Array = npt.NDArray[Any]
+
+
+class ClusterBarrier:
+    """The cluster barrier of each block of a wave; phases are numbered from 1."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        rows = len(machine.row_block)
+        self.arrived = np.zeros(rows, np.int64)  # newest phase in which each warp has arrived
+        self.passed = np.zeros(rows, np.int64)  # newest phase that each warp has waited for
+        self.used = False
+        self.complete = np.zeros(len(machine.blocks), np.int64)
+        self.slot = -1  # slot of the clocks published in this phase; slot + 1: in the previous one
+
+    def arrive(self, cohort: Cohort, pc: int) -> None:
+        """barrier.cluster.arrive: never blocks."""
+        m = self.machine
+        cohort.pc = pc + 1
+        self.used = True
+        self._demand(
+            cohort, pc, self.arrived[cohort.rows] == self.passed[cohort.rows], "arrives twice"
+        )
+        self.arrived[cohort.rows] += 1
+        blocks = np.unique(m.row_block[cohort.rows])
+        if m.shared_races:
+            if self.slot < 0:
+                self.slot = m.shared_races.clocks.new_slots(2)
+            m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
+        self.check(blocks)
+
+    def wait(self, cohort: Cohort, pc: int) -> None:
+        """barrier.cluster.wait: blocks until all threads of the block have arrived."""
+        m = self.machine
+        cohort.pc = pc + 1
+        self._demand(
+            cohort,
+            pc,
+            self.arrived[cohort.rows] > self.passed[cohort.rows],
+            "waits without arriving",
+        )
+        ready = self.complete[m.row_block[cohort.rows]] >= self.arrived[cohort.rows]
+        done, waiting = (cohort, None) if ready.all() else (None, cohort)
+        if ready.any() and not ready.all():
+            done, waiting = m.split(cohort, ready, pc + 1, pc)
+        if waiting is not None:
+            waiting.pc = pc
+            waiting.waits = WaitsForCluster(pc)
+        if done is not None:
+            self.passed[done.rows] = self.arrived[done.rows]
+            if m.shared_races:
+                m.shared_races.clocks.acquire(done.rows, np.full(done.n, self.slot + 1))
+
+    def check(self, blocks: Array) -> None:
+        """Completes the phases of blocks whose threads have all arrived or exited."""
+        m = self.machine
+        for block in blocks.tolist():
+            rows = np.arange(block * m.warps, (block + 1) * m.warps)
+            rows = rows[m.alive[rows].any(axis=1)]
+            if not len(rows) or (self.arrived[rows] <= self.complete[block]).any():
+                continue
+            self.complete[block] += 1
+            if m.shared_races:
+                published = m.shared_races.clocks.published[block]
+                published[self.slot + 1] = published[self.slot]
+                published[self.slot] = 0
+            for c in m.cohorts:
+                if isinstance(c.waits, WaitsForCluster):
+                    c.waits = None
+
+    def describe(self, c: Cohort) -> str:
+        """What a waiting cohort waits for, for the deadlock report."""
+        m, pc = self.machine, c.waits.pc
+        block = int(m.row_block[c.rows[0]])
+        rows = np.arange(block * m.warps, (block + 1) * m.warps)
+        missing = m.alive[rows].any(axis=1) & (self.arrived[rows] <= self.complete[block])
+        names = " ".join(map(str, np.flatnonzero(missing)))
+        return (
+            f"waits at the cluster barrier: of its {m.warps} warps {names} have not arrived; "
+            f"{m.program.describe(pc)}"
+        )
+
+    def _demand(self, cohort: Cohort, pc: int, fine: Array, problem: str) -> None:
+        if fine.all():
+            return
+        row = int(np.argmin(fine))
+        self.machine.fail(
+            EmulatorError,
+            f"a warp {problem} at the cluster barrier",
+            cohort,
+            pc,
+            row=row,
+            numbers=f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
+            f"{self.passed[cohort.rows[row]]} times",
+            way_out="follow every barrier.cluster.arrive by one barrier.cluster.wait",
+        )

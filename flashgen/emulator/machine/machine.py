@@ -1,0 +1,156 @@
+"""Executes a grid: waves of blocks, whose cohorts run segments until all have exited."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.checks.global_races import GlobalRaces
+from flashgen.emulator.checks.shared_races import SharedRaces
+from flashgen.emulator.counters.recorder import Recorder
+from flashgen.emulator.counters.totals import Counters
+from flashgen.emulator.isa.segments import Segments
+from flashgen.emulator.isa.special_registers import special_values
+from flashgen.emulator.machine.arguments import DeviceArguments
+from flashgen.emulator.machine.barriers import Barriers
+from flashgen.emulator.machine.bulk import BulkCopies
+from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
+from flashgen.emulator.machine.copies import AsyncCopies
+from flashgen.emulator.machine.mbarriers import Mbarriers
+from flashgen.emulator.machine.register_pool import RegisterPool
+from flashgen.emulator.machine.scheduler import Scheduler
+from flashgen.emulator.machine.wgmma import Warpgroups
+from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.memory import FlatMemory
+
+Array = npt.NDArray[Any]
+LANES = np.arange(32)
+WARPS_PER_WAVE = 512
+SHARED_BYTES_PER_WAVE = 64 << 20
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched; see `flashgen.emulator.launch`."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    check: bool
+    order_seed: int | None
+    step_limit: int
+    profile: bool
+
+
+class Machine(Scheduler):
+    """Creates the state of a launch and of each wave of blocks, and runs the waves."""
+
+    def __init__(
+        self, segments: Segments, config: LaunchConfig, arguments: DeviceArguments
+    ) -> None:
+        program, block = segments.program, config.block
+        self.segments, self.program = segments, program
+        self.grid, self.block = config.grid, block
+        self.memory, self.maps = arguments.memory, arguments.maps
+        self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
+        self.check = config.check
+        seed = config.order_seed
+        self.random = random.Random(seed) if seed is not None else None
+        self.step_limit = config.step_limit
+        self.steps = 0
+        self.ticks = 0
+        self.threads = block[0] * block[1] * block[2]
+        self.warps = -(-self.threads // 32)
+        self.dynamic_bytes = config.shared_bytes
+        self.shared_size = program.dynamic_shared + config.shared_bytes
+        self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
+        self.recorder = Recorder(self) if config.profile else None
+        self.counters = Counters(program, self.recorder)
+        self.global_races = GlobalRaces(self) if config.check else None
+
+    # ---- the grid
+
+    def run(self) -> Counters:
+        total = self.grid[0] * self.grid[1] * self.grid[2]
+        order = list(range(total))
+        if self.random:
+            self.random.shuffle(order)
+        per_wave = max(1, WARPS_PER_WAVE // self.warps)
+        per_wave = max(1, min(per_wave, SHARED_BYTES_PER_WAVE // self.shared_pitch))
+        with np.errstate(all="ignore"):
+            for first in range(0, total, per_wave):
+                chosen = order[first : first + per_wave]
+                self.wave(np.array(chosen if self.random else sorted(chosen), np.int64))
+        return self.counters
+
+    def wave(self, blocks: Array) -> None:
+        """Runs some blocks to their end."""
+        warps, count = self.warps, len(blocks)
+        self.blocks = blocks
+        self.row_block = np.repeat(np.arange(count), warps)
+        self.row_warp = np.tile(np.arange(warps), count)
+        thread = self.row_warp[:, None] * 32 + LANES
+        self.alive = thread < self.threads
+        self.live_warps = np.full(count, warps)
+        self.shared = FlatMemory(count * self.shared_pitch)
+        self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
+        self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
+        self.cohorts: list[Cohort] = []
+        self.barriers = Barriers(self, count)
+        self.mbarriers = Mbarriers(self, count)
+        self.copies = AsyncCopies(self)
+        self.bulk = BulkCopies(self)
+        self.shared_races = SharedRaces(self, count) if self.check else None
+        self.proxy = self.shared_races.proxy if self.shared_races else None
+        self.wgmma = Warpgroups(self)
+        self.registers = RegisterPool(self)
+        self.cluster = ClusterBarrier(self)
+        self.table = special_values(self, thread)
+        rows = np.arange(count * warps)
+        for part in self._initial_cohorts(rows):
+            mask = None if self.alive[part].all() else self.alive[part].copy()
+            self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
+        self._schedule()
+        self.bulk.finish()
+
+    def _initial_cohorts(self, rows: Array) -> list[Array]:
+        """The initial cohorts: all warps in one, or with a seed a random partition."""
+        if not self.random or len(rows) < 2:
+            return [rows]
+        groups = np.array([self.random.randrange(3) for _ in rows])
+        return [rows[groups == g] for g in range(3) if (groups == g).any()]
+
+    def row_value(self, name: str, cohort: Cohort) -> Any:
+        """The value of a special register for the rows of a cohort."""
+        value = self.table[name]
+        if value.ndim == 0 or value.shape[0] != len(self.row_block) or cohort.n == len(value):
+            return value
+        return value[cohort.rows]
+
+    def clock(self, kind: str) -> Any:
+        self.ticks += 1
+        time = self.steps * 100 + self.ticks
+        if kind == "u8":
+            return np.uint64(time)
+        return np.uint32(time >> 32 if kind == "hi" else time & 0xFFFFFFFF)
+
+    def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
+        """fence.proxy.async; a fence by one lane is valid for its warp."""
+        if self.proxy is not None:
+            some = (
+                slice(None) if lanes is None else np.broadcast_to(lanes, (cohort.n, 32)).any(axis=1)
+            )
+            self.proxy.fence(cohort.rows[some])
+
+    def fence(self, cohort: Cohort, device: bool) -> None:
+        """A fence of block or of device scope."""
+        if self.global_races and self.program.synchronises:
+            assert self.shared_races is not None
+            if device:
+                self.global_races.fence(cohort)
+            # Last, because it advances the clocks: later accesses are not published.
+            self.shared_races.clocks.fence(cohort.rows)

@@ -1,0 +1,297 @@
+"""Schedules the cohorts of a wave, and splits them at branches and exits.
+
+The scheduler runs the runnable cohort with the lowest program counter and first merges the cohorts
+that are at that instruction. This reconverges loops and branches of any shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.checks.report import Reports
+from flashgen.emulator.isa.segments import Segments
+from flashgen.emulator.ptx.program import Region
+from flashgen.emulator.state.cohort import Cohort, merge, splice
+from flashgen.emulator.state.waits import WaitsForWarp, WaitsForWarpgroup
+from flashgen.errors import EmulatorError
+
+Array = npt.NDArray[Any]
+# Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
+FAIR_EVERY = 256
+
+
+class Scheduler(Reports):
+    """The part of the machine that executes segments."""
+
+    segments: Segments
+
+    # ---- scheduling
+
+    def _schedule(self) -> None:
+        while self.cohorts:
+            self._run(self._pick())
+
+    def _run(self, c: Cohort) -> None:
+        """Executes one segment of a cohort."""
+        program, counters, recorder = self.program, self.counters, self.recorder
+        found = self.segments.at(c.pc, c.mask is not None, self.check, recorder is not None)
+        self.steps += 1
+        if self.steps > self.step_limit:
+            self._too_many_steps(c)
+        c.age = self.steps
+        mask, rows = c.mask, c.n
+        try:
+            if found.run(self, c):
+                return
+        except EmulatorError:
+            raise
+        except Exception as problem:
+            if hasattr(problem, "add_note"):
+                near = program.source_line(found.start)
+                problem.add_note(f"while emulating {program.name} near {near}")
+            raise
+        key = (found.start, found.end)
+        counters.segments[key] = counters.segments.get(key, 0) + rows
+        counters.segment_runs += 1
+        if recorder is not None:
+            recorder.executed(key, rows, mask)
+
+    def _pick(self) -> Cohort:
+        """The cohort to run next, merged with all cohorts at the same instruction."""
+        runnable = [c for c in self.cohorts if c.waits is None]
+        while not runnable:
+            if not self.bulk.deliver():
+                self._report_deadlock()
+            runnable = [c for c in self.cohorts if c.waits is None]
+        if self.program.asynchronous:
+            runnable = self._not_polling(runnable)
+            self.bulk.at_random()
+        if self.random:
+            chosen = self.random.choice(runnable)
+            if self.random.random() < 0.5:
+                chosen = min(runnable, key=lambda c: c.pc)
+        elif len(runnable) > 1 and self.steps % FAIR_EVERY == 0:
+            chosen = min(runnable, key=lambda c: c.age)
+        else:
+            chosen = min(runnable, key=lambda c: c.pc)
+        pc = chosen.pc
+        if len(self.cohorts) == 1:
+            return chosen
+        same = [c for c in self.cohorts if c.pc == pc and c.waits is None]
+        # Lanes that wait for the rest of their warp are merged if a part of the rest is here. Other
+        # waiting warps are not: they would have to wait again, and the merged cohort with them.
+        for c in self.cohorts:
+            waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
+            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
+                same.append(c)
+        if len(same) == 1:
+            return chosen
+        merged = merge(same, self.program.live_list(pc))
+        self.cohorts = [c for c in self.cohorts if c not in same]
+        self.cohorts.append(merged)
+        return merged
+
+    def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
+        """The cohorts whose last test of an mbarrier did not fail; all if there are none."""
+        busy = [c for c in runnable if not c.polls]
+        for c in runnable:
+            c.polls = False
+        if not busy:
+            self.bulk.deliver()
+        return busy or runnable
+
+    def branch(self, cohort: Cohort, taken: Any, target: int, after: int) -> None:
+        """Sends each lane to ``target`` or to ``after``."""
+        mask = cohort.mask
+        if mask is None and (taken.ndim == 0 or taken.shape[1] == 1):
+            if taken.all():
+                cohort.pc = target
+            elif not taken.any():
+                cohort.pc = after
+            else:
+                region = self.program.region(after, target)
+                if region is None:
+                    self.split(cohort, taken[:, 0], target, after)
+                else:
+                    self._run_region(cohort, np.asarray(~taken[:, 0]), region, after, target)
+            return
+        if mask is None:
+            jump, stay = taken, ~taken
+        else:
+            jump, stay = taken & mask, ~taken & mask
+        if not stay.any():
+            cohort.pc = target
+            return
+        if not jump.any():
+            cohort.pc = after
+            return
+        if jump.shape[0] != cohort.n:
+            jump = np.broadcast_to(jump, (cohort.n, 32))
+            stay = np.broadcast_to(stay, (cohort.n, 32))
+        region = self.program.region(after, target)
+        if region is not None and not region.warp_wide:
+            self._run_region(cohort, np.asarray(stay.any(axis=1)), region, after, target, stay)
+            return
+        goes, stays = jump.any(axis=1), stay.any(axis=1)
+        mixed = goes & stays
+        live = self.program.live_list
+        parts = []
+        if not goes.all() or not stays.all():
+            for keep, pc in ((goes & ~mixed, target), (stays & ~mixed, after)):
+                if keep.any():
+                    parts.append(cohort.part(keep, live(pc), pc))
+        if mixed.any():
+            C_mixed, jump_mixed, stay_mixed = cohort, jump, stay
+            if not mixed.all():
+                both = sorted(set(live(target)) | set(live(after)))
+                C_mixed = cohort.part(mixed, both, target)
+                jump_mixed, stay_mixed = jump[mixed], stay[mixed]
+            parts.append(C_mixed.with_mask(jump_mixed, target))
+            parts.append(C_mixed.with_mask(stay_mixed, after))
+        self.replace(cohort, parts)
+
+    def _run_region(
+        self,
+        cohort: Cohort,
+        keep: Array,
+        region: Region,
+        start: int,
+        end: int,
+        lanes: Array | None = None,
+    ) -> None:
+        """Runs a short if for some rows (or lanes), instead of splitting the cohort."""
+        part = cohort.part(keep, region.inputs, start)
+        if lanes is not None:
+            lanes = lanes[keep]
+            part = part.with_mask(lanes, start)
+        while part.pc != end:
+            self._run(part)
+        splice(cohort, part, keep, region.outputs, lanes)
+        cohort.pc = end
+
+    def branch_table(self, cohort: Cohort, index: Any, targets: list[int], pc: int) -> None:
+        """brx.idx: one two-way branch after the other."""
+        wanted = np.zeros((len(self.row_block), 32), np.int64)
+        wanted[cohort.rows] = index
+        parts = [cohort]
+        for value, target in enumerate(targets):
+            undecided = []
+            for part in parts:
+                before = set(self.cohorts)
+                self.branch(part, wanted[part.rows] == value, target, pc)
+                new = [c for c in self.cohorts if c is part or c not in before]
+                undecided += [c for c in new if c.pc == pc]
+            parts = undecided
+        if parts:
+            self.fail(
+                EmulatorError,
+                "brx.idx with an index outside its table",
+                parts[0],
+                pc,
+                numbers=f"{len(targets)} targets",
+                way_out="check the switch that this branch implements",
+            )
+
+    def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
+        """Ends the lanes in ``leaving`` (None: all active ones)."""
+        mask = cohort.mask
+        if leaving is None:
+            gone = np.ones((cohort.n, 32), bool) if mask is None else mask
+        else:
+            gone = np.broadcast_to(leaving, (cohort.n, 32))
+            gone = gone & mask if mask is not None else gone
+        if not gone.any():
+            cohort.pc = after
+            return
+        before = self.alive[cohort.rows].any(axis=1)
+        self.alive[cohort.rows] &= ~gone
+        dead = before & ~self.alive[cohort.rows].any(axis=1)
+        blocks = self.row_block[cohort.rows[dead]]
+        np.subtract.at(self.live_warps, blocks, 1)
+        stay = ~gone if mask is None else mask & ~gone
+        rows_left: Array = np.asarray(stay.any(axis=1))
+        if rows_left.any():
+            rest = cohort
+            if not rows_left.all():
+                rest = cohort.part(rows_left, self.program.live_list(after), after)
+            self.replace(cohort, [rest.with_mask(stay[rows_left], after)])
+        else:
+            self.cohorts.remove(cohort)
+        for c in self.cohorts:
+            if isinstance(c.waits, WaitsForWarp):
+                c.waits = None
+        self.barriers.after_exit(np.unique(blocks))
+        if self.cluster.used:
+            self.cluster.check(np.unique(blocks))
+
+    def wait_for_warp(self, cohort: Cohort, members: Any, pc: int) -> bool:
+        """Whether a warp-wide instruction must wait for lanes at other instructions."""
+        assert cohort.mask is not None
+        alive = self.alive[cohort.rows]
+        needed: Any = alive
+        if members is not None:
+            bits = (np.asarray(members)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+            if bits.ndim == 1:
+                wanted: Any = np.broadcast_to(bits.astype(bool), (cohort.n, 32))
+            else:
+                full = np.broadcast_to(bits.astype(bool), (cohort.n, 32, 32))
+                wanted = (full & cohort.mask[:, :, None]).any(axis=1)
+            needed = alive & wanted
+        complete: Any = np.asarray((cohort.mask | ~needed).all(axis=1))
+        if complete.all():
+            return False
+        if complete.any():
+            ready, waiting = self.split(cohort, complete, pc, pc)
+            ready.pc = pc
+            needed = needed[~complete]
+        else:
+            waiting = cohort
+        waiting.waits = WaitsForWarp(pc, needed)
+        return True
+
+    def wait_for_warpgroup(self, cohort: Cohort, pc: int) -> bool:
+        """Whether a warpgroup-wide instruction must wait for other warps of its warpgroups."""
+        rows = cohort.rows
+        if cohort.n % 4 == 0:
+            quads = rows.reshape(-1, 4)
+            if (quads[:, 3] - quads[:, 0] == 3).all() and not (
+                self.row_warp[quads[:, 0]] & 3
+            ).any():
+                if cohort.mask is None:
+                    return False
+                self._fail_incomplete(cohort, pc, int(np.argmin(cohort.mask.all(axis=1))))
+        first = rows - (self.row_warp[rows] & 3)
+        members = first[:, None] + np.arange(4)
+        inside = (self.row_warp[first] + 4 <= self.warps)[:, None]
+        there = np.where(inside, members, first[:, None])
+        gone = ~inside[:, 0] | ~self.alive[there].all(axis=(1, 2))
+        if gone.any():
+            self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
+        complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
+        waiting = cohort
+        if complete.any():
+            _, waiting = self.split(cohort, complete, pc, pc)
+            members = members[~complete]
+        waiting.waits = WaitsForWarpgroup(pc, np.unique(members))
+        return True
+
+    def _fail_incomplete(self, cohort: Cohort, pc: int, row: int) -> None:
+        warp = int(self.row_warp[cohort.rows[row]])
+        low = warp - warp % 4
+        a, b, c, d = (
+            int(self.alive[cohort.rows[row] - warp + w].sum()) if w < self.warps else 0
+            for w in range(low, low + 4)
+        )
+        self.fail(
+            EmulatorError,
+            "an incomplete warpgroup executes a warpgroup-wide instruction",
+            cohort,
+            pc,
+            row=row,
+            numbers=f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
+            f"blocks have {self.threads}",
+            way_out="execute it in all 128 threads of four warps, the first a multiple of 4",
+        )

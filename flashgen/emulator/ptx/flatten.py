@@ -1,0 +1,210 @@
+"""Inlines every device function that a kernel calls: one flat list of instructions.
+
+Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Function,
+    Group,
+    Instruction,
+    LabelRef,
+    Mem,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sym,
+    Variable,
+    Vec,
+)
+
+
+@dataclass
+class FlatCode:
+    """The flat code of a kernel, the input of the code generator."""
+
+    code: list[Instruction] = field(default_factory=list)
+    registers: list[tuple[str, str]] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    branch_targets: dict[str, list[int]] = field(default_factory=dict)
+
+
+def flatten(module: Module, entry: Function) -> FlatCode:
+    """Inlines all calls of ``entry``; calls of external functions remain.
+
+    Raises:
+        UnknownInstruction: a recursive or predicated call.
+    """
+    if not any(i.op == "call" for i in entry.code):
+        return FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
+    flat = FlatCode()
+    _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
+    return flat
+
+
+class _Inliner:
+    def __init__(self, module: Module, flat: FlatCode) -> None:
+        self.module = module
+        self.flat = flat
+        self.slots: dict[tuple[str, int], Reg] = {}
+
+    def expand(
+        self,
+        fn: Function,
+        aliases: dict[str, str],
+        stack: tuple[str, ...],
+        after: list[int] | None,
+        outer: tuple[int, int] | None = None,
+    ) -> None:
+        """Appends the body of ``fn``; ``aliases`` maps its parameters to the caller's variables.
+
+        ``after`` collects the positions of the branches that replace ``ret``; ``outer`` is the
+        source line of the outermost call.
+        """
+        flat, tag = self.flat, f"#{len(self.flat.code)}"
+        base = len(flat.registers)
+        flat.registers += fn.registers
+        names = dict(aliases)
+        for name, variable in fn.variables.items():
+            if name not in names:
+                names[name] = name if after is None else name + tag
+                flat.variables[names[name]] = replace(variable, name=names[name])
+        starts: list[int] = []
+        patches: list[int] = []
+
+        def move(operand: Operand) -> Operand:
+            return _map(operand, lambda r: Reg(r.index + base), names)
+
+        for ins in fn.code:
+            starts.append(len(flat.code))
+            ins = replace(ins, operands=[move(o) for o in ins.operands], outer=outer or ins.outer)
+            if ins.guard is not None:
+                ins.guard = Reg(ins.guard.index + base)
+            target = next((o for o in ins.operands if isinstance(o, Sym)), None)
+            callee = self.module.functions.get(target.name) if target else None
+            if ins.op == "call" and callee is not None and callee.has_body:
+                self.call(ins, callee, stack)
+            elif after is not None and ins.op == "ret":
+                after.append(len(flat.code))
+                flat.code.append(replace(ins, op="bra", mods=(), operands=[LabelRef(-1)]))
+            elif ins.op in ("ld", "st") and "param" in ins.mods:
+                self.parameter_access(ins, after is None)
+            else:
+                if any(isinstance(o, LabelRef) for o in ins.operands):
+                    patches.append(len(flat.code))
+                flat.code.append(ins)
+        starts.append(len(flat.code))
+        for place in patches:
+            code = flat.code[place]
+            code.operands = [
+                LabelRef(starts[o.target]) if isinstance(o, LabelRef) else o for o in code.operands
+            ]
+        for name, targets in fn.branch_targets.items():
+            flat.branch_targets[name] = [starts[t] for t in targets]
+
+    def call(self, ins: Instruction, callee: Function, stack: tuple[str, ...]) -> None:
+        if callee.name in stack:
+            raise _unknown(ins, "a recursive call")
+        groups = [o for o in ins.operands if isinstance(o, Group)]
+        before = isinstance(ins.operands[0], Group)
+        results = groups[0].items if before else ()
+        given = groups[-1].items if len(groups) > before else ()
+        aliases: dict[str, str] = {}
+        register_results: list[tuple[Operand, str, str]] = []
+        base = len(self.flat.registers)
+        for variable, value in zip(callee.params, given, strict=True):
+            if isinstance(value, Sym):
+                aliases[variable.name] = value.name
+            else:
+                to = Reg(base + callee.param_registers[variable.name].index)
+                self.move(ins, to, value, variable.type)
+        for variable, value in zip(callee.returns, results, strict=True):
+            if isinstance(value, Sym):
+                aliases[variable.name] = value.name
+            else:
+                register_results.append((value, variable.name, variable.type))
+        if ins.guard is not None:
+            raise _unknown(ins, "a predicated call")
+        returns: list[int] = []
+        self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
+        for place in returns:
+            self.flat.code[place].operands = [LabelRef(len(self.flat.code))]
+        for value, name, kind in register_results:
+            self.move(ins, value, Reg(base + callee.param_registers[name].index), kind)
+
+    def move(self, ins: Instruction, to: Operand, value: Operand, kind: str) -> None:
+        self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
+
+    def parameter_access(self, ins: Instruction, in_entry: bool) -> None:
+        """Replaces ``ld.param`` / ``st.param`` of a call by moves; those of the kernel remain."""
+        load = ins.op == "ld"
+        memory = ins.operands[1 if load else 0]
+        if not isinstance(memory, Mem) or not isinstance(memory.base, Sym):
+            if in_entry and load:
+                self.flat.code.append(ins)
+                return
+            raise _unknown(ins, "a computed address in the parameters of a call")
+        name, kind = memory.base.name, ins.mods[-1]
+        if in_entry and load and not self.is_local(name):
+            self.flat.code.append(ins)
+            return
+        value = ins.operands[0 if load else 1]
+        values = value.items if isinstance(value, Vec) else (value,)
+        for place, item in enumerate(values):
+            offset = memory.base.offset + memory.offset + place * TYPE_BYTES[kind]
+            slot = self.slots.get((name, offset))
+            if slot is None:
+                slot = Reg(len(self.flat.registers))
+                wide = kind if TYPE_BYTES[kind] > 1 else "b16"
+                self.flat.registers.append((f"{name}+{offset}", wide))
+                self.slots[name, offset] = slot
+            if TYPE_BYTES[self.flat.registers[slot.index][1]] != max(2, TYPE_BYTES[kind]):
+                raise _unknown(ins, "a call parameter read with a different width than written")
+            to, source = (item, slot) if load else (slot, item)
+            if TYPE_BYTES[kind] == 1:
+                made = replace(ins, op="cvt", mods=("u16", "u8"), operands=[to, source])
+            else:
+                made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
+                made.operands = [to, source]
+            self.flat.code.append(made)
+
+    def is_local(self, name: str) -> bool:
+        return any(key[0] == name for key in self.slots)
+
+
+def _map(operand: Operand, register: Callable[[Reg], Reg], names: dict[str, str]) -> Operand:
+    if isinstance(operand, Reg):
+        return register(operand)
+    if isinstance(operand, Not):
+        return Not(register(operand.reg))
+    if isinstance(operand, Sym):
+        return Sym(names.get(operand.name, operand.name), operand.offset)
+    if isinstance(operand, Mem):
+        base = _map(operand.base, register, names)
+        assert not isinstance(base, (Mem, Vec, Pair, Group))
+        at = tuple(_map(o, register, names) for o in operand.coordinates)
+        return Mem(base, operand.offset, at)  # type: ignore[arg-type]
+    if isinstance(operand, Pair):
+        return Pair(_map(operand.first, register, names), _map(operand.second, register, names))
+    if isinstance(operand, Vec):
+        return Vec(tuple(_map(o, register, names) for o in operand.items))
+    if isinstance(operand, Group):
+        return Group(tuple(_map(o, register, names) for o in operand.items))
+    return operand
+
+
+def _unknown(ins: Instruction, what: str) -> UnknownInstruction:
+    return UnknownInstruction(
+        f"{what} is not supported",
+        where=f"{ins.name}, .loc line {ins.line[1]}",
+        numbers="calls are inlined when the kernel is decoded",
+        way_out="let the compiler inline the function (__forceinline__)",
+    )

@@ -1,0 +1,128 @@
+"""Static properties of instructions: results, barriers, warp-wide execution, registers."""
+
+from __future__ import annotations
+
+from flashgen.emulator.ptx.syntax import Group, Imm, Instruction, Mem, Not, Operand, Pair, Reg, Vec
+
+# Instructions whose first operand is not a destination.
+_NO_RESULT = frozenset(
+    [
+        "st",
+        "red",
+        "bar",
+        "barrier",
+        "cp",
+        "bra",
+        "brx",
+        "ret",
+        "exit",
+        "membar",
+        "fence",
+        "prefetch",
+        "prefetchu",
+        "trap",
+        "brkpt",
+        "nanosleep",
+        "discard",
+        "applypriority",
+        "call",
+        "griddepcontrol",
+        "pmevent",
+        "stmatrix",
+        "setmaxnreg",
+    ]
+)
+ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
+# All lanes of a warp execute these together.
+WARP_WIDE = frozenset(
+    [
+        "shfl",
+        "vote",
+        "match",
+        "redux",
+        "ldmatrix",
+        "stmatrix",
+        "mma",
+        "movmatrix",
+        "elect",
+        "wgmma",
+        "setmaxnreg",
+    ]
+)
+# The four warps of a warpgroup execute these together.
+WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
+_MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
+
+
+def has_result(ins: Instruction) -> bool:
+    if ins.op in ("bar", "barrier"):
+        return "red" in ins.mods
+    if ins.op == "wgmma":
+        return accumulates(ins)
+    if ins.op == "mbarrier":
+        return bool(_MBARRIER_RESULTS.intersection(ins.mods))
+    return ins.op not in _NO_RESULT
+
+
+def accumulates(ins: Instruction) -> bool:
+    """Whether the first operand is read as well as written."""
+    return ins.op == "wgmma" and "mma_async" in ins.mods
+
+
+def is_barrier(ins: Instruction) -> bool:
+    return ins.op in ("bar", "barrier") and "warp" not in ins.mods
+
+
+def may_block(ins: Instruction) -> bool:
+    """Whether the instruction may block its warps, so that it must begin a segment."""
+    return ins.op == "setmaxnreg" or (ins.op == "mbarrier" and "try_wait" in ins.mods)
+
+
+def is_asynchronous(ins: Instruction) -> bool:
+    """Whether it uses the asynchronous proxy, or waits for an operation that does."""
+    return ins.op in ("mbarrier", "wgmma") or "bulk" in ins.mods
+
+
+def is_warp_wide(ins: Instruction) -> bool:
+    if ins.op in WARP_WIDE:
+        return True
+    return ins.op in ("bar", "barrier") and "warp" in ins.mods
+
+
+def registers_in(operand: Operand) -> list[int]:
+    """Numbers of all registers of an operand."""
+    if isinstance(operand, Reg):
+        return [operand.index]
+    if isinstance(operand, Not):
+        return [operand.reg.index]
+    if isinstance(operand, Mem):
+        items = (operand.base, *operand.coordinates)
+        return [r for item in items for r in registers_in(item)]
+    if isinstance(operand, Pair):
+        return registers_in(operand.first) + registers_in(operand.second)
+    if isinstance(operand, (Vec, Group)):
+        return [r for item in operand.items for r in registers_in(item)]
+    return []
+
+
+def as_immediate(operand: Operand) -> int | None:
+    """The value of an integer immediate, else None."""
+    if isinstance(operand, Imm) and not operand.float_bits:
+        return operand.value
+    return None
+
+
+def gates(code: list[Instruction], leaders: set[int]) -> set[int]:
+    """Warpgroup-wide instructions before which warps may have to wait for each other.
+
+    Warps stay together within a segment, so only the first such instruction of each segment is a
+    gate; a segment starts there.
+    """
+    found = set()
+    together = False
+    for pc, ins in enumerate(code):
+        together = together and pc not in leaders
+        if ins.op in WARPGROUP_WIDE and not together:
+            found.add(pc)
+            together = True
+    return found

@@ -1,0 +1,381 @@
+"""A kernel ready for code generation: flat code, control flow, liveness, register types."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.ptx.flatten import flatten
+from flashgen.emulator.ptx.instructions import (
+    ENDS,
+    WARPGROUP_WIDE,
+    accumulates,
+    as_immediate,
+    gates,
+    has_result,
+    is_asynchronous,
+    is_barrier,
+    is_warp_wide,
+    may_block,
+    registers_in,
+)
+from flashgen.emulator.ptx.register_types import register_dtypes
+from flashgen.emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Instruction,
+    LabelRef,
+    Module,
+    Sym,
+)
+
+GLOBAL_BASE = 0x7F12_0000_0000
+CONST_GAP = 4096
+_LONG = re.compile(r"\{([^{}]{60,})\}")
+REGION_LIMIT = 600  # most instructions of an if that some warps run without splitting the cohort
+
+
+class Region(NamedTuple):
+    """Straight-line code that a forward branch skips.
+
+    Attributes:
+        inputs: registers that it reads or must preserve.
+        outputs: registers that it changes and that are live after it.
+        warp_wide: whether it contains warp-wide instructions.
+    """
+
+    inputs: list[int]
+    outputs: list[int]
+    warp_wide: bool
+
+
+class PtxProgram:
+    """One kernel of a module.
+
+    Attributes:
+        code: flat instructions.
+        strong: instructions that are atomic or volatile; ``releases``: those that release.
+        asynchronous: whether mbarriers, bulk copies or wgmma are used.
+        synchronises: whether fences and strong accesses may order other accesses.
+        live: bit mask of the live registers before each instruction (one more for the end).
+        leaders: where a segment starts when no lane is masked off.
+        gates: warpgroup-wide instructions that may have to wait for other warps.
+        maybe_undefined: registers that are read before they are written on some path.
+        shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
+        constants: address of each module variable of .global and .const.
+    """
+
+    def __init__(self, module: Module, name: str) -> None:
+        entry = module.functions.get(name)
+        if entry is None or not entry.is_entry or not entry.has_body:
+            known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
+            raise LaunchArguments(
+                f"the PTX has no kernel {name!r}",
+                where="flashgen.emulator.launch",
+                numbers=f"kernels of this PTX: {known or 'none'}",
+                way_out='name one of them (declare it extern "C" to keep its name)',
+            )
+        self.module = module
+        self.name = name
+        self.params = entry.params
+        self.directives = entry.directives
+        self.required_threads = entry.directives.get(".reqntid", ())
+        self.max_threads = self.required_threads or entry.directives.get(".maxntid", ())
+        flat = flatten(module, entry)
+        self.code = flat.code
+        self.registers = flat.registers
+        self.branch_targets = flat.branch_targets
+        self.variables = {**module.variables, **flat.variables}
+        self._place_variables()
+        self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
+        self._widths()
+        self._flow()
+        self._liveness()
+        self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
+        self._track_undefined()
+        self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
+        self.initial += [np.False_] * len(self.tracked)
+        self._regions: dict[tuple[int, int], Region | None] = {}
+        self._live_lists: dict[int, list[int]] = {}
+
+    # ---- variables
+
+    def _place_variables(self) -> None:
+        self.shared: dict[str, int] = {}
+        self.local: dict[str, int] = {}
+        self.constants: dict[str, int] = {}
+        self.params_at: dict[str, int] = {}
+        shared = local = param = 0
+        constant = GLOBAL_BASE
+        dynamic = []
+        for name, variable in self.variables.items():
+            align = variable.align
+            if variable.space == "shared" and variable.count == 0:
+                dynamic.append((name, align))
+            elif variable.space == "shared":
+                shared = -(-shared // align) * align
+                self.shared[name] = shared
+                shared += variable.size
+            elif variable.space == "local":
+                local = -(-local // align) * align
+                self.local[name] = local
+                local += variable.size
+            elif variable.space in ("global", "const"):
+                constant = -(-constant // max(16, align)) * max(16, align)
+                self.constants[name] = constant
+                constant += variable.size + CONST_GAP
+        for variable in self.params:
+            param = -(-param // variable.align) * variable.align
+            self.params_at[variable.name] = param
+            param += variable.size
+        top = max([align for _, align in dynamic], default=16)
+        self.dynamic_shared = -(-shared // top) * top if dynamic else shared
+        for name, _ in dynamic:
+            self.shared[name] = self.dynamic_shared
+        self.static_shared_bytes = shared
+        self.has_dynamic_shared = bool(dynamic)
+        self.local_bytes = -(-local // 16) * 16
+        self.param_bytes = param
+        self.constant_bytes = constant - GLOBAL_BASE
+
+    def _widths(self) -> None:
+        """Finds the narrowest access to shared and to global memory, and the strong accesses.
+
+        Accesses are aligned to their size, so a shadow with vectors of this width is exact.
+        """
+        shared, device = 16, 16
+        self.strong: set[int] = set()
+        self.releases: set[int] = set()
+        fences = False
+        for pc, ins in enumerate(self.code):
+            fences |= ins.op in ("membar", "fence")
+            if ins.op not in ("ld", "st", "atom", "red", "cp"):
+                continue
+            kinds = [m for m in ins.mods if m in TYPE_BYTES]
+            if "bulk" in ins.mods:
+                continue  # in chunks of 16 bytes
+            if ins.op == "cp":
+                size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
+                shared, device = min(shared, size or 16), min(device, size or 16)
+                if len(ins.operands) > 3 and "commit_group" not in ins.mods:
+                    device = min(device, _smallest_source(ins))
+                continue
+            if not kinds or "param" in ins.mods or "local" in ins.mods:
+                continue
+            size = TYPE_BYTES[kinds[-1]]
+            vector = next((int(m[1]) for m in ins.mods if m in ("v2", "v4", "v8")), 1)
+            size = size if ins.op in ("atom", "red") else size * vector
+            if not any(m.startswith("global") for m in ins.mods):
+                shared = min(shared, size)
+            if not any(m.startswith("shared") for m in ins.mods):
+                device = min(device, size)
+            ordered = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
+            if ordered & set(ins.mods) or ins.op in ("atom", "red"):
+                self.strong.add(pc)
+            if {"release", "acq_rel"} & set(ins.mods):
+                self.releases.add(pc)
+                fences = True
+        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
+        if any(ins.op == "mbarrier" for ins in self.code):
+            shared = min(shared, 8)
+        self.shared_vector, self.global_vector = shared, device
+        self.synchronises = fences and bool(self.strong)
+
+    # ---- control flow and liveness
+
+    def successors(self, pc: int) -> list[int]:
+        """Instructions that may follow instruction ``pc``."""
+        ins = self.code[pc]
+        if ins.op not in ENDS:
+            return [pc + 1]
+        after = [pc + 1] if ins.guard is not None else []
+        if ins.op == "bra":
+            target = ins.operands[0]
+            assert isinstance(target, LabelRef)
+            return [target.target, *after]
+        if ins.op == "brx":
+            table = ins.operands[1]
+            assert isinstance(table, Sym)
+            return [*self.branch_targets[table.name], *after]
+        return after
+
+    def _flow(self) -> None:
+        leaders = {0}
+        for pc, ins in enumerate(self.code):
+            if ins.op in ENDS:
+                leaders.update(self.successors(pc))
+                leaders.add(pc + 1)
+            elif is_barrier(ins) or ins.op in ("nanosleep",):
+                leaders.add(pc + 1)
+            elif may_block(ins):
+                leaders.add(pc)
+                if ins.op == "setmaxnreg":
+                    leaders.add(pc + 1)
+        self.gates = gates(self.code, leaders)
+        self.leaders = leaders | self.gates
+
+    def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
+        """(registers written, registers read); a guarded write also reads."""
+        writes: list[int] = []
+        reads: list[int] = []
+        for place, operand in enumerate(ins.operands):
+            if place == 0 and has_result(ins):
+                writes = registers_in(operand)
+            else:
+                reads += registers_in(operand)
+        if accumulates(ins):
+            reads = [*reads, *writes]
+        if ins.guard is not None:
+            reads = [*reads, ins.guard.index, *writes]
+        if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
+            carry = len(self.registers)
+            if ins.op.endswith("c"):
+                reads = [*reads, carry]
+            if "cc" in ins.mods:
+                writes = [*writes, carry]
+        return writes, reads
+
+    def _liveness(self) -> None:
+        code = self.code
+        count = len(code)
+        writes, reads = [0] * count, [0] * count
+        for pc, ins in enumerate(code):
+            to, source = self.effects(ins)
+            for r in to:
+                writes[pc] |= 1 << r
+            for r in source:
+                reads[pc] |= 1 << r
+            writes[pc] &= ~reads[pc] if ins.guard is not None else -1
+        starts = sorted(s for s in self.leaders if s < count)
+        ends = [*starts[1:], count]
+        self.live = live = [0] * (count + 1)
+        changed = True
+        while changed:
+            changed = False
+            for start, end in zip(reversed(starts), reversed(ends), strict=True):
+                state = 0
+                for target in self.successors(end - 1):
+                    state |= live[target]
+                for pc in range(end - 1, start - 1, -1):
+                    state = (state & ~writes[pc]) | reads[pc]
+                    if pc > start:
+                        live[pc] = state
+                if state != live[start]:
+                    live[start] = state
+                    changed = True
+        self.writes, self.reads = writes, reads
+        self.maybe_undefined = live[0]
+
+    def _track_undefined(self) -> None:
+        """Assigns a definedness slot to each register that may be read before it is written.
+
+        Values computed from such registers are tracked as well: a compiler may compute with an
+        undefined value as long as the result never leaves the registers.
+        """
+        tracked = self.maybe_undefined
+        changed = True
+        while changed:
+            changed = False
+            for pc, ins in enumerate(self.code):
+                if self.reads[pc] & tracked and has_result(ins):
+                    new = self.writes[pc] & ~tracked
+                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
+                        tracked |= new
+                        changed = True
+        base = len(self.registers) + 1
+        found = [r for r in range(len(self.registers)) if tracked >> r & 1]
+        self.tracked = {r: base + place for place, r in enumerate(found)}
+        slots = ((1 << len(found)) - 1) << base
+        self.live = [mask | slots for mask in self.live]
+
+    def region(self, start: int, end: int) -> Region | None:
+        """The straight-line code between a forward branch and its target.
+
+        None if it is long, or contains a branch, an exit or an instruction that may wait.
+        """
+        key = (start, end)
+        if key not in self._regions:
+            self._regions[key] = self._find_region(start, end)
+        return self._regions[key]
+
+    def _find_region(self, start: int, end: int) -> Region | None:
+        if not start < end <= start + REGION_LIMIT:
+            return None
+        reads = writes = 0
+        warp_wide = False
+        for pc in range(start, end):
+            ins = self.code[pc]
+            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
+            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
+                return None
+            warp_wide |= is_warp_wide(ins)
+            reads |= self.reads[pc]
+            writes |= self.writes[pc]
+        inputs = reads & self.live[start]
+        outputs = writes & self.live[end]
+        for reg, slot in self.tracked.items():
+            if (inputs | outputs) >> reg & 1:
+                inputs |= 1 << slot
+            if outputs >> reg & 1:
+                outputs |= 1 << slot
+        return Region(_bits_set(inputs | outputs), _bits_set(outputs), warp_wide)
+
+    def live_list(self, pc: int) -> list[int]:
+        """Numbers of the registers that are live before instruction ``pc``."""
+        found = self._live_lists.get(pc)
+        if found is None:
+            found = self._live_lists[pc] = _bits_set(self.live[min(pc, len(self.code))])
+        return found
+
+    # ---- messages
+
+    def source_line(self, pc: int) -> str:
+        """``file:line`` of the .cu, or of the PTX where there is no .loc."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        if not ins.line[1]:
+            return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def _file_line(self, number: int, line: int) -> str:
+        file = self.module.files.get(number, "?")
+        here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
+        return f"{file.removeprefix(here)}:{line}"
+
+    def describe(self, pc: int) -> str:
+        """An instruction for messages: its line, the line that it was inlined at, its text."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        at = self.source_line(pc)
+        if ins.outer != ins.line and ins.outer[1]:
+            at += f", inlined at {self._file_line(*ins.outer)}"
+        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
+
+    def text(self, pc: int) -> str:
+        """The text of the instruction in the PTX, on one line."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        return " ".join(self.module.text[ins.position : ins.end].split())
+
+    def register_name(self, index: int) -> str:
+        return self.registers[index][0]
+
+
+def _shorter(match: re.Match[str]) -> str:
+    """Abbreviates a long list of registers to its first and last."""
+    first, *_, last = match.group(1).split(",")
+    return f"{{{first}, ..., {last.strip()}}}"
+
+
+def _bits_set(mask: int) -> list[int]:
+    return [place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"]
+
+
+def _smallest_source(ins: Instruction) -> int:
+    """Bytes of the smallest global read of a cp.async with a source size."""
+    size = as_immediate(ins.operands[2])
+    given = as_immediate(ins.operands[3])
+    if given is None or size is None:
+        # A run-time size is 0 or the whole size in practice; others are copied byte by byte.
+        return size or 16
+    return size if given in (0, size) else 1

@@ -1,0 +1,1 @@
+"""Cohorts of warps, memories, and the state of a launch."""

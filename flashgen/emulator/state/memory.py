@@ -1,0 +1,115 @@
+"""Byte-addressed memories as one flat numpy array each, and the table of device allocations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+# Windows of the generic address space; everything else is global memory.
+SHARED_WINDOW = 0x7E00_0000_0000
+LOCAL_WINDOW = 0x7D00_0000_0000
+PARAM_WINDOW = 0x7C00_0000_0000
+WINDOW_BYTES = 0x0100_0000_0000
+GUARD_BYTES = 2 << 20
+ELEMENT: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+}
+ELEMENT[16] = np.dtype("c16")  # used for copies only, never for arithmetic
+SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
+
+
+class FlatMemory:
+    """A memory of ``size`` bytes that can be viewed in elements of 1 to 16 bytes."""
+
+    def __init__(self, size: int) -> None:
+        size = -(-max(size, 16) // 16) * 16
+        # np.zeros maps pages at their first access, so guard gaps use no memory.
+        raw = np.zeros(size + 64, np.uint8)
+        skip = -raw.ctypes.data % 64
+        self.bytes: Array = raw[skip : skip + size]
+        self.view = {width: self.bytes.view(dtype) for width, dtype in ELEMENT.items()}
+
+
+class Allocation:
+    """Device memory behind one or more arguments."""
+
+    def __init__(self, start: int, size: int, label: str, host: Array | None) -> None:
+        self.start = start
+        self.size = size
+        self.label = label
+        self.host = host  # the host bytes to update after the launch, if the kernel may write
+        self.writable = host is None or host.flags.writeable
+        self.dirty = False
+
+
+class GlobalMemory:
+    """All allocations in one array, with gaps so that an index past an end hits none of them."""
+
+    def __init__(self, base: int, low_bytes: int) -> None:
+        self.base = base
+        self.next = base + low_bytes + GUARD_BYTES
+        self.allocations: list[Allocation] = []
+        self.preset: list[tuple[int, bytes]] = []
+        self.touched: list[int] = []  # indices of the allocations of the latest access
+
+    def allocate(self, size: int, modulo: int, label: str, host: Array | None) -> Allocation:
+        """Reserves ``size`` bytes at an address that is ``modulo`` mod 256."""
+        start = -(-self.next // 256) * 256 + modulo
+        self.next = start + size + GUARD_BYTES
+        allocation = Allocation(start, size, label, host)
+        self.allocations.append(allocation)
+        return allocation
+
+    def fixed(self, start: int, size: int, label: str, data: bytes) -> None:
+        """Adds a module variable at a fixed address."""
+        self.allocations.append(Allocation(start, size, label, None))
+        self.preset.append((start, data))
+
+    def commit(self) -> None:
+        """Creates the memory and copies the bytes of the host arrays into it."""
+        if not self.allocations:
+            self.allocate(0, 0, "an empty buffer", None)
+        self.flat = FlatMemory(self.next - self.base)
+        self.allocations.sort(key=lambda a: a.start)
+        self.starts = np.array([a.start for a in self.allocations], np.int64)
+        self.ends = np.array([a.start + a.size for a in self.allocations], np.int64)
+        for start, data in self.preset:
+            self.span(start, len(data))[:] = np.frombuffer(data, np.uint8)
+        for a in self.allocations:
+            if a.host is not None:
+                self.span(a.start, a.size)[:] = a.host
+
+    def span(self, start: int, size: int) -> Array:
+        return self.flat.bytes[start - self.base : start - self.base + size]
+
+    def copy_back(self) -> None:
+        """Copies modified allocations back to the host arrays."""
+        for a in self.allocations:
+            if a.host is not None and a.dirty:
+                a.host[:] = self.span(a.start, a.size)
+
+    def find(self, address: int) -> int:
+        """Index of the allocation at or before an address, -1 if there is none."""
+        return int(np.searchsorted(self.starts, address, "right")) - 1
+
+    def describe(self, address: int) -> str:
+        """Describes an address relative to the nearest allocation."""
+        place = self.find(address)
+        candidates = [self.allocations[i] for i in (place, place + 1) if 0 <= i < len(self.starts)]
+
+        def distance(a: Allocation) -> int:
+            return min(abs(address - a.start), abs(address - a.start - a.size))
+
+        a = min(candidates, key=distance)
+        if distance(a) > GUARD_BYTES:
+            return f"address {address:#x}, near none of the buffers"
+        if address < a.start:
+            return f"{a.start - address:,} bytes before the start of {a.label} ({a.size:,} bytes)"
+        return f"offset {address - a.start:,} of {a.label} ({a.size:,} bytes)"

@@ -1,0 +1,168 @@
+"""The state of a launch and of the running wave of blocks, which all parts of the emulator share.
+
+The machine creates the parts (barriers, checkers, counters, ...), and each part keeps a reference
+to this state. This module imports the parts for type checking only.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashgen.emulator.ptx.program import PtxProgram
+from flashgen.emulator.state.cohort import Cohort, SingleThreads
+from flashgen.emulator.state.memory import FlatMemory, GlobalMemory
+from flashgen.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from flashgen.emulator.checks.async_proxy import AsyncProxy
+    from flashgen.emulator.checks.global_races import GlobalRaces
+    from flashgen.emulator.checks.shared_races import SharedRaces
+    from flashgen.emulator.counters.recorder import Recorder
+    from flashgen.emulator.counters.totals import Counters
+    from flashgen.emulator.machine.barriers import Barriers
+    from flashgen.emulator.machine.bulk import BulkCopies
+    from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
+    from flashgen.emulator.machine.copies import AsyncCopies
+    from flashgen.emulator.machine.mbarriers import Mbarriers
+    from flashgen.emulator.machine.register_pool import RegisterPool
+    from flashgen.emulator.machine.tma import TensorMap
+    from flashgen.emulator.machine.wgmma import Warpgroups
+
+Array = npt.NDArray[Any]
+
+
+class Wave:
+    """State of one launch, and of the wave of blocks that is running.
+
+    A warp of the wave is called a row: row r belongs to block ``row_block[r]`` of the wave and is
+    warp ``row_warp[r]`` of that block.
+
+    Attributes:
+        maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        warps: warps per block; ``threads``: threads per block.
+        shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
+            ``shared``, which holds the shared memory of all blocks of the wave.
+        blocks: number of each block of the wave in the grid.
+        alive: lanes that have not exited (rows, 32).
+        live_warps: warps per block with a lane that has not exited.
+        random: source of random scheduling decisions; None without an order_seed.
+        recorder, global_races, shared_races, proxy: None where the launch does not use them.
+    """
+
+    # Of the launch.
+    program: PtxProgram
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    memory: GlobalMemory
+    maps: dict[int, tuple[TensorMap, int]]
+    parameters: Array
+    random: random.Random | None
+    step_limit: int
+    steps: int
+    threads: int
+    warps: int
+    dynamic_bytes: int
+    shared_size: int
+    shared_pitch: int
+    check: bool
+    counters: Counters
+    recorder: Recorder | None
+    global_races: GlobalRaces | None
+    # Of the wave.
+    blocks: Array
+    row_block: Array
+    row_warp: Array
+    alive: Array
+    live_warps: Array
+    shared: FlatMemory
+    local: FlatMemory
+    shared_base_of_row: Array
+    cohorts: list[Cohort]
+    barriers: Barriers
+    mbarriers: Mbarriers
+    copies: AsyncCopies
+    bulk: BulkCopies
+    wgmma: Warpgroups
+    registers: RegisterPool
+    cluster: ClusterBarrier
+    shared_races: SharedRaces | None
+    proxy: AsyncProxy | None
+
+    # ---- cohorts
+
+    def replace(self, old: Cohort, parts: list[Cohort]) -> None:
+        """Runs ``parts`` in place of the cohort ``old``."""
+        self.cohorts.remove(old)
+        self.cohorts += parts
+
+    def split(
+        self, cohort: Cohort, keep: Array, pc_kept: int, pc_rest: int
+    ) -> tuple[Cohort, Cohort]:
+        """Splits a cohort in two by row; both selections must be non-empty."""
+        live = self.program.live_list
+        kept = cohort.part(keep, live(pc_kept), pc_kept)
+        rest = cohort.part(~keep, live(pc_rest), pc_rest)
+        self.replace(cohort, [kept, rest])
+        return kept, rest
+
+    def shared_base(self, cohort: Cohort) -> Array:
+        """Offset of each row's block in ``shared``, in bytes (n, 1)."""
+        base = cohort.shared_base
+        if base is None:
+            base = cohort.shared_base = self.shared_base_of_row[cohort.rows]
+        return base
+
+    # ---- places and errors
+
+    def block_name(self, row: int) -> str:
+        """The block of a row as its grid coordinates."""
+        linear = int(self.blocks[self.row_block[row]])
+        gx, gy, _ = self.grid
+        return f"({linear % gx}, {linear // gx % gy}, {linear // (gx * gy)})"
+
+    def place(self, row: int, lane: int | None, pc: int) -> str:
+        """Kernel, block, warp, lane, source line and instruction, for messages."""
+        program = self.program
+        at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
+        if lane is not None:
+            at += f", lane {lane}"
+        return f"{at}, {program.describe(pc)}"
+
+    def warps_text(self, rows: Array) -> str:
+        """Warps of the wave for messages: the warps of the first block by number."""
+        row = int(rows[0])
+        here = self.row_warp[rows[self.row_block[rows] == self.row_block[row]]]
+        there = np.zeros(int(here.max()) + 1, bool)
+        there[here] = True
+        others = f" and {len(rows) - len(here)} of other blocks" if len(rows) > len(here) else ""
+        plural = "s" if len(here) > 1 else ""
+        return f"block {self.block_name(row)} warp{plural} {ranges_text(there)}{others}"
+
+    def fail(
+        self,
+        kind: type[EmulatorError],
+        what: str,
+        cohort: Cohort,
+        pc: int,
+        *,
+        row: int = 0,
+        lane: int | None = None,
+        numbers: str,
+        way_out: str,
+    ) -> NoReturn:
+        """Raises an error of class ``kind`` at row ``row`` of a cohort."""
+        if isinstance(cohort, SingleThreads):
+            lane = int(cohort.lane[row])
+        where = self.place(int(cohort.rows[row]), lane, pc)
+        raise kind(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def ranges_text(mask: Array) -> str:
+    """The set positions of a mask as ranges, such as ``0-3 8``."""
+    lanes = np.flatnonzero(mask)
+    runs = np.split(lanes, np.flatnonzero(np.diff(lanes) > 1) + 1) if len(lanes) else []
+    return " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) or "none"

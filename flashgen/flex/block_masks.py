@@ -1,0 +1,180 @@
+"""The block-sparse layout that a torch BlockMask adds to its mask_mod.
+
+torch's kernels apply the mask_mod in partial blocks, compute full blocks without it, and skip all
+other blocks. Blocks that follow from the mask_mod need no layout; blocks that leave out positions
+that the mask_mod keeps become a block-sparse layout, which kernels apply together with the mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+
+from flashgen.analysis import MaskAnalysis, analyse_mask, evaluate
+from flashgen.flex.checks import LARGE_BLOCK, FlexUnsupported
+from flashgen.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.language.block_layout import BlockSparse
+from flashgen.ops import Layout
+from flashgen.runtime.block_layouts import dense_blocks
+
+Tensor = torch.Tensor
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_ELEMENTS = 1 << 22
+"""Elements of a mask that are evaluated at once."""
+
+
+@dataclass(frozen=True)
+class BlockMaskLayout:
+    """The block-sparse layout that a BlockMask adds to its mask_mod."""
+
+    sparse: BlockSparse
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    mask_mod: Any
+    sizes: tuple[int, ...]
+    blocks: BlockMaskLayout | None
+
+
+_comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
+
+
+def layout_beside_mask(
+    block_mask: Any,
+    mask: sympy.Basic,
+    captured: Mapping[str, Any],
+    sizes: tuple[int, int, int, int],
+) -> BlockMaskLayout | None:
+    """The block-sparse layout to apply beside the mask; None where the blocks follow from the mask.
+
+    The comparison runs once per BlockMask, mask_mod and sizes: tensors that the mask_mod captures
+    are assumed not to change in between.
+
+    Args:
+        block_mask: a BlockMask that has been checked, or None.
+        mask: the expression of its mask_mod; true for a BlockMask without one.
+        captured: tensors and numbers by name, among them those that the mask reads.
+        sizes: batch, heads, seq_q, seq_k of the call.
+
+    Raises:
+        FlexUnsupported: a full block has positions that the mask_mod masks.
+    """
+    if block_mask is None or tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
+        return None
+    known = _comparisons.setdefault(block_mask, [])
+    for comparison in known:
+        if comparison.mask_mod is block_mask.mask_mod and comparison.sizes == sizes:
+            return comparison.blocks
+    found = _found(block_mask, mask, captured, sizes)
+    known.append(_Comparison(block_mask.mask_mod, sizes, found))
+    return found
+
+
+def _found(
+    block_mask: Any,
+    mask: sympy.Basic,
+    captured: Mapping[str, Any],
+    sizes: tuple[int, int, int, int],
+) -> BlockMaskLayout | None:
+    partial, full = dense_blocks(block_mask)
+    live = partial | full
+    if mask == sympy.true:
+        leaves_out = not bool(live.all())
+    else:
+        symbols = (symbol for symbol in mask.free_symbols if symbol.name in captured)
+        read = {symbol: _numbers(captured[symbol.name]) for symbol in symbols}
+        grid = _Grid(block_mask, read, sizes)
+        leaves_out = grid.leaves_out(mask, live.cpu().numpy(), full.cpu().numpy())
+    if not leaves_out:
+        return None
+    return BlockMaskLayout(BlockSparse(None, *block_mask.BLOCK_SIZE), Layout.of(live))
+
+
+class _Grid:
+    """Evaluates a mask on the blocks of one BlockMask."""
+
+    def __init__(
+        self,
+        block_mask: Any,
+        read: Mapping[sympy.Symbol, Any],
+        sizes: tuple[int, int, int, int],
+    ) -> None:
+        self.block_q, self.block_k = block_mask.BLOCK_SIZE
+        self.batch, self.heads, self.seq_q, self.seq_k = sizes
+        self.shown = f"shape {tuple(block_mask.shape)}, blocks of {(self.block_q, self.block_k)}"
+        names = zip((BATCH, HEADS, SEQ_Q, SEQ_K), sizes, strict=True)
+        self.env = {**{symbol: np.int64(size) for symbol, size in names}, **read}
+
+    def leaves_out(self, mask: sympy.Basic, live: Array, full: Array) -> bool:
+        """Whether a block that is not live may contain a position that the mask keeps.
+
+        Args:
+            live, full: bool [batch or 1, heads or 1, rows, columns].
+
+        Raises:
+            FlexUnsupported: a full block has positions that the mask masks.
+        """
+        analysis = _analysed(mask)
+        rows, columns = live.shape[2:]
+        if {B, H} & mask.free_symbols or live.shape[:2] != (1, 1):
+            shape = (self.batch, self.heads, rows, columns)
+            live, full = np.broadcast_to(live, shape), np.broadcast_to(full, shape)
+        b, h = np.divmod(np.arange(live.shape[0] * live.shape[1])[:, None], live.shape[1])
+        live, full = (blocks.reshape(-1, rows, columns) for blocks in (live, full))
+        k_lo = np.arange(0, columns * self.block_k, self.block_k)
+        corners = {B: b, H: h, K_LO: k_lo, K_HI: np.minimum(k_lo + self.block_k, self.seq_k) - 1}
+        leaves_out, unclear = False, []
+        with np.errstate(all="ignore"):
+            for i in range(rows):
+                q_lo = i * self.block_q
+                q_hi = min(q_lo + self.block_q, self.seq_q) - 1
+                values = {**self.env, **corners, Q_LO: np.int64(q_lo), Q_HI: np.int64(q_hi)}
+                leaves_out |= bool((~live[:, i] & evaluate(analysis.may, values)).any())
+                must = evaluate(analysis.must, values)
+                lines, places = np.nonzero(full[:, i] & np.logical_not(must))
+                unclear += [np.stack([lines, np.full_like(lines, i), places])]
+            self._check_full(mask, np.concatenate(unclear, axis=1), b[:, 0], h[:, 0])
+        return leaves_out
+
+    def _check_full(self, mask: sympy.Basic, blocks: Array, b: Array, h: Array) -> None:
+        """Evaluates every element of the full blocks that the analysis cannot prove to be full."""
+        step = max(1, _ELEMENTS // (self.block_q * self.block_k))
+        for start in range(0, blocks.shape[1], step):
+            line, i, j = blocks[:, start : start + step, None, None]
+            q = i * self.block_q + np.arange(self.block_q)[:, None]
+            k = j * self.block_k + np.arange(self.block_k)
+            kept = evaluate(mask, {**self.env, B: b[line], H: h[line], Q: q, K: k})
+            wrong = ~(kept | (q >= self.seq_q) | (k >= self.seq_k))
+            if wrong.any():
+                first = int(wrong.any((1, 2)).argmax())
+                raise FlexUnsupported(
+                    "a full block of the BlockMask has positions that its mask_mod masks",
+                    where="argument block_mask",
+                    numbers=f"{self.shown}; block ({i[first].item()}, {j[first].item()}), "
+                    f"{int(wrong[first].sum()):,} positions",
+                    way_out="kv_num_blocks and kv_indices for blocks under the mask_mod, or a "
+                    "mask_mod that is true in full blocks",
+                )
+
+
+@functools.lru_cache(maxsize=256)
+def _analysed(mask: sympy.Basic) -> MaskAnalysis:
+    return analyse_mask(mask)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        wide = torch.promote_types(value.dtype, torch.float32)
+        dtype = wide if value.is_floating_point() else torch.int64
+        return value.detach().to("cpu", dtype).numpy()
+    return np.float64(value) if isinstance(value, float) else np.int64(value)

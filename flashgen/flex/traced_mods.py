@@ -1,0 +1,372 @@
+"""Traced torch mods: the expressions of a spec, and where a call finds its captured tensors."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+import flashgen.language as fg
+from flashgen.errors import FlashgenError, SpecError
+from flashgen.flex.aten import run
+from flashgen.flex.mod_key import Key, ReachableValues
+from flashgen.flex.traced_array import Entry, TracedArray, condition, literal, number
+from flashgen.flex.tracer import DTYPES, CapturedTensor, TracedTensor, Tracer
+from flashgen.language import SourceLines, Traced, python_text
+from flashgen.language.block_layout import BlockSparse
+from flashgen.language.capture_names import BUILT_IN_NAMES
+from flashgen.language.integer_limits import Limits, limits
+from flashgen.language.pickled_mod import PickledMod
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.traced import Capture
+from flashgen.language.tracing import TracedMod
+from flashgen.language.user_source import code_of, is_library, lines_of, shown_path
+from flashgen.ops import Attention, attention
+
+Mod = Callable[..., Any]
+
+_MOST_KEPT = 1024
+"""The number of keys whose traced mods are kept, least recently used first to go."""
+
+_MOST_LENGTHS = 16
+"""The number of traced mods kept per key, where the expressions depend on lengths."""
+
+_GENERIC = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+_TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
+
+_lock = threading.RLock()
+_kept_mods: OrderedDict[Key, list[TracedMods]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of a call on which traced expressions may depend."""
+
+    batch: int
+    heads: int
+    seq_q: int
+    seq_k: int
+    device: torch.device
+
+    @property
+    def bounds(self) -> Mapping[sympy.Symbol, Limits]:
+        return {
+            fg.B: (0, max(self.batch - 1, 0)),
+            fg.H: (0, max(self.heads - 1, 0)),
+            fg.Q: (0, max(self.seq_q - 1, 0)),
+            fg.K: (0, max(self.seq_k - 1, 0)),
+        }
+
+
+@dataclass(frozen=True)
+class CaptureLocation:
+    """Where a call finds a captured tensor: its index among the reachable ones, or itself."""
+
+    place: int | None
+    held: torch.Tensor | None
+    learned: bool = False
+
+    def of(self, reach: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.held is not None:
+            return self.held
+        assert self.place is not None
+        return reach[self.place]
+
+    def as_argument(self, reach: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        tensor = self.of(reach)
+        if not self.learned:
+            tensor = tensor.detach()
+        if tensor.dtype == torch.float64:
+            tensor = tensor.to(torch.float32)
+        if tensor.dim() == 0 and tensor.device != device:
+            tensor = tensor.to(device)
+        return tensor
+
+
+@dataclass
+class TracedMods:
+    """A torch mask_mod and score_mod as mods of flashgen.
+
+    Attributes:
+        mask, score: the mods of the spec; None where the user gave none.
+        of_mask_mod: the condition of the mask_mod alone, true without one; ``mask`` is false also
+            where the score_mod returns minus infinity.
+        tensors: the captured tensors by their names in the spec.
+        sizes: lengths of captured tensors that are run-time scalars: tensor and dimension.
+        assumed: integer expressions that must not be negative at any position of a call.
+        shapes: the shapes of all reachable tensors if the expressions depend on them, else None.
+        lasting: whether other calls with the same key can use the expressions.
+    """
+
+    mask: PickledMod | None
+    score: PickledMod | None
+    of_mask_mod: sympy.Basic
+    name: str
+    tensors: dict[str, CaptureLocation]
+    sizes: dict[str, tuple[CaptureLocation, int]]
+    assumed: tuple[sympy.Expr, ...]
+    shapes: tuple[torch.Size, ...] | None
+    lasting: bool
+    _operators: dict[object, Attention] = field(default_factory=dict)
+    _checked: set[CallSizes] = field(default_factory=set)
+
+    def serves(self, sizes: CallSizes, reach: Sequence[torch.Tensor]) -> bool:
+        """True if tracing for a call of these sizes would give the same expressions."""
+        if self.shapes is not None and self.shapes != tuple(t.shape for t in reach):
+            return False
+        if sizes not in self._checked:
+            bounds = sizes.bounds
+            if any(limits(expr, bounds)[0] < 0 for expr in self.assumed):
+                return False
+            if len(self._checked) >= _MOST_KEPT:
+                self._checked.clear()
+            self._checked.add(sizes)
+        return True
+
+    def operator(
+        self, head_dim: int, head_dim_v: int, dtype: str, block_sparse: BlockSparse | None = None
+    ) -> Attention:
+        options = head_dim, head_dim_v, dtype, block_sparse
+        if options not in self._operators:
+            spec = AttentionSpec(
+                mask_mod=self.mask,
+                score_mod=self.score,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                dtype=dtype,
+                name=self.name,
+                block_sparse=block_sparse,
+            )
+            self._operators[options] = attention(spec)
+        return self._operators[options]
+
+    def captures(self, reach: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:
+        """The arguments of the operator, except for a block-sparse layout."""
+        given: dict[str, Any] = {}
+        for name, captured in self.tensors.items():
+            given[name] = captured.as_argument(reach, device)
+        for name, (captured, dim) in self.sizes.items():
+            given[name] = captured.of(reach).shape[dim]
+        return given
+
+
+def read(
+    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes
+) -> tuple[TracedMods, list[torch.Tensor]]:
+    """The traced mods, from an earlier call where possible, and the tensors that they reach.
+
+    Raises:
+        SpecError: kernels cannot express a mod; the message names the operation and the line.
+    """
+    reach = ReachableValues()
+    key = _key_of(reach, (mask_mod, score_mod), sizes.device)
+    if key is None:
+        return _read(mask_mod, score_mod, sizes, reach), []
+    with _lock:
+        known = _kept_mods.get(key)
+        if known is not None:
+            _kept_mods.move_to_end(key)
+            for reading in known:
+                if reading.serves(sizes, reach.tensors):
+                    return reading, reach.tensors
+        # The second trace for one key assumes nothing about the sizes of a call.
+        reading = _read(mask_mod, score_mod, sizes, reach, tight=not known)
+        if reading.lasting:
+            kept = _kept_mods.setdefault(key, [])
+            kept.insert(0, reading)
+            del kept[_MOST_LENGTHS:]
+            while len(_kept_mods) > _MOST_KEPT:
+                _kept_mods.popitem(last=False)
+    return reading, reach.tensors
+
+
+def _key_of(reach: ReachableValues, mods: Sequence[Mod | None], device: torch.device) -> Key | None:
+    """None where there is no key, also if inspecting the user's objects raises an exception."""
+    try:
+        key = reach.key(mods), device
+        hash(key)
+    except Exception:
+        return None
+    return key
+
+
+def _read(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    sizes: CallSizes,
+    reach: ReachableValues,
+    tight: bool = True,
+) -> TracedMods:
+    tracer = Tracer(sizes.device, sizes.bounds if tight else {}, reach.tensors, reach.names, run)
+    mask = score = None
+    if mask_mod is not None:
+        mask = _traced(tracer, "mask_mod", mask_mod)
+    if score_mod is not None:
+        score = _traced(tracer, "score_mod", score_mod)
+    made_mask = None if mask is None else condition(_finite(mask.value, mask))
+    of_mask_mod = sympy.true if made_mask is None else made_mask.expr
+    made_score = None if score is None else number(score.value)
+    if score is not None and score.lost is not None:
+        _check_lost(score.lost, score_mod)
+        made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
+    tensors = {
+        tensor.name: _captured(source, learned)
+        for source in tracer.sources
+        for learned, tensor in source.known.items()
+    }
+    used = {
+        capture.name
+        for made in (made_mask, made_score)
+        if made is not None
+        for capture in made.captures
+    }
+    lines = mask_mod if mask_mod is not None else score_mod
+    return TracedMods(
+        mask=_stored(made_mask, lines),
+        score=_stored(made_score, score_mod),
+        of_mask_mod=of_mask_mod,
+        name=_name_of(mask_mod, score_mod),
+        tensors={name: captured for name, captured in tensors.items() if name in used},
+        sizes={
+            name: (_captured(source, False), dim)
+            for name, (source, dim) in tracer.sizes.items()
+            if name in used
+        },
+        assumed=tuple(tracer.assumed),
+        shapes=tuple(t.shape for t in reach.tensors) if tracer.rigid else None,
+        lasting=all(source.constant or source.place is not None for source in tracer.sources),
+    )
+
+
+def _captured(source: CapturedTensor, learned: bool) -> CaptureLocation:
+    return CaptureLocation(
+        source.place, None if source.place is not None else source.tensor, learned
+    )
+
+
+def _traced(tracer: Tracer, role: str, mod: Mod) -> Entry:
+    positions = [tracer.symbol(symbol, torch.int32) for symbol in (fg.B, fg.H, fg.Q, fg.K)]
+    score = [tracer.symbol(fg.SCORE, torch.float32)] if role == "score_mod" else []
+    try:
+        with tracer:
+            returned = mod(*score, *positions)
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise _wrapped(error, role, mod) from error
+    array = _array_of(tracer, returned)
+    wrong = None
+    if array is None:
+        wrong = f"returned a {type(returned).__name__}"
+    elif array.shape:
+        wrong = f"returned a tensor of shape {array.shape}"
+    elif role == "mask_mod" and array.dtype != torch.bool:
+        wrong = f"returned a number, {array.dtype}"
+    elif role == "score_mod" and array.dtype == torch.bool:
+        wrong = "returned a condition, torch.bool"
+    if wrong is not None or array is None:
+        raise SpecError(
+            f"{role} must return one {_KINDS[role]}",
+            where=str(_lines_of(mod, "")),
+            numbers=wrong or "",
+            way_out=f"a tensor without dimensions, as in return {_EXAMPLES[role]}",
+        )
+    return array.entry
+
+
+_KINDS = {"mask_mod": "condition", "score_mod": "number"}
+_EXAMPLES = {"mask_mod": "q_idx >= kv_idx", "score_mod": "score + bias[h, kv_idx]"}
+
+
+def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
+    if isinstance(returned, bool | int | float):
+        dtype = torch.bool if isinstance(returned, bool) else torch.float32
+        return TracedArray((), dtype, lambda _: literal(returned))
+    if isinstance(returned, TracedTensor):
+        return returned.array
+    return tracer.traced(returned).array if isinstance(returned, torch.Tensor) else None
+
+
+def _finite(value: Traced, entry: Entry) -> Traced:
+    assert entry.lost is None  # conditions are never minus infinity
+    return value
+
+
+def _check_lost(lost: Traced, mod: Mod | None) -> None:
+    assert mod is not None
+    if fg.SCORE in lost.expr.free_symbols:
+        raise SpecError(
+            "a score_mod returns minus infinity under a condition that depends on the score",
+            where=str(_lines_of(mod, "")),
+            numbers=f"minus infinity where {python_text(lost.expr)}",
+            way_out="a condition of b, h, q_idx and kv_idx, or a large negative number",
+        )
+
+
+def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
+    if made is None or mod is None:
+        return None
+    captures: tuple[Capture, ...] = made.captures
+    return PickledMod(TracedMod(made.expr, captures, _lines_of(mod, python_text(made.expr))))
+
+
+def _lines_of(mod: Mod, fallback: str) -> SourceLines:
+    """The user's lines of ``mod``; a mod that torch combined is shown by its expression."""
+    if not _is_torchs(mod):
+        lines = lines_of(mod, fallback)
+        return lines if lines.text else SourceLines(lines.file, lines.line, fallback)
+    for inner in _closed_over(mod):
+        code = code_of(inner)
+        if code is not None and not _is_torchs(inner):
+            return SourceLines(shown_path(code.co_filename), code.co_firstlineno, fallback)
+    return SourceLines("<torch>", 0, fallback)
+
+
+def _is_torchs(mod: Mod) -> bool:
+    return str(getattr(mod, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _closed_over(mod: Mod) -> list[Mod]:
+    """The functions in the closure of a function and, recursively, in theirs."""
+    found: list[Mod] = []
+    for cell in getattr(mod, "__closure__", None) or ():
+        content = cell.cell_contents
+        for item in content if isinstance(content, tuple | list) else (content,):
+            if callable(item):
+                found += [item, *_closed_over(item)]
+    return found
+
+
+def _wrapped(error: Exception, role: str, mod: Mod) -> SpecError:
+    steps = traceback.walk_tb(error.__traceback__)
+    users = [(frame, line) for frame, line in steps if not is_library(frame)]
+    where = str(_lines_of(mod, ""))
+    if users:
+        frame, line = users[-1]
+        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
+    return SpecError(
+        f"{role} raised {type(error).__name__}: {error}",
+        where=where,
+        numbers="while it was traced with symbols in place of numbers",
+        way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
+        "without dimensions",
+    )
+
+
+def _name_of(*mods: Mod | None) -> str:
+    for mod in mods:
+        inner = getattr(mod, "func", mod)
+        name = str(getattr(inner, "__name__", "")).strip("_")
+        taken = name in _GENERIC or name in _TORCH_NAMES or name in BUILT_IN_NAMES
+        if name.isidentifier() and name.isascii() and not taken:
+            return name
+    return "flex"
+
+
+__all__ = ["DTYPES", "CallSizes", "TracedMods", "read"]

@@ -1,0 +1,124 @@
+"""Numeric bounds of integer expressions over all arguments that the launcher accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+
+from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.language.symbols import (
+    BATCH,
+    HEADS,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    SEQ_K,
+    SEQ_Q,
+    B,
+    H,
+    K,
+    Q,
+)
+from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.language.tensor_elements import TensorRead
+
+Limits = tuple[int, int]
+
+# Mods do not see the offsets; kernels subtract them from bounds.
+_OFFSETS = tuple(sympy.Symbol(name, integer=True) for name in ("q_offset", "k_offset"))
+_POSITIONS = (Q, K, Q_LO, Q_HI, K_LO, K_HI, *_OFFSETS)
+_LARGEST = {
+    **dict.fromkeys((B, H, BATCH, HEADS), COUNT_LIMIT),
+    **dict.fromkeys((SEQ_Q, SEQ_K), POSITION_LIMIT),
+}
+
+
+def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None) -> Limits:
+    """The least and the greatest value that an integer expression can take, as Python ints.
+
+    The bounds hold but need not be tight: equal subexpressions are treated as independent.
+    ``known`` gives bounds of further symbols, such as names of common subexpressions.
+    """
+    if isinstance(expr, sympy.Symbol):
+        return _symbol(expr, known or {})
+    if expr.is_Integer:
+        return int(expr), int(expr)
+    if isinstance(expr, sympy.Piecewise):
+        return _join([limits(value, known) for value, _ in expr.args])
+    if isinstance(expr, Select):
+        return _join([limits(value, known) for value in expr.args[1:]])
+    if isinstance(expr, TensorRead):
+        return expr.limits
+    parts = [limits(arg, known) for arg in expr.args]
+    if isinstance(expr, sympy.Add):
+        return sum(lo for lo, _ in parts), sum(hi for _, hi in parts)
+    if isinstance(expr, sympy.Mul):
+        result = parts[0]
+        for part in parts[1:]:
+            corners = [a * b for a in result for b in part]
+            result = min(corners), max(corners)
+        return result
+    if isinstance(expr, sympy.Pow):
+        (lo, hi), (n, _) = parts
+        corners = [lo**n, hi**n] + ([0] if lo <= 0 <= hi else [])
+        return min(corners), max(corners)
+    if isinstance(expr, sympy.Abs):
+        lo, hi = parts[0]
+        return max(0, lo, -hi), max(hi, -lo)
+    if isinstance(expr, Minimum | sympy.Min):
+        return min(lo for lo, _ in parts), min(hi for _, hi in parts)
+    if isinstance(expr, Maximum | sympy.Max):
+        return max(lo for lo, _ in parts), max(hi for _, hi in parts)
+    if isinstance(expr, FloorDiv):
+        return _quotient(*parts)
+    if isinstance(expr, FloorMod):
+        return _remainder(*parts)
+    if isinstance(expr, sympy.sign):
+        return -1, 1
+    raise TypeError(f"not an integer expression: {expr}")
+
+
+def fits(expr: sympy.Expr, bits: int = 62) -> bool:
+    """True if every intermediate result of an integer expression fits ``bits`` bits and a sign."""
+    if not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead):
+        lo, hi = limits(expr)
+        return bool(max(-lo, hi) < 2**bits)
+    if not all(fits(arg, bits) for arg in expr.args):
+        return False
+    if isinstance(expr, sympy.Add):  # partial sums too
+        return bool(sum(max(map(abs, limits(arg))) for arg in expr.args) < 2**bits)
+    lo, hi = limits(expr)
+    return bool(max(-lo, hi) < 2**bits)
+
+
+def _symbol(symbol: sympy.Symbol, known: Mapping[sympy.Symbol, Limits]) -> Limits:
+    if symbol in known:
+        return known[symbol]
+    if symbol in _POSITIONS:
+        return -POSITION_LIMIT, POSITION_LIMIT
+    least = -SCALAR_LIMIT
+    if symbol.is_positive:
+        least = 1
+    elif symbol.is_nonnegative:
+        least = 0
+    return least, _LARGEST.get(symbol, SCALAR_LIMIT)
+
+
+def _join(parts: list[Limits]) -> Limits:
+    return min(lo for lo, _ in parts), max(hi for _, hi in parts)
+
+
+def _quotient(a: Limits, b: Limits) -> Limits:
+    # The divisors nearest to 0 and farthest from it give the least and the greatest quotient; a
+    # quotient by 0 is undefined.
+    divisors = [d for d in (b[0], b[1], -1, 1) if d != 0 and b[0] <= d <= b[1]]
+    corners = [n // d for n in a for d in divisors] or [0]
+    return min(corners), max(corners)
+
+
+def _remainder(a: Limits, b: Limits) -> Limits:
+    if a[0] >= 0 and b[0] > 0:
+        return 0, min(a[1], b[1] - 1)
+    return min(0, b[0] + 1), max(0, b[1] - 1)

@@ -1,0 +1,125 @@
+"""The operators of mods on sympy expressions, with their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sympy
+
+from flashgen.language.integer_limits import fits, limits
+from flashgen.language.python_printer import python_text
+from flashgen.language.refusal import refuse
+from flashgen.language.symbols import is_condition, is_int
+from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum
+
+
+def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
+    """``a operator b`` with the meaning that torch gives it, elementwise.
+
+    Raises:
+        SpecError: a condition where a number belongs or the other way round, a division by 0, or
+            integers that may leave 64 bits.
+    """
+    if operator in _CONDITION_OPERATORS:
+        if not (is_condition(a) and is_condition(b)):
+            refuse(
+                f"{operator} is for conditions, and one side is a number",
+                numbers=_both(operator, a, b),
+                way_out=f"brackets around comparisons, as in (q >= k) {operator} (q - k < 128): "
+                f"{operator} binds tighter than < and ==",
+            )
+        return _CONDITION_OPERATORS[operator](a, b)
+    if is_condition(a) and is_condition(b) and operator in ("==", "!="):
+        same = sympy.Or(sympy.And(a, b), sympy.And(sympy.Not(a), sympy.Not(b)))
+        return same if operator == "==" else sympy.Not(same)
+    if is_condition(a) or is_condition(b):
+        refuse(
+            f"{operator} is for numbers, and one side is a condition",
+            numbers=_both(operator, a, b),
+            way_out="fg.where(condition, 1, 0) to make a number of a condition",
+        )
+    if operator in ("/", "//", "%") and b.is_zero:
+        refuse(
+            f"{operator} by 0",
+            numbers=_both(operator, a, b),
+            way_out="a divisor that is not 0",
+        )
+    if operator in _EXACT_OPERATORS:
+        _check_integers(operator, a, b)
+    return _NUMBER_OPERATORS[operator](a, b)
+
+
+def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
+    for side in (a, b):
+        if is_int(side) and not fits(side):
+            largest = max(map(abs, limits(side)))
+            refuse(
+                f"{operator} of integers that can leave 64 bits",
+                numbers=f"{python_text(side)} can reach 2^{largest.bit_length() - 1}, for "
+                "positions up to 2^28 and int32 scalars up to 2^30",
+                way_out="smaller factors, or a float32 Scalar in the product to make it a float",
+            )
+
+
+def _both(operator: str, a: sympy.Basic, b: sympy.Basic) -> str:
+    left, right = (
+        text if text.isalnum() else f"({text})" for text in (python_text(a), python_text(b))
+    )
+    return f"{left} {operator} {right}"
+
+
+def _exclusive(a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
+    return sympy.Or(sympy.And(a, sympy.Not(b)), sympy.And(sympy.Not(a), b))
+
+
+def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
+    """``kind(a, b)``, in integers alone where both sides are rational combinations of integers."""
+    scale = _clearing_scale(a, b)
+    if scale is not None and scale > 1:
+        whole = sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)
+        if all(map(fits, whole)):
+            a, b = whole
+    return kind(a, b)
+
+
+def _clearing_scale(a: sympy.Expr, b: sympy.Expr) -> int | None:
+    scale = 1
+    for term in (*sympy.Add.make_args(a), *sympy.Add.make_args(b)):
+        coefficient, rest = term.as_coeff_Mul()
+        if not (coefficient.is_Rational and is_int(rest)):
+            return None
+        scale = int(sympy.ilcm(scale, coefficient.q))
+    return scale if scale <= _LARGEST_CLEARING else None
+
+
+# A literal with a larger denominator is not a fraction such as 1/3.
+_LARGEST_CLEARING = 10**6
+
+_EXACT_OPERATORS = ("<", "<=", ">", ">=", "==", "!=", "//", "%")
+
+_CONDITION_OPERATORS: dict[str, Callable[[sympy.Basic, sympy.Basic], sympy.Basic]] = {
+    "&": sympy.And,
+    "|": sympy.Or,
+    "^": _exclusive,
+}
+
+_NUMBER_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Basic]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "//": FloorDiv,
+    "%": FloorMod,
+    "**": lambda a, b: a**b,
+    "<": lambda a, b: compare(sympy.Lt, a, b),
+    "<=": lambda a, b: compare(sympy.Le, a, b),
+    ">": lambda a, b: compare(sympy.Gt, a, b),
+    ">=": lambda a, b: compare(sympy.Ge, a, b),
+    "==": lambda a, b: compare(sympy.Eq, a, b),
+    "!=": lambda a, b: compare(sympy.Ne, a, b),
+}
+
+
+def absolute_value(x: sympy.Expr) -> sympy.Expr:
+    # For an argument that might be complex, sympy.Abs computes a modulus from conjugates.
+    return sympy.Abs(x) if x.is_real else Maximum(x, -x)

@@ -1,0 +1,112 @@
+"""Expressions as Python text, for messages and comments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from sympy.printing.precedence import PRECEDENCE
+from sympy.printing.str import StrPrinter
+
+from flashgen.language.symbols import SCORE
+
+_OPERATORS = {
+    "Equality": "==",
+    "Unequality": "!=",
+    "LessThan": "<=",
+    "StrictLessThan": "<",
+    "GreaterThan": ">=",
+    "StrictGreaterThan": ">",
+}
+
+
+def python_text(expr: sympy.Basic) -> str:
+    """``expr`` with the operators of a mod: ``q - k``, ``q // 64``, ``(q >= k) & (k < 8)``."""
+    return str(_Printer().doprint(expr))
+
+
+def written_order(total: sympy.Expr) -> list[sympy.Expr]:
+    """The terms of a sum in reading order.
+
+    Positive terms come first, the score before all others, and a constant comes last unless the
+    sum would then begin with a minus sign.
+    """
+    terms = total.as_ordered_terms()
+    leads = any(not t.is_number and not t.could_extract_minus_sign() for t in terms)
+
+    def rank(term: sympy.Expr) -> tuple[int, bool]:
+        negative = bool(term.could_extract_minus_sign())
+        if term.is_number:
+            return (2 if leads or negative else 0), True
+        return (1 if negative else 0), SCORE not in term.free_symbols
+
+    return sorted(terms, key=rank)
+
+
+class _Printer(StrPrinter):  # type: ignore[misc]
+    def _print_Add(self, expr: Any, order: Any = None) -> str:
+        terms = [(term.could_extract_minus_sign(), term) for term in written_order(expr)]
+        level = PRECEDENCE["Add"]
+        text: str = self.parenthesize(terms[0][1], level)
+        for negative, term in terms[1:]:
+            part = self.parenthesize(-term if negative else term, level, strict=True)
+            text += f" - {part}" if negative else f" + {part}"
+        return text
+
+    def _divided(self, expr: Any, sign: str) -> str:
+        level = PRECEDENCE["Mul"]
+        a, b = expr.args
+        left = self.parenthesize(a, level)
+        return f"({left} {sign} {self.parenthesize(b, level, strict=True)})"
+
+    def _print_FloorDiv(self, expr: Any) -> str:
+        return self._divided(expr, "//")
+
+    def _print_FloorMod(self, expr: Any) -> str:
+        return self._divided(expr, "%")
+
+    def _print_Relational(self, expr: Any) -> str:
+        sign = _OPERATORS[type(expr).__name__]
+        return f"{self._print(expr.lhs)} {sign} {self._print(expr.rhs)}"
+
+    def _print_And(self, expr: Any) -> str:
+        return " & ".join(self._bracketed(arg) for arg in expr.args)
+
+    def _print_Or(self, expr: Any) -> str:
+        return " | ".join(self._bracketed(arg) for arg in expr.args)
+
+    def _print_Not(self, expr: Any) -> str:
+        return f"~{self._bracketed(expr.args[0])}"
+
+    def _bracketed(self, expr: Any) -> str:
+        text: str = self._print(expr)
+        return text if isinstance(expr, sympy.Symbol) else f"({text})"
+
+    def _print_Piecewise(self, expr: Any) -> str:
+        *branches, (last, _) = expr.args
+        text: str = self._print(last)
+        for value, condition in reversed(branches):
+            text = f"where({self._print(condition)}, {self._print(value)}, {text})"
+        return text
+
+    def _print_Function(self, expr: Any) -> str:
+        name = expr.func.__name__.lower()
+        return f"{name}({', '.join(map(self._print, expr.args))})"
+
+    def _print_Element(self, expr: Any) -> str:
+        name = self._print(expr.tensor)
+        return f"{name}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else name
+
+    def _extreme(self, expr: Any, name: str) -> str:
+        indices = list(map(self._print, expr.others))
+        lo, hi = map(self._print, expr.ends)
+        indices.insert(expr.axis, f"{lo}..{hi}")
+        return f"{name}({self._print(expr.tensor)}[{', '.join(indices)}])"
+
+    def _print_Least(self, expr: Any) -> str:
+        return self._extreme(expr, "min")
+
+    def _print_Greatest(self, expr: Any) -> str:
+        return self._extreme(expr, "max")
+
+    _print_Abs = _print_Function

@@ -1,0 +1,366 @@
+"""AttentionSpec: an attention variant as a frozen value, checked at construction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import sympy
+
+from flashgen.dtypes import OPERAND_DTYPES
+from flashgen.errors import SpecError
+from flashgen.language import SCORE, Scalar, SourceLines, Tensor, trace_mask, trace_score
+from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.language.block_layout import BlockSparse
+from flashgen.language.block_layout import check_names as check_layout_names
+from flashgen.language.digest import digest_of
+from flashgen.language.pickled_mod import PickledMod
+from flashgen.language.sink import sink_of
+from flashgen.language.traced import Capture
+from flashgen.language.tracing import TracedMod
+from flashgen.language.user_source import user_location
+from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
+from flashgen.signature import LAYOUT_NAMES
+
+HEAD_DIM_STEP = 8
+HEAD_DIM_MAX = 256
+
+Mod = Callable[..., object]
+
+BOUNDARIES = tuple(Tensor(name, ("boundaries",), "int32") for name in BOUNDARY_NAMES)
+"""The tensors of a spec with packed sequences: the first row of each sequence, and the end."""
+
+_GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """An attention variant: ``softmax(score_mod(scale * q.k) where mask_mod else -inf) . v``.
+
+    Mods have the signatures of FlexAttention (Dong et al., 2024). They are called once, with
+    symbols, when the spec is made.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q, k)``, true where the score is kept; None keeps all scores.
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score; None leaves scores as they are.
+            A score of -1e30 or less, -inf included, is masked out. (If all scores of a row are near
+            -1e9, its float32 LSE has too few digits for accurate gradients.)
+        head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
+        dtype: "float16", "bfloat16" or "float32", of q, k, v and the output. Sums are float32.
+        head_dim_v: length of the rows of v and the output; head_dim if None.
+        scale: positive factor on q.k; 1 / sqrt(head_dim) if None.
+        dropout: whether kernels can drop elements of P; each call gives the probability.
+        packed: whether a call has several sequences of different lengths, one after another in one
+            batch entry, with their boundaries in ``cu_seqlens_q`` and ``cu_seqlens_k``. Mods see
+            the number of the sequence as b, and positions and lengths within the sequence.
+        name: identifier after which kernels and files are named; that of the file or the function
+            if None.
+        sink: a logit for each head that joins the softmax's denominator: a floating-point Tensor
+            with dims ("heads",), (1,) or (), given with each call. True stands for
+            ``Tensor("sink", ("heads",), "float32", grad=True)``; None and False for no sink.
+        block_sparse: which blocks of scores are computed (Algorithm 5 of FlashAttention, Dao et
+            al., 2022); if None, all that the mask keeps. Scores outside the block layout are masked
+            out, whatever mask_mod returns.
+
+    Attributes:
+        mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
+        keep: the same and the condition that the score's block is live.
+        score: sympy expression over SCORE and the same symbols.
+        scalars: the run-time scalars, sizes excluded, in the order of their first use.
+        tensors: the tensors that each call gives: captured tensors in the order of their first use,
+            then the boundaries of packed sequences, the sink unless mods read it, and a block
+            layout that is not a function.
+        mask_line: the Python lines of mask_mod; None without one.
+        score_line: the Python lines of score_mod; None without one.
+        file: the spec file that it was loaded from; None if it was made otherwise.
+
+    Raises:
+        SpecError: an option is outside its range, or a mod cannot be traced. One error reports
+            several mistakes.
+    """
+
+    mask_mod: Mod | None = None
+    score_mod: Mod | None = None
+    head_dim: int = 64
+    dtype: str = "float16"
+    head_dim_v: int | None = None
+    scale: float | None = None
+    dropout: bool = False
+    packed: bool = False
+    name: str | None = None
+    sink: Any = None  # a Tensor or None once the spec is made
+    block_sparse: BlockSparse | None = None
+
+    mask: sympy.Basic = field(init=False, repr=False)
+    keep: sympy.Basic = field(init=False, repr=False)
+    score: sympy.Expr = field(init=False, repr=False)
+    scalars: tuple[Scalar, ...] = field(init=False, repr=False)
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    mask_line: SourceLines | None = field(init=False, repr=False)
+    score_line: SourceLines | None = field(init=False, repr=False)
+    named: bool = field(init=False, repr=False)
+    file: str | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        where = user_location()
+        mistakes = _option_mistakes(self, where)
+        mask, score, sink = None, None, None
+        try:
+            sink = sink_of(self.sink)
+        except SpecError as error:
+            mistakes.append(error)
+        try:
+            mask = _traced(self.mask_mod, trace_mask)
+        except SpecError as error:
+            mistakes.append(error)
+        try:
+            score = _traced(self.score_mod, trace_score)
+        except SpecError as error:
+            mistakes.append(error)
+        used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
+        used += BOUNDARIES if self.packed is True else ()
+        used += [] if sink is None else [sink]
+        captures, clashes = _distinct(used, where)
+        sparse = self.block_sparse
+        if isinstance(sparse, BlockSparse):
+            try:
+                check_layout_names([capture.name for capture in captures], where)
+            except SpecError as error:
+                mistakes.append(error)
+        _raise_all(mistakes + clashes)
+
+        kept = sympy.true if mask is None else mask.expr
+        given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
+        derived: dict[str, Any] = {
+            "mask": kept,
+            "keep": kept if sparse is None else sympy.And(kept, sparse.live),
+            "score": SCORE if score is None else score.expr,
+            "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
+            "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
+            "mask_line": None if mask is None else mask.lines,
+            "score_line": None if score is None else score.lines,
+            "named": self.name is not None,
+            "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            "scale": None if self.scale is None else float(self.scale),
+            "sink": sink,
+            "name": self.name
+            or _name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
+        }
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def read_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that kernels may read: `tensors`, and those of a static block layout."""
+        static = self.block_sparse is not None and self.block_sparse.is_static
+        return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
+
+    @property
+    def computes(self) -> tuple[object, ...]:
+        """Everything that determines the kernels' results, without source locations."""
+        return (
+            self.name,
+            self.mask,
+            self.score,
+            tuple(scalar.key for scalar in self.scalars),
+            tuple(tensor.key for tensor in self.tensors),
+            self.head_dim,
+            self.head_dim_v,
+            self.dtype,
+            self.scale,
+            self.dropout,
+            self.packed,
+            None if self.sink is None else self.sink.name,
+            self.block_sparse,
+        )
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that determines the emitted files: `computes` and the source locations."""
+        return (*self.computes, self.mask_line, self.score_line, self.file)
+
+    @property
+    def digest(self) -> str:
+        """A hash of `computes` that is the same in every process."""
+        return digest_of(self.computes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionSpec) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles the traced expressions instead of the functions, which may be lambdas."""
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        free = self.mask.free_symbols | self.score.free_symbols
+        own = set(LAYOUT_NAMES) if self.block_sparse is not None else set()
+        if self.sink is not None and self.sink.symbol not in free:
+            own.add(self.sink.name)
+        captures: tuple[Capture, ...]
+        captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
+        for mod, expr, lines in (
+            ("mask_mod", self.mask, self.mask_line),
+            ("score_mod", self.score, self.score_line),
+        ):
+            if lines is not None:
+                options[mod] = PickledMod(TracedMod(expr, captures, lines))
+        return _restored, (options, self.named, self.file)
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """Returns a copy with some arguments changed; the mods are traced again.
+
+        Args:
+            changes: arguments of AttentionSpec by name.
+
+        Raises:
+            SpecError: as for AttentionSpec.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        if not self.named:
+            given["name"] = None
+        if self.head_dim_v == self.head_dim and "head_dim" in changes:
+            given["head_dim_v"] = None
+        copy = AttentionSpec(**{**given, **changes})
+        if not self.named and "name" not in changes:
+            object.__setattr__(copy, "name", self.name)
+        object.__setattr__(copy, "file", self.file)
+        return copy
+
+
+def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | None:
+    if mod is None:
+        return None
+    return mod.trace if isinstance(mod, PickledMod) else trace(mod)
+
+
+def _restored(options: dict[str, Any], named: bool, file: str | None) -> AttentionSpec:
+    spec = AttentionSpec(**options)
+    object.__setattr__(spec, "named", named)
+    object.__setattr__(spec, "file", file)
+    return spec
+
+
+def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
+    mistakes: list[SpecError] = []
+
+    def mistake(what: str, numbers: str, way_out: str) -> None:
+        mistakes.append(SpecError(what, where=where, numbers=numbers, way_out=way_out))
+
+    for option, value in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if value is None and option == "head_dim_v":
+            continue
+        nearest = _nearest_head_dim(value)
+        if value is not nearest:
+            mistake(
+                f"{option} is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}",
+                f"{option} {value!r}",
+                f"{option}={nearest}",
+            )
+    if spec.dtype not in OPERAND_DTYPES:
+        mistake(
+            "kernels do not support this dtype",
+            f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",
+            f'dtype="{_nearest_dtype(str(spec.dtype))}"',
+        )
+    scale = spec.scale
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and 0 < scale < 2.0**127):
+        mistake(
+            "scale is a positive, finite number",
+            f"scale {scale!r}",
+            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
+        )
+    if not isinstance(spec.dropout, bool):
+        mistake(
+            "dropout is True or False; the probability is an argument of the call",
+            f"dropout {spec.dropout!r}",
+            "dropout=True, and op(..., dropout_p=0.1)",
+        )
+    if not isinstance(spec.packed, bool):
+        mistake(
+            "packed is True or False; the boundaries of the sequences are arguments of the call",
+            f"packed {spec.packed!r}",
+            "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+        )
+    sparse = spec.block_sparse
+    if sparse is not None and not isinstance(sparse, BlockSparse):
+        mistake(
+            "block_sparse is a BlockSparse layout or None",
+            f"given a {type(sparse).__name__}",
+            "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
+        )
+    if spec.name is not None and not _is_name(spec.name):
+        mistake(
+            "name is not an identifier, from which kernels and files are named",
+            f"name {spec.name!r}",
+            f"name={as_name(str(spec.name))!r}",
+        )
+    return mistakes
+
+
+def _nearest_head_dim(value: object) -> int:
+    """``value`` itself if it is a valid head dim, else the nearest valid one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 64
+    rounded = -(-value // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    nearest = max(HEAD_DIM_STEP, min(HEAD_DIM_MAX, rounded))
+    return value if nearest == value else nearest
+
+
+def _nearest_dtype(text: str) -> str:
+    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    for name in ("bfloat16", "float16", "float32"):
+        if name in text:
+            return name
+    return short.get(text, "float32" if "64" in text else "float16")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is not None
+
+
+def as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
+    return name if _is_name(name) else f"spec_{name}".rstrip("_")
+
+
+def _name_of(*mods: Mod | None) -> str:
+    for mod in mods:
+        name = getattr(mod, "__name__", "")
+        if name and name not in _GENERIC_NAMES and _is_name(name):
+            return str(name)
+    return "attention"
+
+
+def _distinct(captures: list[Capture], where: str) -> tuple[tuple[Capture, ...], list[SpecError]]:
+    """Each capture once, and an error for every name that two different captures have."""
+    first: dict[str, Capture] = {}
+    mistakes = []
+    for capture in captures:
+        known = first.setdefault(capture.name, capture)
+        if known.key != capture.key:
+            mistakes.append(
+                SpecError(
+                    f"two different captures are named {capture.name!r}",
+                    where=where,
+                    numbers=f"{known!r} and {capture!r}",
+                    way_out=f"one fg.{type(capture).__name__}, made once and used everywhere, "
+                    "or two names",
+                )
+            )
+    return tuple(first.values()), mistakes
+
+
+def _raise_all(mistakes: list[SpecError]) -> None:
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise SpecError(
+            f"{len(mistakes)} mistakes in one spec: " + "; ".join(m.what for m in mistakes),
+            where="\n".join(m.where for m in mistakes),
+            numbers="\n".join(m.numbers for m in mistakes),
+            way_out="\n".join(m.way_out for m in mistakes),
+        )

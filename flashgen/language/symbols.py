@@ -1,0 +1,63 @@
+"""The symbols of mask and score expressions.
+
+A symbol without a ``real`` assumption stands for a condition (a bool scalar), the others for
+numbers. Positions ``Q`` and ``K`` are global: local row + q_offset, local key + k_offset.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+B = sympy.Symbol("b", integer=True, nonnegative=True)
+H = sympy.Symbol("h", integer=True, nonnegative=True)
+Q = sympy.Symbol("q", integer=True)
+K = sympy.Symbol("k", integer=True)
+SCORE = sympy.Symbol("score", real=True)
+
+BATCH = sympy.Symbol("batch", integer=True, positive=True)
+HEADS = sympy.Symbol("heads", integer=True, positive=True)
+SEQ_Q = sympy.Symbol("seq_q", integer=True, nonnegative=True)
+SEQ_K = sympy.Symbol("seq_k", integer=True, nonnegative=True)
+
+# The first and last positions of a tile.
+Q_LO = sympy.Symbol("q_lo", integer=True)
+Q_HI = sympy.Symbol("q_hi", integer=True)
+K_LO = sympy.Symbol("k_lo", integer=True)
+K_HI = sympy.Symbol("k_hi", integer=True)
+
+CORNERS = {Q: (Q_LO, Q_HI), K: (K_LO, K_HI)}
+SIZES = (BATCH, HEADS, SEQ_Q, SEQ_K)
+
+LOWEST_SCORE = -1e30
+"""Scores of this or less count as -inf, such as the lowest float in additive masks. Kernels start
+the row maximum with this value, because a maximum of -inf cannot be subtracted."""
+
+
+def is_condition(expr: sympy.Basic) -> bool:
+    """True for an expression that is true or false, False for a number."""
+    if isinstance(expr, sympy.Symbol):
+        return expr.is_real is None
+    return isinstance(expr, sympy.logic.boolalg.Boolean)
+
+
+def is_int(expr: sympy.Basic) -> bool:
+    """True when ``expr`` can be computed in integers alone, from its leaves up.
+
+    The criterion is the computation, not the value: ``floor(score)`` has integer values but is a
+    float computation.
+    """
+    if isinstance(expr, sympy.Symbol | sympy.Number):
+        return bool(expr.is_integer)
+    if isinstance(expr, sympy.Pow):
+        base, exponent = expr.args
+        return is_int(base) and bool(exponent.is_Integer and exponent >= 0)
+    if isinstance(expr, sympy.Piecewise):
+        return all(is_int(value) for value, _ in expr.args)
+    if expr.func.__name__ == "Select":
+        return all(is_int(value) for value in expr.args[1:])
+    if expr.func in _INTEGER_CLOSED or getattr(expr.func, "integer_closed", False):
+        return all(is_int(arg) for arg in expr.args)
+    return False
+
+
+_INTEGER_CLOSED = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.sign)

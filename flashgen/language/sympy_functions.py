@@ -1,0 +1,322 @@
+"""sympy functions of flashgen, where sympy's own evaluate or differentiate differently from torch.
+
+========== ============================================================================
+FloorDiv   floor(a / b) of integers or reals, as Python's and torch's ``//``
+FloorMod   a - b * floor(a / b), the remainder with the divisor's sign, as ``%``
+Minimum    the least of its arguments; equal arguments share the derivative
+Maximum    the greatest of its arguments
+Floor      round down; derivative 0, as in torch
+Log2       logarithm to base 2
+Sigmoid    1 / (1 + exp(-x))
+Select     Select(condition, a, b); in results of the analysis only, ``where`` is a Piecewise
+========== ============================================================================
+
+All are real: outside its domain a function is NaN, never complex. The other functions (exp, log,
+tanh, sin, cos, Abs, Pow, Piecewise) are sympy's.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from math import gcd
+from typing import Any
+
+import sympy
+from sympy.core.sorting import default_sort_key
+
+from flashgen.language.symbols import is_int
+
+
+def _numerators(*exprs: sympy.Expr) -> int:
+    """The least common multiple of all numeric denominators in sums of terms."""
+    scale = 1
+    for expr in exprs:
+        for term in sympy.Add.make_args(expr):
+            scale = sympy.ilcm(scale, term.as_coeff_Mul()[0].q)
+    return int(scale)
+
+
+def _is_rational_sum(expr: sympy.Expr) -> bool:
+    """True for a sum of rational multiples of integer computations."""
+    for term in sympy.Add.make_args(expr):
+        coefficient, rest = term.as_coeff_Mul()
+        if not (coefficient.is_Rational and is_int(rest)):
+            return False
+    return True
+
+
+class FloorDiv(sympy.Function):  # type: ignore[misc]
+    """``floor(a / b)``. Undefined where b is 0."""
+
+    nargs = (2,)
+    integer_closed = True
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if b.is_zero:
+            return sympy.nan
+        if a.is_zero:
+            return sympy.S.Zero
+        if a == b:
+            return sympy.S.One
+        if not (is_int(a) and is_int(b)):
+            if _is_rational_sum(a) and _is_rational_sum(b):
+                scale = _numerators(a, b)
+                return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale))
+            if a.is_Rational and b.is_Rational:
+                return sympy.floor(a / b)
+            return None
+        if b.is_Integer:
+            return cls._constant(a, int(b))
+        return None
+
+    @classmethod
+    def _constant(cls, a: sympy.Expr, b: int) -> sympy.Expr | None:
+        if a.is_Integer:
+            return sympy.Integer(int(a) // b)
+        if b < 0:
+            return cls(-a, -b)
+        if b == 1:
+            return a
+        if isinstance(a, cls) and a.args[1].is_Integer and a.args[1] > 0:
+            return cls(a.args[0], a.args[1] * b)
+        whole, rest, common = [], [], b
+        for term in sympy.Add.make_args(a):
+            coefficient = int(term.as_coeff_Mul()[0])
+            if term.is_Integer:
+                whole.append(sympy.Integer(coefficient // b))
+                rest.append(sympy.Integer(coefficient % b))
+                coefficient = coefficient % b
+            elif coefficient % b == 0:
+                whole.append(term / b)
+                continue
+            else:
+                rest.append(term)
+            common = gcd(common, coefficient)
+        inner = sympy.Add(*rest)
+        if common > 1:
+            return sympy.Add(*whole) + cls(sympy.expand_mul(inner / common), b // common)
+        if inner != a:
+            return sympy.Add(*whole) + cls(inner, b)
+        return None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_real for arg in self.args) else None
+
+    def _eval_is_nonnegative(self) -> Any:
+        a, b = self.args
+        if b.is_nonnegative and a.is_nonnegative is not None:
+            return a.is_nonnegative
+        return None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
+
+
+class FloorMod(sympy.Function):  # type: ignore[misc]
+    """``a - b * floor(a / b)``. Undefined where b is 0."""
+
+    nargs = (2,)
+    integer_closed = True
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if b.is_zero:
+            return sympy.nan
+        if a.is_zero or a == b:
+            return sympy.S.Zero
+        if not (is_int(a) and is_int(b)):
+            if _is_rational_sum(a) and _is_rational_sum(b):
+                scale = _numerators(a, b)
+                return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)) / scale
+            if a.is_Rational and b.is_Rational:
+                return a - b * sympy.floor(a / b)
+            return None
+        if b.is_Integer:
+            return cls._constant(a, int(b))
+        if isinstance(a, cls) and a.args[1] == b:
+            return a
+        return None
+
+    @classmethod
+    def _constant(cls, a: sympy.Expr, b: int) -> sympy.Expr | None:
+        if a.is_Integer:
+            return sympy.Integer(int(a) % b)
+        if b < 0:
+            return -cls(-a, -b)
+        if b == 1:
+            return sympy.S.Zero
+        if isinstance(a, cls) and a.args[1] == b:
+            return a
+        terms = []
+        for term in sympy.Add.make_args(a):
+            coefficient, rest = term.as_coeff_Mul()
+            if term.is_Integer or int(coefficient) % b == 0:
+                coefficient = sympy.Integer(int(coefficient) % b)
+            terms.append(coefficient * rest)
+        inner = sympy.Add(*terms)
+        return cls(inner, b) if inner != a else None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args) else None
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    def _eval_is_nonnegative(self) -> Any:
+        return True if self.args[1].is_nonnegative else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.One if argindex == 1 else -FloorDiv(*self.args)
+
+
+class _Extremum(sympy.Function):  # type: ignore[misc]
+    """The common part of Minimum and Maximum: distinct, sorted arguments without nesting."""
+
+    integer_closed = True
+
+    def __new__(cls, *args: object, **options: object) -> sympy.Expr:
+        flat: list[sympy.Expr] = []
+        for arg in map(sympy.sympify, args):
+            flat.extend(arg.args if isinstance(arg, cls) else (arg,))
+        kept: list[sympy.Expr] = []
+        for arg in flat:
+            if not any(cls._dominates(other, arg) for other in kept):
+                kept = [other for other in kept if not cls._dominates(arg, other)] + [arg]
+        if len(kept) == 1:
+            return kept[0]
+        return super().__new__(cls, *sorted(kept, key=default_sort_key), evaluate=False)
+
+    @classmethod
+    def _dominates(cls, winner: sympy.Expr, loser: sympy.Expr) -> bool:
+        """True if ``loser`` never determines the result beside ``winner``."""
+        if winner == loser:
+            return True
+        margin = winner - loser
+        return bool(margin.is_nonpositive if cls._least else margin.is_nonnegative)
+
+    _least = True
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args) else None
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    def _eval_is_nonnegative(self) -> Any:
+        signs = [arg.is_nonnegative for arg in self.args]
+        decided = all(signs) if self._least else any(signs)
+        return True if decided else None
+
+    def _eval_is_positive(self) -> Any:
+        signs = [arg.is_positive for arg in self.args]
+        decided = all(signs) if self._least else any(signs)
+        return True if decided else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        """1 where this argument alone is the extremum; 1/2 at a tie, as in torch's autograd."""
+        mine = self.args[argindex - 1]
+        others = self.args[: argindex - 1] + self.args[argindex:]
+        other = type(self)(*others)
+        wins = mine < other if self._least else mine > other
+        share = sympy.Rational(1, 2)
+        return sympy.Piecewise((1, wins), (share, sympy.Eq(mine, other)), (0, True))
+
+
+class Minimum(_Extremum):
+    """The least of its arguments."""
+
+
+class Maximum(_Extremum):
+    """The greatest of its arguments."""
+
+    _least = False
+
+
+class Floor(sympy.Function):  # type: ignore[misc]
+    """Round down. Its derivative is 0, as in torch."""
+
+    nargs = (1,)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if is_int(x):
+            return x
+        if x.is_Rational:
+            return sympy.floor(x)
+        if _is_rational_sum(x):
+            return FloorDiv(x, 1)
+        return None
+
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
+
+
+class Log2(sympy.Function):  # type: ignore[misc]
+    """Logarithm to base 2."""
+
+    nargs = (1,)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if x.is_nonpositive:
+            return sympy.nan
+        if x.is_Integer and x > 0 and int(x) & (int(x) - 1) == 0:
+            return sympy.Integer(int(x).bit_length() - 1)
+        return None
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (self.args[0] * sympy.log(2))
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr:
+        return (sympy.log(self.args[0]) / sympy.log(2))._eval_evalf(prec)
+
+
+class Sigmoid(sympy.Function):  # type: ignore[misc]
+    """1 / (1 + exp(-x))."""
+
+    nargs = (1,)
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    def _eval_is_positive(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return self * (1 - self)
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr:
+        return (1 / (1 + sympy.exp(-self.args[0])))._eval_evalf(prec)
+
+
+class Select(sympy.Function):  # type: ignore[misc]
+    """``a`` where the condition holds, else ``b``.
+
+    Unlike a Piecewise, it never rewrites its condition, even one that compares other choices.
+    """
+
+    nargs = (3,)
+
+    @classmethod
+    def eval(cls, test: sympy.Basic, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if test == sympy.true or a == b:
+            return a
+        return b if test == sympy.false else None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args[1:]) else None
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+
+def content(numbers: list[int]) -> int:
+    """Greatest common divisor of all ``numbers``; 0 for none."""
+    return reduce(gcd, numbers, 0)

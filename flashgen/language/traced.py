@@ -1,0 +1,337 @@
+"""Traced values: the arguments of a mod while flashgen traces it.
+
+A mod runs once, on symbols. Operators build the expression. An operation that needs a value at
+trace time (``if``, ``and``, ``int()``, an index) is an error that names the user's line and the
+alternative. Numbers are exact: a literal 0.1 is the rational 1/10, so that only the kernel rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NoReturn, Union
+
+import sympy
+
+from flashgen.language import advice
+from flashgen.language.float_literals import LARGEST_LITERAL
+from flashgen.language.operators import absolute_value, combined
+from flashgen.language.python_printer import python_text
+from flashgen.language.refusal import refuse
+from flashgen.language.symbols import is_condition
+from flashgen.language.sympy_functions import Floor
+
+Operand = Union["Traced", int, float, bool]
+
+_UNREAL = (sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.I)
+
+
+class Traced:
+    """A number or a condition that the kernel will compute.
+
+    Attributes:
+        expr: the sympy expression so far.
+        captures: the scalars and tensors in the expression, in order of first use.
+    """
+
+    __slots__ = ("captures", "expr")
+    __array_ufunc__ = None  # lets numpy scalars on the left defer to the operators below
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expr: sympy.Basic, captures: tuple[Capture, ...] = ()) -> None:
+        self.expr = expr
+        self.captures = captures
+
+    @property
+    def is_condition(self) -> bool:
+        return is_condition(self.expr)
+
+    def __repr__(self) -> str:
+        return f"<traced {python_text(self.expr)}>"
+
+    # Arithmetic.
+
+    def __add__(self, other: Operand) -> Traced:
+        return combine("+", self, other)
+
+    def __radd__(self, other: Operand) -> Traced:
+        return combine("+", other, self)
+
+    def __sub__(self, other: Operand) -> Traced:
+        return combine("-", self, other)
+
+    def __rsub__(self, other: Operand) -> Traced:
+        return combine("-", other, self)
+
+    def __mul__(self, other: Operand) -> Traced:
+        return combine("*", self, other)
+
+    def __rmul__(self, other: Operand) -> Traced:
+        return combine("*", other, self)
+
+    def __truediv__(self, other: Operand) -> Traced:
+        return combine("/", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Traced:
+        return combine("/", other, self)
+
+    def __floordiv__(self, other: Operand) -> Traced:
+        return combine("//", self, other)
+
+    def __rfloordiv__(self, other: Operand) -> Traced:
+        return combine("//", other, self)
+
+    def __mod__(self, other: Operand) -> Traced:
+        return combine("%", self, other)
+
+    def __rmod__(self, other: Operand) -> Traced:
+        return combine("%", other, self)
+
+    def __divmod__(self, other: Operand) -> tuple[Traced, Traced]:
+        return combine("//", self, other), combine("%", self, other)
+
+    def __rdivmod__(self, other: Operand) -> tuple[Traced, Traced]:
+        return combine("//", other, self), combine("%", other, self)
+
+    def __pow__(self, other: Operand) -> Traced:
+        return combine("**", self, other)
+
+    def __rpow__(self, other: Operand) -> Traced:
+        return combine("**", other, self)
+
+    def __neg__(self) -> Traced:
+        return combine("-", 0, self)
+
+    def __pos__(self) -> Traced:
+        return combine("+", 0, self)
+
+    def __abs__(self) -> Traced:
+        return apply_function("abs", absolute_value, self)
+
+    def __floor__(self) -> Traced:
+        return apply_function("floor", Floor, self)
+
+    # Comparisons.
+
+    def __lt__(self, other: Operand) -> Traced:
+        return combine("<", self, other)
+
+    def __le__(self, other: Operand) -> Traced:
+        return combine("<=", self, other)
+
+    def __gt__(self, other: Operand) -> Traced:
+        return combine(">", self, other)
+
+    def __ge__(self, other: Operand) -> Traced:
+        return combine(">=", self, other)
+
+    def __eq__(self, other: object) -> Traced:  # type: ignore[override]
+        return combine("==", self, other)
+
+    def __ne__(self, other: object) -> Traced:  # type: ignore[override]
+        return combine("!=", self, other)
+
+    # Conditions.
+
+    def __and__(self, other: Operand) -> Traced:
+        return combine("&", self, other)
+
+    def __rand__(self, other: Operand) -> Traced:
+        return combine("&", other, self)
+
+    def __or__(self, other: Operand) -> Traced:
+        return combine("|", self, other)
+
+    def __ror__(self, other: Operand) -> Traced:
+        return combine("|", other, self)
+
+    def __xor__(self, other: Operand) -> Traced:
+        return combine("^", self, other)
+
+    def __rxor__(self, other: Operand) -> Traced:
+        return combine("^", other, self)
+
+    def __invert__(self) -> Traced:
+        if not self.is_condition:
+            refuse(
+                "~ is for conditions, this is a number",
+                numbers=f"operand {python_text(self.expr)}",
+                way_out="compare it first, as in ~(q < k); the negative of a number is -x",
+            )
+        return Value(sympy.Not(self.expr), self.captures)
+
+    # Operations that need a value, which a traced value does not have yet.
+
+    def __bool__(self) -> NoReturn:
+        way_out = advice.for_truth_value()
+        refuse(
+            "a traced value is neither true nor false yet: "
+            "if, and, or, not and chained comparisons cannot be used on it",
+            numbers=f"value {python_text(self.expr)}",
+            way_out=way_out,
+        )
+
+    def __int__(self) -> NoReturn:
+        self._no_value("int()", "fg.floor(x), or x // 1")
+
+    def __index__(self) -> NoReturn:
+        self._no_value("an index or a range", "fg.where(condition, a, b) to choose between values")
+
+    def __float__(self) -> NoReturn:
+        self._no_value("float() and the functions of math", advice.for_call())
+
+    def __complex__(self) -> NoReturn:
+        self._no_value("complex()", "real arithmetic")
+
+    def __iter__(self) -> NoReturn:
+        self._no_value("iteration and unpacking", "a traced value as one number")
+
+    def __len__(self) -> NoReturn:
+        self._no_value("len()", "fg.seq_q, fg.seq_k, fg.heads or fg.batch for sizes")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._no_value("indexing", "a traced value as one number; it has no elements")
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        self._no_value("a call", "x * (...) where a product is meant")
+
+    def __round__(self, digits: object = None) -> NoReturn:
+        self._no_value("round()", "fg.floor(x + 0.5)")
+
+    def __trunc__(self) -> NoReturn:
+        self._no_value("trunc()", "fg.where(x < 0, -fg.floor(-x), fg.floor(x))")
+
+    def __ceil__(self) -> NoReturn:
+        self._no_value("ceil()", "-fg.floor(-x)")
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        self._no_value("a numpy function", "the functions of flashgen, such as fg.exp")
+
+    def __lshift__(self, other: object) -> NoReturn:
+        self._no_value("<<", "x * 2**n")
+
+    def __rshift__(self, other: object) -> NoReturn:
+        self._no_value(">>", "x // 2**n")
+
+    __rlshift__ = __lshift__
+    __rrshift__ = __rshift__
+
+    def __matmul__(self, other: object) -> NoReturn:
+        self._no_value("@", "* for the product of two numbers")
+
+    __rmatmul__ = __matmul__
+
+    def __contains__(self, item: object) -> NoReturn:
+        self._no_value("in", "(x == a) | (x == b)")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._no_value(f".{name}", f"a function of flashgen{advice.for_attribute(name)}")
+
+    def _no_value(self, use: str, way_out: str) -> NoReturn:
+        refuse(
+            f"a traced value has no value yet: {use} cannot be used on it",
+            numbers=f"value {python_text(self.expr)}",
+            way_out=way_out,
+        )
+
+
+class Value(Traced):
+    """The result of an operator. No capture is a subclass, so that no reflected operator is tried
+    first."""
+
+    __slots__ = ()
+
+
+class Capture(Traced):
+    """An argument of the operator that a mod uses: a `Scalar` or a `Tensor`."""
+
+    __slots__ = ("dtype", "name")
+
+    name: str
+    dtype: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal captures; ``==`` on captures is elementwise."""
+        raise NotImplementedError
+
+
+def as_expr(value: object) -> sympy.Basic:
+    """The sympy expression of an operand: a traced value or a Python or numpy number or bool.
+
+    Raises:
+        SpecError: the type is not supported, or float32 cannot hold the number.
+    """
+    if isinstance(value, Traced):
+        return value.expr
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return sympy.true if value else sympy.false
+    if isinstance(value, numbers.Integral):
+        return sympy.Integer(int(value))
+    if isinstance(value, numbers.Rational | Fraction):
+        return sympy.Rational(value.numerator, value.denominator)
+    if isinstance(value, numbers.Real):
+        return _literal(float(value))
+    refuse(
+        f"a {type(value).__name__} cannot be used in a mod",
+        numbers=f"value {str(value)[:60]}",
+        way_out=advice.for_type(value),
+    )
+
+
+def _literal(value: float) -> sympy.Expr:
+    if not math.isfinite(value) or abs(value) > LARGEST_LITERAL:
+        refuse(
+            "a number that float32 cannot hold",
+            numbers=f"{value!r}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
+            way_out="mask_mod to remove scores, instead of adding -inf to them",
+        )
+    return sympy.Rational(repr(value))
+
+
+def captures_of(*values: object) -> tuple[Capture, ...]:
+    """The captures of all operands, each once, in order of first use."""
+    found: list[Capture] = []
+    for value in values:
+        if isinstance(value, Traced):
+            for capture in value.captures:
+                if not any(capture is other for other in found):
+                    found.append(capture)
+    return tuple(found)
+
+
+def made(expr: sympy.Basic, *operands: object) -> Traced:
+    """The traced value of a new expression, which must be a finite real number or a condition."""
+    if not is_condition(expr) and (expr.has(*_UNREAL) or expr.is_real is False):
+        refuse(
+            "this is not a finite real number",
+            numbers=" and ".join(
+                f"operand {python_text(as_expr(operand))}" for operand in operands
+            ),
+            way_out="no division by 0, and no log or root of a negative number",
+        )
+    return Value(expr, captures_of(*operands))
+
+
+def combine(operator: str, left: object, right: object) -> Traced:
+    """``left operator right`` as a traced value."""
+    return made(combined(operator, as_expr(left), as_expr(right)), left, right)
+
+
+def _number(name: str, value: object) -> sympy.Expr:
+    expr = as_expr(value)
+    if is_condition(expr):
+        refuse(
+            f"fg.{name} is for numbers, this is a condition",
+            numbers=f"operand {python_text(expr)}",
+            way_out="fg.where(condition, 1, 0) to make a number of a condition",
+        )
+    return expr
+
+
+def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
+    return made(function(*(_number(name, value) for value in values)), *values)

@@ -1,0 +1,150 @@
+"""Tracing a mod: one call with symbols turns a Python function into an expression."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.errors import FlashgenError, SpecError
+from flashgen.language import advice
+from flashgen.language.python_printer import python_text
+from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.language.traced import Capture, Traced, Value, as_expr
+from flashgen.language.user_source import SourceLines, is_library, lines_of, shown_path
+
+Mod = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class TracedMod:
+    """The result of tracing a mod.
+
+    Attributes:
+        expr: an expression over B, H, Q, K (and SCORE), sizes and scalars; a Boolean for a mask,
+            else real.
+        captures: every scalar (sizes included) and tensor that the mod uses, in order of first use.
+        lines: its location in the user's source.
+    """
+
+    expr: sympy.Basic
+    captures: tuple[Capture, ...]
+    lines: SourceLines
+
+
+def trace_mask(mask_mod: Mod) -> TracedMod:
+    """Trace ``mask_mod(b, h, q, k)``: a condition that is true where the score is kept.
+
+    The signature is FlexAttention's; a mod need not use all arguments. A mask may be always true or
+    always false.
+
+    Raises:
+        SpecError: the function cannot be traced; the message names the user's file and line.
+    """
+    trace = _run(mask_mod, "mask_mod", ("b", "h", "q", "k"), (B, H, Q, K))
+    if not is_condition(trace.expr):
+        raise SpecError(
+            "mask_mod returns a number, not a condition",
+            where=str(trace.lines),
+            numbers=f"returned {python_text(trace.expr)}",
+            way_out="a comparison, as in q >= k; score_mod changes scores",
+        )
+    if SCORE in trace.expr.free_symbols:
+        raise SpecError(
+            "mask_mod uses the score",
+            where=str(trace.lines),
+            numbers=f"returned {python_text(trace.expr)}",
+            way_out="a mask of b, h, q, k only: empty tiles are skipped before scores are computed",
+        )
+    return trace
+
+
+def trace_score(score_mod: Mod) -> TracedMod:
+    """Trace ``score_mod(score, b, h, q, k)``: the score that goes into the softmax.
+
+    A score_mod may ignore the score, for instance in a layer without queries whose scores are a
+    captured bias; its derivative by the score is then 0.
+
+    Raises:
+        SpecError: the function cannot be traced; the message names the user's file and line.
+    """
+    names = ("score", "b", "h", "q", "k")
+    trace = _run(score_mod, "score_mod", names, (SCORE, B, H, Q, K))
+    if is_condition(trace.expr):
+        raise SpecError(
+            "score_mod returns a condition, not a number",
+            where=str(trace.lines),
+            numbers=f"returned {python_text(trace.expr)}",
+            way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
+        )
+    return trace
+
+
+def _run(
+    mod: Mod, role: str, names: tuple[str, ...], symbols: tuple[sympy.Symbol, ...]
+) -> TracedMod:
+    if not callable(mod):
+        raise SpecError(
+            f"{role} is not a function",
+            where=role,
+            numbers=f"given a {type(mod).__name__}",
+            way_out=f"def {role}({', '.join(names)}): ...",
+        )
+    lines = lines_of(mod, "")
+    _check_arity(mod, role, names, lines)
+    try:
+        returned = mod(*(Value(symbol) for symbol in symbols))
+    except FlashgenError:
+        raise
+    except Exception as error:
+        raise _wrapped(error, role, lines) from error
+    if returned is None or not isinstance(returned, Traced | int | float):
+        raise SpecError(
+            f"{role} does not return a number or a condition",
+            where=str(lines),
+            numbers=f"returned a {type(returned).__name__}",
+            way_out="a return statement with "
+            + ("a condition, as in return q >= k" if role == "mask_mod" else "a number"),
+        )
+    expr = as_expr(returned)
+    captures = returned.captures if isinstance(returned, Traced) else ()
+    if not lines.text:
+        lines = SourceLines(lines.file, lines.line, python_text(expr))
+    return TracedMod(expr, captures, lines)
+
+
+def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines) -> None:
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        raise SpecError(
+            f"{role} does not take {len(names)} arguments by position",
+            where=str(lines),
+            numbers=f"it takes {signature}; it is called with ({', '.join(names)})",
+            way_out=f"def {role}({', '.join(names)}): ...",
+        ) from None
+
+
+def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
+    steps = traceback.walk_tb(error.__traceback__)
+    users = [(frame, line) for frame, line in steps if not is_library(frame)]
+    where, way_out = str(lines), advice.LANGUAGE
+    if users:
+        frame, line = users[-1]
+        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
+        way_out = advice.for_call(frame.f_code.co_filename, line)
+    if isinstance(error, NameError):
+        way_out = "define the name, or use fg.Scalar(name) or fg.Tensor(name, dims) for an argument"
+    return SpecError(
+        f"{role} raised {type(error).__name__}: {error}",
+        where=where,
+        numbers=f"while it was traced with symbols in place of numbers, {role} at {lines}",
+        way_out=way_out,
+    )

@@ -1,0 +1,161 @@
+"""Source locations of the user's Python, for error messages and for the emitted file."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+_PACKAGE = __name__.partition(".")[0]
+_ROOT_MARKS = ("pyproject.toml", ".git")
+
+
+@dataclass(frozen=True)
+class SourceLines:
+    """A function or expression in the user's Python source.
+
+    Attributes:
+        file: path relative to its project or to the working directory, never absolute.
+        line: number of its first line, from 1.
+        text: the function or lambda as written, dedented; the expression where no file exists.
+    """
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def shown_path(file: str) -> str:
+    """``file`` as messages and emitted files show it, the same from every working directory.
+
+    The path is relative to the nearest parent folder that is a project, else to the working
+    directory; otherwise it is the bare name. It is never absolute.
+    """
+    if file.startswith("<"):
+        return file
+    path = Path(os.path.abspath(file))
+    for parent in path.parents:
+        if any((parent / mark).exists() for mark in _ROOT_MARKS):
+            return path.relative_to(parent).as_posix()
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return path.name
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame outside flashgen, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame):
+        frame = frame.f_back
+    return frame
+
+
+def is_ours(frame: FrameType) -> bool:
+    """True for a frame of flashgen's own code, generated code such as a dataclass's included."""
+    return _package_of(frame) == _PACKAGE
+
+
+def is_library(frame: FrameType) -> bool:
+    """True for a frame of flashgen or of a library, where the user cannot correct an error."""
+    return _package_of(frame) in (_PACKAGE, "sympy", "mpmath", "numpy", "torch")
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def user_location() -> str:
+    """``file:line`` of the user's code that is running now."""
+    frame = user_frame()
+    if frame is None:
+        return "unknown"
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def code_of(function: Callable[..., object]) -> CodeType | None:
+    """The code object behind a function, method, partial or object with ``__call__``, or None."""
+    for _ in range(8):
+        if hasattr(function, "__code__"):
+            code = function.__code__
+            return code if isinstance(code, CodeType) else None
+        if hasattr(function, "func"):
+            function = function.func
+        elif hasattr(function, "__func__"):
+            function = function.__func__
+        elif hasattr(type(function), "__call__"):  # noqa: B004  (the method itself is needed)
+            inner = type(function).__call__
+            if not hasattr(inner, "__code__"):
+                return None
+            function = inner
+    return None
+
+
+def lines_of(function: Callable[..., object], fallback: str) -> SourceLines:
+    """The location and text of ``function``; ``fallback`` is the text if no file exists."""
+    code = code_of(function)
+    if code is None:
+        return SourceLines("<built-in>", 0, fallback)
+    file, line = code.co_filename, code.co_firstlineno
+    source = "".join(linecache.getlines(file))
+    text = _function_text(source, code) if source else None
+    return SourceLines(shown_path(file), line, text if text is not None else fallback)
+
+
+def _function_text(source: str, code: CodeType) -> str | None:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    found = [node for node in ast.walk(tree) if _starts_at(node, code)]
+    if len(found) > 1:
+        # Several lambdas can begin on one line: the compiled code tells them apart.
+        found = [node for node in found if _same_code(node, code)] or found
+    if not found:
+        return None
+    node = found[0]
+    if isinstance(node, ast.Lambda):
+        return ast.get_source_segment(source, node)
+    assert isinstance(node, ast.FunctionDef)
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines))
+
+
+def _starts_at(node: ast.AST, code: CodeType) -> bool:
+    if isinstance(node, ast.Lambda):
+        return code.co_name == "<lambda>" and node.lineno == code.co_firstlineno
+    if isinstance(node, ast.FunctionDef):
+        first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+        return node.name == code.co_name and first == code.co_firstlineno
+    return False
+
+
+def _same_code(node: ast.AST, code: CodeType) -> bool:
+    if not isinstance(node, ast.Lambda):
+        return False
+    module = compile(ast.Expression(body=node), code.co_filename, "eval")
+    inner = next(const for const in module.co_consts if isinstance(const, CodeType))
+    return _operations(inner) == _operations(code)
+
+
+def _operations(code: CodeType) -> list[tuple[str, str]]:
+    """The instructions, independent of whether outer names are globals or closure cells."""
+    return [
+        ("LOAD" if step.opname in _OUTER_LOADS else step.opname, step.argrepr.split(" + ")[-1])
+        for step in dis.get_instructions(code)
+        if step.opname not in _BOOKKEEPING
+    ]
+
+
+_OUTER_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_BOOKKEEPING = ("RESUME", "COPY_FREE_VARS", "MAKE_CELL", "PUSH_NULL", "NOP", "CACHE", "PRECALL")

@@ -1,0 +1,328 @@
+"""`flashgen.attention`, which makes a callable operator from a spec."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch.autograd import forward_ad
+
+from flashgen.call import CallOptions, Operands
+from flashgen.errors import SpecError
+from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
+from flashgen.ops.operator import Operator
+from flashgen.ops.registration import operator_of
+from flashgen.runtime import backward, forward
+from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.captured_tensors import check_learned
+from flashgen.runtime.checks import check_traced
+from flashgen.runtime.number_arguments import (
+    check_names,
+    check_rng,
+    draw_rng,
+    offset_of,
+    probability_of,
+    refuse_dropout,
+)
+from flashgen.runtime.reports import Report
+from flashgen.runtime.symbolic_sizes import is_constant
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_C = torch._C
+
+
+def attention(spec: AttentionSpec) -> Attention:
+    """Returns the operator that computes ``spec``; equal specs share one operator.
+
+    The operator is also registered as ``torch.ops.flashgen.<name>``, with the name of the spec.
+    If a different spec already has the name, a short hash is appended.
+
+    Args:
+        spec: the variant to compute.
+
+    Returns:
+        A callable; `flashgen.ops.Attention.__call__` lists its arguments.
+
+    Raises:
+        SpecError: ``spec`` is not an AttentionSpec.
+    """
+    from flashgen.language.spec import AttentionSpec
+
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(
+            "an operator is made from an AttentionSpec",
+            where="flashgen.attention",
+            numbers=f"given a {type(spec).__name__}",
+            way_out="fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...))",
+        )
+    return _attention(spec)
+
+
+@functools.cache
+def _attention(spec: AttentionSpec) -> Attention:
+    return Attention(spec)
+
+
+class Attention:
+    """A callable that computes one spec; kernels are compiled at the first call that needs them.
+
+    Operators can be pickled and copied, also as attributes of a module. torch.compile and
+    torch.export trace a call as one node.
+
+    Attributes:
+        spec: the variant that is computed.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self._operator = operator_of(spec)
+        self._used = self._operator
+
+    def __repr__(self) -> str:
+        return f"flashgen.attention({self.spec!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return attention, (self.spec,)
+
+    def __copy__(self) -> Attention:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Attention:
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name of the operator in torch.ops.flashgen."""
+        return self._operator.name
+
+    @property
+    def report(self) -> Report | None:
+        """Backend, kernel and counters of the last call; None before the first call."""
+        done = self._used.done
+        return None if done is None else forward.report(done)
+
+    @property
+    def backward_reports(self) -> tuple[Report, ...]:
+        """A report for each kernel of the last backward pass; empty before the first pass."""
+        done = self._used.done_backward
+        return () if done is None else backward.reports(done)
+
+    @overload
+    def __call__(
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **rest: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def __call__(
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
+    ) -> Tensor: ...
+
+    def __call__(
+        self,
+        /,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        return_lse: bool = False,
+        dropout_p: float | Tensor = 0.0,
+        rng: Tensor | None = None,
+        backend: str | None = None,
+        arch: str | None = None,
+        deterministic: bool | None = None,
+        **captures: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes attention of q over k and v, with gradients for them and for learned tensors.
+
+        The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
+        backward. Under torch.autocast, q, k and v are cast to the autocast dtype and the kernels of
+        that dtype run; captured tensors keep their dtypes.
+
+        Args:
+            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype, on the CPU or a CUDA device.
+                Any strides with a contiguous last dimension; expanded tensors are allowed.
+            k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv.
+            v: [batch, heads_kv, seq_k, head_dim_v].
+            scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
+            q_offset: global position of the first query, which mods see.
+            k_offset: global position of the first key.
+            return_lse: whether to also return the log-sum-exp of each row.
+            dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
+                multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
+                with dropout=True.
+            rng: int64 [2] on the device of q, seed and offset of dropout; if None, drawn from
+                PyTorch's generator of that device.
+            backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA
+                tensors); "tiled" computes the same tiles in PyTorch (default for CPU tensors);
+                "emulator" executes the kernels on CPU tensors with memory and race checkers.
+                FLASHGEN_BACKEND replaces the default.
+            arch: architecture to compile for, such as "sm_90a"; if None, FLASHGEN_ARCH, the
+                architecture of the GPU, or sm_80.
+            deterministic: whether gradients have the same bits in every run; if None, the setting
+                of torch.use_deterministic_algorithms.
+            captures: a number for each scalar and a tensor for each captured tensor of the spec, by
+                name. Tensors have the declared rank and dtype, lie on the device of q and may have
+                any strides. If the spec's block_sparse has no function, ``layout`` too: a bool
+                tensor [batch or 1, heads or 1, row blocks, column blocks] counted from global
+                position 0, a flashgen.Layout, or a PyTorch BlockMask with the spec's block size,
+                whose blocks are used and whose mask_mod is not.
+
+        Returns:
+            out: [batch, heads_q, seq_q, head_dim_v], of q's dtype and with its axes in the memory
+            order of q's. With return_lse a tuple (out, lse): lse is [batch, heads_q, seq_q],
+            float32, natural logarithm. A row without a kept key has out 0 and lse -inf (or the
+            spec's sink), as has every row if seq_k is 0. Gradients flow through both.
+
+        Raises:
+            InputError: an argument has a wrong shape, dtype, device, stride, value or name; nothing
+                has run. Also for second derivatives and forward-mode differentiation, which are not
+                supported.
+            PlanError: no tile fits the architecture.
+            CompileError: NVRTC is missing or rejects a kernel.
+            LaunchError: a kernel cannot be loaded or launched.
+            EmulatorError: an emulated kernel violates a rule of PTX.
+        """
+        if torch.compiler.is_compiling():
+            options = CallOptions(
+                scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
+            )
+            result = self._traced(Operands(q, k, v, (), rng), options, captures)
+            return result if return_lse else result[0]
+        operator = self._operator
+        if _C._is_any_autocast_enabled():
+            dtype = autocast_dtype(q)
+            if dtype is not None:
+                q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+                operator = self._of_dtype(dtype)
+        self._used = operator
+        captured: tuple[Any, ...] = ()
+        scalars: tuple[Any, ...] = ()
+        plain = is_plain(q, k, v)
+        if captures or operator.captures:
+            signature = operator.signature
+            if operator.takes_layout:
+                captures = {**with_layout(signature, captures)}
+            check_names(signature, captures)
+            scalars = tuple([captures[name] for name in operator.scalars])
+            captured = tuple([captures[name] for name in operator.tensors])
+            plain = plain and are_plain(captured)
+            if captured and torch.is_grad_enabled():
+                check_learned(signature, captured)
+        options = CallOptions(
+            scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p
+        )
+        if not plain:
+            check_traced(operator.signature, Operands(q, k, v, captured))
+            options = operator.normal(options)
+        if rng is None and operator.dropout:
+            rng = draw_rng(dropout_p, q.device)
+        if not plain:
+            result = Attend.apply(operator, options, q, k, v, rng, *captured)  # type: ignore[no-untyped-call]
+        elif (
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (captured and any(tensor.requires_grad for tensor in captured))
+            )
+        ) or forward_ad._current_level >= 0:
+            result = attend_plain(operator, options, q, k, v, rng, *captured)
+        else:
+            result = operator.compute(Operands(q, k, v, captured, rng), options)
+        return result if return_lse else result[0]
+
+    def _of_dtype(self, dtype: torch.dtype) -> Operator:
+        from flashgen.language.variants import with_dtype
+
+        return operator_of(with_dtype(self.spec, str(dtype).removeprefix("torch.")))
+
+    def _name_of_dtype(self, dtype: torch.dtype) -> str:
+        return self._of_dtype(dtype).name
+
+    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
+    _name_of_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _traced(
+        self, operands: Operands, options: CallOptions, captures: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The call as torch.compile and torch.export trace it: one node, checked when it runs."""
+        q, k, v, _, rng = operands
+        operator, signature = self._operator, self._operator.signature
+        overload = operator.overload
+        if operator.takes_layout:
+            captures = {**with_layout(signature, captures)}
+        if operator.tensors or len(captures) != len(operator.scalars):
+            check_names(signature, captures)
+        captured: list[Any] = []
+        if operator.tensors:
+            captured = [captures[name] for name in operator.tensors]
+            captures = {name: captures[name] for name in operator.scalars}
+            if torch.is_grad_enabled():
+                check_learned(signature, captured)
+        dtype = autocast_dtype(q)
+        if dtype is not None:
+            q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+            overload = getattr(torch.ops.flashgen, self._name_of_dtype(dtype)).default
+        else:
+            check_traced(signature, Operands(q, k, v, tuple(captured)))
+        p = self._traced_probability(options.dropout_p)
+        check_rng(rng, q.device)
+        if p is not None and rng is None:
+            rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        q_offset, k_offset = options.q_offset, options.k_offset
+        for name, offset in (("q_offset", q_offset), ("k_offset", k_offset)):
+            if not isinstance(offset, int):
+                offset_of(name, offset, 0)
+        result: tuple[Tensor, Tensor] = overload(
+            q,
+            k,
+            v,
+            *captured,
+            rng,
+            p,
+            scale=options.scale,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            backend=options.backend,
+            arch=options.arch,
+            deterministic=options.deterministic,
+            **captures,
+        )
+        return result
+
+    def _traced_probability(self, dropout_p: Any) -> Tensor | None:
+        """dropout_p as an argument of the registered operator, None for 0."""
+        if isinstance(dropout_p, Tensor):
+            return dropout_p
+        if not self._operator.dropout:
+            if dropout_p != 0.0:
+                refuse_dropout(self._operator.signature, "dropout_p", dropout_p)
+        elif not isinstance(dropout_p, int | float):
+            probability_of(dropout_p)
+        elif not is_constant(dropout_p == 0.0):
+            # A product, because torch.compile can keep its factor a variable.
+            return torch.ones((), dtype=torch.float64, device="cpu") * dropout_p
+        return None
+
+
+def autocast_dtype(q: object) -> torch.dtype | None:
+    """The dtype of torch.autocast on the device of q; None where it is off."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return None
+    return torch.get_autocast_dtype(q.device.type)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor cast by autocast's rules: float64 and integers stay, and raise an error later."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)

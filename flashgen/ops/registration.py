@@ -1,0 +1,245 @@
+"""Registers operators with torch: name, schema, kernels, fake kernels, gradients and vmap.
+
+The first arguments of an operator are tensors, with the captured tensors after q, k and v. Keyword
+arguments follow, including the run-time scalars. backend, arch and deterministic are arguments
+too: a compiled graph holds them as constants. The probability of dropout is a CPU tensor of one
+float64, because torch.compile makes one graph per value of a Python number, but only one graph for
+all values of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.call import Operands, OutputGradients
+from flashgen.dtypes import SCALAR_DTYPES
+from flashgen.ops.autograd import attend, differentiate
+from flashgen.ops.operator import NEEDED, Operator
+from flashgen.ops.vmap import map_backward, map_forward
+from flashgen.runtime.captured_tensors import check_learned
+from flashgen.runtime.checks import check_traced
+from flashgen.runtime.memory_layout import empty_rows
+from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.signature import CallSignature
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_SCHEMA = (
+    "float? scale=None, SymInt q_offset=0, SymInt k_offset=0, "
+    "str? backend=None, str? arch=None, bool? deterministic=None"
+)
+_library: Any = None  # torch's Library has no types
+_names: set[str] = set()
+_operators: dict[AttentionSpec, Operator] = {}
+_lock = threading.RLock()
+
+
+def operator_of(spec: AttentionSpec) -> Operator:
+    """The operator of a spec, registered at the first call; equal specs share one."""
+    with _lock:
+        found = _operators.get(spec)
+        if found is None:
+            found = _operators[spec] = Operator(spec, free_name(spec))
+            found.overload, found.overload_backward = register(found)
+        return found
+
+
+def free_name(spec: AttentionSpec) -> str:
+    """The spec's name, followed by a hash of the spec where another spec has that name.
+
+    The hash is the same in every process, so that exported programs find their operator.
+    """
+    from flashgen.language.digest import digest_of
+
+    assert spec.name is not None, "every AttentionSpec has a name"
+    name = spec.name
+    if _is_used(name):
+        digest = digest_of(spec.identity)
+        hashed = (f"{spec.name}_{digest[:length]}" for length in range(8, len(digest) + 1))
+        name = next(name for name in hashed if not _is_used(name))
+    _names.update((name, f"{name}_backward"))
+    return name
+
+
+def _is_used(name: str) -> bool:
+    """Whether an operator has this name, or torch.ops.flashgen has an attribute of its own."""
+    own = hasattr(torch.ops.flashgen, name) and name not in _names
+    return own or not _names.isdisjoint((name, f"{name}_backward"))
+
+
+def register(operator: Operator) -> tuple[Any, Any]:
+    """Defines the forward and the backward operator in torch. Returns their overloads."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+    signature, name = operator.signature, operator.name
+    qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
+    _define(signature, name)
+
+    def kernel(*tensors: Any, **by_name: Any) -> Any:
+        operands, p = _forward_values(signature, tensors)
+        return operator.compute(operands, operator.options(by_name, p))
+
+    def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands, gradients, p = _backward_values(signature, tensors)
+        options = operator.options(by_name, p)
+        return operator.compute_backward(operands, gradients, options, _needed(operator, by_name))
+
+    def autograd(*tensors: Any, **by_name: Any) -> Any:
+        (q, k, v, captured, rng), p = _forward_values(signature, tensors)
+        if captured and torch.is_grad_enabled():
+            check_learned(signature, captured)
+        with _one_level():
+            return attend(operator, operator.options(by_name, p), q, k, v, rng, *captured)
+
+    def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
+        (q, k, v, captured, rng), gradients, p = _backward_values(signature, tensors)
+        options, needed = operator.options(by_name, p), _needed(operator, by_name)
+        with _one_level():
+            return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
+
+    def fake(*tensors: Any, **by_name: Any) -> Any:
+        operands, p = _forward_values(signature, tensors)
+        q = operands.q
+        _check_traced_dropout(signature, operands.rng, p, q.device)
+        check_traced(signature, operands)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(q, signature.head_dim_v), lse
+
+    def fake_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands, _, _ = _backward_values(signature, tensors)
+        check_traced(signature, operands)
+        captured = operands.captured
+        learned = zip(operator.learned, _needed(operator, by_name), strict=True)
+        return (
+            *(empty_rows(tensor, tensor.shape[3]) for tensor in operands[:3]),
+            *(captured[i].new_empty(captured[i].shape if wanted else 0) for i, wanted in learned),
+        )
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+        _library.impl(f"{name}_backward", kernel_backward, device)
+    _library.impl(name, autograd, "Autograd")
+    _library.impl(f"{name}_backward", autograd_backward, "Autograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
+
+    overload = getattr(torch.ops.flashgen, name).default
+    overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
+
+    def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+        def call(*given: Any) -> Any:
+            return overload(*given[:3], *given[5:], *given[3:5], **by_name)
+
+        *dims, dims_captured = _sorted(signature, in_dims, 2)
+        *given, captured = _sorted(signature, tensors, 2)
+        return map_forward(
+            signature, call, info.batch_size, (*dims, *dims_captured), (*given, *captured)
+        )
+
+    def batched_backward(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+        def call(*given: Any) -> Any:
+            return overload_backward(*given[:3], *given[9:], *given[3:9], **by_name)
+
+        *dims, dims_captured = _sorted(signature, in_dims, 6)
+        *given, captured = _sorted(signature, tensors, 6)
+        return map_backward(
+            signature,
+            call,
+            info.batch_size,
+            (*dims, *dims_captured),
+            (*given, *captured),
+            any(_needed(operator, by_name)),
+        )
+
+    torch.library.register_vmap(qualified, batched, lib=_library)
+    torch.library.register_vmap(qualified_backward, batched_backward, lib=_library)
+    return overload, overload_backward
+
+
+def _define(signature: CallSignature, name: str) -> None:
+    """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
+    operands = ", ".join(
+        f"Tensor {name}" for name in ("q", "k", "v", *_names_of(signature.tensors))
+    )
+    learned = _names_of(signature.learned)
+    gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
+    numbers = _SCHEMA + "".join(
+        f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}" for scalar in signature.scalars
+    )
+    numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    dropout = "Tensor? rng=None, Tensor? dropout_p=None"
+    _library.define(
+        f"{name}({operands}, {dropout}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
+    )
+    _library.define(
+        f"{name}_backward({operands}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
+        f"{dropout}, *, {numbers_backward}) -> ({gradients})",
+        tags=tags,
+    )
+
+
+def _names_of(captures: Iterable[Any]) -> list[str]:
+    return [capture.name for capture in captures]
+
+
+def _forward_values(
+    signature: CallSignature, tensors: tuple[Any, ...]
+) -> tuple[Operands, Tensor | None]:
+    """The operands and dropout_p from the positional arguments of the forward operator."""
+    q, k, v, rng, p, captured = _sorted(signature, tensors, 2)
+    return Operands(q, k, v, captured, rng), p
+
+
+def _backward_values(
+    signature: CallSignature, tensors: tuple[Any, ...]
+) -> tuple[Operands, OutputGradients, Tensor | None]:
+    """The values from the positional arguments of the backward operator."""
+    q, k, v, out, lse, dout, dlse, rng, p, captured = _sorted(signature, tensors, 6)
+    return Operands(q, k, v, captured, rng), OutputGradients(out, lse, dout, dlse), p
+
+
+def _sorted(signature: CallSignature, given: tuple[Any, ...], others: int) -> tuple[Any, ...]:
+    """Positional arguments with the captured tensors in a tuple at the end.
+
+    torch omits arguments that have their default value, which is None for tensors.
+
+    Args:
+        given: q, k, v, the captured tensors, then at most ``others`` further arguments.
+    """
+    last = 3 + len(signature.tensors)
+    if len(given) < last + others:
+        given += (None,) * (last + others - len(given))
+    return (*given[:3], *given[last:], given[3:last])
+
+
+def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
+    given = by_name.get(NEEDED)
+    return (True,) * len(operator.learned) if given is None else tuple(given)
+
+
+def _one_level() -> AbstractContextManager[None]:
+    """Allows the transforms of torch.func, which call an operator once for each level."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    return enable_single_level_autograd_function()
+
+
+def _check_traced_dropout(signature: CallSignature, rng: Any, p: Any, device: torch.device) -> None:
+    if not signature.dropout and (p is not None or rng is not None):
+        refuse_dropout(signature, "rng" if p is None else "dropout_p", p)
+    if p is not None and rng is None:
+        refuse_no_rng(p)
+    check_rng(rng, device)

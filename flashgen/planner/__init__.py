@@ -1,0 +1,30 @@
+"""Block sizes derived from the SRAM size M, registers and traffic, with the derivation.
+
+``plan(spec, arch)`` enumerates the tiles that fit the architecture, chooses the one of least
+predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
+"""
+
+from flashgen.planner.api import feasible, plan, plan_backward, plan_minmax_table
+from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.requests import NO_TILES
+from flashgen.planner.schedule.heads_per_tile import HeadsPerTile, choose_heads
+from flashgen.planner.tile import Tile
+from flashgen.planner.traffic.backward import BackwardTraffic, backward_traffic
+from flashgen.planner.traffic.forward import ForwardTraffic, forward_traffic
+
+__all__ = [
+    "NO_TILES",
+    "BackwardPlan",
+    "BackwardTraffic",
+    "ForwardTraffic",
+    "HeadsPerTile",
+    "Plan",
+    "Tile",
+    "backward_traffic",
+    "choose_heads",
+    "feasible",
+    "forward_traffic",
+    "plan",
+    "plan_backward",
+    "plan_minmax_table",
+]

@@ -1,0 +1,177 @@
+"""The planner's functions: plans of the forward kernel, of a backward pass, of all tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from flashgen.arch import facts
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import paper_policy, streaming_kernels
+from flashgen.planner.backward_schemes import plan_schemes
+from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.plan_errors import heads_cannot_share, no_tile_fits, tile_does_not_fit
+from flashgen.planner.plan_of_tile import plan_of_tile
+from flashgen.planner.requests import (
+    NO_SPARE_REGISTERS,
+    NO_TILES,
+    BackwardPlanRequest,
+    PlanRequest,
+)
+from flashgen.planner.schedule.heads_per_tile import why_walks_differ
+from flashgen.planner.search import cheapest, is_feasible, obstacles_to_sharing, shapes, tiles_of
+from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import TileProblem, problem_of
+
+
+def plan(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    policy: str = "derived",
+    access_bytes: int | None = None,
+    spare_registers: int = 0,
+    tile: Tile | None = None,
+    heads_per_tile: int = 1,
+) -> Plan:
+    """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
+
+    ``print(plan)`` shows the derivation: each quantity as a formula with its numbers and its limit.
+
+    Args:
+        spec: the variant to plan for.
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
+        sram: shared memory per block in bytes, M in the derivation, instead of the architecture's.
+            The SM then has this amount plus the 1 KiB that the system reserves.
+        policy: "derived" chooses the feasible tile of least predicted cost. "paper" chooses the
+            tile of Algorithm 1 of FlashAttention (Dao et al., 2022), Bc = ceil(M/4d) and
+            Br = min(Bc, d) with M in elements, rounded to a tile that the kernel can run.
+        access_bytes: 16 (default) for tensors whose addresses and strides are multiples of 16
+            bytes; the operand size in bytes for all other tensors.
+        spare_registers: registers per thread that are left free beyond the model's number.
+            `flashgen.build` raises it if the compiler spills.
+        tile: a tile to plan with, whatever its cost, instead of the tile that the policy chooses.
+        heads_per_tile: number of query heads that share K and V and one tile, of which each has an
+            equal share of the rows. For "sm_90a", and a mask and block layout that are the same
+            for all heads.
+
+    Returns:
+        A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is invalid, or no tile (or not the given
+            tile) fits.
+    """
+    width = 16 if access_bytes is None else access_bytes
+    request = PlanRequest(spec, arch, sram, policy, width, spare_registers, tile, heads_per_tile)
+    request.check()
+    return _plan(request)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(request: PlanRequest) -> Plan:
+    spec, tile = request.spec, request.tile
+    problem = problem_of(
+        spec,
+        facts(request.arch),
+        request.sram,
+        request.access_bytes,
+        request.spare_registers,
+        heads_per_tile=request.heads_per_tile,
+    )
+    if request.heads_per_tile != 1:
+        _check_heads(spec, problem)
+    if tile is not None:
+        if not is_feasible(problem, tile):
+            raise tile_does_not_fit(problem, tile, spec)
+        return plan_of_tile(problem, tile, "given")
+    notes: tuple[str, ...] = ()
+    if request.policy == "paper":
+        chosen, notes = paper_policy.tile_of_paper(problem)
+    else:
+        chosen = cheapest(problem)
+    if chosen is None:
+        raise no_tile_fits(problem, spec, given_sram=request.sram is not None)
+    return plan_of_tile(problem, chosen, request.policy, notes)
+
+
+def plan_backward(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+    spare_registers: Mapping[str, int] = NO_SPARE_REGISTERS,
+    tiles: Mapping[str, Tile] = NO_TILES,
+) -> BackwardPlan:
+    """The kernels of the backward pass of ``spec``, their tiles, and the reasons for the choice.
+
+    Args:
+        arch, sram: as for `plan`.
+        deterministic: only kernels whose gradients are bitwise reproducible.
+        spare_registers: registers per thread to keep free beyond the model's need, by kernel:
+            "dkdv", "dq", "fused", "captured", "captured_exact".
+        tiles: by kernel, the tiles to plan with, whatever their cost. Where they include all
+            kernels of a scheme, that scheme is chosen.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is wrong, or no tile, or not a given
+            tile, fits.
+    """
+    request = BackwardPlanRequest(
+        spec,
+        arch,
+        sram,
+        deterministic,
+        tuple(sorted(spare_registers.items())),
+        tuple(sorted(tiles.items())),
+    )
+    request.check()
+    return _plan_backward(request)
+
+
+_plan_backward = functools.lru_cache(maxsize=1024)(plan_schemes)
+
+
+def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernels that make the min/max tables of a mask's captured tensors.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    return streaming_kernels.plan_minmax_table(spec, facts(arch))
+
+
+def feasible(
+    spec: AttentionSpec, arch: str = "sm_80", *, kernel: str = "forward", sram: int | None = None
+) -> tuple[Plan, ...]:
+    """A plan for every feasible tile of a kernel, the cheapest first; () where no tile fits.
+
+    Args:
+        arch, sram: as for `plan`.
+        kernel: "forward", or a backward kernel: "dkdv", "dq", "fused", "captured" or
+            "captured_exact".
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    problem = problem_of(spec, facts(arch), sram, 16, 0, kernel)
+    plans = (plan_of_tile(problem, tile, "given") for tile in tiles_of(problem))
+    return tuple(sorted(plans, key=lambda plan: (plan.cost, plan.tile)))
+
+
+def _check_heads(spec: AttentionSpec, problem: TileProblem) -> None:
+    """Checks that some tile can be shared by the problem's number of heads.
+
+    Raises:
+        PlanError: no tile, whether it fits or not, can be shared by this number of heads.
+    """
+    heads = problem.heads_per_tile
+    why = why_walks_differ(spec)
+    if not why and problem.path != "sm_90a":
+        why = "the kernels of path sm_80 have tiles of one head"
+    if not why and all(any(obstacles_to_sharing(t.owned, heads)) for t in shapes(problem)):
+        why = "no tile has 16, 32 or a multiple of 64 rows for each of them"
+    if why:
+        raise heads_cannot_share(problem, spec, why)

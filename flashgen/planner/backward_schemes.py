@@ -1,0 +1,128 @@
+"""The schemes of the backward pass: the plan of each kernel, and the choice of a scheme.
+
+There are two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention). One
+kernel computes all gradients with five products per score and adds its share of dQ atomically; or
+two kernels recompute the scores, with seven products, and every sum has a fixed order. Where the
+score function reads learned tensors, another kernel computes their gradients: with atomic additions
+in float32, or, where every run must have the same bits, with sums of integers, which do not depend
+on the order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.arch import facts
+from flashgen.errors import PlanError
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.plan_errors import no_tile_fits, tile_does_not_fit
+from flashgen.planner.plan_of_tile import plan_of_tile
+from flashgen.planner.requests import BackwardPlanRequest
+from flashgen.planner.search import cheapest, is_feasible
+from flashgen.planner.streaming_kernels import plan_delta
+from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import TileProblem, problem_of
+
+SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
+
+# A 64-bit sum holds 2^n contributions of up to 2^(62 - n) units each. The unit is rounded to a
+# power of 4, and only the exponent of the greatest contribution is stored; each of the two may cost
+# a factor of 2.
+EXACT_NOTE = (
+    "Launched twice: first to find the greatest contribution, then to add integer multiples of a "
+    "unit. Where up to 2^n contributions are added to one element, the unit is at most 2^(n - 60) "
+    "of the greatest: for n = 36 this is 2^-24 of it, the rounding error of float32."
+)
+
+
+def kernels_of(spec: AttentionSpec, *, deterministic: bool) -> dict[str, tuple[str, ...]]:
+    """The schemes that ``spec`` allows, each with its kernels without "delta", in launch order."""
+    # The sums of "fused" are stored in whole tiles of rows; packed sequences start anywhere.
+    only_split = deterministic or spec.packed
+    of_learned = kernel_for_learned(spec, deterministic=deterministic)
+    return {
+        name: (*parts, *of_learned)
+        for name, parts in SCHEMES.items()
+        if name == "split" or not only_split
+    }
+
+
+def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str, ...]:
+    """The kernel for the gradients of the score's learned tensors; () without learned tensors."""
+    learned = (t for t in spec.tensors if t.grad and t.symbol in spec.score.free_symbols)
+    if next(learned, None) is None:
+        return ()
+    return ("captured_exact" if deterministic else "captured",)
+
+
+def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
+    """See `flashgen.planner.plan_backward`."""
+    spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
+    spare, tiles = dict(request.spare_registers), dict(request.tiles)
+    found: dict[str, Plan] = {}
+    missing: dict[str, PlanError] = {}
+    of_learned = kernel_for_learned(spec, deterministic=deterministic)
+    for kernel in ("dkdv", "dq", "fused", *of_learned):
+        problem = problem_of(spec, arch, request.sram, 16, spare.get(kernel, 0), kernel)
+        tile = tiles.get(kernel)
+        if tile is not None and not is_feasible(problem, tile):
+            raise tile_does_not_fit(problem, tile, spec)
+        chosen = _plan_of_kernel(problem, tile)
+        if chosen is None:
+            missing[kernel] = no_tile_fits(problem, spec, given_sram=request.sram is not None)
+        else:
+            found[kernel] = chosen
+    possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
+    able = kernels_of(spec, deterministic=deterministic)
+    allowed = [name for name in possible if name in able]
+    if not allowed:
+        raise next(iter(missing.values()))
+    costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
+    given = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
+    scheme = min(given or allowed, key=lambda name: (costs[name], name))
+    for kernel in of_learned:
+        if kernel not in found:
+            raise missing[kernel]
+    names = (*SCHEMES[scheme], *of_learned)
+    kernels = (plan_delta(spec, arch), *(found[name] for name in names))
+    if deterministic:
+        why = "split, because every sum must have a fixed order: atomic additions have none"
+    elif spec.packed:
+        why = "split, because fused sums dQ in whole tiles: packed sequences start anywhere"
+    elif given:
+        why = f"{scheme}, because its tiles are given"
+    elif len(costs) > 1:
+        why = f"{scheme}, because its predicted cost is lower"
+    else:
+        why = f"{scheme}, because nothing else fits"
+    notes = (*_costs_of_schemes(found, costs), why)
+    return BackwardPlan(scheme, deterministic, kernels, notes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_of_kernel(problem: TileProblem, given: Tile | None) -> Plan | None:
+    """The plan of one kernel with the given tile, or else with the cheapest tile that fits."""
+    tile = cheapest(problem) if given is None else given
+    notes = (EXACT_NOTE,) if problem.kernel == "captured_exact" else ()
+    policy = "derived" if given is None else "given"
+    return None if tile is None else plan_of_tile(problem, tile, policy, notes)
+
+
+def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:
+    """Printed lines: the cost of each scheme, and the cost that learned tensors add."""
+    notes = []
+    for name, parts in SCHEMES.items():
+        if name in costs:
+            each = " + ".join(f"{part} {found[part].cost:.4f}" for part in parts)
+            products = "5 products per score" if name == "fused" else "7 products per score"
+            total = f" = {costs[name]:.4f}" if len(parts) > 1 else ""
+            notes.append(f"{name}: {products}, {each}{total} clk")
+        else:
+            lacking = " and ".join(part for part in parts if part not in found)
+            notes.append(f"{name}: no tile of {lacking} fits")
+    for plan in found.values():
+        if plan.of_captured:
+            products = f"{2 * plan.launches} products per score more"
+            notes.append(f"{plan.kernel}: {products}, {plan.cost * plan.launches:.4f} clk")
+    return notes

@@ -1,0 +1,192 @@
+"""The predicted duration of a launch for given sizes; nothing here is measured.
+
+The plan's cost is in clocks of one busy SM per score element. A launch has a number of thread
+blocks, which the SMs run in rounds: the last round may leave some SMs idle, and where a mask gives
+blocks different numbers of steps, a long one may start late. And no kernel ends before all of its
+bytes have passed through global memory once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashgen.arch import facts
+from flashgen.planner.derivation import DerivationLine, line_of, printed_line
+from flashgen.planner.formulas import Formula, FormulaSequence
+from flashgen.planner.kernel_plan import Plan
+from flashgen.planner.launch_sizes import LaunchSizes, Visited
+from flashgen.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.planner.models.kernel_model import LEARNED_KERNELS
+from flashgen.planner.quantities import Number
+from flashgen.planner.schedule.block_order import head_bits
+from flashgen.planner.traffic.forward import LSE_BYTES
+
+SLOTS = Formula("slots", "sms*blocks")
+QUANTISATION = Formula("quantisation", "makespan*slots/steps")
+WORK = Formula("work", "cost*scores/sms", "clk")
+HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
+TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
+FORMULAS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The predicted duration of one launch.
+
+    Attributes:
+        plan: the plan of the kernel.
+        lines: the derivation of the time, with its numbers.
+        seconds: the duration, at the clock of the product that the architecture's facts name.
+        bound: "work" or "hbm".
+        quantisation: the factor by which idle SMs make the launch longer; 1 when all SMs end
+            together.
+    """
+
+    plan: Plan
+    lines: tuple[DerivationLine, ...]
+    seconds: float
+    bound: str
+    quantisation: float
+
+    def __str__(self) -> str:
+        product = facts(self.plan.arch).product
+        head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
+        lines = [f"predicted {head}, bound by {self.bound}"]
+        for line in self.lines:
+            lines += printed_line(line)
+        return "\n".join(lines)
+
+
+def duration(
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    visited: Visited | None = None,
+    *,
+    uneven: bool = False,
+) -> Duration:
+    """The predicted duration of one launch of a kernel with these sizes.
+
+    Args:
+        visited: for each tile that a block owns, the tiles that it visits, as in `forward_traffic`,
+            the same for every batch entry and head; None for all tiles.
+        uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
+            are interleaved.
+
+    Raises:
+        ValueError: ``visited`` is for another number of tiles.
+    """
+    sizes = LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k)
+    return duration_of(plan, [(sizes, visited)], uneven=uneven)
+
+
+def duration_of(
+    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool = False
+) -> Duration:
+    """The predicted duration of one launch whose heads visit different tiles.
+
+    Args:
+        walks: the parts of the launch, each with its own sizes and visited tiles. Interleaved heads
+            are heads of one part.
+        uneven: as for `duration`.
+    """
+    arch = facts(plan.arch)
+    parts, rows = [], 0
+    for sizes, visited in walks:
+        tiles, heads, entries = plan.grid(*sizes)
+        lengths = _lengths(plan, tiles, sizes, visited)
+        bits = head_bits(plan, *sizes[1:]) if uneven else 0
+        parts.append(HeadSteps(lengths, heads * entries, 1 << bits))
+        rows += sizes.batch * sizes.heads_q * sizes.seq_q
+    steps = sum(sum(part.lengths) * part.times for part in parts)
+    scores = rows if plan.kernel == "delta" else steps * plan.block_q * plan.block_k
+    at: dict[str, Number] = {
+        "sms": arch.sms,
+        "blocks": plan.blocks_per_sm,
+        "steps": max(1, steps),
+        "makespan": makespan(parts, arch.sms * plan.blocks_per_sm),
+        "cost": plan.cost,
+        "scores": scores,
+        "bytes": sum(_bytes(plan, sizes) for sizes, _ in walks),
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    FormulaSequence(*FORMULAS)(at)
+    lines = tuple(line_of(formula, at) for formula in FORMULAS)
+    bound = "hbm" if at["hbm"] >= at["work"] else "work"
+    return Duration(plan, lines, at["time"] / arch.clock_hz, bound, float(at["quantisation"]))
+
+
+class HeadSteps(NamedTuple):
+    """Heads of a launch whose blocks have the same numbers of steps.
+
+    Attributes:
+        lengths: steps of each block of one head, in the order of its tiles.
+        times: the number of heads.
+        together: the number of interleaved heads, whose longest blocks are launched first.
+    """
+
+    lengths: Sequence[int]
+    times: int
+    together: int = 1
+
+
+def makespan(parts: Sequence[HeadSteps], slots: int) -> int:
+    """Steps until all blocks are done, when each free slot runs the next block.
+
+    Args:
+        parts: the parts of the launch, one after the other.
+        slots: blocks that run at the same time.
+    """
+    different = {length for part in parts for length in part.lengths}
+    if not different:
+        return 1
+    if len(different) == 1:
+        blocks = sum(len(part.lengths) * part.times for part in parts)
+        return max(1, different.pop() * -(-blocks // slots))
+    ends = [0] * slots
+    for lengths, times, together in parts:
+        ordered = sorted(lengths, reverse=True)
+        for first in range(0, times, together):
+            for length in ordered:
+                for _ in range(min(together, times - first)):
+                    heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:
+    """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
+    if plan.kernel in ("delta", "minmax_table"):
+        return [1] * tiles
+    times = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
+    if visited is None:
+        length, block = (
+            (sizes.seq_q, plan.block_q) if plan.owns_keys else (sizes.seq_k, plan.block_k)
+        )
+        return [-(-length // block) * times] * tiles
+    found = [len(list(each)) for each in visited]
+    if len(found) == tiles * times:  # the tiles of each head of the group
+        return [sum(found[tile::tiles]) for tile in range(tiles)]
+    if len(found) != tiles:
+        raise ValueError(f"visited has {len(found)} tiles, the launch has {tiles}")
+    return [length * times for length in found]
+
+
+def _bytes(plan: Plan, sizes: LaunchSizes) -> int:
+    """Bytes of all operands and results, each counted once."""
+    queries = sizes.batch * sizes.heads_q * sizes.seq_q
+    keys = sizes.batch * sizes.heads_kv * sizes.seq_k
+    qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    operands = queries * qk + keys * (qk + v)
+    if plan.kernel == "forward":
+        return operands + queries * (v + LSE_BYTES)
+    if plan.kernel == "delta":
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES)
+    results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
+    both = results["dkdv"] + queries * plan.head_dim * 4  # dQ's sums are float32
+    return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

@@ -1,0 +1,282 @@
+"""The plan of a kernel, and of a backward pass: frozen values that print their derivation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
+from flashgen.planner.models.fitted_common import MASK_LOOP_HEAD_DIM
+from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS, MMA_ROWS
+from flashgen.planner.models.registry import model_of
+from flashgen.planner.quantities import Quantities
+from flashgen.planner.tile import Tile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles, warps and shared-memory layout of one kernel, with their derivation.
+
+    Attributes:
+        kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
+            "fused" (dK, dV and dQ at once), "captured" (gradients of learned tensors) and
+            "captured_exact" (the same with order-independent sums); or "minmax_table" (min/max
+            tables of captured tensors, before all other kernels).
+        arch: the architecture that the kernel is compiled for.
+        path: the code path, which names the templates.
+        policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
+        dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
+        head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
+        block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
+            "dkdv" and "fused" owns block_k keys and walks the queries in steps of block_q; any
+            other block owns block_q queries and walks the keys in steps of block_k. 0 where there
+            is no such tile.
+        warps: computing warps per thread block; each owns 16 * row_groups rows.
+        column_warps: warps that own the same rows, each with a share of the gradient's columns.
+        score_warps: equal to column_warps where those warps share their scores (each computes the
+            scores of block_q / score_warps queries, and P and dS pass through shared memory); 1
+            where each of them computes all scores and nothing is exchanged.
+        stages: buffers for each of K and V in "forward", and for each of the two operands of a step
+            in the backward kernels of path "sm_90a". Backward kernels of path "sm_80" have a fixed
+            number: two for the operand that a step uses first and last (Q; in "dq" K), else one.
+        access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
+        smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
+        smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
+            of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
+        smem_bytes: bytes of dynamic shared memory per thread block.
+        sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
+            where it computes the sink's gradient; else 0.
+        registers: registers per thread that the compiler may use, set by the launch bounds.
+        registers_needed: registers per thread by the model, at most `registers`.
+        blocks_per_sm: resident thread blocks per SM that the launch bounds request.
+        heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
+            share K and V.
+        cost: predicted clocks of one SM per score element; per row for "delta".
+        derivation: the constraints and the cost, with their numbers.
+        refused: why each next larger tile was not chosen.
+        notes: further lines: the machine's numbers, the code path, roundings.
+        quantities: every evaluated quantity of the model by name, such as "tensor" or "macs";
+            `flashgen.planner.quantities.QUANTITIES` has the meanings.
+    """
+
+    arch: str
+    path: str
+    policy: str
+    dtype: str
+    itemsize: int
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    access_bytes: int
+    smem_q: int
+    smem_k: int
+    smem_v: int
+    smem_bytes: int
+    registers: int
+    registers_needed: int
+    blocks_per_sm: int
+    cost: float
+    derivation: tuple[DerivationLine, ...] = field(repr=False)
+    refused: tuple[Refusal, ...] = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+    quantities: Quantities = field(repr=False, compare=False)
+    kernel: str = "forward"
+    column_warps: int = 1
+    score_warps: int = 1
+    smem_do: int = 0
+    smem_rows: int = 0
+    smem_p: int = 0
+    smem_ds: int = 0
+    sink_bytes: int = 0
+    heads_per_tile: int = 1
+
+    @property
+    def queries_per_tile(self) -> int:
+        """Query rows of each head in a tile."""
+        return self.block_q // self.heads_per_tile
+
+    @property
+    def owns_keys(self) -> bool:
+        """Whether a thread block owns block_k keys rather than block_q queries."""
+        return self.kernel in KEY_KERNELS
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the kernel is persistent: a block computes one work tile after another."""
+        return self.path == "sm_90a" and self.kernel == "forward"
+
+    @property
+    def loops_over_masks(self) -> bool:
+        """Whether a costly mask is evaluated in a loop over all elements of a tile.
+
+        The loop includes keys past the end of the sequence.
+        """
+        return self.kernel == "forward" and self.head_dim_v <= MASK_LOOP_HEAD_DIM
+
+    @property
+    def of_captured(self) -> bool:
+        """Whether the kernel computes the gradients of learned tensors."""
+        return self.kernel in LEARNED_KERNELS
+
+    @property
+    def launches(self) -> int:
+        """Launches per backward pass: exact sums first need the greatest contribution."""
+        return 2 if self.kernel == "captured_exact" else 1
+
+    @property
+    def tile(self) -> Tile:
+        """The chosen tile. Planning with it as the given tile results in the same block sizes."""
+        return Tile(
+            step=self.block_q if self.owns_keys else self.block_k,
+            warps=self.warps,
+            row_groups=self.row_groups,
+            blocks=self.blocks_per_sm,
+            column_warps=self.column_warps,
+            score_warps=self.score_warps,
+        )
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows that one warp owns: of keys where `owns_keys`, else of queries."""
+        owned = self.block_k if self.owns_keys else self.block_q
+        return owned * self.column_warps // (MMA_ROWS * self.warps)
+
+    @property
+    def dq_row_warps(self) -> int:
+        """Warps of "fused" that divide the rows of a dQ tile; the others divide its columns."""
+        return int(self.quantities["dq_row_warps"])
+
+    @property
+    def other_warps(self) -> int:
+        """Warps of a thread block that do not compute: the producer warpgroup."""
+        return model_of(self.path, self.kernel, self.itemsize).other_warps if self.block_k else 0
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per thread of the producer warpgroup; 0 where all warps compute."""
+        return int(self.quantities.get("producer", 0))
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.warps + self.other_warps)
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Names of the constraints that keep the tile from being larger."""
+        return tuple(line.name for line in self.derivation if line.binding)
+
+    def grid(
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        seq_k: int,
+        *,
+        packed: bool = False,
+        head_bits: int = 0,
+    ) -> tuple[int, int, int]:
+        """Thread blocks of a launch, or work tiles of a persistent kernel, in three dimensions.
+
+        Args:
+            packed: the batch entries are sequences of one packed tensor; seq_q and seq_k are the
+                sums of their lengths.
+            head_bits: logarithm to base 2 of the number of interleaved heads, from
+                `flashgen.planner.schedule.block_order.head_bits`; 0: head by head.
+
+        Returns:
+            (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
+            or, where `owns_keys`, key tiles and key heads. With interleaved heads: (tiles times the
+            interleaved heads, heads divided by their number, batch entries). With packed sequences:
+            (the largest possible number of tiles of all sequences, heads, 1).
+        """
+        length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
+        if self.owns_keys:
+            length, block, heads = seq_k, self.block_k, heads_kv
+        if packed and self.kernel != "delta":
+            return (length // block + batch) << head_bits, heads >> head_bits, 1
+        return -(-length // block) << head_bits, heads >> head_bits, 1 if packed else batch
+
+    def __str__(self) -> str:
+        """The derivation as in the banner of the emitted file: lines of at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The derivation in words and numbers; with ``details``, every intermediate step too."""
+        lines = [f"plan{' ' * (INDENT - 4)}{self._choice()}"]
+        for note in self.notes:
+            lines += wrapped(note)
+        for line in self.derivation:
+            if details or not line.detail:
+                lines += printed_line(line)
+        for refusal in self.refused:
+            lines += wrapped(f"refused {refusal}")
+        return "\n".join(lines)
+
+    def _choice(self) -> str:
+        """The chosen tile in one line."""
+        parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
+        if self.heads_per_tile > 1:
+            parts.insert(1, f"heads_per_tile {self.heads_per_tile}")
+        if self.kernel == "forward":
+            parts.append(f"stages {self.stages}")
+        else:
+            parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
+        if self.column_warps > 1:
+            parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
+        return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The kernels of a backward pass, and the reasons for the choice.
+
+    Attributes:
+        scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
+            float32; "split": dQ has a kernel of its own, whose sums have a fixed order.
+        deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
+            kernels for learned tensors only "captured_exact".
+        kernels: in launch order: ("delta", "fused") or ("delta", "dkdv", "dq"), followed by
+            "captured" or "captured_exact" where the score reads learned tensors.
+        notes: the predicted costs of both schemes, and the reason for the choice.
+    """
+
+    scheme: str
+    deterministic: bool
+    kernels: tuple[Plan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cost(self) -> float:
+        """Predicted clocks of one SM per score element, without "delta", whose cost is per row."""
+        return sum(each.cost * each.launches for each in self.kernels if each.kernel != "delta")
+
+    @property
+    def of_keys(self) -> Plan:
+        """The plan of the kernel that computes dK and dV: "fused" or "dkdv"."""
+        return next(each for each in self.kernels if each.owns_keys)
+
+    def kernel(self, name: str) -> Plan:
+        """The plan of one kernel.
+
+        Raises:
+            KeyError: this scheme has no kernel of that name.
+        """
+        for each in self.kernels:
+            if each.kernel == name:
+                return each
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        """The choice of the scheme, then each kernel's derivation; at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The choice of the scheme and the derivations; ``details`` adds intermediate steps."""
+        lines = [f"backward  scheme {self.scheme}"]
+        for note in self.notes:
+            lines += wrapped(note)
+        return "\n".join([*lines, *(each.explain(details=details) for each in self.kernels)])

@@ -1,0 +1,84 @@
+"""Constants of the sm_90a cost models that were fitted, counted or assumed.
+
+"Fitted": the smallest number with which no chosen tile of an example spec spills (tests:
+test_backward_sm90.py and test_captured_sm90.py for the backward kernels). The compiler's use of
+registers is no smooth function of the instructions: these are steps between tiles, on the safe
+side. With dropout, and where a score reads several tensors, a first plan may spill all the same;
+`flashgen.build` then plans again with spare registers. "Counted": instructions read from the
+machine code of compiled kernels. "Assumed": no measurement exists; no kernel of flashgen has been
+timed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+# ---- producer warpgroup: registers per thread, fitted --------------------------------------------
+
+# Where the producer searches for live tiles, or evaluates a range with two ends.
+SEARCH_REGISTERS = 40
+# More of them, where the forward producer evaluates the mask for each tile ...
+SEARCH_BY_MASK_REGISTERS = 16
+# ... and where the producer of a backward kernel reads captured tensors to find tiles.
+SEARCH_BY_TENSORS_REGISTERS = 16
+
+# ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
+
+# Besides S, P and O: row statistics, descriptors, addresses.
+FORWARD_REGISTERS = 32
+# For each key of a step: an accumulator of S (1/2) and P rounded to the operand type (1/4).
+FORWARD_REGISTERS_PER_KEY = Fraction(3, 4)
+
+# ---- forward: instructions, counted --------------------------------------------------------------
+
+# Per thread and step around the products: descriptors, barriers, the loop; and for each wgmma.
+FORWARD_STEP_INSTRUCTIONS = 45
+FORWARD_WGMMA_INSTRUCTIONS = 3.7
+# Per score element: a maximum, a multiply-add, an exponential, a sum, and half of a rounding.
+FORWARD_INSTRUCTIONS = 4.5
+
+# ---- backward: registers per thread of the consumer warpgroups, fitted ---------------------------
+
+# Besides the accumulators: addresses and descriptors; in the kernels for learned tensors also
+# their sums. Beyond 256 columns of accumulators, one more register for each 10 columns.
+BACKWARD_REGISTERS = 20
+LEARNED_REGISTERS = 46
+WIDE_COLUMNS = 256
+WIDE_COLUMNS_PER_REGISTER = 10
+
+# For each accumulator element of S and dP: in all kernels; for random bits; for elements of
+# captured tensors, by how the gradient of such an element is summed (`analysis.kind_of_sum`): read
+# by each score for itself, or by a row or a column of scores; and for elements of tensors that the
+# mask reads, where it is evaluated for each score.
+PENDING = 1 / 8
+DROPOUT_PENDING = 1 / 4
+READ_PENDING = {"element": 1 / 2, "row": 3 / 16, "column": 3 / 16, "block": 0.0}
+MASK_PENDING = 1 / 4
+
+# Registers that a spec adds, whatever the step.
+DROPOUT_REGISTERS = 4
+SCORE_MOD_REGISTERS = 13
+MASK_OF_TENSORS_REGISTERS = 5
+# For each index but one of a learned element that every score adds to by itself: 64-bit strides.
+INDEX_REGISTERS = 8
+
+# ---- backward: instructions, counted -------------------------------------------------------------
+
+# Per thread and step around the products, and for each multiple of 16 of their depth.
+BACKWARD_STEP_INSTRUCTIONS = 60
+BACKWARD_WGMMA_INSTRUCTIONS = 3
+# Per score element: an exponential, a difference or the start of a sum, two products, two
+# roundings. Where a block owns keys, and where it owns queries.
+BY_KEYS_INSTRUCTIONS = 4.5
+BY_QUERIES_INSTRUCTIONS = 4.8
+
+# ---- time, assumed -------------------------------------------------------------------------------
+
+# At each hand-over of a buffer within a step, the products stand still for this number of clocks.
+HANDOVER_CLOCKS = 150
+# With one buffer, a step waits for this number of clocks until its first operand arrives.
+COPY_LATENCY_CLOCKS = 600
+# A block's start: its launch, its barriers, and its first keys, which nothing overlaps.
+BLOCK_START_CLOCKS = 600
+# Microseconds to clear the work-tile counter: a small kernel between two others.
+CLEAR_COUNTER_US = 2

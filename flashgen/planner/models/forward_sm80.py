@@ -1,0 +1,110 @@
+"""The cost model of the forward kernel on the sm_80 path: cp.async, ldmatrix and mma.sync.
+
+A thread block of ``warps`` warps owns ``block_q`` query rows, each warp ``row_groups`` groups of 16
+of them. It walks the keys in steps of ``block_k``, with one K buffer and one V buffer in shared
+memory (stages 1): V is copied during Q K^T, the next K during softmax and P V. S, P and O are held
+in registers. At the end, O is staged in shared memory over Q, K and V.
+"""
+
+from __future__ import annotations
+
+from flashgen.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.planner.formulas import Formula
+from flashgen.planner.models import fitted_sm80 as fitted
+from flashgen.planner.models.kernel_model import (
+    BUSIEST,
+    ISSUE,
+    REGISTER_LIMIT,
+    SPECIAL,
+    VECTOR,
+    KernelModel,
+    scaled,
+)
+
+# What the templates of the sm_80 path support.
+MAX_STEP = 128  # the main loop is unrolled over a step's rows
+WARP_COUNTS = (1, 2, 4, 8)
+ROW_GROUPS = (1, 2)
+
+# A row is copied in one pass, a 16-byte vector by each thread.
+COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{VECTOR}/{WARP})", "warps")
+
+# ---- what a tile needs ---------------------------------------------------------------------------
+
+SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
+# Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
+K_OFFSET = Formula("smem_k", "e*max(block_q*d_qk, block_q*d_v - stages*block_k*(d_qk + d_v))", "B")
+BLOCK_K_BY_SMEM = Formula(
+    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
+)
+
+# ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
+
+TENSOR = Formula("tensor", "factors*(d_qk + d_v)/tensor_rate", "clk")
+SHARED = Formula(
+    "shared",
+    "e*((d_qk + d_v)/(16*row_groups) + d_qk/block_k + (d_qk + d_v)/block_q)"
+    f"/{SMEM_BYTES_PER_CLOCK}",
+    "clk",
+)
+L2 = Formula("l2", "e*(d_qk + d_v)/block_q/l2_rate", "clk")
+# A warp alone waits for its keys, then takes the products' time, then the softmax's.
+ALONE = Formula("alone", f"l2 + max(tensor, shared) + special + rest/{SCHEDULERS * WARP}", "clk")
+# Warps that are out of step with it fill the time that it leaves idle: those of other blocks
+# always; those of the same block, which meet at two barriers in each step, half of the time.
+OVERLAP = Formula("overlap", "blocks*min(warps/4, (warps + 4)/8)")
+# With fewer than four warps on an SM, some of its schedulers have none.
+OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
+# Two barriers per step; other blocks fill the time.
+BARRIERS = Formula("barriers", f"2*{fitted.BARRIER_CLOCKS}/(block_q*block_k*blocks)", "clk")
+COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied + barriers", "clk")
+
+COST_STEPS = (TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, ALONE, OVERLAP, OCCUPIED, BARRIERS, COST)
+
+# ---- instructions per score element and thread ---------------------------------------------------
+
+# mma.sync and ldmatrix of 16-bit operands, counted from the tile. A product of float32 operands is
+# six products of tf32 parts.
+PRODUCTS = {
+    2: "(d_qk + d_v)/64 + e*(d_qk + d_v)/(256*row_groups) + e*d_qk/(16*block_k)",
+    4: f"6*(d_qk + d_v)/32 + {fitted.SPLIT_B_INSTRUCTIONS}*(d_qk + d_v)/(16*row_groups)"
+    f" + {fitted.SPLIT_A_INSTRUCTIONS}*d_qk/block_k",
+}
+
+
+def _forward(itemsize: int) -> KernelModel:
+    """The forward kernel for operands of this number of bytes per element."""
+    own, pending = fitted.FORWARD_REGISTERS[itemsize], fitted.FORWARD_PENDING[itemsize]
+    rest = (
+        f"{fitted.FORWARD_INSTRUCTIONS[itemsize]}"
+        f" + {fitted.FORWARD_STEP_INSTRUCTIONS}/(row_groups*block_k)"
+        " + copy_ops*e*(d_qk + d_v)/(access*block_q) + score_ops + dropout_ops"
+    )
+    return KernelModel(
+        name="forward",
+        owns="block_q",
+        sizes=(),
+        smem=SMEM,
+        smem_bound=BLOCK_K_BY_SMEM,
+        registers=Formula(
+            "registers",
+            f"row_groups*(block_k + d_v)/2 + {own}"
+            f" + {scaled('row_groups*block_k', pending)} + extra",
+        ),
+        register_bound=Formula(
+            "block_k",
+            f"(register_limit - {own} - extra - row_groups*d_v/2)/(row_groups*(1/2 + {pending}))",
+        ),
+        cost_steps=(Formula("products", PRODUCTS[itemsize]), Formula("rest", rest), *COST_STEPS),
+        register_limit=REGISTER_LIMIT,
+        sharing=((1, 1),),
+        stages=1,
+        warp_counts=WARP_COUNTS,
+        row_groups=ROW_GROUPS,
+        max_step=MAX_STEP,
+        other_warps=0,
+        copies_rows=True,
+    )
+
+
+MODELS = {("forward", itemsize): _forward(itemsize) for itemsize in (2, 4)}

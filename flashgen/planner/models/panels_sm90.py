@@ -1,0 +1,51 @@
+"""Panels: how tiles lie in shared memory on the sm_90a path, for TMA and wgmma.
+
+A tile is stored as panels of columns. A panel is as wide as the swizzle pattern that TMA writes and
+wgmma reads: 128, 64 or 32 bytes. Columns beyond the head dim are filled with zeros by TMA.
+"""
+
+from __future__ import annotations
+
+from flashgen.planner.models.kernel_model import KEY_KERNELS
+
+GROUP_ROWS = 64  # rows that a warpgroup multiplies at a time
+DEPTH_STEP = 16  # columns of 16-bit operands that one wgmma multiplies
+PANEL_COLUMNS = (64, 32, 16)  # of 16-bit operands: swizzle patterns of 128, 64 and 32 bytes
+
+
+def panels_of(dim: int) -> tuple[int, int]:
+    """Columns of a panel and the number of panels for rows of ``dim`` elements of 16 bits."""
+    return _panels(_padded(dim, DEPTH_STEP))
+
+
+def panels_of_kernel(
+    kernel: str, d_qk: int, d_v: int, column_warps: int
+) -> tuple[tuple[int, int], ...]:
+    """Columns of a panel and the number of panels in a backward kernel: (Q and K, V and dO).
+
+    Where a block owns keys, dQ^T takes K in blocks of 64 columns, and warpgroups that share the
+    columns of V and dO each take whole panels.
+    """
+    if kernel not in KEY_KERNELS:
+        return panels_of(d_qk), panels_of(d_v)
+    dims = _padded(d_qk, GROUP_ROWS), _padded(d_v, DEPTH_STEP * column_warps)
+    return _panels(dims[0], column_warps), _panels(dims[1], column_warps)
+
+
+def queries_of_sums(block_q: int, head_dim: int) -> int:
+    """Queries of a dQ tile whose sums a warpgroup of "fused" adds side by side.
+
+    The two warpgroups divide the blocks of 64 columns of dQ where their number is even, and the
+    queries where it is odd.
+    """
+    blocks = -(-head_dim // GROUP_ROWS)
+    return block_q // 2 if blocks % 2 else block_q
+
+
+def _padded(dim: int, unit: int) -> int:
+    return unit * -(-dim // unit)
+
+
+def _panels(dim: int, column_warps: int = 1) -> tuple[int, int]:
+    width = next(width for width in PANEL_COLUMNS if dim % (width * column_warps) == 0)
+    return width, dim // width

@@ -1,0 +1,101 @@
+"""The errors when no tile fits or options contradict: what is needed, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashgen.arch import facts, known
+from flashgen.errors import PlanError
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.formulas import counted
+from flashgen.planner.search import excesses, fits, quantities, shapes, smallest
+from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import TileProblem
+
+
+def no_tile_fits(problem: TileProblem, spec: AttentionSpec, *, given_sram: bool) -> PlanError:
+    """The error for a problem without a feasible tile.
+
+    Args:
+        given_sram: whether the caller gave M instead of using the architecture's.
+    """
+    tile = smallest(problem)
+    at = quantities(problem, tile)
+    needed = int(at["smem"])
+    if at["registers"] > at["register_limit"]:
+        what = "no tile fits in the registers of a thread"
+        needs, limit = f"{at['registers']:,g}", f"{at['register_limit']} per thread"
+    else:
+        what = "no tile fits in shared memory"
+        whose = "as given by sram" if given_sram else f"on {problem.arch.name}"
+        needs, limit = f"{needed:,} B", f"{problem.smem_limit:,} B per block {whose}"
+    where = _place(spec)
+    return PlanError(
+        what,
+        where=where if problem.kernel == "forward" else f"{where}, kernel {problem.kernel}",
+        numbers=f"needs {needs} at the smallest tile (block_q {at['block_q']}, "
+        f"block_k {at['block_k']}); limit {limit}",
+        way_out="\n".join(_ways_out(problem, needed, given_sram)),
+    )
+
+
+def tile_does_not_fit(problem: TileProblem, tile: Tile, spec: AttentionSpec) -> PlanError:
+    """The error for a given tile that the kernel cannot have."""
+    if replace(tile, blocks=1) not in shapes(problem) or tile.blocks < 1:
+        numbers = "the template does not support this combination of step, warps and sharing"
+    else:
+        broken = next(excesses(problem, tile))
+        needs, limit = counted(broken.needs), counted(broken.limit)
+        numbers = f"{broken.quantity}: {needs} against {limit} {broken.unit}".rstrip()
+    return PlanError(
+        "the kernel cannot have the given tile",
+        where=f"{_place(spec)}, kernel {problem.kernel}, {tile}",
+        numbers=numbers,
+        way_out="one of flashgen.planner.feasible(spec, arch, kernel=...), or leave it out",
+    )
+
+
+def heads_cannot_share(problem: TileProblem, spec: AttentionSpec, why: str) -> PlanError:
+    """The error for a number of heads per tile that no tile can have."""
+    return PlanError(
+        "these heads cannot share a tile",
+        where=f"{_place(spec)}, plan(heads_per_tile=...)",
+        numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
+        way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
+    )
+
+
+def _place(spec: AttentionSpec) -> str:
+    """The spec as an error names it: ``specs/softcap.py:9  softcap(head_dim=256, ...)``."""
+    place = spec.mask_line or spec.score_line
+    dims = f"head_dim={spec.head_dim}"
+    if spec.head_dim_v not in (None, spec.head_dim):
+        dims += f", head_dim_v={spec.head_dim_v}"
+    return (f"{place}  " if place else "") + f"{spec.name}({dims}, dtype={spec.dtype})"
+
+
+def _least_smem(problem: TileProblem) -> int:
+    return int(quantities(problem, smallest(problem))["smem"])
+
+
+def _ways_out(problem: TileProblem, needed: int, given_sram: bool) -> Iterator[str]:
+    """Changes with which the smallest tile fits; each is checked with the model."""
+    if problem.itemsize > 2:
+        half = replace(problem, dtype="float16", itemsize=2)
+        if fits(half, smallest(half)):
+            yield f'dtype="float16" ({_least_smem(half):,} B)'
+    for dim in range(max(problem.d_qk, problem.d_v) - 8, 0, -8):
+        lower = replace(problem, d_qk=min(problem.d_qk, dim), d_v=min(problem.d_v, dim))
+        if fits(lower, smallest(lower)):
+            yield f"head_dim={dim} ({_least_smem(lower):,} B)"
+            break
+    if needed <= problem.smem_limit:
+        return  # registers are the limit, not shared memory
+    if given_sram:
+        own = problem.arch.smem_per_block
+        yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")
+    else:
+        able = [name for name in known() if facts(name).smem_per_block >= needed]
+        if able:
+            yield f"arch={' or '.join(able)}"

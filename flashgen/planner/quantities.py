@@ -1,0 +1,114 @@
+"""The quantities that formulas mention: their meanings, and their values in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+Number = int | float
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes per element of an operand, by its dtype."""
+
+QUANTITIES = {
+    "block_q": "query rows per block (the paper's Br)",
+    "block_k": "keys per step of the main loop (the paper's Bc)",
+    "d_qk": "head dim of Q and K",
+    "d_v": "head dim of V and O",
+    "d": "the larger head dim (the paper's d)",
+    "depth": "columns of Q and K in shared memory, a multiple of the depth of a product",
+    "depth_v": "columns of V in shared memory",
+    "e": "bytes per operand element",
+    "stages": "buffers for K, and for V",
+    "warps": "warps per block",
+    "row_groups": "groups of 16 rows per warp, of the side that the block owns",
+    "column_warps": "warps that own the same rows, each with a share of the columns of its sums",
+    "score_warps": "the number of these warps that share scores through shared memory; 1: none",
+    "repeats": "the number of times that each score is computed: column_warps / score_warps",
+    "columns": "columns of dK and dV, or of dQ, that a warp accumulates",
+    "exchanged": "tiles that warps exchange: P and dS where they share scores, else 0",
+    "dq_row_warps": "warps that divide the rows of a dQ tile; the others divide its columns",
+    "dq_columns": "columns of a dQ tile per warp",
+    "dq_groups": "warpgroups that divide the queries of a dQ tile; 1: they divide its columns",
+    "syncs": "barriers per step",
+    "blocks": "resident blocks per SM",
+    "M": "shared memory that one block can have, in bytes",
+    "M_sm": "shared memory of an SM, in bytes",
+    "reserved": "shared memory that the system reserves in each block, in bytes",
+    "R": "32-bit registers of an SM",
+    "smem": "shared memory of a block, in bytes",
+    "smem_sm": "shared memory of all resident blocks, in bytes",
+    "registers": "registers that a thread needs",
+    "pending": "registers per accumulator of S and dP for values that are being made or used",
+    "launched": "registers of each thread at the start of a block",
+    "searching": "registers of a producer thread that searches for live tiles; 0: none does",
+    "producer": "registers of a thread of the producer warpgroup",
+    "register_limit": "registers that a thread can have with this number of resident blocks",
+    "query_bytes": "bytes of shared memory for LSE and delta of a query",
+    "extra": "registers that the spec, the architecture and unequal head dims add",
+    "access": "bytes per access to global memory",
+    "copy_ops": "instructions per access of a copy to shared memory",
+    "factors": "tensor-core products per multiplication: 6 for float32, else 1",
+    "tensor_rate": "tensor-core multiply-adds per clock and SM",
+    "l2_rate": "bytes per clock that an SM reads from L2",
+    "atomic_rate": "bytes per clock that an SM can add to L2 atomically",
+    "hbm_rate": "bytes per clock of global memory, per SM",
+    "score_ops": "instructions of score_mod per element, its derivative's included in backward",
+    "dropout_ops": "instructions per score element for dropout's random bits and selection",
+    "macs": "multiply-adds per score element",
+    "reads": "bytes of fragments read from shared memory per score element",
+    "logit": "bytes of a sink's logit",
+    "row_bytes": "bytes to and from global memory per row",
+    "products": "instructions per score element for the matrix products",
+    "rest": "instructions per score element for everything else",
+    "tensor": "clocks of the tensor cores per score element",
+    "shared": "clocks of shared memory per score element",
+    "l2": "clocks of the path from L2 per score element",
+    "atomics": "clocks of the atomic additions to dQ per score element",
+    "special": "clocks of the special-function units per score element",
+    "issue": "clocks of the instruction schedulers per score element",
+    "busiest": "clocks of the busiest resource per score element",
+    "alone": "clocks per score element that overlap with no other warp's work",
+    "overlap": "the number of warps per scheduler that are out of step with each other",
+    "occupied": "share of the schedulers that have a warp",
+    "barriers": "clocks lost at barriers per score element",
+    "waits": "clocks per score element of waits for a single buffer to be filled",
+    "cost": "clocks of one SM per score element; per row for delta",
+    "busy": "predicted share of the time in which the tensor cores multiply",
+    "sms": "SMs of the product",
+    "slots": "blocks that run at the same time",
+    "work_tiles": "tiles of queries of a launch, of all heads and batch entries",
+    "rounds": "blocks per slot, if every work tile has a block of its own",
+    "saved": "clocks of the block starts that persistent blocks save",
+    "clock_mhz": "clocks per microsecond",
+    "cleared": "clocks to clear the work-tile counter",
+    "steps": "steps of the main loops of all blocks",
+    "makespan": "steps until the last block ends, when each free slot runs the next block",
+    "quantisation": "the factor by which idle slots make the launch longer",
+    "scores": "score elements that the launch computes; rows for delta",
+    "bytes": "bytes of operands and results, each counted once",
+    "work": "clocks of the launch if all SMs were busy until its end",
+    "hbm": "clocks to move its bytes through global memory",
+    "time": "clocks of the launch",
+}
+"""The meaning of each quantity that a formula may mention, by name."""
+
+
+class Quantities(Mapping[str, Number]):
+    """Values of quantities by name; immutable."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Number]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Number:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Quantities({self._values!r})"

@@ -1,0 +1,114 @@
+"""The arguments of a request for a plan, as frozen values, and the checks of these arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flashgen.errors import PlanError
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.quantities import ITEMSIZE
+from flashgen.planner.tile import Tile
+
+POLICIES = ("derived", "paper")
+TILED_BACKWARD_KERNELS = ("dkdv", "dq", "fused", "captured", "captured_exact")
+NO_TILES: Mapping[str, Tile] = MappingProxyType({})
+NO_SPARE_REGISTERS: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of `flashgen.planner.plan`; their meanings are there."""
+
+    spec: AttentionSpec
+    arch: str
+    sram: int | None
+    policy: str
+    access_bytes: int
+    spare_registers: int
+    tile: Tile | None
+    heads_per_tile: int
+
+    def check(self) -> None:
+        """Checks the options.
+
+        Raises:
+            PlanError: an option is wrong, or two options contradict each other.
+        """
+        if self.policy not in POLICIES:
+            raise PlanError(
+                "there is no such planning policy",
+                where="plan(policy=...)",
+                numbers=f"given {self.policy!r}",
+                way_out=" or ".join(f'policy="{name}"' for name in POLICIES),
+            )
+        itemsize = ITEMSIZE[self.spec.dtype]
+        if self.access_bytes not in (16, itemsize):
+            raise PlanError(
+                "global memory is accessed in whole vectors or element by element",
+                where="plan(access_bytes=...)",
+                numbers=f"given {self.access_bytes!r}; {self.spec.dtype} has {itemsize} bytes",
+                way_out=f"access_bytes=16 or access_bytes={itemsize}",
+            )
+        check_sram(self.sram)
+        heads = self.heads_per_tile
+        if not isinstance(heads, int) or isinstance(heads, bool) or heads <= 0:
+            raise PlanError(
+                "heads_per_tile is not a number of heads",
+                where="plan(heads_per_tile=...)",
+                numbers=f"given {heads!r}: it is a number of query heads",
+                way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
+            )
+        if self.tile is not None and self.policy != "derived":
+            raise PlanError(
+                "a given tile cannot be combined with a policy",
+                where="plan(policy=..., tile=...)",
+                numbers=f"given {self.policy!r} and {self.tile}",
+                way_out="give one of the two",
+            )
+
+
+@dataclass(frozen=True)
+class BackwardPlanRequest:
+    """The arguments of `flashgen.planner.plan_backward`; their meanings are there."""
+
+    spec: AttentionSpec
+    arch: str
+    sram: int | None
+    deterministic: bool
+    spare_registers: tuple[tuple[str, int], ...]
+    tiles: tuple[tuple[str, Tile], ...]
+
+    def check(self) -> None:
+        """Checks the options.
+
+        Raises:
+            PlanError: an option is wrong.
+        """
+        check_sram(self.sram)
+        for option in ("spare_registers", "tiles"):
+            given = {name for name, _ in getattr(self, option)}
+            unknown = sorted(given - set(TILED_BACKWARD_KERNELS))
+            if unknown:
+                raise PlanError(
+                    f"{option} names a kernel without a tile to choose",
+                    where=f"plan_backward({option}=...)",
+                    numbers=f"given {', '.join(map(repr, unknown))}",
+                    way_out=" or ".join(f'"{name}"' for name in TILED_BACKWARD_KERNELS),
+                )
+
+
+def check_sram(sram: object) -> None:
+    """Checks a size of shared memory in bytes; None stands for the architecture's own.
+
+    Raises:
+        PlanError: the size is not a positive integer.
+    """
+    if sram is not None and (not isinstance(sram, int) or isinstance(sram, bool) or sram <= 0):
+        raise PlanError(
+            "the SRAM size is a positive number of bytes",
+            where="plan(sram=...)",
+            numbers=f"given {sram!r}",
+            way_out="sram=101376, which is 99 KiB, for example",
+        )

@@ -1,0 +1,106 @@
+"""Plans of the kernels without a tile to search for: they read each byte once."""
+
+from __future__ import annotations
+
+from flashgen.arch import Arch
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.derivation import line_of
+from flashgen.planner.formulas import Formula, FormulaSequence
+from flashgen.planner.kernel_plan import Plan
+from flashgen.planner.models.kernel_model import REGISTER_LIMIT
+from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
+
+# The delta kernel: each warp processes one row at a time. With this number of threads enough loads
+# are in flight.
+DELTA_WARPS = 4
+DELTA_ROWS = 64
+DELTA_BLOCKS = 8
+DELTA_REGISTERS = 64  # enough to load several rows at once
+
+# Read: O and dO, LSE and dLSE. Written: LSE and delta.
+ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
+# With the gradient of a sink: its logit is read, and the sum of each warp's rows is written.
+ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
+DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
+
+# The kernel for min/max tables: a block makes the table of one line of the tensor.
+MINMAX_WARPS = 8
+MINMAX_BLOCKS = 4
+MINMAX_REGISTERS = 48
+
+
+def plan_delta(spec: AttentionSpec, arch: Arch) -> Plan:
+    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory."""
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_v": spec.head_dim_v or spec.head_dim,
+        "R": arch.registers_per_sm,
+        "warps": DELTA_WARPS,
+        "blocks": DELTA_BLOCKS,
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    row_traffic = ROW_TRAFFIC
+    if spec.sink is not None and spec.sink.grad:
+        at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
+        row_traffic = ROW_TRAFFIC_OF_SINK
+    formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
+    note = (
+        f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
+        f"an SM per row. Bound by memory: each byte is moved once."
+    )
+    return _plan("delta", spec, arch, at, formulas, DELTA_REGISTERS, note)
+
+
+def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
+    """The plan of the kernel that makes a captured tensor's min/max table."""
+    at: dict[str, Number] = {
+        "R": arch.registers_per_sm,
+        "warps": MINMAX_WARPS,
+        "blocks": MINMAX_BLOCKS,
+    }
+    note = (
+        f"{arch.name}: R {arch.registers_per_sm:,}. One block per line of the tensor. Bound by "
+        f"memory: each element is read once, and each level of the table is made from the level "
+        f"below."
+    )
+    return _plan("minmax_table", spec, arch, at, (REGISTER_LIMIT,), MINMAX_REGISTERS, note)
+
+
+def _plan(
+    kernel: str,
+    spec: AttentionSpec,
+    arch: Arch,
+    at: dict[str, Number],
+    formulas: tuple[Formula, ...],
+    registers: int,
+    note: str,
+) -> Plan:
+    FormulaSequence(*formulas)(at)
+    return Plan(
+        kernel=kernel,
+        arch=arch.name,
+        path="sm_80",
+        policy="derived",
+        dtype=spec.dtype,
+        itemsize=ITEMSIZE[spec.dtype],
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v or spec.head_dim,
+        block_q=DELTA_ROWS if kernel == "delta" else 0,
+        block_k=0,
+        warps=int(at["warps"]),
+        stages=1,
+        access_bytes=16,
+        smem_q=0,
+        smem_k=0,
+        smem_v=0,
+        smem_bytes=0,
+        registers=int(at["register_limit"]),
+        registers_needed=registers,
+        blocks_per_sm=int(at["blocks"]),
+        cost=float(at.get("cost", 0.0)),
+        sink_bytes=int(at.get("logit", 0)),
+        derivation=tuple(line_of(formula, at) for formula in formulas),
+        refused=(),
+        notes=(note,),
+        quantities=Quantities(at),
+    )

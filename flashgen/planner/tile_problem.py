@@ -1,0 +1,166 @@
+"""The problem that the search solves: a kernel, its operands and the machine, as numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from flashgen.arch import SMEM_RESERVED, Arch
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.models import (
+    fitted_sm80,
+    spec_instructions,
+    spec_registers_sm80,
+    spec_registers_sm90,
+)
+from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
+from flashgen.planner.models.forward_sm80 import COPY_WARPS
+from flashgen.planner.models.kernel_model import VECTOR, KernelModel
+from flashgen.planner.models.registry import model_of
+from flashgen.planner.quantities import ITEMSIZE, Number
+
+
+@dataclass(frozen=True)
+class TileProblem:
+    """One kernel for which a tile is sought.
+
+    Attributes:
+        kernel: the kernel's name, as in `Plan.kernel`.
+        arch: the facts of the architecture.
+        path, path_note: the code path, and the reason why it is not the architecture's own, or "".
+        dtype, itemsize: the dtype of the operands, and its bytes per element.
+        d_qk, d_v: head dims of Q and K, and of V and O.
+        access_bytes: bytes per access to global memory.
+        smem_limit, smem_of_sm: M and M_sm, bytes of shared memory of a block and of an SM.
+        extra_registers: registers per thread that the spec and the architecture add.
+        pending: registers per accumulator element of S and dP; 0 in the forward kernel.
+        searching: registers of a producer thread that searches for tiles; 0 where none does.
+        score_ops, dropout_ops: instructions per score element.
+        sink_bytes: bytes of the sink's logit; 0 where the kernel reads none.
+        block_layout: a block-sparse layout in words; "" without one.
+        heads_per_tile: query heads that share a tile.
+    """
+
+    kernel: str
+    arch: Arch
+    path: str
+    path_note: str
+    dtype: str
+    itemsize: int
+    d_qk: int
+    d_v: int
+    access_bytes: int
+    smem_limit: int
+    smem_of_sm: int
+    extra_registers: int
+    pending: float
+    searching: int
+    score_ops: int
+    dropout_ops: int
+    sink_bytes: int
+    block_layout: str
+    heads_per_tile: int
+
+    @functools.cached_property
+    def model(self) -> KernelModel:
+        """The cost model of the kernel."""
+        return model_of(self.path, self.kernel, self.itemsize)
+
+    @functools.cached_property
+    def given(self) -> dict[str, Number]:
+        """The quantities that do not depend on the tile."""
+        wide = self.itemsize == 4
+        vectors = self.access_bytes == VECTOR
+        fastest = self.arch.mma_16bit if self.path == "sm_80" else self.arch.tensor_16bit
+        return {
+            "stages": self.model.stages,
+            "d_qk": self.d_qk,
+            "d_v": self.d_v,
+            "d": max(self.d_qk, self.d_v),
+            "e": self.itemsize,
+            "M": self.smem_limit,
+            "M_sm": self.smem_of_sm,
+            "reserved": SMEM_RESERVED,
+            "R": self.arch.registers_per_sm,
+            "extra": self.extra_registers,
+            "pending": self.pending,
+            "searching": self.searching,
+            # LSE and delta. Without dropout, -delta is stored twice: the dP accumulators of a
+            # pair of keys are initialised with it.
+            "query_bytes": 8 if self.dropout_ops else 12,
+            "access": self.access_bytes,
+            "copy_ops": fitted_sm80.VECTOR_COPY_INSTRUCTIONS
+            if vectors
+            else fitted_sm80.ELEMENT_COPY_INSTRUCTIONS,
+            "factors": 6 if wide else 1,
+            "tensor_rate": self.arch.mma_tf32 if wide else fastest,
+            "l2_rate": self.arch.l2_bytes_per_clock,
+            "atomic_rate": self.arch.l2_bytes_per_clock * ATOMIC_SHARE_OF_L2_RATE,
+            "score_ops": self.score_ops,
+            "dropout_ops": self.dropout_ops,
+        }
+
+    @functools.cached_property
+    def copy_warps(self) -> Number:
+        """Warps that are needed to copy a row in one pass."""
+        return COPY_WARPS(self.given)
+
+
+def problem_of(
+    spec: AttentionSpec,
+    arch: Arch,
+    sram: int | None,
+    access_bytes: int,
+    spare_registers: int = 0,
+    kernel: str = "forward",
+    heads_per_tile: int = 1,
+) -> TileProblem:
+    """The problem of one kernel of a spec. Arguments as in `flashgen.planner.plan`."""
+    limit = arch.smem_per_block if sram is None else sram
+    path, path_note = _path(spec, arch, access_bytes)
+    if path == "sm_80":
+        extra = spec_registers_sm80.extra(spec, arch, kernel)
+        pending, searching = spec_registers_sm80.pending(spec, kernel), 0
+    else:
+        searching = spec_registers_sm90.searching(spec, kernel, spare_registers)
+        if kernel == "forward":  # a spec adds the same registers on both paths
+            extra = spec_registers_sm80.extra(spec, arch, kernel)
+            pending = 0.0
+        else:
+            extra = spec_registers_sm90.extra(spec, kernel)
+            pending = spec_registers_sm90.pending(spec)
+    return TileProblem(
+        kernel=kernel,
+        arch=arch,
+        path=path,
+        path_note=path_note,
+        dtype=spec.dtype,
+        itemsize=ITEMSIZE[spec.dtype],
+        d_qk=spec.head_dim,
+        d_v=spec.head_dim_v or spec.head_dim,
+        access_bytes=access_bytes,
+        smem_limit=limit,
+        # Every architecture has 1 KiB more per SM than one block can have.
+        smem_of_sm=limit + arch.smem_per_sm - arch.smem_per_block,
+        extra_registers=extra + spare_registers,
+        pending=pending,
+        searching=searching,
+        score_ops=spec_instructions.of_score(spec, kernel),
+        dropout_ops=spec_instructions.of_dropout(spec, kernel),
+        sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
+        block_layout=spec.block_sparse.described if spec.block_sparse else "",
+        heads_per_tile=heads_per_tile,
+    )
+
+
+def _path(spec: AttentionSpec, arch: Arch, access_bytes: int) -> tuple[str, str]:
+    """The code path of a kernel, and why it is not the architecture's own, or ""."""
+    if arch.path == "sm_80":
+        return arch.path, ""
+    if ITEMSIZE[spec.dtype] != 2:
+        why = "float32 is split into parts of tf32, which mma.sync multiplies"
+    elif access_bytes != VECTOR:
+        why = "TMA takes addresses and strides in multiples of 16 bytes"
+    else:
+        return arch.path, ""
+    return "sm_80", f"sm_80 path: {why}"

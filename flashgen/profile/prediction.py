@@ -1,0 +1,184 @@
+"""A plan's predictions for a launch: bytes per tensor, multiply-adds, clocks and duration."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashgen.analysis import MaskAnalysis
+from flashgen.arch import WARP
+from flashgen.call import CheckedCall
+from flashgen.language.spec import AttentionSpec
+from flashgen.pipeline import Build
+from flashgen.planner import (
+    BackwardTraffic,
+    ForwardTraffic,
+    Plan,
+    backward_traffic,
+    forward_traffic,
+)
+from flashgen.planner.duration import Duration, duration_of
+from flashgen.profile.block_layout_traffic import bytes_of_layout
+from flashgen.profile.visited_tiles import Array, HeadWalk, heads_of, joined
+from flashgen.runtime.bind_arguments import blocks_of_call
+
+COUNTER_BYTES = 4
+RNG_BYTES = 16
+"""Dropout's seed and offset, 8 bytes each."""
+
+TERMS = ("tensor", "shared", "l2", "atomics", "special", "issue")
+"""The terms of a plan's cost, quantities in clocks of one SM per score element."""
+
+
+@dataclass(frozen=True)
+class LaunchPrediction:
+    """The predictions for one launch.
+
+    Attributes:
+        bytes: bytes of the lanes' loads and stores, by the names of the kernel's pointers.
+        added: the part of these bytes that atomics add.
+        distinct: bytes, each counted once; None without a prediction.
+        scores: elements of S that are computed.
+        multiply_adds: multiply-adds of the tensor cores; None without a prediction.
+        clocks: clocks of one SM, by the names of `TERMS`.
+        duration: the duration of the launch; None without a prediction.
+    """
+
+    bytes: Mapping[str, int]
+    added: int
+    distinct: int | None
+    scores: int
+    multiply_adds: float | None
+    clocks: Mapping[str, float]
+    duration: Duration | None = None
+
+
+def predict(
+    spec: AttentionSpec,
+    build: Build,
+    problem: CheckedCall,
+    captured: Mapping[str, Array],
+    dlse: bool,
+) -> LaunchPrediction | None:
+    """The predictions for a launch; None where there are none.
+
+    There are none for the kernels of min/max tables, nor for packed sequences, whose tiles depend
+    on the positions at which the sequences start.
+    """
+    plan = build.plan
+    if plan.kernel == "minmax_table" or spec.packed:
+        return None
+    mask = build.analysis.mask
+    heads = heads_of(spec, mask, plan, problem, captured)
+    walks = joined(heads, plan, problem)
+    if plan.kernel == "forward":
+        moved = _sum(functools.partial(forward_traffic, plan), walks)
+        found = _forward(plan, moved)
+    else:
+        moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
+        found = _backward(plan, moved, dlse)
+    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
+    if spec.block_sparse is not None:
+        more |= bytes_of_layout(mask, plan, heads)
+    distinct = found.distinct
+    if distinct is not None and "rng" in more:
+        distinct += RNG_BYTES
+    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+        distinct = None
+    found = replace(found, bytes={**found.bytes, **more}, distinct=distinct)
+    if plan.of_captured:
+        return found
+    return replace(found, duration=duration_of(plan, walks, uneven=mask.growth != 0))
+
+
+def _of_sink(
+    spec: AttentionSpec, mask: MaskAnalysis, moved: ForwardTraffic | BackwardTraffic
+) -> dict[str, int]:
+    """Bytes of a sink's logits and of its gradient's sums; {} where the mods read the sink too."""
+    sink = spec.sink
+    if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
+        return {}
+    sums = moved.dsink if isinstance(moved, BackwardTraffic) else 0
+    return {f"c_{sink.name}": moved.sink, "sink_sums": sums}
+
+
+def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
+    """Bytes of seed and offset, which every computing thread reads once, before its main loop.
+
+    Kernels that own keys read them in each step; the compiler decides which parts of them, so that
+    nothing is predicted.
+    """
+    plan = build.plan
+    drops = any(param.name == "rng" for param in build.source.params)
+    if not drops or plan.owns_keys:
+        return {}
+    x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+    return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
+
+
+def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
+    """Bytes of the work-tile counter, which is incremented once for each work tile."""
+    if not plan.is_persistent:
+        return {}
+    blocks = blocks_of_call(plan, p)
+    return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
+
+
+def _shared(spec: AttentionSpec, problem: CheckedCall) -> bool:
+    """Whether heads that are counted separately may read the same bytes."""
+    return spec.sink is not None or problem.heads_q != problem.heads_kv
+
+
+def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
+    return functools.reduce(operator.add, (traffic(*sizes, visited) for sizes, visited in walks))
+
+
+def _forward(plan: Plan, moved: ForwardTraffic) -> LaunchPrediction:
+    return LaunchPrediction(
+        bytes={"q": moved.q, "k": moved.k, "v": moved.v, "o": moved.o, "lse": moved.lse},
+        added=0,
+        distinct=moved.compulsory,
+        scores=moved.scores,
+        multiply_adds=_factors(plan) * (plan.head_dim + plan.head_dim_v) * moved.scores,
+        clocks=_clocks(plan, moved.scores),
+    )
+
+
+def _backward(plan: Plan, moved: BackwardTraffic, dlse: bool) -> LaunchPrediction:
+    lse = moved.lse // 2 if dlse else moved.lse
+    bytes_ = {
+        "q": moved.q,
+        "k": moved.k,
+        "v": moved.v,
+        "o": moved.o,
+        "do": moved.do,
+        "lse": lse,
+        "dlse": moved.lse - lse,
+        "rows": moved.rows_read + moved.rows_written,
+        "dq": moved.dq,
+        "dk": moved.dk,
+        "dv": moved.dv,
+        "dq_sum": moved.added,
+    }
+    macs = plan.quantities.get("macs")
+    return LaunchPrediction(
+        bytes=bytes_,
+        added=moved.added,
+        distinct=None,
+        scores=moved.scores,
+        multiply_adds=None if macs is None else _factors(plan) * macs * moved.scores,
+        clocks=_clocks(plan, moved.scores),
+    )
+
+
+def _factors(plan: Plan) -> int:
+    """Tensor-core products per multiplication: float32 is split into three parts of tf32."""
+    return 6 if plan.dtype == "float32" else 1
+
+
+def _clocks(plan: Plan, scores: int) -> dict[str, float]:
+    at = plan.quantities
+    return {term: float(at[term]) * scores for term in TERMS if term in at}

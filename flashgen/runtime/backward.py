@@ -1,0 +1,319 @@
+"""One backward call: checks, the choice of kernels, their build, and their launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashgen.call import (
+    DEFAULT_LAUNCH,
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    OutputGradients,
+)
+from flashgen.runtime import alignment, sink_gradients
+from flashgen.runtime.backends import Target, target_of
+from flashgen.runtime.bind_arguments import bind
+from flashgen.runtime.block_layouts import static_layout
+from flashgen.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.runtime.captured_tensors import named, pointers_of
+from flashgen.runtime.checks import check, check_contents, check_gradients
+from flashgen.runtime.compiler import (
+    backward_kernels,
+    gradient_terms,
+    learning,
+    signature_of,
+    without_dropout,
+)
+from flashgen.runtime.cpu_backend import REASON as CPU_REASON
+from flashgen.runtime.cpu_backend import CpuCall
+from flashgen.runtime.learned_gradients import (
+    ExactSums,
+    FloatSums,
+    LearnedGradients,
+    contributions_of,
+)
+from flashgen.runtime.memory_layout import copy_sums, empty_rows, zero_sums
+from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.runtime.number_arguments import settled
+from flashgen.runtime.reports import Report
+from flashgen.runtime.tuned_tiles import remembered
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+    from flashgen.planner import Plan
+
+Tensor = torch.Tensor
+Inputs = dict[str, Tensor]
+
+_EMPTY = "nothing to launch: a size is 0"
+
+# The tensors that are read row by row: their names in kernels, and the names of their arguments.
+_READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
+
+
+class BackwardRecord(NamedTuple):
+    """The facts of one `PreparedBackward.run`, from which `reports` makes Reports on demand."""
+
+    call: PreparedBackward
+    reason: str
+    launches: tuple[KernelRun, ...] = ()
+    copies: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+
+
+class PreparedBackward:
+    """A checked backward call, with all choices that do not depend on the contents of tensors.
+
+    It serves all calls with the same options and with tensors of the same shapes, strides, dtypes
+    and device.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_built",
+        "_contributions",
+        "_kernel_arch",
+        "_layout",
+        "_obstacles",
+        "_reason",
+        "_tables",
+        "call",
+        "deterministic",
+        "drops",
+        "launch",
+        "signature",
+        "spec",
+        "target",
+    )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        call: CheckedCall,
+        target: Target,
+        inputs: Inputs,
+        *,
+        deterministic: bool,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+    ) -> None:
+        """
+        Args:
+            spec: the spec, in which only tensors whose gradients are needed have grad=True.
+            inputs: the tensors q, k, v, o and do.
+        """
+        self.drops = call.dropout_p > 0
+        self.spec = spec if self.drops else without_dropout(spec)
+        self.signature = signature_of(spec)
+        self.call = call
+        self.target = target
+        self.deterministic = deterministic
+        self.launch = launch
+        self._layout = static_layout(self.signature, call, target.device)
+        self._obstacles = {
+            name: alignment.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
+        }
+        # Operands with an obstacle are copied to contiguous tensors, which TMA can load.
+        by_tma = {
+            _READ[name]: tensor
+            for name, tensor in inputs.items()
+            if name != "o" and self._obstacles[name] is None
+        }
+        self._kernel_arch, self._reason = alignment.path_for(target.arch, **by_tma)
+        self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
+        self._tables: MinMaxTables | None = None  # for kernels that read captured tensors
+        # With exact sums: the largest number of contributions to an element of each tensor.
+        self._contributions: dict[str, int] = {}
+        self._built = 0.0
+
+    def run(
+        self, operands: Operands, gradients: OutputGradients
+    ) -> tuple[tuple[Tensor, ...], BackwardRecord]:
+        """Returns dq, dk, dv and the needed gradients of learned tensors, and a record."""
+        q, k, v, captured, rng = operands
+        read = _inputs(operands, gradients)
+        for name, tensor in read.items():
+            if tensor.is_neg():
+                read[name] = tensor.resolve_neg()
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        dlse = gradients.dlse
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
+        by_name = named(self.signature, captured) if captured else {}
+        if by_name:
+            check_contents(self.signature, by_name, self.call, self.target.device)
+        if self._layout:
+            by_name |= self._layout
+        if self.target.backend == "tiled" and not self.call.is_empty:
+            of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
+            return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
+        dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        if self.signature.packed:  # kernels do not write rows outside all sequences
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+        sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
+        if self.call.is_empty:
+            sink_gradients.add_without_keys(self.signature, sums, by_name, dlse)
+            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
+            return zeros, BackwardRecord(self, _EMPTY)
+        copies = self._copy_unaligned(read)
+        tensors: dict[str, Tensor | None] = {
+            **read,
+            "lse": gradients.lse.contiguous(),
+            "dlse": None if dlse is None else dlse.contiguous(),
+            "rows": q.new_empty((*q.shape[:3], 2), dtype=torch.float32),
+            "rng": rng,
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+        }
+        if by_name:
+            tensors |= pointers_of(by_name)
+            tensors |= sums.pointers
+        bound = self._bound.get(copied := tuple(copies))
+        if bound is None:
+            bound = self._bound[copied] = self._bind(tensors, by_name)
+        dq_plan: Plan | None = None
+        for kernel in bound:
+            if sink_gradients.SUMS in kernel.arguments.pointers:
+                tensors[sink_gradients.SUMS] = sink_gradients.sums_for(kernel, q)
+            if "dq_sum" in kernel.arguments.pointers:
+                dq_plan = kernel.build.plan
+                tensors["dq_sum"] = zero_sums(dq, dq_plan)
+        launches = self._launch(bound, tensors, sums, by_name)
+        dq_sum, sink_sums = tensors.get("dq_sum"), tensors.get(sink_gradients.SUMS)
+        if dq_plan is not None and dq_sum is not None:
+            copy_sums(dq_sum, dq_plan, dq, self.call.scale)
+        if sink_sums is not None:
+            sink_gradients.add_sums(self.signature, sums, by_name, sink_sums)
+        built, self._built = self._built, 0.0
+        record = BackwardRecord(self, self._reason, tuple(launches), tuple(copies.values()), built)
+        return (dq, dk, dv, *sums.gradients()), record
+
+    def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
+        """Copies inputs that kernels cannot read, in place in ``read``; the reason of each copy."""
+        copies = {}
+        for name, tensor in read.items():
+            why = self._obstacles[name] or alignment.base_obstacle(_READ[name], tensor)
+            if why is not None:
+                read[name] = tensor.clone(memory_format=torch.contiguous_format)
+                copies[name] = f"{_READ[name]} was copied: {why}"
+        return copies
+
+    def _launch(
+        self,
+        bound: Iterable[BoundKernel],
+        tensors: dict[str, Tensor | None],
+        sums: LearnedGradients,
+        captured: Mapping[str, Tensor],
+    ) -> list[KernelRun]:
+        """Runs the kernels of min/max tables, then the backward kernels."""
+        done: list[KernelRun] = []
+        if self._tables is not None:
+            made, done = self._tables.run(self.target, captured, self.launch)
+            tensors |= made
+        for kernel, again in _launches(bound):
+            if again and isinstance(sums, ExactSums):
+                tensors |= sums.measured(self._contributions)
+            start = time.perf_counter()
+            counters = kernel.run(self.target, tensors, self.launch)
+            done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
+        return done
+
+    def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
+        start = time.perf_counter()
+        target, launch, call = self.target, self.launch, self.call
+        if target.backend == "gpu" and launch.plans_itself:
+            which = "deterministic" if self.deterministic else "backward"
+            tiles = remembered(self.spec, self._kernel_arch, which, call, target.index)
+            launch = replace(launch, tiles=tiles)
+        builds = backward_kernels(
+            self.spec, self._kernel_arch, launch, deterministic=self.deterministic
+        )
+        self._built = time.perf_counter() - start
+        packed = self.signature.packed
+        bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
+        if captured:
+            self._tables = MinMaxTables(self.spec, target.arch, captured, bound)
+        for build in builds:
+            if build.plan.kernel == "captured_exact":
+                self._contributions = contributions_of(
+                    gradient_terms(build), build.plan, call, captured, packed=packed
+                )
+        return bound
+
+    def _on_cpu(
+        self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], BackwardRecord]:
+        start = time.perf_counter()
+        cpu_call = CpuCall(self.spec, self.call, self.target.arch, self.launch)
+        results = cpu_call.backward(operands, gradients, captured)
+        run = KernelRun(None, None, time.perf_counter() - start)
+        return results, BackwardRecord(self, CPU_REASON, (run,))
+
+
+def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
+    """The tensors that kernels read row by row, by their names in kernels."""
+    q, k, v = operands[:3]
+    return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
+
+
+def _launches(bound: Iterable[BoundKernel]) -> Iterator[tuple[BoundKernel, bool]]:
+    """Kernels in the order of their launches, and whether each was launched before."""
+    for kernel in bound:
+        for turn in range(kernel.build.plan.launches):
+            yield kernel, turn > 0
+
+
+def reports(record: BackwardRecord) -> tuple[Report, ...]:
+    """The Reports of a backward call, one per launch."""
+    target, reason = record.call.target, record.reason
+    if not record.launches:
+        return (Report("none", target.arch, 0, reason),)
+    width = 0 if reason is CPU_REASON else 16
+    built = record.build_seconds
+    return tuple(
+        Report(target.backend, target.arch, width, reason, build, counters, built, seconds)
+        for build, counters, seconds in record.launches
+    )
+
+
+def prepare(
+    spec: AttentionSpec,
+    operands: Operands,
+    gradients: OutputGradients,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+    needed: tuple[bool, ...] = (),
+) -> PreparedBackward:
+    """Checks a backward call and chooses its backend, architecture and kernels.
+
+    Args:
+        needed: for each learned tensor, whether its gradient is needed; () when all are.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: the generation of the GPU is not supported.
+    """
+    signature = signature_of(spec)
+    call = check(signature, operands, options)
+    check_gradients(operands.q, operands.v, gradients)
+    target = target_of(options.backend, options.arch, operands.q.device)
+    deterministic = settled(options.deterministic)
+    if not all(needed):
+        chosen = zip(signature.learned, needed, strict=True)
+        spec = learning(spec, frozenset(tensor.name for tensor, wanted in chosen if wanted))
+    return PreparedBackward(
+        spec,
+        call,
+        target,
+        _inputs(operands, gradients),
+        deterministic=deterministic,
+        launch=launch,
+    )

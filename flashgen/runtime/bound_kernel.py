@@ -1,0 +1,146 @@
+"""A kernel with the arguments of a call, which runs on a GPU through the driver or in the emulator.
+
+This module converts tensors to pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
+from flashgen.runtime.backends import Target
+from flashgen.runtime.kernel_arguments import KernelArguments
+
+if TYPE_CHECKING:
+    from flashgen.pipeline import Build
+    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+
+Tensor = torch.Tensor
+Grid = tuple[int, int, int]
+Tensors = Mapping[str, Tensor | None]
+
+
+class BoundKernel:
+    """A kernel bound to one call: all its arguments except the addresses of tensors are fixed.
+
+    Attributes:
+        blocks: the number of blocks of a persistent kernel, with the reason; None for others.
+    """
+
+    __slots__ = (
+        "_launch",
+        "_loaded",
+        "arguments",
+        "block",
+        "blocks",
+        "build",
+        "grid",
+        "smem_bytes",
+    )
+
+    def __init__(
+        self,
+        build: Build,
+        arguments: KernelArguments,
+        grid: Grid,
+        blocks: LaunchBlocks | None = None,
+    ) -> None:
+        self.build = build
+        self.arguments = arguments
+        self.grid = grid
+        self.blocks = blocks
+        self.block = (build.plan.threads, 1, 1)
+        self.smem_bytes = build.plan.smem_bytes
+        self._loaded: Any = None
+        self._launch: Any = None
+
+    def run(self, target: Target, tensors: Tensors, launch: LaunchOptions = DEFAULT_LAUNCH) -> Any:
+        """Runs the kernel. Returns the emulator's counters, or None on a GPU.
+
+        Args:
+            target: where the kernel runs, with the same GPU in every call.
+            tensors: the tensors by the names of the kernel's pointers; None is a null pointer.
+            launch: the options of the emulator.
+        """
+        if target.backend != "gpu":
+            return self.emulate(tensors, launch)
+        given = [tensors[name] for name in self.arguments.pointers]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        self.launch(addresses, target.index)
+        return None
+
+    def launch(self, addresses: Sequence[int], index: int) -> None:
+        """Queues the kernel on torch's current stream of a GPU.
+
+        Args:
+            addresses: the values of the kernel's pointers, in order.
+        """
+        if self._loaded is None:
+            from flashgen import launch as gpu
+
+            self._loaded = gpu.load(self.build.binary, index)
+            self._launch = gpu.launch
+        self._launch(
+            self._loaded,
+            self.grid,
+            self.block,
+            self.smem_bytes,
+            self.arguments.packed(addresses),
+            current_stream(index),
+        )
+
+    def emulate(self, tensors: Tensors, launch: LaunchOptions) -> Any:
+        """Runs the kernel's PTX in the emulator; tensors are passed as the memory they span."""
+        from flashgen import emulator
+
+        arguments = self.arguments
+        maps = iter(arguments.maps)
+
+        def argument(ctype: str, value: Any) -> Any:
+            if ctype == "tensormap":
+                spec = next(maps)
+                how: dict[str, Any] = {"dims": spec.dims, "strides": spec.strides}
+                how |= {"dtype": spec.dtype, "before": spec.before}
+                return emulator.TensorMap(span(value), spec.box, spec.swizzle, **how)
+            if ctype == "pointer":
+                return None if value is None else span(value)
+            return {"int64": np.int64, "int32": np.int32, "float32": np.float32}[ctype](value)
+
+        values = arguments.values(tensors)
+        structure = tuple(map(argument, (param.ctype for param in arguments.params), values))
+        return emulator.launch(
+            self.build.binary.ptx,
+            self.build.source.name,
+            self.grid,
+            self.block,
+            [structure],
+            shared_bytes=self.smem_bytes,
+            check=launch.check_memory,
+            order_seed=launch.order_seed,
+        )
+
+
+def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """The memory from a CPU tensor's first to its last element as a flat array that shares it.
+
+    NumPy has no bfloat16: such elements appear as uint16; bools appear as uint8.
+    """
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    flat = tensor.detach().as_strided((extent,), (1,))
+    if flat.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    if flat.dtype == torch.bool:
+        return flat.view(torch.uint8).numpy()
+    return flat.numpy()
+
+
+def current_stream(index: int) -> int:
+    """The handle of torch's current stream of a CUDA device, without making a Stream object."""
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle

@@ -1,0 +1,173 @@
+"""The public functions that run one pass of a spec and return a report.
+
+`flashgen.ops` exports them. The operator, which caches checked calls, does not use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen.call import (
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    OutputGradients,
+)
+from flashgen.runtime import backward, checks, forward
+from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.captured_tensors import captured_of
+from flashgen.runtime.compiler import signature_of
+from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.reports import BackwardRun, ForwardRun
+from flashgen.signature import CallSignature
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+    from flashgen.planner import Tile
+
+Tensor = torch.Tensor
+
+
+def run_forward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] | None = None,
+    blocks: int | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> ForwardRun:
+    """Computes the forward pass of ``spec`` without autograd, and reports how it ran.
+
+    Args:
+        q, k, v, scale, q_offset, k_offset, dropout_p, rng, backend, arch: as in
+            `flashgen.attention`.
+        scalars, tensors: a number for each run-time scalar and a tensor for each captured tensor,
+            by name; "layout" as in `flashgen.attention`.
+        sram: bytes of shared memory per block to plan for, instead of the architecture's.
+        tiles: {"forward": tile} instead of the planner's tile or a tuned one.
+        blocks: blocks of the launch of a persistent kernel, instead of the plan's number.
+        check_memory: whether the emulator checks memory accesses and races.
+        order_seed: the emulator runs blocks and warps in an order drawn from this seed.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    signature = signature_of(spec)
+    if rng is None and isinstance(q, Tensor) and signature.dropout:
+        rng = draw_rng(dropout_p, q.device)
+    operands = Operands(q, k, v, _captured(signature, tensors), rng)
+    values = _scalars(signature, scalars)
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, values, dropout_p)
+    launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
+    call = forward.prepare(spec, operands, options, launch)
+    out, lse, record = call.run(operands)
+    return ForwardRun(out, lse, forward.report(record), rng if call.drops else None)
+
+
+def run_backward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    deterministic: bool | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> BackwardRun:
+    """Computes the gradients of q, k, v and of the learned tensors, and reports how it ran.
+
+    Args:
+        out, lse: the results of the forward call.
+        dout: gradient of out, any strides.
+        dlse: gradient of lse, float32; zeros when None.
+        rng: seed and offset of the forward call; needed when dropout_p is not 0.
+        deterministic: whether gradients have the same bits in every run; None follows torch's
+            switch.
+        tiles: tiles of the backward kernels by name, as in `flashgen.planner.plan_backward`.
+        other arguments: those of the forward call, as in `run_forward`.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    signature = signature_of(spec)
+    operands = Operands(q, k, v, _captured(signature, tensors), rng)
+    gradients = OutputGradients(out, lse, dout, dlse)
+    values = _scalars(signature, scalars)
+    options = CallOptions(
+        scale, q_offset, k_offset, backend, arch, deterministic, values, dropout_p
+    )
+    launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
+    call = backward.prepare(spec, operands, gradients, options, launch)
+    (dq, dk, dv, *learned), record = call.run(operands, gradients)
+    reports = backward.reports(record)
+    return BackwardRun(dq, dk, dv, reports, record.copies, call.deterministic, tuple(learned))
+
+
+def check(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+) -> CheckedCall:
+    """The checked sizes and numbers of a forward call, with the arguments of `run_forward`.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    signature = signature_of(spec)
+    operands = Operands(q, k, v, _captured(signature, tensors), rng)
+    values = _scalars(signature, scalars)
+    options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
+    return checks.check(signature, operands, options)
+
+
+def _captured(signature: CallSignature, tensors: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
+    return captured_of(signature, with_layout(signature, tensors or {}))  # type: ignore[return-value]
+
+
+def _scalars(signature: CallSignature, scalars: Mapping[str, object] | None) -> tuple[object, ...]:
+    given = scalars or {}
+    check_names(signature, given, signature.scalars)
+    return tuple(given[scalar.name] for scalar in signature.scalars)

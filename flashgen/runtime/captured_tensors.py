@@ -1,0 +1,224 @@
+"""Checks of captured tensors, and the kernel parameters that are made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from flashgen.dtypes import INT32_MAX
+from flashgen.runtime.block_layouts import check_layout
+from flashgen.runtime.number_arguments import check_names, refuse
+from flashgen.runtime.packed_sequences import check_packed, entries_of
+from flashgen.runtime.symbolic_sizes import known
+from flashgen.signature import CallSignature, TensorArgument
+
+Tensor = torch.Tensor
+
+
+def captured_of(signature: CallSignature, given: Mapping[str, object]) -> tuple[object, ...]:
+    """The captured tensors in the order of the signature.
+
+    Raises:
+        InputError: a name is missing or superfluous.
+    """
+    check_names(signature, given, signature.tensors)
+    return tuple(given[tensor.name] for tensor in signature.tensors)
+
+
+def check_captured(
+    signature: CallSignature,
+    captured: Sequence[object],
+    q: Tensor,
+    k: Tensor,
+    ends: tuple[int, int],
+) -> None:
+    """Checks the captured tensors of a call.
+
+    Args:
+        captured: a value for each of the signature's tensors.
+        q, k: operands that were checked.
+        ends: the global positions of the last query and the last key, plus 1.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    wanted = _check_sizes(signature, captured, q, k)
+    nothing_runs = 0 in (*q.shape[:3], k.shape[2])
+    lengths = {"seq_q": (q.shape[2], ends[0]), "seq_k": (k.shape[2], ends[1])}
+    if signature.packed:  # `check_boundaries` compares with the longest sequence
+        lengths = {"seq_q": (1, 1), "seq_k": (1, 1)}
+    for tensor, value in _pairs(signature, captured):
+        for axis, dim in enumerate(tensor.dims):
+            size = value.shape[axis]
+            if size > INT32_MAX:
+                _refuse_size(tensor, value, axis, f"at most {INT32_MAX:,}")
+            if dim in lengths:
+                length, end = lengths[dim]
+                if length and size != 1 and size < max(end, 1):
+                    at_least = f"{dim} ends at {end:,}, so at least that, or 1"
+                    _refuse_size(tensor, value, axis, at_least)
+            elif size == 0 and dim not in wanted and not nothing_runs:
+                _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
+    if signature.packed:
+        ends = (1, 1)
+    check_layout(signature, captured, (q.shape[2], k.shape[2]), ends)  # type: ignore[arg-type]
+
+
+def check_traced_captured(
+    signature: CallSignature, captured: Sequence[object], q: Tensor, k: Tensor
+) -> None:
+    """Checks captured tensors whose sizes may be symbols: compares only sizes that must be equal.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    _check_sizes(signature, captured, q, k)
+
+
+def _check_sizes(
+    signature: CallSignature, captured: Sequence[object], q: Tensor, k: Tensor
+) -> dict[str, int]:
+    """Checks sizes that must be equal; returns those that q and k define, by dimension name."""
+    check_kinds(signature, captured, q.device)
+    check_packed(signature, q, captured)
+    entries = entries_of(signature, q, captured)
+    wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
+    _check_equal_lengths(signature, captured, wanted)
+    return wanted
+
+
+def check_kinds(signature: CallSignature, captured: Sequence[object], device: torch.device) -> None:
+    """Raises InputError for values other than tensors of the declared rank and dtype."""
+    for tensor, value in zip(signature.tensors, captured, strict=True):
+        _check_kind(tensor, value, device)
+
+
+def check_learned(signature: CallSignature, captured: Sequence[object]) -> None:
+    """Raises InputError for a tensor that requires a gradient and is declared without grad=True."""
+    for tensor, value in zip(signature.tensors, captured, strict=True):
+        if not tensor.grad and isinstance(value, Tensor) and value.requires_grad:
+            refuse(
+                f"{tensor.name} requires a gradient that the spec does not declare",
+                f"argument {tensor.name}",
+                f"requires_grad=True; spec {signature.name} has {tensor}",
+                f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
+                f"{tensor.name}.detach()",
+            )
+
+
+def _pairs(
+    signature: CallSignature, captured: Sequence[object]
+) -> tuple[tuple[TensorArgument, Tensor], ...]:
+    return tuple(zip(signature.tensors, captured, strict=True))  # type: ignore[arg-type]
+
+
+def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> None:
+    name, rank = tensor.name, len(tensor.dims)
+    dims = _shown(tensor)
+    if not isinstance(value, Tensor):
+        made = "as_tensor(...," if rank else f"tensor({_example(value)},"
+        refuse(
+            f"{name} is not a torch tensor",
+            f"argument {name}",
+            f"given a {type(value).__name__}; expected dims {dims}, torch.{tensor.dtype}",
+            f"torch.{made} dtype=torch.{tensor.dtype}, device={str(device)!r})",
+        )
+    if value.is_nested or value.layout != torch.strided or value.is_quantized:
+        refuse(
+            f"{name} is not an ordinary dense tensor",
+            f"argument {name}",
+            f"layout {value.layout}, dtype {value.dtype}",
+            f"{name}.to_padded_tensor(0)" if value.is_nested else f"{name}.to_dense()",
+        )
+    if value.dim() != rank:
+        refuse(
+            f"{name} has {value.dim()} dimensions, not {rank}",
+            f"argument {name}",
+            f"shape {tuple(value.shape)}; expected dims {dims}",
+            "a dimension of length 1 where all positions share an element: "
+            f"{name}.unsqueeze(0), {name}[:, None]"
+            if value.dim() < rank
+            else f"{name}.squeeze(), or a fg.Tensor with {value.dim()} dims",
+        )
+    if str(value.dtype) != f"torch.{tensor.dtype}":
+        refuse(
+            f"{name} does not have the dtype that the spec declares",
+            f"argument {name}",
+            f"{name} is {value.dtype}; expected torch.{tensor.dtype}",
+            f"{name}.to(torch.{tensor.dtype})",
+        )
+    if value.device != device:
+        refuse(
+            f"{name} is not on the device of q",
+            f"argument {name}",
+            f"{name} on {value.device}, q on {device}",
+            f"{name}.to({str(device)!r})",
+        )
+
+
+def _check_equal_lengths(
+    signature: CallSignature, captured: Sequence[object], wanted: Mapping[str, int]
+) -> None:
+    """Checks lengths that are a number, a size of the call, or that of another tensor."""
+    first: dict[str, tuple[str, int]] = {}
+    for tensor, value in _pairs(signature, captured):
+        for axis, dim in enumerate(tensor.dims):
+            size = value.shape[axis]
+            if isinstance(dim, int):
+                if known(size != dim):
+                    _refuse_size(tensor, value, axis, f"declared as {dim:,}")
+            elif dim in wanted:
+                if known(size != 1) and known(size != wanted[dim]):
+                    _refuse_size(tensor, value, axis, f"{dim} is {wanted[dim]:,} here, or 1")
+            elif dim not in ("seq_q", "seq_k") and known(size != 1):
+                other, length = first.setdefault(dim, (tensor.name, size))
+                if known(size != length):
+                    _refuse_size(tensor, value, axis, f"{dim} is {length:,} in {other}, or 1")
+
+
+def _refuse_size(tensor: TensorArgument, value: Tensor, axis: int, expected: str) -> None:
+    refuse(
+        f"{tensor.name} does not have the length of its dimension {tensor.dims[axis]}",
+        f"argument {tensor.name}",
+        f"shape {tuple(value.shape)}, dims {_shown(tensor)}; dimension {axis}: {expected}",
+        "a tensor of that length, or of length 1 where the dimension has a name",
+    )
+
+
+def _shown(tensor: TensorArgument) -> str:
+    return "[" + ", ".join(map(str, tensor.dims)) + "]"
+
+
+def _example(value: object) -> str:
+    return repr(value) if isinstance(value, int | float) else "0.5"
+
+
+def numbers_of_captured(captured: Mapping[str, Tensor]) -> dict[str, int]:
+    """Strides and sizes of captured tensors, and strides of their gradients, by field name.
+
+    A gradient is accumulated in a contiguous buffer of the tensor's shape.
+    """
+    numbers = {}
+    for name, tensor in captured.items():
+        step = 1
+        for axis in reversed(range(tensor.dim())):
+            size = tensor.shape[axis]
+            numbers[f"c_{name}_size_{axis}"] = size
+            numbers[f"c_{name}_stride_{axis}"] = tensor.stride(axis) if size > 1 else 0
+            numbers[f"dc_{name}_stride_{axis}"] = step if size > 1 else 0
+            step *= size
+    return numbers
+
+
+def named(signature: CallSignature, captured: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The captured tensors by name, with negative bits resolved."""
+    return {
+        tensor.name: value.resolve_neg() if value.is_neg() else value
+        for tensor, value in zip(signature.tensors, captured, strict=True)
+    }
+
+
+def pointers_of(captured: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Captured tensors by the names of the kernels' pointers."""
+    return {f"c_{name}": tensor for name, tensor in captured.items()}

@@ -1,0 +1,285 @@
+"""One forward call: checks, the choice of a kernel, its build, and its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
+from flashgen.errors import InputError
+from flashgen.runtime import alignment
+from flashgen.runtime.alignment import path_for
+from flashgen.runtime.backends import Target, target_of
+from flashgen.runtime.bind_arguments import bind, layout_heads
+from flashgen.runtime.block_layouts import static_layout
+from flashgen.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.runtime.captured_tensors import named, pointers_of
+from flashgen.runtime.checks import check, check_contents
+from flashgen.runtime.compiler import forward_kernel, signature_of, without_dropout
+from flashgen.runtime.cpu_backend import REASON as CPU_REASON
+from flashgen.runtime.cpu_backend import CpuCall
+from flashgen.runtime.memory_layout import empty_rows, rows_before_heads
+from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.runtime.reports import Report
+from flashgen.runtime.sink_gradients import lse_without_keys
+from flashgen.runtime.tuned_tiles import remembered
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_EMPTY = "nothing to launch: a size is 0"
+_NAMES = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKernel:
+    """The forward kernel of a call for one width of memory accesses.
+
+    Attributes:
+        heads_reason: the reason for the number of heads in its tiles; "" where there is no choice.
+        tables: the kernels of the min/max tables that it reads; None without captured tensors.
+    """
+
+    bound: BoundKernel
+    heads_reason: str
+    tables: MinMaxTables | None
+
+
+class ForwardRecord(NamedTuple):
+    """The facts of one `PreparedForward.run`, from which `report` makes a Report on demand."""
+
+    call: PreparedForward
+    width: int
+    reason: str
+    kernel: ForwardKernel | None = None
+    counters: Any = None
+    build_seconds: float = 0.0
+    run_seconds: float = 0.0
+    tables: list[KernelRun] | tuple[KernelRun, ...] = ()
+
+
+class PreparedForward:
+    """A checked forward call, with all choices that do not depend on the contents of tensors.
+
+    It serves all calls with the same options and with tensors of the same shapes, strides, dtype
+    and device.
+    """
+
+    __slots__ = (
+        "_aligned_reason",
+        "_built",
+        "_is_empty",
+        "_kernel_arch",
+        "_kernels",
+        "_layout",
+        "_lse_model",
+        "_obstacle",
+        "_out_model",
+        "_swapped",
+        "call",
+        "drops",
+        "launch",
+        "signature",
+        "spec",
+        "target",
+    )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        call: CheckedCall,
+        target: Target,
+        operands: Operands,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+    ) -> None:
+        q, k, v = operands[:3]
+        self.drops = call.dropout_p > 0
+        self.spec = spec if self.drops else without_dropout(spec)
+        self.signature = signature_of(spec)
+        self.call = call
+        self.target = target
+        self.launch = launch
+        self._kernel_arch, self._aligned_reason = path_for(target.arch, q=q, k=k, v=v)
+        self._is_empty = call.is_empty
+        self._layout = static_layout(self.signature, call, q.device)
+        self._swapped = rows_before_heads(q)
+        # Tensors of one element: torch.empty_like makes contiguous tensors of the results' shapes
+        # from them, in half of the time that torch.empty needs to read a shape.
+        batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
+        shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
+        self._out_model = q.new_empty(()).expand(shape)
+        self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
+        found = map(alignment.stride_obstacle, _NAMES, (q, k, v))
+        self._obstacle = next((text for text in found if text), None)
+        self._kernels: dict[int, ForwardKernel] = {}
+        self._built = 0.0
+
+    def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardRecord]:
+        """Returns out, lse, and a record for `report`."""
+        q, k, v, captured, rng = operands
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        if self._is_empty:
+            return self._without_scores(q, captured)
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        by_name = named(self.signature, captured) if captured else {}
+        if by_name:
+            check_contents(self.signature, by_name, self.call, self.target.device)
+        if self._layout:
+            by_name |= self._layout
+        if self.target.backend == "tiled":
+            return self._on_cpu(Operands(q, k, v, (), rng), by_name)
+        out = torch.empty_like(self._out_model)
+        if self._swapped:
+            out = out.transpose(1, 2)
+        lse = torch.empty_like(self._lse_model)
+        if self.signature.packed:  # rows outside all sequences are rows without keys
+            out.zero_()
+            lse.fill_(-math.inf)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
+            width, reason = 16, self._aligned_reason
+        else:
+            width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
+        kernel = self._kernels.get(width)
+        if kernel is None:
+            kernel = self._kernel(width, {"q": q, "k": k, "v": v, "o": out}, by_name)
+        bound = kernel.bound
+        built, self._built = self._built, 0.0
+        start = perf_counter()
+        counters = None
+        tables: list[KernelRun] = []
+        tile_counter = None  # counts the work tiles that blocks have drawn
+        if bound.blocks is not None and bound.blocks.persistent:
+            tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        if self.target.backend == "gpu" and not by_name:
+            more = () if rng is None else (rng.data_ptr(),)
+            if bound.blocks is not None:
+                more = (*more, 0 if tile_counter is None else tile_counter.data_ptr())
+            bound.launch((*at, *more), self.target.index)
+        else:
+            tensors = {
+                "q": q,
+                "k": k,
+                "v": v,
+                "o": out,
+                "lse": lse,
+                "rng": rng,
+                "tile_counter": tile_counter,
+            }
+            if kernel.tables is not None:
+                tensors |= pointers_of(by_name)
+                made, tables = kernel.tables.run(self.target, by_name, self.launch)
+                tensors |= made
+                start = perf_counter()
+            counters = bound.run(self.target, tensors, self.launch)
+        seconds = perf_counter() - start
+        return (
+            out,
+            lse,
+            ForwardRecord(self, width, reason, kernel, counters, built, seconds, tables),
+        )
+
+    def _kernel(
+        self, width: int, tensors: Tensors, captured: Mapping[str, Tensor]
+    ) -> ForwardKernel:
+        start = perf_counter()
+        target, launch, call = self.target, self.launch, self.call
+        if target.backend == "gpu" and width == 16 and launch.plans_itself:
+            tiles = remembered(self.spec, self._kernel_arch, "forward", call, target.index)
+            launch = LaunchOptions(tiles=tiles)
+        build, heads = forward_kernel(
+            self.spec, self._kernel_arch, width, call, layout_heads(captured), launch
+        )
+        self._built = perf_counter() - start
+        bound = bind(
+            build,
+            call,
+            tensors,
+            captured,
+            packed=self.signature.packed,
+            sms=target.sms if build.plan.is_persistent else None,
+            blocks=self.launch.blocks,
+        )
+        tables = MinMaxTables(self.spec, target.arch, captured, (bound,)) if captured else None
+        kernel = self._kernels[width] = ForwardKernel(bound, heads.reason, tables)
+        return kernel
+
+    def _unaligned_reason(self, *tensors: Tensor) -> str:
+        bases = map(alignment.base_obstacle, _NAMES, tensors)
+        return self._obstacle or next(text for text in bases if text)
+
+    def _without_scores(
+        self, q: Tensor, captured: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, ForwardRecord]:
+        out = empty_rows(q, self.call.head_dim_v).zero_()
+        if self.signature.sink is None:
+            lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        else:
+            lse = lse_without_keys(self.signature, named(self.signature, captured), q)
+        return out, lse, ForwardRecord(self, 0, _EMPTY)
+
+    def _on_cpu(
+        self, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, ForwardRecord]:
+        start = perf_counter()
+        cpu_call = CpuCall(self.spec, self.call, self.target.arch, self.launch)
+        out, lse = cpu_call.forward(operands, captured)
+        seconds = perf_counter() - start
+        return out, lse, ForwardRecord(self, 0, CPU_REASON, run_seconds=seconds)
+
+
+def report(record: ForwardRecord) -> Report:
+    """The Report of a forward call."""
+    call, kernel, width, reason = record.call, record.kernel, record.width, record.reason
+    backend = "none" if reason is _EMPTY else call.target.backend
+    arch = call.target.arch
+    if kernel is None:
+        return Report(backend, arch, width, reason, run_seconds=record.run_seconds)
+    return Report(
+        backend,
+        arch,
+        width,
+        reason,
+        kernel=kernel.bound.build,
+        counters=record.counters,
+        build_seconds=record.build_seconds,
+        run_seconds=record.run_seconds,
+        tables=tuple(
+            Report(backend, arch, width, reason, table.build, table.counters, 0.0, table.seconds)
+            for table in record.tables
+        ),
+        heads_reason=kernel.heads_reason,
+        blocks=kernel.bound.blocks,
+    )
+
+
+def prepare(
+    spec: AttentionSpec,
+    operands: Operands,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+) -> PreparedForward:
+    """Checks a forward call and chooses its backend, architecture and kernels.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: the generation of the GPU is not supported.
+    """
+    call = check(signature_of(spec), operands, options)
+    target = target_of(options.backend, options.arch, operands.q.device)
+    if launch.blocks is not None and target.backend == "tiled":
+        raise InputError(
+            "tiled algorithms have no blocks",
+            where="argument blocks",
+            numbers=f"given {launch.blocks!r} for the backend 'tiled'",
+            way_out="backend='emulator', or leave blocks out",
+        )
+    return PreparedForward(spec, call, target, operands, launch)

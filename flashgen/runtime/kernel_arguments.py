@@ -1,0 +1,166 @@
+"""Values for a kernel's ``struct Params``, by the names of its fields.
+
+All fields but the addresses of tensors depend on the sizes, the numbers and the strides of a call
+alone. They are packed once; a launch then fills in the addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashgen.call import CheckedCall
+from flashgen.dropout import keep_scale, kept_levels
+from flashgen.errors import LaunchError
+from flashgen.launch.params import ParamField, field_bytes, pack
+from flashgen.runtime.captured_tensors import numbers_of_captured
+from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
+
+Tensor = torch.Tensor
+
+_TENSOR_FIELDS = ("pointer", "tensormap")
+
+
+def steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and rows in elements; 0 for an axis of length 1."""
+    return tuple(
+        stride if size > 1 else 0
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+
+
+def numbers_of(
+    call: CheckedCall,
+    tensors: Mapping[str, Tensor | None],
+    captured: Mapping[str, Tensor] | None = None,
+) -> dict[str, int | float]:
+    """All numbers that a kernel can have as fields, by the name of the field.
+
+    Args:
+        tensors: the tensors by their names in kernels: q, k, v, o, do, dq, dk, dv and others.
+            Tensors with four dimensions have fields for their strides.
+        captured: the captured tensors by name.
+    """
+    numbers: dict[str, int | float] = {
+        name: getattr(call, name)
+        for name in (
+            *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
+        )
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dim() == 4:
+            for axis, step in zip("bhn", steps(tensor), strict=True):
+                numbers[f"{name}_stride_{axis}"] = step
+    # The kernel compares unsigned 32-bit integers; the field is an int.
+    limit = (kept_levels(call.dropout_p) << 16) - 1
+    numbers["dropout_limit"] = limit - (1 << 32) if limit >= 1 << 31 else limit
+    numbers["dropout_scale"] = keep_scale(call.dropout_p)
+    for name, value in call.scalars.items():
+        numbers[f"s_{name}"] = value
+    return numbers | numbers_of_captured(captured or {})
+
+
+class KernelArguments:
+    """The arguments of one kernel for one call: numbers are fixed, addresses are filled in.
+
+    Attributes:
+        params: the fields of the kernel's parameter, in order.
+        pointers: the names of tensors passed by address or by tensor map, in order.
+        maps: the tensor maps, which are the first fields.
+    """
+
+    __slots__ = ("_format", "_pieces", "maps", "numbers", "params", "pointers")
+
+    def __init__(
+        self,
+        params: Sequence[ParamField],
+        numbers: Mapping[str, int | float],
+        maps: Mapping[str, TensorMapSpec] | None = None,
+    ) -> None:
+        """
+        Args:
+            maps: the tensor maps by the names of their fields.
+
+        Raises:
+            LaunchError: the kernel has a field without a value.
+        """
+        self.params = tuple(params)
+        self.maps = tuple((maps or {})[p.name] for p in params if p.ctype == "tensormap")
+        self.pointers = tuple(p.name for p in params if p.ctype in _TENSOR_FIELDS)
+        missing = [
+            p.name for p in params if p.ctype not in _TENSOR_FIELDS and p.name not in numbers
+        ]
+        if missing:
+            raise LaunchError(
+                "a kernel has a parameter without a value",
+                where="struct Params, " + ", ".join(missing),
+                numbers=f"known: {', '.join(sorted(numbers))}",
+                way_out="add the field to flashgen.runtime.kernel_arguments.numbers_of",
+            )
+        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSOR_FIELDS}
+        # The structure is packed with null pointers; the bytes between pointers never change.
+        others = self.params[len(self.maps) :]
+        template = pack(others, [self.numbers.get(p.name) for p in others])
+        self._pieces = tuple(_pieces(others, template))
+        self._format = struct.Struct(
+            "<" + "".join(f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces)
+        )
+
+    def packed(self, addresses: Sequence[int]) -> bytes:
+        """The bytes of the structure with the addresses of `pointers`; 0 is a null pointer."""
+        if self.maps:
+            count = len(self.maps)
+            made = map(encoded, self.maps, addresses[:count])
+            packed = b"".join(made) + self._without_maps(addresses[count:])
+            return packed + bytes(-len(packed) % MAP_ALIGN)
+        return self._without_maps(addresses)
+
+    def _without_maps(self, addresses: Sequence[int]) -> bytes:
+        if len(self._pieces) == 1:
+            return self._format.pack(*addresses, self._pieces[0][2])
+        values: list[Any] = []
+        for first, last, rest in self._pieces:
+            values += [*addresses[first:last], rest]
+        return self._format.pack(*values)
+
+    def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
+        """The values of the fields in order, with tensors in place of pointers."""
+        return [
+            tensors[p.name] if p.ctype in _TENSOR_FIELDS else self.numbers[p.name]
+            for p in self.params
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def encoded(spec: TensorMapSpec, address: int) -> bytes:
+    """The 128 bytes of a tensor map; cached, because training steps repeat addresses."""
+    from flashgen.launch.tensormap import encode
+
+    return encode(spec, address)
+
+
+def _pieces(params: Sequence[ParamField], template: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Ranges of adjacent pointers, each with the bytes up to the next pointer.
+
+    Each field begins at the next multiple of its own size, as in C.
+    """
+    at, offsets = 0, []
+    for param in params:
+        width = field_bytes(param.ctype)
+        at += -at % width
+        if param.ctype == "pointer":
+            offsets.append(at)
+        at += width
+    if not offsets or offsets[0] > 0:
+        yield 0, 0, template[: offsets[0] if offsets else None]
+    first = 0
+    for last in range(1, len(offsets) + 1):
+        end = offsets[last - 1] + 8
+        following = offsets[last] if last < len(offsets) else len(template)
+        if end < following or last == len(offsets):
+            yield first, last, template[end:following]
+            first = last

@@ -1,0 +1,278 @@
+"""Checks of the arguments of a call that are numbers: offsets, scale, scalars and dropout."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol
+
+import numpy as np
+import torch
+
+from flashgen.dropout import kept_levels
+from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, Number
+from flashgen.errors import InputError
+from flashgen.signature import LAYOUT_LISTS, CallSignature, ScalarArgument, TensorArgument
+
+Tensor = torch.Tensor
+
+_KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
+
+
+class ScalarFacts(Protocol):
+    """A run-time scalar: an `fg.Scalar` or a `ScalarArgument`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def minimum(self) -> float | None: ...
+
+
+def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
+    raise InputError(what, where=where, numbers=numbers, way_out=way_out)
+
+
+# The same as torch.compiler.disable, without the import of torch._dynamo: torch.compile leaves the
+# error to Python, or reports this reason where it cannot.
+refuse._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "an argument of a flashgen operator is wrong; without torch.compile, the error names it"
+)
+
+
+def offset_of(name: str, value: object, length: int) -> int:
+    """The global position of row 0 of ``length`` rows.
+
+    Raises:
+        InputError: the value is not an integer, or positions exceed `POSITION_LIMIT`.
+    """
+    try:
+        offset = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        offset = None
+    if offset is None or isinstance(value, bool | Tensor):
+        refuse(
+            f"{name} is not a whole number",
+            f"argument {name}",
+            f"given {value!r}",
+            f"a Python int, the global position of the first row: {name}=0",
+        )
+    last = offset + max(length, 1) - 1
+    if max(abs(offset), abs(last)) > POSITION_LIMIT:
+        refuse(
+            f"{name} makes positions larger than kernels support",
+            f"argument {name}",
+            f"positions {offset:,} to {last:,}; the limit is +-{POSITION_LIMIT:,}",
+            "positions relative to a nearer origin, for mods that only use q - k",
+        )
+    return offset
+
+
+def scale_of(signature: CallSignature, given: object) -> float:
+    """The factor on q.k: the call's, else the spec's, else 1 / sqrt(head_dim).
+
+    Raises:
+        InputError: the value is not a positive, finite number.
+    """
+    value = given if given is not None else signature.scale
+    if value is None:
+        return 1 / math.sqrt(signature.head_dim)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < float(value) <= FLOAT32_MAX:  # type: ignore[arg-type]
+        refuse(
+            "scale is not a positive, finite number",
+            "argument scale",
+            f"given {value!r}; a float32 above 0",
+            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_names(
+    signature: CallSignature,
+    given: Mapping[str, object],
+    captures: Sequence[ScalarArgument | TensorArgument] | None = None,
+) -> None:
+    """Raises InputError unless ``given`` has the names of ``captures``, each once.
+
+    Args:
+        captures: the captures of the signature to check; all tensors and scalars when None.
+    """
+    if captures is None:
+        captures = (*signature.tensors, *signature.scalars)
+    kinds = {capture.name: _KINDS[type(capture)] for capture in captures}
+    missing = [name for name in kinds if name not in given]
+    extra = [name for name in given if name not in kinds]
+    if missing or extra:
+        accepted = sorted(set(kinds.values())) or ["scalar"]
+        what = (
+            f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
+            if missing
+            else f"{extra[0]!r} is not a {' or '.join(accepted)} of the spec"
+        )
+        computed = LAYOUT_LISTS if signature.block_sparse is not None else ()
+        expected = [name for name in kinds if name not in computed]
+        call = "".join(f", {name}=..." for name in expected)
+        refuse(
+            what,
+            f"argument {(missing or extra)[0]}",
+            f"spec {signature.name} takes: {', '.join(expected) or 'none'}; "
+            f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
+            f"op(q, k, v{call})",
+        )
+
+
+def scalar_value(scalar: ScalarFacts, given: object) -> Number:
+    """The Python number for a value that is given for a scalar.
+
+    Raises:
+        InputError: the value has another type, is out of range or below the scalar's minimum.
+    """
+    dtype = SCALAR_DTYPES[scalar.dtype]
+    value = None if isinstance(given, Tensor) else dtype.convert(given)
+    if value is None:
+        way_out = f"{scalar.name}={_example(scalar)}"
+        if isinstance(given, Tensor):
+            way_out = (
+                f"{scalar.name}.item(), a Python number; or fg.Tensor({scalar.name!r}, ()) in the "
+                "spec, a number in a tensor"
+            )
+        refuse(
+            f"the scalar {scalar.name!r} cannot take this value",
+            f"argument {scalar.name}",
+            f"given {given!r}; {scalar.dtype}: {dtype.accepted}",
+            way_out,
+        )
+    if scalar.minimum is not None and value < scalar.minimum:
+        refuse(
+            f"the scalar {scalar.name!r} is below the minimum that its spec promises",
+            f"argument {scalar.name}",
+            f"given {given!r}; minimum {scalar.minimum}",
+            f"{scalar.name}={scalar.minimum} or more, or fg.Scalar without this minimum",
+        )
+    return value
+
+
+def _example(scalar: ScalarFacts) -> str:
+    low = scalar.minimum if scalar.minimum is not None else 1
+    return {"bool": "True", "int32": str(int(low))}.get(scalar.dtype, str(float(low)))
+
+
+def dropout_of(signature: CallSignature, p: object, rng: object, device: torch.device) -> float:
+    """The probability of dropping an element, with its random state checked.
+
+    The seed and the offset are not read, which on a GPU would need a device synchronisation.
+
+    Args:
+        p: a number in [0, 1), or a CPU tensor of one such number.
+        rng: int64 [2] on ``device``, seed and offset; None when nothing is dropped.
+
+    Raises:
+        InputError: p or rng is wrong, or the spec has no dropout.
+    """
+    probability = probability_of(p)
+    if not signature.dropout and (probability or rng is not None):
+        refuse_dropout(signature, "dropout_p" if probability else "rng", probability)
+    check_rng(rng, device)
+    if probability and rng is None:
+        refuse_no_rng(probability)
+    return probability
+
+
+def refuse_dropout(signature: CallSignature, argument: str, p: object) -> NoReturn:
+    refuse(
+        "the spec was made without dropout",
+        f"argument {argument}",
+        f"dropout_p {p}; spec {signature.name} has dropout=False",
+        "spec.replace(dropout=True), or leave dropout_p and rng out",
+    )
+
+
+def refuse_no_rng(p: object) -> NoReturn:
+    refuse(
+        "dropout needs a random state",
+        "argument rng",
+        f"dropout_p {p}, rng None",
+        "rng=torch.tensor([seed, offset]); fg.attention(spec) draws one where rng is None",
+    )
+
+
+def probability_of(p: object) -> float:
+    """``dropout_p`` as a float, from a number, a NumPy number or a CPU tensor of one number.
+
+    Raises:
+        InputError: the value is not a number in [0, 1).
+    """
+    if type(p) is not float:
+        if isinstance(p, Tensor):
+            p = _number_in(p)
+        if hasattr(p, "__float__") and not isinstance(p, bool | np.bool_):
+            p = float(p)
+    kept_levels(p)  # type: ignore[arg-type]
+    return p  # type: ignore[return-value]
+
+
+def _number_in(p: Tensor) -> object:
+    if p.dim() == 0 and p.device.type == "cpu" and p.is_floating_point():
+        return p.item()
+    refuse(
+        "dropout_p is not a number",
+        "argument dropout_p",
+        f"given a tensor of shape {tuple(p.shape)}, {p.dtype}, on {p.device}",
+        "a Python number, or a floating-point tensor of no dimensions on the CPU",
+    )
+
+
+def check_rng(rng: object, device: torch.device) -> None:
+    """Raises InputError when ``rng`` is neither None nor an int64 [2] on ``device``."""
+    if rng is None:
+        return
+    way_out = f"torch.tensor([seed, offset], device={str(device)!r})"
+    if not isinstance(rng, Tensor):
+        refuse("rng is not a torch tensor", "argument rng", f"given {rng!r}", way_out)
+    if rng.dtype != torch.int64 or rng.dim() != 1 or rng.shape[0] != 2 or rng.device != device:
+        refuse(
+            "rng is not the seed and offset of dropout",
+            "argument rng",
+            f"shape {tuple(rng.shape)}, {rng.dtype}, on {rng.device}; expected shape (2,), "
+            f"torch.int64, on {device}",
+            way_out,
+        )
+
+
+def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
+    """A seed and an offset from torch's generator of the device; None when nothing is dropped.
+
+    They stay on the device: a call needs no device synchronisation, and a CUDA graph draws new
+    ones at every replay.
+
+    Returns:
+        int64 [2], from 0 to below 2^63 - 1.
+
+    Raises:
+        InputError: dropout_p is not a number in [0, 1).
+    """
+    if not isinstance(dropout_p, Tensor) and probability_of(dropout_p) == 0:
+        return None
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def settled(deterministic: bool | None) -> bool:
+    """Whether gradients must have the same bits in every run; None follows torch's switch.
+
+    Raises:
+        InputError: the argument is neither None nor a bool.
+    """
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if isinstance(deterministic, bool):
+        return deterministic
+    refuse(
+        "deterministic is neither True, False nor None",
+        "argument deterministic",
+        f"given {deterministic!r}",
+        "None, to follow torch.use_deterministic_algorithms",
+    )

@@ -1,0 +1,121 @@
+"""Reports: how the result of a call was computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from flashgen.codegen import Source
+    from flashgen.compile import Binary
+    from flashgen.pipeline import Build
+    from flashgen.planner import Plan
+    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one kernel ran, without its tensors.
+
+    Attributes:
+        backend: "gpu", "emulator", "tiled", or "none" when the result is defined without a kernel.
+        arch: the architecture of the kernel, or whose tiles the CPU path uses.
+        access_bytes, access_reason: bytes of one access to global memory, and the reason; 0 when
+            there is no kernel.
+        kernel: plan, source and binary; None when nothing was launched.
+        counters: the counters of the emulator; None otherwise.
+        build_seconds: duration of building the kernel or loading it from a cache.
+        run_seconds: duration of the emulator or the CPU path; on a GPU, of queueing the launch.
+        tables: reports of the kernels that made the min/max tables of a forward kernel.
+        heads_reason: the reason for the number of heads in the tiles of a forward kernel; "" where
+            there is no choice.
+        blocks: for a persistent kernel, the number of its blocks with the reason; else None.
+    """
+
+    backend: str
+    arch: str
+    access_bytes: int
+    access_reason: str
+    kernel: Build | None = None
+    counters: Any = None
+    build_seconds: float = 0.0
+    run_seconds: float = 0.0
+    tables: tuple[Report, ...] = ()
+    heads_reason: str = ""
+    blocks: LaunchBlocks | None = None
+
+
+@dataclass(frozen=True)
+class ForwardRun:
+    """The result of a forward call, with its report.
+
+    Attributes:
+        out: [batch, heads_q, seq_q, head_dim_v], dtype of q.
+        lse: [batch, heads_q, seq_q], float32, natural log.
+        rng: int64 [2], seed and offset of dropout; None when nothing was dropped.
+    """
+
+    out: Tensor
+    lse: Tensor
+    report: Report
+    rng: Tensor | None = None
+
+    @property
+    def backend(self) -> str:
+        return self.report.backend
+
+    @property
+    def arch(self) -> str:
+        return self.report.arch
+
+    @property
+    def counters(self) -> Any:
+        return self.report.counters
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.report.kernel.plan if self.report.kernel else None
+
+    @property
+    def source(self) -> Source | None:
+        return self.report.kernel.source if self.report.kernel else None
+
+    @property
+    def binary(self) -> Binary | None:
+        return self.report.kernel.binary if self.report.kernel else None
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """The gradients of a call, with their reports.
+
+    Attributes:
+        dq, dk, dv: shapes, dtype and order of axes of q, k and v.
+        reports: one per launch, in the order of the launches; one without a kernel when there was
+            no launch.
+        copies: the operands that were copied because kernels cannot read their memory layout, each
+            with the reason.
+        deterministic: whether the gradients have the same bits in every run.
+        captured: the gradient of each tensor that the spec declares with grad=True, in the shape
+            and dtype of the tensor.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    reports: tuple[Report, ...]
+    copies: tuple[str, ...]
+    deterministic: bool
+    captured: tuple[Tensor, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        return self.reports[0].backend
+
+    @property
+    def arch(self) -> str:
+        return self.reports[0].arch

@@ -1,0 +1,151 @@
+"""Tuned tiles: the fastest measured ones, stored on disk by GPU, spec, pass and shape class.
+
+::
+
+    <cache folder>/tuned/<GPU>/<spec>.<hash>.<arch>.<pass>.<shape class>.json
+
+`flashgen tune` writes them, and calls on that GPU use them. The emulator, other GPUs and shapes of
+other classes use the planner's tiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen import config
+from flashgen.call import CheckedCall
+from flashgen.compile.cache import TUNED, CacheWarning
+from flashgen.errors import PlanError
+from flashgen.runtime.compiler import check_tiles, tile
+from flashgen.version import __version__
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+    from flashgen.planner import Tile
+
+PASSES = ("forward", "backward", "deterministic")
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The tiles with the shortest measured time.
+
+    Attributes:
+        tiles: the tiles by name of the kernel.
+        seconds: duration of the pass with these tiles.
+        derived_seconds: duration of the pass with the planner's tiles.
+        version: the version of flashgen that measured them.
+    """
+
+    tiles: Mapping[str, Tile]
+    seconds: float
+    derived_seconds: float
+    version: str = __version__
+
+
+def shape_class(call: CheckedCall) -> str:
+    """The class of shapes that share tuned tiles: sizes rounded up to powers of two."""
+    batch, queries, keys = (
+        1 << max(0, size - 1).bit_length()
+        for size in (call.batch * call.heads_q, call.seq_q, call.seq_k)
+    )
+    return f"bh{batch}-g{call.heads_q // call.heads_kv}-q{queries}-k{keys}"
+
+
+def gpu_name(index: int) -> str:
+    """The name of a CUDA device in the driver, such as "NVIDIA H200"."""
+    return torch.cuda.get_device_name(index)
+
+
+def remembered(
+    spec: AttentionSpec, arch: str, which: str, call: CheckedCall, index: int
+) -> Mapping[str, Tile]:
+    """The tuned tiles for a call on a GPU, by name of the kernel; empty without a measurement."""
+    root = config.cache_dir()
+    if root is None or not (root / TUNED).is_dir():
+        return {}
+    winner = read(place(root, gpu_name(index), spec, arch, which, call))
+    if winner is None or not _is_possible(spec, arch, which, winner.tiles):
+        return {}
+    config.log(1, f"flashgen: {spec.name}, {which}: tuned tiles, {winner.tiles}")
+    return winner.tiles
+
+
+def place(
+    root: Path, gpu: str, spec: AttentionSpec, arch: str, which: str, call: CheckedCall
+) -> Path:
+    """The file of tuned tiles.
+
+    Args:
+        which: one of `PASSES`.
+    """
+    device = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
+    name = f"{spec.name}.{spec.digest[:16]}.{arch}.{which}.{shape_class(call)}.json"
+    return root / TUNED / device / name
+
+
+def write(path: Path, winner: Winner) -> bool:
+    """Stores tuned tiles atomically; False, with a `CacheWarning`, where that is impossible."""
+    record = asdict(winner)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    except OSError as error:
+        _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
+        return False
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
+        return False
+    return True
+
+
+def read(path: Path) -> Winner | None:
+    """The stored tiles, or None where the file is missing or, with a `CacheWarning`, unusable."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _note(f"{path.name} cannot be read ({error}); the planner's tiles are used")
+        return None
+    try:
+        tiles = {str(kernel): tile(fields) for kernel, fields in record.pop("tiles").items()}
+        winner = Winner(tiles, **record)
+    except (AttributeError, KeyError, TypeError):
+        _note(f"{path.name} holds no tiles; the planner's are used")
+        return None
+    if winner.version != __version__:
+        _note(f"{path.name} is of flashgen {winner.version}; tune again for {__version__}")
+        return None
+    return winner
+
+
+def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str, Tile]) -> bool:
+    """Whether a plan with these tiles exists; the file can hold anything."""
+    try:
+        check_tiles(spec, arch, which, tiles)
+    except (PlanError, KeyError, TypeError) as error:
+        _note(f"tuned tiles of {spec.name} are unusable: {error}")
+        return False
+    return True
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, CacheWarning, stacklevel=3)

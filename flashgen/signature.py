@@ -1,0 +1,139 @@
+"""The signature of a spec's calls as plain values: names, dtypes, dimensions and options.
+
+`flashgen.language.signature.signature_of` makes a signature from an AttentionSpec. It holds no
+expressions, so that running a call needs no sympy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
+"""Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
+after the last one."""
+
+LAYOUT = "layout"
+LAYOUT_NAMES = (
+    LAYOUT,
+    "layout_row_counts",
+    "layout_row_blocks",
+    "layout_column_counts",
+    "layout_column_blocks",
+)
+"""Captured tensors of a block layout: the live blocks, and lists of them by row and by column."""
+
+LAYOUT_LISTS = LAYOUT_NAMES[1:]
+"""The lists are computed from the live blocks; calls do not give them."""
+
+
+@dataclass(frozen=True)
+class ScalarArgument:
+    """A run-time scalar: the facts of an `fg.Scalar`."""
+
+    name: str
+    dtype: str
+    minimum: float | None
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A captured tensor: the facts of an `fg.Tensor`."""
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: str
+    grad: bool
+
+    def __str__(self) -> str:
+        learned = ", grad=True" if self.grad else ""
+        return f"Tensor({self.name!r}, {self.dims!r}, {self.dtype!r}{learned})"
+
+
+class BlockLayoutFacts(Protocol):
+    """The block layout of a spec: what the runtime uses of an `fg.BlockSparse`."""
+
+    def __hash__(self) -> int: ...
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_k(self) -> int: ...
+    @property
+    def is_static(self) -> bool:
+        """Whether the layout is a function, so that calls give no blocks."""
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the function depends on the batch entry and the head."""
+
+    def shape(self, batch: int, heads: int, q_end: int, k_end: int) -> tuple[int, int, int, int]:
+        """Batch entries, heads, rows and columns of blocks of a layout that is a function."""
+
+    def table(self, batch: int, heads: int, rows: int, columns: int) -> bytes:
+        """The values of the function: a byte for each block, 1 where the block is computed."""
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """The arguments that a call of a spec has, and the facts that its checks use.
+
+    Attributes:
+        name: the name of the spec.
+        head_dim, head_dim_v: lengths of q and k vectors, and of v vectors.
+        dtype: the dtype of q, k, v and the output.
+        scale: factor on q.k; None for 1 / sqrt(head_dim).
+        dropout: whether kernels can drop elements of P.
+        packed: whether a call has several sequences in one batch entry.
+        scalars, tensors: run-time scalars and captured tensors, in the order of their arguments.
+        sink: the captured tensor that is the sink; None without a sink.
+        block_sparse: the block layout; None where all blocks are computed.
+        reads_batch: whether the mask or the score depends on the batch index or the batch size.
+    """
+
+    name: str
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    scale: float | None
+    dropout: bool
+    packed: bool
+    scalars: tuple[ScalarArgument, ...]
+    tensors: tuple[TensorArgument, ...]
+    sink: TensorArgument | None
+    block_sparse: BlockLayoutFacts | None
+    reads_batch: bool
+
+    @cached_property
+    def learned(self) -> tuple[TensorArgument, ...]:
+        """The captured tensors that have a gradient."""
+        return tuple(tensor for tensor in self.tensors if tensor.grad)
+
+    @property
+    def static_layout(self) -> BlockLayoutFacts | None:
+        """The block layout where it is a function, else None."""
+        sparse = self.block_sparse
+        return sparse if sparse is not None and sparse.is_static else None
+
+    @property
+    def call_layout(self) -> BlockLayoutFacts | None:
+        """The block layout where each call gives its blocks, else None."""
+        sparse = self.block_sparse
+        return sparse if sparse is not None and not sparse.is_static else None
+
+
+@dataclass(frozen=True)
+class GradientTerm:
+    """An element of a learned tensor that the score function reads.
+
+    Attributes:
+        tensor: name of the learned tensor.
+        summed_over: the scores whose contributions a kernel adds before it writes to memory:
+            "element" for one score, "row", "column", or "block" for all scores of a block.
+        indices: for each dimension of the tensor the index "b", "h", "q" or "k" that addresses it,
+            or None where another expression addresses it.
+    """
+
+    tensor: str
+    summed_over: str
+    indices: tuple[str | None, ...]

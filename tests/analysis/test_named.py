@@ -1,0 +1,223 @@
+"""The analysis of common masks: exact classes of tiles and closed-form bounds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen.analysis import WalkedAxis, analyse, analyse_mask, classify, evaluate
+from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q, trace_mask
+from flashgen.language.spec_file import load
+from tests.support.paths import ROOT
+
+SPECS = ROOT / "specs"
+
+NAMED: dict[str, list[dict[str, int]]] = {
+    "full": [{}],
+    "causal": [{}],
+    "causal_offset": [{"shift": -5}, {"shift": 0}, {"shift": 9}],
+    "sliding_window": [{"window": w} for w in (1, 2, 7, 40)],
+    "prefix_lm": [{"prefix": p} for p in (-1, 0, 5, 13, 50)],
+    "softcap": [{}],
+    "alibi": [{}],
+    "block_causal": [{}],
+    "dilated_window": [
+        {"window": w, "dilation": d} for w, d in [(0, 1), (6, 1), (7, 3), (2, 5), (30, 4)]
+    ],
+    "strided": [{"stride": s} for s in (1, 2, 5, 9)],
+    "symmetric_window": [{"window": w} for w in (0, 3, 40)],
+    "longformer": [{"window": w, "global_tokens": g} for w, g in [(2, 0), (3, 4), (0, 40)]],
+    "block_diagonal": [{"chunk": c} for c in (1, 5, 40)],
+    "empty_rows": [{}],
+    "squared": [{}],
+    "distance_decay": [{}],
+}
+# Masks of two coordinates, whose tiles are bounded soundly but not exactly, and those that read
+# tensors: random data classifies them in tests/cpu/test_walk.py.
+BOUNDED = {"natten_2d", "block_diffusion"}
+
+SIZE_Q, SIZE_K = 26, 33
+
+
+def dense(mask: Any, env: dict[Any, Any], q: range, k: range) -> np.ndarray:
+    values = {**env, Q: np.array(q)[:, None], K: np.array(k)[None, :]}
+    return np.broadcast_to(evaluate(mask, values), (len(q), len(k)))
+
+
+def environment(spec: fg.AttentionSpec, scalars: dict[str, int]) -> dict[Any, Any]:
+    by_name = {scalar.name: scalar.expr for scalar in spec.scalars}
+    assert set(by_name) == set(scalars)
+    return {**{by_name[n]: v for n, v in scalars.items()}, SEQ_Q: SIZE_Q, SEQ_K: SIZE_K}
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, scalars, id="-".join([name, *map(str, scalars.values())]))
+        for name, choices in NAMED.items()
+        for scalars in choices
+    ]
+
+
+def test_every_spec_file_is_listed_here() -> None:
+    capturing = {file.stem for file in SPECS.glob("*.py") if load(file).read_tensors}
+    assert {file.stem for file in SPECS.glob("*.py")} == set(NAMED) | BOUNDED | capturing
+
+
+@pytest.mark.parametrize(("name", "scalars"), cases())
+@pytest.mark.parametrize("block", [(1, 1), (4, 6), (8, 3), (5, 16)], ids=str)
+def test_every_tile_of_a_named_mask_is_classified_exactly(
+    name: str, scalars: dict[str, int], block: tuple[int, int]
+) -> None:
+    spec = load(SPECS / f"{name}.py")
+    analysis, env = analyse(spec), environment(spec, scalars)
+    # Chunks of 100 only show in positions that go beyond them.
+    q0, k0 = (90, 80) if name == "block_causal" else (0, 0)
+    for q, k in itertools.product(range(0, SIZE_Q, block[0]), range(0, SIZE_K, block[1])):
+        rows = range(q0 + q, q0 + min(q + block[0], SIZE_Q))
+        columns = range(k0 + k, k0 + min(k + block[1], SIZE_K))
+        truth = dense(spec.mask, env, rows, columns)
+        expected = "full" if truth.all() else "mixed" if truth.any() else "empty"
+        found = classify(analysis.mask, env, (rows[0], rows[-1]), (columns[0], columns[-1]))
+        assert found == expected, (rows, columns)
+
+
+@pytest.mark.parametrize(("name", "scalars"), cases())
+@pytest.mark.parametrize("walk", [WalkedAxis(K), WalkedAxis(Q)], ids=["keys", "queries"])
+def test_the_reach_of_a_named_mask_is_its_hull(
+    name: str, scalars: dict[str, int], walk: WalkedAxis
+) -> None:
+    spec = load(SPECS / f"{name}.py")
+    found = analyse_mask(spec.mask, walk)
+    env = environment(spec, scalars)
+    walked = range(-60, 320)
+    lo_symbol, hi_symbol = (K_LO, K_HI) if walk.symbol == Q else (Q_LO, Q_HI)
+    for first, size in itertools.product((0, 7, 95, 130), (1, 5, 16)):
+        fixed = range(first, first + size)
+        truth = dense(spec.mask, env, *((walked, fixed) if walk.symbol == Q else (fixed, walked)))
+        line = truth.any(axis=1 if walk.symbol == Q else 0)
+        corners = {**env, lo_symbol: fixed[0], hi_symbol: fixed[-1]}
+        lo = -60 if found.reach.lo is None else evaluate(found.reach.lo, corners)
+        hi = 320 if found.reach.hi is None else evaluate(found.reach.hi, corners)
+        inside = np.array([lo <= x < hi for x in walked])
+        assert not (line & ~inside).any()
+        if found.reach_exact:
+            assert (line == inside).all()
+        elif line.any() and name != "dilated_window":
+            # Not every position is reached, but the bounds themselves are.
+            true = [x for x, reached in zip(walked, line, strict=True) if reached]
+            assert found.reach.lo is None or true[0] == max(lo, -60)
+            assert found.reach.hi is None or true[-1] == min(hi, 320) - 1
+
+
+def bounds(name: str) -> tuple[str, str, bool]:
+    mask = analyse(load(SPECS / f"{name}.py")).mask
+    return str(mask.reach.lo), str(mask.reach.hi), mask.reach_exact
+
+
+@pytest.mark.parametrize(
+    ("name", "lo", "hi", "exact"),
+    [
+        ("full", "None", "None", True),
+        ("causal", "None", "q_hi + 1", True),
+        ("causal_offset", "None", "q_hi + seq_k - seq_q + shift + 1", True),
+        ("sliding_window", "q_lo - window + 1", "q_hi + 1", True),
+        ("prefix_lm", "None", "Maximum(prefix, q_hi + 1)", True),
+        ("block_causal", "None", "100*FloorDiv(q_hi, 100) + 100", True),
+        ("dilated_window", "q_lo - window", "q_hi + window + 1", False),
+        ("strided", "None", "q_hi + 1", False),
+    ],
+)
+def test_reach_is_the_closed_form_that_a_person_would_write(
+    name: str, lo: str, hi: str, exact: bool
+) -> None:
+    assert bounds(name) == (lo, hi, exact)
+
+
+def test_causal_has_one_band_of_mixed_tiles() -> None:
+    mask = analyse(load(SPECS / "causal.py")).mask
+    kinds = [
+        [classify(mask, {}, (q, q + 7), (k, k + 7)) for k in range(0, 32, 8)]
+        for q in range(0, 32, 8)
+    ]
+    for i, row in enumerate(kinds):
+        assert row == ["full"] * i + ["mixed"] + ["empty"] * (3 - i)
+
+
+def test_full_mask_has_no_mixed_tile_and_no_bound() -> None:
+    mask = analyse(load(SPECS / "full.py")).mask
+    assert mask.always
+    assert (mask.reach.lo, mask.reach.hi) == (None, None)
+    assert classify(mask, {}, (0, 63), (0, 63)) == "full"
+
+
+def test_full_tiles_of_a_window_have_both_bounds() -> None:
+    mask = analyse(load(SPECS / "sliding_window.py")).mask
+    assert mask.full is not None
+    assert (str(mask.full.lo), str(mask.full.hi)) == ("q_hi - window + 1", "q_lo + 1")
+    assert mask.full_exact
+
+
+def other_mask(name: str) -> Any:
+    radius, width, height = 2, 5, 6
+    group, half = 3, 12
+
+    def natten(b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = fg.minimum(fg.maximum(q // width, radius), height - 1 - radius)
+        column = fg.minimum(fg.maximum(q % width, radius), width - 1 - radius)
+        near = fg.abs(row - k // width) <= radius
+        return near & (fg.abs(column - k % width) <= radius)
+
+    def block_diffusion(b: Any, h: Any, q: Any, k: Any) -> Any:
+        xq, xk = q < half, k < half
+        i, j = (q % half) // group, (k % half) // group
+        return ((i == j) & xq & xk) | ((i > j) & xq & ~xk) | ((i >= j) & ~xq & ~xk)
+
+    masks = {
+        "symmetric_window": lambda b, h, q, k: fg.abs(q - k) <= 3,
+        "longformer": lambda b, h, q, k: (fg.abs(q - k) <= 3) | (k < 2) | (q < 2),
+        "block_diagonal": lambda b, h, q, k: q // 5 == k // 5,
+        "empty_rows": lambda b, h, q, k: q < fg.seq_q // 2,
+        "natten_2d": natten,
+        "block_diffusion": block_diffusion,
+    }
+    return trace_mask(masks[name]).expr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "symmetric_window",
+        "longformer",
+        "block_diagonal",
+        "empty_rows",
+        "natten_2d",
+        "block_diffusion",
+    ],
+)
+def test_empty_tiles_of_other_masks_are_found(name: str) -> None:
+    mask = analyse_mask(other_mask(name))
+    env = {SEQ_Q: 24, SEQ_K: 24}
+    size = {"natten_2d": 5, "block_diffusion": 3}.get(name, 4)
+    for q, k in itertools.product(range(0, 25 - size, size), repeat=2):
+        truth = dense(mask.expr, env, range(q, q + size), range(k, k + size))
+        kind = classify(mask, env, (q, q + size - 1), (k, k + size - 1))
+        assert (kind == "empty") == (not truth.any()), (q, k)
+        assert (kind == "full") <= bool(truth.all())
+
+
+def test_block_diagonal_reach_is_proved_exact() -> None:
+    mask = analyse_mask(other_mask("block_diagonal"))
+    assert str(mask.reach.lo) == "5*FloorDiv(q_lo, 5)"
+    assert str(mask.reach.hi) == "5*FloorDiv(q_hi, 5) + 5"
+    assert mask.reach_exact
+
+
+def test_rows_that_are_masked_out_end_at_once() -> None:
+    mask = analyse_mask(other_mask("empty_rows"))
+    assert mask.row is not None
+    env = {SEQ_Q: 10}
+    assert evaluate(mask.row.hi, {**env, Q: 5}) < 0 < evaluate(mask.row.hi, {**env, Q: 4})

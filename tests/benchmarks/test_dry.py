@@ -1,0 +1,147 @@
+"""The whole of `make gpu` without a GPU, and the pytest plugin that its first part uses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.suite.context import Context
+from benchmarks.suite.device import Device
+from benchmarks.suite.journal import Journal, entries
+from benchmarks.suite.parts import PARTS
+from benchmarks.suite.parts.correctness import record
+from benchmarks.suite.records import Stamp, Writer, read
+from benchmarks.suite.supervisor import RESTART, Budget
+from tests.support.paths import ROOT
+
+
+def pytest_run(folder: Path, text: str, deadline: float) -> tuple[int, list[dict[str, str]]]:
+    """Runs pytest with the plugin on one file of tests; its exit code and what was written."""
+    file = folder / "test_it.py"
+    file.write_text(text)
+    outcomes = folder / "outcomes.jsonl"
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite.pytest_outcomes", "-q"]
+    command += ["--outcomes", str(outcomes), "--deadline", str(deadline)]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), str(file)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, entries(outcomes)
+
+
+def outcomes_in(found: list[dict[str, str]]) -> dict[str, str]:
+    return {e["step"].split("::")[1]: e["outcome"] for e in found if e["event"] == "end"}
+
+
+TESTS = """
+import os, pytest
+def test_right(): pass
+def test_wrong(): assert 1 == 2
+@pytest.mark.skip(reason="needs two GPUs")
+def test_other(): pass
+@pytest.fixture
+def broken(): raise OSError("no device")
+def test_set_up(broken): pass
+def test_lost(): os._exit(9)
+def test_last(): pass
+"""
+
+
+def test_each_outcome_is_written_at_once_and_a_lost_process_goes_on_behind_it(
+    tmp_path: Path,
+) -> None:
+    late = time.time() + 1000
+    code, found = pytest_run(tmp_path, TESTS, late)
+    assert code == 9
+    first = {
+        "test_right": "passed", "test_wrong": "failed", "test_other": "skipped",
+        "test_set_up": "failed",
+    }  # fmt: skip
+    assert outcomes_in(found) == first
+    assert found[-1]["event"] == "begin"
+    code, found = pytest_run(tmp_path, TESTS, late)
+    assert code == 0
+    assert outcomes_in(found) == {**first, "test_last": "passed"}
+
+
+def test_tests_behind_the_deadline_do_not_run_and_are_known(tmp_path: Path) -> None:
+    # The first test moves the clock behind the deadline.
+    text = """
+import time
+def test_a(): time.time = lambda: 1e12
+def test_b(): pass
+def test_c(): pass
+"""
+    _, found = pytest_run(tmp_path, text, time.time() + 1000)
+    assert outcomes_in(found) == {"test_a": "passed"}
+    (collected,) = (e["tests"] for e in found if e["event"] == "collected")
+    assert len(collected) == 3
+
+
+def test_the_part_counts_outcomes_and_lists_what_was_lost_or_left_out(tmp_path: Path) -> None:
+    context = Context(
+        device=Device(),
+        writer=Writer(tmp_path, Stamp("1", "c", "emulator", "g", "d", "v"), "correctness"),
+        journal=Journal(tmp_path / "journal.jsonl"),
+        budget=Budget(1e12),
+        out=tmp_path,
+        work=tmp_path,
+        run="1",
+        tiny=True,
+    )
+    found = [
+        {"event": "collected", "tests": ["a", "b", "c", "d", "e"]},
+        {"event": "begin", "step": "a"},
+        {"event": "end", "step": "a", "outcome": "passed", "text": ""},
+        {"event": "begin", "step": "b"},
+        {"event": "end", "step": "b", "outcome": "failed", "text": "2.0 of 1.0"},
+        {"event": "begin", "step": "c"},
+        {"event": "collected", "tests": ["d", "e"]},
+    ]
+    record(context, found, {"c": "ended by SIGSEGV"})
+    rows = read(tmp_path / "measures.csv")
+    counts = {r["metric"]: r["value"] for r in rows if r["subject"] == "tests/gpu"}
+    assert counts == {"passed": "1", "failed": "1", "skipped": "0", "lost": "1", "not run": "2"}
+    told = entries(context.journal.path)
+    assert [e["what"] for e in told if e["event"] == "failed"] == [
+        "b: 2.0 of 1.0",
+        "c: its process was lost: ended by SIGSEGV",
+    ]
+    assert [e["what"] for e in told if e["event"] == "skipped"] == ["2 tests: d, e"]
+
+
+def test_the_exit_code_for_a_restart_is_none_of_pytest() -> None:
+    assert RESTART not in set(map(int, pytest.ExitCode))
+
+
+@pytest.mark.slow
+def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
+    # More time than `make gpu PART=dry` has, because other tests run beside this one.
+    command = [sys.executable, "benchmarks/gpu.py", "--part", "dry", "--minutes", "15"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "A DRY RUN" in done.stdout
+    for part in PARTS:
+        assert f"{part.name:<12} done" in done.stdout
+    rows = read(tmp_path / "speed.csv")
+    assert {row["device"] for row in rows} == {"emulator"}
+    timed = {row["contender"] for row in rows if row["ms_p50"]}
+    assert {"flashgen sm_80", "flashgen sm_80 deterministic", "sdpa math", "flex"} <= timed
+    assert not {row["status"] for row in rows} & {"wrong", "error", "crashed", "refused"}
+    measured = {row["part"] for row in read(tmp_path / "measures.csv")}
+    assert measured == {part.name for part in PARTS} - {"suite", "sparsity"}

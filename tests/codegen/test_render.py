@@ -1,0 +1,138 @@
+"""The emitted text: deterministic, minimal, and at odds with no plan without saying so."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import flashgen as fg
+from flashgen.codegen.environment import render_template
+from flashgen.compile import compile
+from flashgen.language.spec import AttentionSpec
+from tests.support.paths import ROOT
+
+
+def emitted(name: str, **changes: object) -> str:
+    return fg.emit(fg.load(ROOT / f"specs/{name}.py").replace(**changes)).forward.text
+
+
+def test_the_same_spec_gives_the_same_bytes_in_every_process() -> None:
+    script = (
+        "import flashgen as fg, hashlib\n"
+        "for name in ('strided', 'softcap', 'alibi'):\n"
+        "    text = fg.emit(fg.load(f'specs/{name}.py')).forward.text\n"
+        "    print(hashlib.sha256(text.encode()).hexdigest())\n"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    assert len(digests) == 1
+
+
+def unused(text: str) -> list[str]:
+    """Functions and constants that nothing else in the file mentions."""
+    found = re.findall(r"(?:__forceinline__ [\w ]+?[ *&]|\nconstexpr int )(\w+)\b", text)
+    assert found
+    found = [name for name in found if name != "operator"]  # whose uses are brackets
+    return [name for name in found if len(re.findall(rf"\b{name}\b", text)) < 2]
+
+
+def test_every_function_in_an_emitted_file_is_called() -> None:
+    for name in ("full", "causal", "dilated_window", "softcap"):
+        for dtype in ("float16", "float32"):
+            for head_dim in (40, 64):
+                found = unused(emitted(name, dtype=dtype, head_dim=head_dim))
+                assert not found, f"{name} {dtype} d{head_dim}: {found} is never called"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["dense_bias", "symmetric_bias", "head_gate"])
+def test_kernels_of_captured_gradients_have_what_they_call_alone(
+    name: str, deterministic: bool
+) -> None:
+    spec = fg.load(ROOT / f"specs/{name}.py")
+    for dtype in ("float16", "float32"):
+        for head_dim in (40, 64):
+            changed = spec.replace(dtype=dtype, head_dim=head_dim, dropout=True)
+            for arch in ("sm_80", "sm_90a"):
+                (*_, captured) = fg.emit(changed, arch, deterministic=deterministic).backward
+                found = unused(captured.text)
+                assert not found, f"{captured.filename}: {found} is never used"
+
+
+def test_the_users_line_stands_above_the_code_made_from_it() -> None:
+    text = emitted("sliding_window")
+    assert "// specs/sliding_window.py:" in text
+    assert "return (q >= k) & (q - k < window)" in text
+    assert "p.s_window" in text
+
+
+def test_a_file_without_a_mask_has_no_trace_of_masks_or_bounds() -> None:
+    text = emitted("full")
+    assert "mask_mod" not in text
+    assert "tile_reach" not in text
+    assert "tile_may" not in text
+
+
+def test_a_mask_with_exact_bounds_is_never_classified_tile_by_tile() -> None:
+    for name in ("causal", "causal_offset", "sliding_window", "prefix_lm", "block_causal"):
+        text = emitted(name)
+        assert "tile_may" not in text
+        assert "tile_must" not in text
+
+
+@pytest.mark.parametrize(
+    ("constant", "complaint"),
+    [
+        ("SMEM_K", "Q tile"),
+        ("SMEM_V", "K tile"),
+        ("SMEM_BYTES", "V tile"),
+        ("WARPS", "rows per warp"),
+    ],
+)
+def test_a_plan_that_the_code_does_not_follow_fails_to_compile(
+    constant: str, complaint: str
+) -> None:
+    text = emitted("causal")
+    value = int(re.search(rf"constexpr int {constant} = (\d+)", text)[1])
+    changed = max(1, value // 2)
+    wrong = text.replace(
+        f"constexpr int {constant} = {value}", f"constexpr int {constant} = {changed}"
+    )
+    assert wrong != text
+    with pytest.raises(fg.CompileError, match="plan and code disagree") as caught:
+        compile(wrong, filename="wrong.cu", kernel="causal_forward_fp16_d64", arch="sm_80")
+    assert complaint in str(caught.value)
+
+
+def test_a_template_field_that_nobody_gave_is_an_error_that_names_it() -> None:
+    with pytest.raises(fg.RenderError, match="'plan' is undefined") as caught:
+        render_template("sm80/mma.cuh.j2")
+    assert "templates/sm80/mma.cuh.j2" in caught.value.where
+
+
+def test_a_spec_made_in_python_says_how_to_emit_it_again() -> None:
+    spec = AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, name="mine")
+    text = fg.emit(spec).forward.text
+    assert 'flashgen.emit(spec, arch="sm_80")' in text
+    assert str(ROOT) not in text
+
+
+def test_kernels_are_named_so_that_a_person_can_guess() -> None:
+    source = fg.emit(
+        fg.load(ROOT / "specs/causal.py").replace(head_dim=192, head_dim_v=128)
+    ).forward
+    assert source.name == "causal_forward_fp16_d192v128"
+    assert source.filename == "causal_forward_fp16_d192v128_sm_80.cu"

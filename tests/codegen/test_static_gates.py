@@ -1,0 +1,98 @@
+"""The static gates of compiled kernels: no spills, no stack, no more resources than planned."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import flashgen as fg
+from flashgen.analysis import analyse
+from flashgen.errors import PlanError
+from flashgen.pipeline import Build, build_backward
+from tests.support.judged import check_gates
+from tests.support.paths import ROOT
+from tests.support.shapes import DTYPES, HEAD_DIMS
+from tests.support.tiers import one_in
+
+SPECS = sorted((ROOT / "specs").glob("*.py"))
+SPEC_IDS = [path.stem for path in SPECS]
+LEARNED = [path for path in SPECS if analyse(fg.load(path)).score.learned]
+BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+
+
+def both_ways(spec: fg.AttentionSpec, arch: str) -> list[Build]:
+    """The backward kernels, with sums in a free and in a fixed order."""
+    return [
+        build
+        for deterministic in (False, True)
+        for build in build_backward(spec, arch, deterministic=deterministic)
+    ]
+
+
+@pytest.mark.parametrize("name", one_in(36, SPEC_IDS))
+def test_a_generated_kernel_passes_the_static_gates(name: str) -> None:
+    check_gates(fg.build(fg.load(ROOT / f"specs/{name}.py"), "sm_80"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim"),
+    one_in(36, itertools.product(["causal", "softcap"], DTYPES, HEAD_DIMS)),
+)
+def test_kernels_of_every_dtype_and_head_dim_pass_the_static_gates(
+    name: str, dtype: str, head_dim: int
+) -> None:
+    spec = fg.load(ROOT / f"specs/{name}.py").replace(dtype=dtype, head_dim=head_dim)
+    check_gates(fg.build(spec, "sm_80"))
+
+
+@pytest.mark.parametrize("head_dim", one_in(6, BACKWARD_DIMS))
+def test_backward_kernels_of_every_head_dim_pass_the_static_gates(head_dim: int) -> None:
+    spec = fg.load(ROOT / "specs/causal.py").replace(head_dim=head_dim)
+    for built in both_ways(spec, "sm_80"):
+        check_gates(built)
+
+
+OF_LEARNED = itertools.product([path.stem for path in LEARNED], [64, 128])
+
+
+@pytest.mark.parametrize(("name", "head_dim"), one_in(14, OF_LEARNED))
+def test_kernels_of_exact_sums_pass_the_static_gates(name: str, head_dim: int) -> None:
+    spec = fg.load(ROOT / f"specs/{name}.py").replace(head_dim=head_dim)
+    (*_, exact) = build_backward(spec, deterministic=True)
+    assert exact.source.role == "captured_exact"
+    check_gates(exact)
+    assert ".add.u64" in exact.ptx
+    assert not re.search(r"(atom|red)\S*\.f32", exact.ptx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_90a"])
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_backward_kernels_of_every_spec_pass_the_static_gates(path: Path, arch: str) -> None:
+    """Each spec has a third of the head dims, with a dtype each, and dropout at every other."""
+    first = SPECS.index(path)
+    for turn, head_dim in enumerate(BACKWARD_DIMS[(first + ARCHS.index(arch)) % 3 :: 3], first):
+        dtype, dropout = DTYPES[turn % len(DTYPES)], bool(turn % 2)
+        spec = fg.load(path).replace(dtype=dtype, head_dim=head_dim, dropout=dropout)
+        if path in LEARNED and (dtype, head_dim, arch) == ("float32", 256, "sm_86"):
+            # The kernel of learned gradients needs 112 KiB of shared memory at its smallest tile.
+            with pytest.raises(PlanError, match="no tile fits"):
+                both_ways(spec, arch)
+            continue
+        for built in (fg.build(spec, arch), *both_ways(spec, arch)):
+            check_gates(built)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_kernels_of_every_architecture_pass_the_static_gates(path: Path, arch: str) -> None:
+    """Each spec and architecture has a third of the head dims, with a dtype each."""
+    first = SPECS.index(path) + ARCHS.index(arch)
+    for turn, head_dim in enumerate(HEAD_DIMS[first % 3 :: 3], first):
+        dtype = DTYPES[turn % len(DTYPES)]
+        check_gates(fg.build(fg.load(path).replace(dtype=dtype, head_dim=head_dim), arch))

@@ -1,0 +1,173 @@
+"""The tiled backward pass is the derivative of the tiled forward pass: gradcheck in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import cpu
+from flashgen.call import OutputGradients
+from flashgen.language.spec import AttentionSpec
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+from tests.support.tiled_calls import arguments
+
+Tensor = torch.Tensor
+STATE = (1234567, 89)
+
+
+class Tiled(torch.autograd.Function):
+    """The two passes as one differentiable function; only O, LSE and the seed are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: cpu.TileArguments
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = cpu.forward(spec, q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec, ctx.options = spec, options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        outputs = OutputGradients(out, lse, dout, dlse)
+        gradients = cpu.backward(ctx.spec, q, k, v, outputs, ctx.options)
+        return *gradients, None, None
+
+
+def causal(b, h, q, k):
+    return k <= q
+
+
+window = fg.Scalar("window", "int32", minimum=1)
+
+SPECS = {
+    "full": AttentionSpec(head_dim=8, dtype="float32"),
+    "causal": AttentionSpec(causal, head_dim=8, dtype="float32"),
+    "window and softcap": AttentionSpec(
+        lambda b, h, q, k: (k <= q) & (q - k < window),
+        lambda s, b, h, q, k: 3 * fg.tanh(s / 3),
+        head_dim=8,
+        dtype="float32",
+    ),
+    "by head and batch": AttentionSpec(
+        lambda b, h, q, k: (q + h - k) % (b + 2) != 0,
+        lambda s, b, h, q, k: s * fg.exp(-0.1 * h) + (k - q) / (b + 1) + s * s / 9,
+        head_dim=8,
+        dtype="float32",
+    ),
+    "bent": AttentionSpec(
+        causal,
+        lambda s, b, h, q, k: fg.where(s > 0.2, s, fg.abs(s) * fg.sigmoid(s)),
+        head_dim=8,
+        dtype="float32",
+    ),
+    "without queries": AttentionSpec(
+        causal, lambda s, b, h, q, k: fg.sin(k * 0.7 + h), head_dim=8, dtype="float32"
+    ),
+}
+
+SHAPES = {
+    "square": (2, 2, 2, 11, 11, 4, 4),
+    "grouped": (2, 4, 2, 7, 11, 4, 3),
+    "one kv head": (1, 3, 1, 11, 5, 3, 4),
+}
+
+
+DROPOUT = {"dropout_p": 0.3, "rng": STATE}
+
+
+def checked(
+    name: str, shape: tuple[int, ...], options: dict[str, Any], *, every_element: bool
+) -> bool:
+    batch, heads, heads_kv, seq_q, seq_k, dim, dim_v = shape
+    case = Case(seq_q, seq_k, batch, heads, heads_kv, "float32", dim, dim_v)
+    operands = [x.double().requires_grad_() for x in case.tensors(3)]
+    spec = SPECS[name].replace(dropout=bool(options))
+    # The first three rows of a causal mask have no key; tiles of 4 x 6 leave odd ends.
+    numbers = {"q_offset": 2, "k_offset": 5, "block_q": 4, "block_k": 6, **options}
+    scalars = {"window": 4} if spec.scalars else {}
+    given = arguments(spec, operands[0], scalars=scalars, **numbers)
+
+    def outputs(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = Tiled.apply(*leaves, spec, given)
+        return out, torch.where(lse == -math.inf, 0, lse)
+
+    return torch.autograd.gradcheck(outputs, operands, fast_mode=not every_element)
+
+
+@pytest.mark.parametrize("options", [{}, DROPOUT], ids=["", "dropout"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_are_the_derivative_along_random_directions(
+    name: str, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    assert checked(name, shape, options, every_element=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        slow("causal", "square", {}),
+        slow("window and softcap", "one kv head", {}),
+        ("by head and batch", "one kv head", DROPOUT),
+    ],
+)
+def test_every_element_of_the_gradients_is_the_derivative(
+    name: str, shape: str, options: dict[str, Any]
+) -> None:
+    assert checked(name, SHAPES[shape], options, every_element=True)
+
+
+@pytest.mark.parametrize("part", ["out", "lse"])
+def test_each_output_has_its_own_gradient(part: str) -> None:
+    """Against autograd of attention in plain PyTorch."""
+    q, k, v = (x.double().requires_grad_() for x in Case(13, 17, 2, 4, 2, "float32", 8).tensors())
+    spec = SPECS["causal"]
+    out, lse = Tiled.apply(q, k, v, spec, arguments(spec, q))
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / math.sqrt(8)
+    keep = torch.ones(13, 17, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~keep, -math.inf)
+    plain = scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+    found, expected = (out, plain[0]) if part == "out" else (lse, plain[1])
+    weights = torch.randn_like(found)
+    ours = torch.autograd.grad((found * weights).sum(), (q, k, v), allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v), allow_unused=True)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+
+
+def test_a_small_model_learns_with_it() -> None:
+    """Copying the previous token: the loss falls as with PyTorch's own attention."""
+    spec = AttentionSpec(causal, head_dim=16, dtype="float32", dropout=True)
+    losses = {}
+    for kind in ("tiled", "torch"):
+        torch.manual_seed(0)
+        embed, positions = torch.nn.Embedding(12, 32), torch.nn.Embedding(24, 32)
+        qkv, head = torch.nn.Linear(32, 96), torch.nn.Linear(32, 12)
+        weights = [p for m in (embed, positions, qkv, head) for p in m.parameters()]
+        optimizer = torch.optim.Adam(weights, 0.01)
+        losses[kind] = []
+        for _ in range(60):
+            tokens = torch.randint(12, (16, 24))
+            x = embed(tokens) + positions.weight
+            q, k, v = (part.view(16, 24, 2, 16).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            if kind == "tiled":
+                out, _ = Tiled.apply(q, k, v, spec, arguments(spec, q))
+            else:
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            logits = head(out.transpose(1, 2).flatten(2))
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, 1:].flatten(0, 1), tokens[:, :-1].flatten()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[kind].append(loss.item())
+    assert losses["tiled"][-1] < 0.5 * losses["tiled"][0]
+    assert losses["tiled"] == pytest.approx(losses["torch"], rel=0.01)

@@ -1,0 +1,67 @@
+"""README.md and docs/ name what there is: paths, public names, environment variables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import flashgen as fg
+
+ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
+DOCS = ROOT / "docs"
+FOLDERS = "flashgen|templates|tests|docs|specs|generated|benchmarks|examples"
+
+
+def test_the_readme_has_at_most_120_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def named_paths(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return sorted(set(re.findall(rf"`((?:{FOLDERS})/[\w./-]*|mkdocs\.yml)`", text)))
+
+
+@pytest.mark.parametrize("path", named_paths(DOCS / "architecture.md"))
+def test_every_path_of_the_architecture_page_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_other_pages_name_paths_that_exist() -> None:
+    pages = [p for p in DOCS.glob("*.md") if p.name != "architecture.md"]
+    for page in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        missing = [path for path in named_paths(page) if not (ROOT / path).exists()]
+        assert missing == [], page.name
+
+
+def test_every_package_has_a_row_on_the_architecture_page() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    packages = [p.parent for p in (ROOT / "flashgen").glob("*/__init__.py")]
+    assert [p.name for p in packages if f"`flashgen/{p.name}/`" not in text] == []
+
+
+def test_the_api_page_names_everything_public() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    names = [name for name in fg.__all__ if name != "__version__"]
+    assert [n for n in names if f"fg.{n}" not in text and f"::: flashgen.{n}\n" not in text] == []
+
+
+def test_the_api_page_names_every_environment_variable() -> None:
+    config = (ROOT / "flashgen/config.py").read_text(encoding="utf-8")
+    variables = set(re.findall(r"FLASHGEN_[A-Z_]+", config))
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(variables) if f"`{name}`" not in text] == []
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]:
+        for target in set(re.findall(r"`make (\w+)", page.read_text(encoding="utf-8"))):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"
+
+
+def test_every_link_of_the_readme_and_of_contributing_leads_to_a_file() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8")):
+            assert (ROOT / link).is_file(), f"{page}: {link}"

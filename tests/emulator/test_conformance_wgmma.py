@@ -1,0 +1,396 @@
+"""wgmma against numpy: all operand layouts, types and widths, and chains of instructions.
+
+Kernels are CUDA with inline PTX, compiled by NVRTC for sm_90a. Operands are small integers unless
+stated otherwise, so that every product and sum is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashgen import emulator
+from flashgen.emulator.counters.totals import added
+from tests.support.nvrtc_helper import compile_ptx
+from tests.support.wgmma_kernels import (
+    HEAD,
+    KINDS,
+    Stored,
+    fragments_of,
+    gemm,
+    gemm_ptx,
+    issue,
+    stored,
+    sums_of,
+)
+
+Array = np.ndarray[Any, Any]
+HEADER = ".version 8.0\n.target sm_90a\n.address_size 64\n"
+SPANS = (16, 32, 64, 128)
+WIDTHS = tuple(range(8, 257, 8))
+MIXED = {"both8": ("e4m3", "e5m2"), **{kind: (kind, kind) for kind in KINDS}}
+
+compiled = functools.cache(lambda source: compile_ptx(source, "sm_90a"))
+
+
+def integers(seed: int, shape: tuple[int, ...], kind: str) -> Array:
+    limit = 3 if kind.startswith("e") else 5
+    rng = np.random.default_rng(seed)
+    return rng.integers(-limit, limit + 1, shape).astype(np.float32).astype(KINDS[kind])
+
+
+def exact(a: Array, b: Array) -> Array:
+    return a.astype(np.float64) @ b.astype(np.float64).T
+
+
+def run(
+    source: str, name: str, a: Stored, b: Stored, out: Array, seed: int | None = None
+) -> emulator.Counters:
+    """Runs a kernel of `gemm`."""
+    where = np.stack([a.descriptors(), b.descriptors(a.image.size)], axis=1)
+    sizes = [np.int32(part.image.size) for part in (a, b)]
+    args = [a.image, sizes[0], b.image, sizes[1], out, where, np.int32(len(where))]
+    shared = a.image.size + b.image.size
+    return emulator.launch(compiled(source), name, 1, 128, args, shared, order_seed=seed)
+
+
+LAYOUTS = HEAD + "".join(
+    gemm(f"{kind}_{ta}{tb}", 96, kinds=(kind, kind), flags=(1, 1, ta, tb))
+    for kind in ("f16", "bf16")
+    for ta, tb in itertools.product((0, 1), repeat=2)
+)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("major_a", [0, 1])
+@pytest.mark.parametrize("major_b", [0, 1])
+def test_16_bit_operands_in_every_swizzle_and_major(kind: str, major_a: int, major_b: int) -> None:
+    a, b = integers(1, (64, 128), kind), integers(2, (96, 128), kind)
+    pairs = zip(SPANS, SPANS[::-1], strict=True)
+    for span_a, span_b in itertools.product(SPANS, repeat=2) if kind == "f16" else pairs:
+        out = np.zeros((128, 48), np.float32)
+        left, right = stored(a, span_a, bool(major_a)), stored(b, span_b, bool(major_b))
+        run(LAYOUTS, f"{kind}_{major_a}{major_b}", left, right, out)
+        assert (sums_of(out, 96) == exact(a, b)).all(), (span_a, span_b)
+
+
+KMAJOR = HEAD + "".join(
+    gemm(name, 40, kinds=kinds, flags=(1, 1)) for name, kinds in MIXED.items() if name[-2:] != "16"
+)
+
+
+@pytest.mark.parametrize("name", ["tf32", "e4m3", "e5m2", "both8"])
+@pytest.mark.parametrize("span", SPANS)
+def test_other_types_lie_k_major(name: str, span: int) -> None:
+    kinds = MIXED[name]
+    depth = 256 // np.dtype(KINDS[kinds[0]]).itemsize
+    a, b = integers(3, (64, depth), kinds[0]), integers(4, (40, depth), kinds[1])
+    out = np.zeros((128, 20), np.float32)
+    run(KMAJOR, name, stored(a, span), stored(b, span), out)
+    assert (sums_of(out, 40) == exact(a, b)).all()
+
+
+def test_tf32_operands_lose_their_low_bits() -> None:
+    rng = np.random.default_rng(5)
+    a, b = (rng.standard_normal((rows, 64)).astype(np.float32) for rows in (64, 40))
+    out = np.zeros((128, 20), np.float32)
+    run(KMAJOR, "tf32", stored(a, 128), stored(b, 128), out)
+    cut_a, cut_b = ((m.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for m in (a, b))
+    np.testing.assert_allclose(sums_of(out, 40), exact(cut_a, cut_b), rtol=0, atol=2e-5)
+    assert np.abs(sums_of(out, 40) - exact(a, b)).max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_every_8_bit_float_has_its_value(kind: str) -> None:
+    """Row r of A holds one value in its first column, B has a 1 there."""
+    values = np.arange(256, dtype=np.uint8).view(KINDS[kind])
+    b = np.zeros((40, 32), KINDS[kind])
+    b[:, 0] = 1
+    for part in range(4):
+        a = np.zeros((64, 32), KINDS[kind])
+        a[:, 0] = values[64 * part : 64 * part + 64]
+        out = np.zeros((128, 20), np.float32)
+        run(KMAJOR, kind, stored(a, 32), stored(b, 32), out)
+        want = np.repeat(a[:, :1].astype(np.float32), 40, axis=1)
+        np.testing.assert_array_equal(sums_of(out, 40), want)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_width_with_sums_that_were_never_written(width: int) -> None:
+    """In PTX as other compilers write it: floats in .b32 registers."""
+    a, b = integers(6, (64, 32), "f16"), integers(width, (width, 32), "f16")
+    left, right = stored(a, 64), stored(b, 64)
+    where = np.stack([left.descriptors(), right.descriptors(4096)], axis=1)
+    image = np.zeros(16384, np.uint8)
+    image[: right.image.size] = right.image
+    out = np.zeros((128, width // 2), np.float32)
+    args = [left.image, image, out, where]
+    emulator.launch(HEADER + gemm_ptx(width), "k", 1, 128, args, 20480)
+    assert (sums_of(out, width) == exact(a, b)).all()
+
+
+@pytest.mark.parametrize(("sign_a", "sign_b"), [(-1, 1), (1, -1), (-1, -1)])
+def test_a_scale_of_minus_one_negates_the_product(sign_a: int, sign_b: int) -> None:
+    name = f"s{sign_a}{sign_b}".replace("-", "m")
+    source = HEAD + gemm(name, 24, flags=(sign_a, sign_b, 0, 0))
+    a, b = integers(7, (64, 64), "f16"), integers(8, (24, 64), "f16")
+    out = np.zeros((128, 12), np.float32)
+    run(source, name, stored(a, 128), stored(b, 128), out)
+    assert (sums_of(out, 24) == sign_a * sign_b * exact(a, b)).all()
+
+
+@pytest.mark.parametrize("kind", ["f16", "e4m3"])
+def test_sums_of_float16_round_after_every_instruction(kind: str) -> None:
+    flags = (1, 1, 0, 0) if kind == "f16" else (1, 1)
+    source = HEAD + gemm("half", 48, kinds=(kind, kind), sums="f16", flags=flags)
+    part = 32 // np.dtype(KINDS[kind]).itemsize
+    rng = np.random.default_rng(9)
+    a, b = (rng.standard_normal((rows, 4 * part)).astype(KINDS[kind]) for rows in (64, 48))
+    out = np.zeros((128, 12), np.uint32)
+    run(source, "half", stored(a, 64), stored(b, 64), out)
+    want = np.zeros((64, 48), np.float16)
+    for step in range(4):
+        now = slice(step * part, step * part + part)
+        product = exact(a[:, now], b[:, now]).astype(np.float32)
+        want = (want.astype(np.float32) + product).astype(np.float16)
+    got = sums_of(out.view(np.float16).reshape(128, 24), 48)
+    # The order of additions inside an instruction is not promised: one rounding of float16 apart.
+    assert np.abs(got.astype(np.float64) - want).max() <= 2.0**-8
+    assert (got == want).mean() > 0.95
+
+
+FRAGMENTS = HEAD + "".join(
+    f"""
+{issue(f"mma_{kind}", 64, (kind, kind), fragments=True, flags=flags)}
+extern "C" __global__ void __launch_bounds__(128)
+{kind}(const u32* a, const uint4* b, int bytes, float* out, const u64* where, int steps) {{
+  extern __shared__ __align__(1024) unsigned char smem[];
+  fill((uint4*)smem, b, bytes);
+  PROXY_FENCE; __syncthreads();
+  float d[32]; u32 x[4][4];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) d[i] = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i / 4][i % 4] = a[threadIdx.x * 16 + i];
+  keep(d); FENCE;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) mma_{kind}(d, x[s], where[s], 1);
+  COMMIT; WAIT(0); keep(d);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = d[i];
+}}
+"""
+    for kind, flags in [("f16", (1, 1, 0)), ("bf16", (1, 1, 0)), ("tf32", (1, 1)), ("e4m3", (1, 1))]
+)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "e4m3"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_comes_from_registers(kind: str, seed: int | None) -> None:
+    depth = 128 // np.dtype(KINDS[kind]).itemsize
+    a, b = integers(10, (64, depth), kind), integers(11, (64, depth), kind)
+    held, right = fragments_of(a), stored(b, 128)
+    out = np.zeros((128, 32), np.float32)
+    args = [held, right.image, np.int32(right.image.size), out, right.descriptors(), np.int32(4)]
+    ptx = compiled(FRAGMENTS)
+    emulator.launch(ptx, kind, 1, 128, args, right.image.size, order_seed=seed)
+    assert (sums_of(out, 64) == exact(a, b)).all()
+
+
+TEAMS = (
+    HEAD
+    + issue("mma", 64)
+    + r"""
+// Every warpgroup multiplies its own 64 rows by the B of the block, `turns` times, and then once
+// more by a second B while that is still in flight; groups of odd number make one turn more.
+extern "C" __global__ void teams(const uint4* a, const uint4* b, float* out, u64 da, u64 db,
+                                 int turns) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  int groups = blockDim.x / 128, group = threadIdx.x / 128;
+  fill((uint4*)smem, a + blockIdx.x * groups * 512, groups * 8192);
+  fill((uint4*)(smem + groups * 8192), b + blockIdx.x * 1024, 16384);
+  PROXY_FENCE; __syncthreads();
+  da += group * 8192 >> 4;
+  db += groups * 8192 >> 4;
+  float d[32], e[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) { d[i] = 1; e[i] = 0; }
+  keep(d); keep(e);
+  for (int t = 0; t < turns + group % 2; ++t) {
+    keep(d); FENCE;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) mma(d, da + 2 * s, db + 2 * s, s > 0 || t % 2 == group % 2);
+    COMMIT;
+    FENCE;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) mma(e, da + 2 * s, db + 512 + 2 * s, 1);
+    COMMIT;
+    WAIT(1); keep(d);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) d[i] += 1;
+    WAIT(0); keep(e);
+  }
+  out += (blockIdx.x * blockDim.x + threadIdx.x) * 64;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) { out[i] = d[i]; out[32 + i] = e[i]; }
+}
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize(("groups", "blocks"), [(1, 3), (2, 1), (2, 3), (3, 2)])
+def test_warpgroups_share_b_and_chain_at_their_own_pace(
+    groups: int, blocks: int, seed: int | None
+) -> None:
+    a = integers(12, (blocks, groups, 64, 64), "f16")
+    b = integers(13, (blocks, 2, 64, 64), "f16")
+    image_a = np.concatenate([stored(one, 128).image for one in a.reshape(-1, 64, 64)])
+    image_b = np.concatenate([stored(one, 128).image for one in b.reshape(-1, 64, 64)])
+    one = stored(a[0, 0], 128).descriptors()[0]
+    out = np.zeros((blocks, groups, 128, 64), np.float32)
+    args = [image_a, image_b, out, one, one, np.int32(3)]
+    emulator.launch(
+        compiled(TEAMS), "teams", blocks, 128 * groups, args, groups * 8192 + 16384, order_seed=seed
+    )
+    for block, group in itertools.product(range(blocks), range(groups)):
+        product, other = (exact(a[block, group], one) for one in b[block])
+        d, e = np.ones((64, 64)), np.zeros((64, 64))
+        for turn in range(3 + group % 2):
+            d = (d if turn % 2 == group % 2 else 0) + product + 1
+            e = e + other
+        got = out[block, group]
+        assert (sums_of(got[:, :32], 64) == d).all()
+        assert (sums_of(got[:, 32:], 64) == e).all()
+
+
+ROLLING = (
+    HEAD
+    + issue("mma", 64)
+    + r"""
+// Groups of one instruction add to the same sums, `left` of them in flight; when a group has
+// landed, its operands are overwritten by those of a later step.
+template <int left> __device__ __forceinline__ void
+roll(uint4* smem, const uint4* a, const uint4* b, float* out, u64 da, u64 db, int steps) {
+  float d[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) d[i] = 0;
+  keep(d);
+  for (int s = 0; s < steps; ++s) {
+    uint4* to = smem + s % (left + 1) * 256;
+    fill(to, a + s * 128, 2048);
+    fill(to + 128, b + s * 128, 2048);
+    PROXY_FENCE; __syncthreads();
+    FENCE;
+    mma(d, da + s % (left + 1) * 256, db + s % (left + 1) * 256, 1);
+    COMMIT; WAIT(left); __syncthreads();
+  }
+  WAIT(0); keep(d);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = d[i];
+}
+#define ROLL(n) extern "C" __global__ void __launch_bounds__(128) roll##n( \
+    const uint4* a, const uint4* b, float* out, u64 da, u64 db, int steps) { \
+  extern __shared__ __align__(1024) uint4 smem[]; roll<n>(smem, a, b, out, da, db, steps); }
+ROLL(0) ROLL(1) ROLL(3)
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_groups_that_add_to_the_same_sums_land_one_after_the_other(
+    left: int, seed: int | None
+) -> None:
+    steps = 7
+    a, b = integers(14, (steps, 64, 16), "f16"), integers(15, (steps, 64, 16), "f16")
+    images = [np.concatenate([stored(one, 32).image for one in part]) for part in (a, b)]
+    one = stored(a[0], 32).descriptors()[0]
+    out = np.zeros((128, 32), np.float32)
+    args = [*images, out, one, one + np.uint64(128), np.int32(steps)]
+    shared = (left + 1) * 4096
+    emulator.launch(compiled(ROLLING), f"roll{left}", 1, 128, args, shared, order_seed=seed)
+    want = sum(exact(x, y) for x, y in zip(a, b, strict=True))
+    assert (sums_of(out, 64) == want).all()
+
+
+BRANCHES = (
+    HEAD
+    + issue("mma", 16)
+    + r"""
+// Warpgroups leave each other between the instructions of a chain and between groups.
+extern "C" __global__ void branches(const uint4* a, const uint4* b, float* out, u64 da, u64 db) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  int group = threadIdx.x / 128 + blockIdx.x;
+  fill((uint4*)smem, a, 8192);
+  fill((uint4*)(smem + 8192), b, 2048);
+  PROXY_FENCE; __syncthreads();
+  float d[8], e[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { d[i] = 1; e[i] = 2; }
+  keep(d); keep(e); FENCE;
+  mma(d, da, db, 1);
+  if (group % 2) mma(d, da + 2, db + 2, 1);
+  if (group % 3 == 2) mma(d, da + 4, db + 4, 0);
+  COMMIT;
+  if (group % 2 == 0) { mma(e, da + 6, db + 6, group > 2); COMMIT; }
+  WAIT(1);
+  if (group % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) d[i] *= 2;
+    keep(d); FENCE;
+    mma(d, da + 6, db + 6, 1); COMMIT;
+  } else { mma(d, da, db, 1); COMMIT; }
+  WAIT(0); keep(d); keep(e);
+  out += (blockIdx.x * blockDim.x + threadIdx.x) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { out[i] = d[i]; out[8 + i] = e[i]; }
+}
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_chains_are_cut_where_warpgroups_part(seed: int | None) -> None:
+    blocks, groups = 3, 4
+    a, b = integers(16, (64, 64), "f16"), integers(17, (16, 64), "f16")
+    left, right = stored(a, 128), stored(b, 128)
+    where = left.descriptors()[0], right.descriptors(left.image.size)[0]
+    out = np.zeros((blocks, groups, 128, 16), np.float32)
+    args = [left.image, right.image, out, *where]
+    ptx = compiled(BRANCHES)
+    emulator.launch(ptx, "branches", blocks, 128 * groups, args, 10240, order_seed=seed)
+    parts = [exact(a[:, 16 * i : 16 * i + 16], b[:, 16 * i : 16 * i + 16]) for i in range(4)]
+    for block, member in itertools.product(range(blocks), range(groups)):
+        group = block + member
+        d, e = 1 + parts[0], np.full((64, 16), 2.0)
+        if group % 2:
+            d = d + parts[1]
+        if group % 3 == 2:
+            d = parts[2]
+        if group % 2 == 0:
+            d, e = 2 * d + parts[3], (e if group > 2 else 0) + parts[3]
+        else:
+            d = d + parts[0]
+        got = out[block, member]
+        assert (sums_of(got[:, :8], 16) == d).all(), group
+        assert (sums_of(got[:, 8:], 16) == e).all(), group
+
+
+def test_counters_know_products_and_the_bytes_of_operands() -> None:
+    a, b = integers(1, (64, 64), "f16"), integers(2, (96, 64), "f16")
+    left, right = stored(a, 128), stored(b, 128)
+    with emulator.profiling() as launches:
+        run(LAYOUTS, "f16_00", left, right, np.zeros((128, 48), np.float32))
+    total = launches[0].total()
+    assert total.multiply_adds == {"m64n96k16 f32 f16 f16": 64 * 96 * 64}
+    assert total.warps["tensor"] == 4 * 4
+    executed = launches[0].by_instruction()
+    products = added(totals for text, totals in executed if "mma_async" in text)
+    assert products.shared_bytes == (64 + 96) * 64 * 2
+    assert products.wavefronts == products.wavefronts_least == products.shared_bytes // 128
+    assert launches[0].shared_read_bytes == products.shared_bytes

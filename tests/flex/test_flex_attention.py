@@ -1,0 +1,123 @@
+"""flex_attention against torch's own, with mods that are written for torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+import flashgen as fg
+from tests.support import flex_mods
+from tests.support.flex_mods import MAKERS, operands, torch_answer
+
+Tensor = torch.Tensor
+SIZES = (2, 4, 40, 56)
+
+
+def gradients(out: Tensor, lse: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Of a sum that weighs every element of out and of lse otherwise."""
+    weigh = flex_mods.noise(*out.shape, seed=7).to(out.dtype)
+    finite = torch.where(torch.isfinite(lse), lse, 0.0)
+    total = (out * weigh).sum() + (finite * weigh.mean(-1)).sum()
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if x is None else x for leaf, x in zip(leaves, found, strict=True)
+    ]
+
+
+def block_mask_of(mask_mod, sizes):
+    batch, h, seq_q, seq_k = sizes
+    if mask_mod is None:
+        return None
+    return torch_flex.create_block_mask(mask_mod, batch, h, seq_q, seq_k, device="cpu")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_agrees_with_torch(name: str) -> None:
+    mask_mod, score_mod, captured = MAKERS[name](*SIZES)
+    q, k, v = operands(*SIZES)
+    leaves = [q, k, v, *captured]
+
+    out, lse = fg.flex_attention(
+        q, k, v, score_mod, block_mask_of(mask_mod, SIZES), return_lse=True
+    )
+    given = gradients(out, lse, leaves)
+
+    same, same_lse = torch_answer(q, k, v, mask_mod, score_mod)
+    same_given = gradients(same, same_lse, leaves)
+    exact, exact_lse = torch_answer(q.double(), k.double(), v.double(), mask_mod, score_mod)
+    exact_given = gradients(exact, exact_lse, leaves)
+
+    check("out", out, same, exact, 2)
+    check("lse", lse, same_lse, exact_lse, 2)
+    for place, parts in enumerate(zip(given, same_given, exact_given, strict=True)):
+        check(f"gradient {place}", *parts, 3)
+
+
+def check(what: str, given: Tensor, same: Tensor, exact: Tensor, factor: float) -> None:
+    """The error rule."""
+    assert not given.isnan().any(), what
+    assert given.shape == exact.shape
+    lost = exact == -torch.inf
+    assert torch.equal(given == -torch.inf, lost), what
+
+    def error(x: Tensor) -> float:
+        return (x.double() - exact.double()).masked_fill(lost, 0).abs().max().item()
+
+    assert error(given) <= factor * error(same) + 1e-5, what
+
+
+@pytest.mark.parametrize("name", ["causal", "softcap", "document", "alibi", "natten"])
+def test_agrees_with_torchs_public_function(name: str) -> None:
+    mask_mod, score_mod, _ = MAKERS[name](*SIZES)
+    q, k, v = (x.detach() for x in operands(*SIZES))
+    block_mask = block_mask_of(mask_mod, SIZES)
+    given = fg.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+    wanted = torch_flex.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-5)
+
+
+EMULATED = ("document", "relative_table")
+"""The others are run by `make slow`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EMULATED else pytest.param(name, marks=pytest.mark.slow) for name in MAKERS],
+)
+def test_kernels_agree_with_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
+    sizes = (1, 2, 20, 36)
+    mask_mod, score_mod, captured = MAKERS[name](*sizes)
+    q, k, v = operands(*sizes)
+    leaves = [q, k, v, *captured]
+    block_mask = block_mask_of(mask_mod, sizes)
+    out, lse = fg.flex_attention(q, k, v, score_mod, block_mask, return_lse=True)
+    wanted, wanted_lse = torch_answer(q, k, v, mask_mod, score_mod)
+    given = [out, lse, *gradients(out, lse, leaves)]
+    for x, y in zip(
+        given, [wanted, wanted_lse, *gradients(wanted, wanted_lse, leaves)], strict=True
+    ):
+        # Not the dtype: torch's lse is of that of a captured float64 tensor.
+        largest = y[y.isfinite()].abs().max().item()
+        torch.testing.assert_close(
+            x, y, rtol=1e-4, atol=1e-5 * max(1.0, largest), check_dtype=False
+        )
+
+
+def test_torch_compile_goes_around_it() -> None:
+    table = flex_mods.noise(80).requires_grad_()
+    q, k, v = operands(1, 2, 20, 30)
+
+    def layer(q, k, v, table):
+        def biased(score, b, h, q_idx, kv_idx):
+            return score + table[q_idx - kv_idx]
+
+        return fg.flex_attention(q * 2, k, v, score_mod=biased).sin()
+
+    compiled = torch.compile(layer, backend="eager")
+    for length in (20, 13):
+        out = compiled(q[:, :, :length], k, v, table)
+        wanted = layer(q[:, :, :length], k, v, table)
+        assert torch.equal(out, wanted)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), table)[0] for x in (out, wanted)))

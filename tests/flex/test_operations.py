@@ -1,0 +1,277 @@
+"""Each operation of torch that a mod may use, element by element against torch itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from flashgen import SpecError
+from flashgen.flex.traced_mods import CallSizes, read
+from flashgen.language import SCORE, B, H, K, Q, Tensor
+from flashgen.reference import evaluate
+from tests.support.paths import from_root
+
+SIZE = 7
+
+table = torch.tensor([0.5, -1.5, 2.0, 0.25, 3.0, -0.75, 1.25])
+square = torch.arange(SIZE * SIZE, dtype=torch.float32).view(SIZE, SIZE) / 10 - 2
+ids = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+small = torch.tensor([2, -1, 3, 0, 1, 5, -7], dtype=torch.int8)
+flags = torch.tensor([True, False, True, True, False, False, True])
+factor = torch.tensor(0.3)
+
+SCORES: dict[str, Callable] = {
+    # Arithmetic.
+    "arithmetic": lambda s, b, h, q, k: -(s + 1) * 2 - 3 / (s * s + 1) + (1 - s) / 4,
+    "scalars on the left": lambda s, b, h, q, k: 2 - 3 * s + 1 / (2 + k) + 2**q,
+    "ints divided": lambda s, b, h, q, k: q / (k + 1),
+    "add with alpha": lambda s, b, h, q, k: torch.add(s, q, alpha=2),
+    "sub with alpha": lambda s, b, h, q, k: torch.sub(s, q, alpha=2),
+    "rsub": lambda s, b, h, q, k: torch.rsub(s, k),
+    "floor division": lambda s, b, h, q, k: (q - k) // 3 + (q - 5) // (k + 1),
+    "remainder": lambda s, b, h, q, k: (q - k) % 3 + (k - 9) % (q + 1),
+    "remainder of floats": lambda s, b, h, q, k: torch.remainder(s, 0.7),
+    "floor division of floats": lambda s, b, h, q, k: torch.floor_divide(s, 0.7),
+    "div floor": lambda s, b, h, q, k: torch.div(q - k, 2, rounding_mode="floor"),
+    "div trunc": lambda s, b, h, q, k: torch.div(q - k, 2, rounding_mode="trunc"),
+    "div trunc by variable": lambda s, b, h, q, k: torch.div(q - 4, k - 9, rounding_mode="trunc"),
+    "div trunc of floats": lambda s, b, h, q, k: torch.div(s * 5, 2, rounding_mode="trunc"),
+    "fmod": lambda s, b, h, q, k: torch.fmod(q - k, 3) + torch.fmod(s, 0.7),
+    "pow": lambda s, b, h, q, k: s**2 + torch.pow(s, 3) + (s * s + 1) ** 0.5 + s**2.0,
+    "square": lambda s, b, h, q, k: torch.square(s) + s.square(),
+    "negative": lambda s, b, h, q, k: torch.neg(s) - torch.positive(q),
+    "reciprocal": lambda s, b, h, q, k: torch.reciprocal(s * s + 1),
+    "addcmul": lambda s, b, h, q, k: torch.addcmul(s, s, s, value=0.5),
+    "lerp": lambda s, b, h, q, k: torch.lerp(s, -s, 0.25),
+    # Functions.
+    "abs": lambda s, b, h, q, k: torch.abs(s) + abs(q - k) + (k - q).abs(),
+    "sign": lambda s, b, h, q, k: torch.sign(s) + torch.sign(q - k) + torch.sgn(s),
+    "exp": lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.exp2(s) + torch.expm1(s),
+    "log": lambda s, b, h, q, k: torch.log(1 + q) + torch.log2(1 + s * s) + torch.log1p(k),
+    "log10": lambda s, b, h, q, k: torch.log10(s * s + 1),
+    "sqrt": lambda s, b, h, q, k: torch.sqrt(k) + torch.rsqrt(s * s + 1),
+    "trigonometry": lambda s, b, h, q, k: torch.sin(s) + torch.cos(q) + torch.tan(s),
+    "hyperbolic": lambda s, b, h, q, k: torch.tanh(s) + torch.sinh(s) + torch.cosh(s),
+    "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s) + s.sigmoid(),
+    "floor": lambda s, b, h, q, k: torch.floor(s) + torch.ceil(s) + torch.trunc(s),
+    "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2),
+    "frac": lambda s, b, h, q, k: torch.frac(s),
+    "relu": lambda s, b, h, q, k: F.relu(s) + torch.relu(q - k),
+    "softplus": lambda s, b, h, q, k: F.softplus(s),
+    "silu": lambda s, b, h, q, k: F.silu(s),
+    "leaky relu": lambda s, b, h, q, k: F.leaky_relu(s, 0.1),
+    "elu": lambda s, b, h, q, k: F.elu(s),
+    "logsigmoid": lambda s, b, h, q, k: F.logsigmoid(s),
+    "hardtanh": lambda s, b, h, q, k: F.hardtanh(s, -0.5, 0.5),
+    "clamp": lambda s, b, h, q, k: torch.clamp(s, -0.5, 0.5) + (q - k).clamp(min=-1),
+    "clamp by tensors": lambda s, b, h, q, k: torch.clamp(s, min=-k, max=q),
+    "clip": lambda s, b, h, q, k: torch.clip(s, max=0.1) + torch.clamp_min(s, 0),
+    "minimum": lambda s, b, h, q, k: torch.minimum(q, k) + torch.maximum(s, factor),
+    "min of two": lambda s, b, h, q, k: torch.min(q, k) + torch.max(q, torch.tensor(3)),
+    "where": lambda s, b, h, q, k: torch.where(q > k, s, 2.5) + torch.where(q < k, q, 1),
+    "where of conditions": lambda s, b, h, q, k: torch.where(
+        torch.where(q > 2, q > k, k > 3), s, 0
+    ),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill((q - k) % 2 == 0, 3.0),
+    "in place": lambda s, b, h, q, k: s.clone().mul_(2).add_(q),
+    # Kinds.
+    "casts": lambda s, b, h, q, k: (s * 3).int() + q.float() / 2 + k.to(s.dtype) + s.long(),
+    "half": lambda s, b, h, q, k: (q.half() + k.bfloat16()).float(),
+    "bools": lambda s, b, h, q, k: s + (q > k) + (q == k).int() * 2 + (q > 1).float(),
+    "bool to bool": lambda s, b, h, q, k: torch.where(
+        (q - k).bool() & (s > 0).to(torch.bool), s, 1
+    ),
+    "bool arithmetic": lambda s, b, h, q, k: (
+        torch.where((q > k) + (k > 3), s, 1) * ((q > 1) * (k > 1))
+    ),
+    "type_as": lambda s, b, h, q, k: q.type_as(s) * s,
+    # Constants.
+    "constants": lambda s, b, h, q, k: s + torch.tensor(1.5) * torch.full((), 2.0) + math.pi,
+    "new": lambda s, b, h, q, k: s + s.new_tensor(2.0) + s.new_full((), 3) + s.new_ones(()),
+    "like": lambda s, b, h, q, k: torch.zeros_like(s) + torch.ones_like(s) + torch.full_like(s, 2),
+    "constant table": lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0, 4.0])[q % 3],
+    "constant range": lambda s, b, h, q, k: s + (torch.arange(8) * 2)[k] + torch.arange(3)[1],
+    "stack": lambda s, b, h, q, k: torch.stack([s, -s, s * 2])[q % 3],
+    # Captured tensors.
+    "element": lambda s, b, h, q, k: s + table[q] * factor + small[k],
+    "elements": lambda s, b, h, q, k: s + square[q, k] + square[k][q] + square[2, k],
+    "element of element": lambda s, b, h, q, k: s + table[ids[q]] + table[ids[k] + 1],
+    "negative index": lambda s, b, h, q, k: table[q - k] + table[-1] + square[-2, -1 - k],
+    "slices": lambda s, b, h, q, k: (
+        table[1:][q % 5] + square[:, 1][k] + square[2:6, ::2][q % 4, k % 4]
+    ),
+    "slice from the end": lambda s, b, h, q, k: table[-3:][q % 3] + square[..., -1][k],
+    "none and ellipsis": lambda s, b, h, q, k: table[None, :][0, q] + square[..., k][q],
+    "views": lambda s, b, h, q, k: square.view(-1)[q * 7 + k] + square.t()[q, k] + square.T[k, q],
+    "reshape": lambda s, b, h, q, k: square.reshape(7, 7, 1)[q, k, 0] + square.flatten()[k],
+    "permute": lambda s, b, h, q, k: square.permute(1, 0)[q, k] + square.transpose(0, 1)[q][k],
+    "expand": lambda s, b, h, q, k: (
+        table[:, None].expand(7, 4)[q, k % 4] + square.unsqueeze(0)[0, q, k]
+    ),
+    "squeeze": lambda s, b, h, q, k: table[None].squeeze(0)[q] + table.flip(0)[k],
+    "arithmetic on tensors": lambda s, b, h, q, k: (table * 2 + 1)[q] + (square + table)[q, k],
+    "casts of tensors": lambda s, b, h, q, k: (
+        ids.float()[q] / 2 + flags.int()[k] + small.to(torch.int64)[q]
+    ),
+    "index_select": lambda s, b, h, q, k: (
+        table.index_select(0, q.view(1))[0] + torch.index_select(square, 0, k.view(1))[0, q]
+    ),
+    "gathers of tensors": lambda s, b, h, q, k: table[ids][q] + square[ids, 2][k],
+    "shape": lambda s, b, h, q, k: table[table.shape[0] - 1 - q] + len(square) + table.numel(),
+    "reductions": lambda s, b, h, q, k: (
+        (square[q] * square[:, k]).sum() + square[q].amax() + square[k].mean()
+    ),
+    "reduction of one dimension": lambda s, b, h, q, k: (
+        square.sum(0)[q] + square.sum(dim=1, keepdim=True)[k, 0]
+    ),
+    "dot": lambda s, b, h, q, k: torch.dot(square[q], square[k]),
+    "flags": lambda s, b, h, q, k: torch.where(flags[q] & ~flags[k], s, 2),
+    # Integers as bits.
+    "bits": lambda s, b, h, q, k: (q & 5) + ((q - k) & 6) + (k | 4) + (q ^ 3) + ~k,
+    "shifts": lambda s, b, h, q, k: (q - k) // 2 + ((q - k) >> 1) + (k << 2),
+}
+
+MASKS: dict[str, Callable] = {
+    "comparisons": lambda b, h, q, k: (q > k) | (q <= 2) & (k != 3) | (q == 5) ^ (k >= 4),
+    "logical": lambda b, h, q, k: torch.logical_or(
+        torch.logical_not(q > 2), torch.logical_xor(q > k, k > 1)
+    ),
+    "logical of numbers": lambda b, h, q, k: torch.logical_and(q - 2, k),
+    "named comparisons": lambda b, h, q, k: (
+        torch.eq(q, k) | q.ge(5) | torch.lt(q, k - 2) | k.ne(q) & q.gt(3)
+    ),
+    "equal conditions": lambda b, h, q, k: (q > 2) == (k > 2),
+    "different conditions": lambda b, h, q, k: (q > 2) != (k > 2),
+    "bitwise": lambda b, h, q, k: torch.bitwise_and(q > 1, k > 1) | torch.bitwise_not(q > 3),
+    "elements": lambda b, h, q, k: (ids[q] == ids[k]) & flags[k],
+    "any": lambda b, h, q, k: torch.any(torch.stack([q == k, q == 2, k == 3])),
+    "all": lambda b, h, q, k: torch.stack([q >= k, q > 2]).all(),
+    "ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool) & (q > k),
+    "isin": lambda b, h, q, k: (k == torch.tensor([1, 3, 5])).any(),
+    "always": lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool),
+    "python bool": lambda b, h, q, k: (q > k) & True,
+    "bool of int": lambda b, h, q, k: ((q > k).int() * (k > 1).int()).bool(),
+}
+
+
+def values_of(mod: Callable, role: str) -> torch.Tensor:
+    """What flashgen reads from a mod, at each q and k, for scores that differ."""
+    sizes = CallSizes(2, 3, SIZE, SIZE, torch.device("cpu"))
+    given = (None, mod) if role == "score" else (mod, None)
+    reading, reach = read(*given, sizes)
+    stored = getattr(reading, role)
+    values: dict[sympy.Symbol, torch.Tensor] = {
+        SCORE: SCORES_GIVEN.double(),
+        B: torch.tensor(1),
+        H: torch.tensor(2),
+        Q: torch.arange(SIZE)[:, None],
+        K: torch.arange(SIZE)[None, :],
+    }
+    named = {c.name: c for c in stored.trace.captures}
+    for name, value in reading.captures(reach, torch.device("cpu")).items():
+        capture = named[name]
+        symbol = capture.symbol if isinstance(capture, Tensor) else capture.expr
+        values[symbol] = torch.as_tensor(value)
+    return evaluate(stored.trace.expr, values).expand(SIZE, SIZE)
+
+
+SCORES_GIVEN = torch.linspace(-2.1, 2.3, SIZE * SIZE).view(SIZE, SIZE)
+
+
+def expected(mod: Callable, role: str) -> torch.Tensor:
+    """What torch computes, one element at a time."""
+    found = torch.empty(SIZE, SIZE, dtype=torch.float64 if role == "score" else torch.bool)
+    for q, k in itertools.product(range(SIZE), range(SIZE)):
+        positions = [torch.tensor(x, dtype=torch.int32) for x in (1, 2, q, k)]
+        score = [SCORES_GIVEN[q, k].clone()] if role == "score" else []
+        found[q, k] = mod(*score, *positions)
+    return found
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    torch.testing.assert_close(
+        values_of(SCORES[name], "score").double(),
+        expected(SCORES[name], "score"),
+        rtol=3e-3 if name == "half" else 2e-5,
+        atol=2e-5,
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    assert torch.equal(values_of(MASKS[name], "mask"), expected(MASKS[name], "mask"))
+
+
+def refusal_of(mod: Callable, role: str = "score") -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        values_of(mod, role)
+    assert caught.value.where.startswith(f"{from_root(__file__)}:")
+    return caught.value
+
+
+REFUSED: dict[str, tuple[Callable, str]] = {
+    "erf": (lambda s, b, h, q, k: torch.erf(s), "torch.erf cannot be expressed"),
+    "sort": (lambda s, b, h, q, k: torch.sort(table)[0][q], "torch.sort cannot"),
+    "if": (lambda s, b, h, q, k: s if q > k else -s, "needs the value of a tensor"),
+    "and": (lambda s, b, h, q, k: (q > 1 and k > 1) * s, "needs the value of a tensor"),
+    "item": (lambda s, b, h, q, k: s * table[0].item(), "needs the value of a tensor"),
+    "math": (lambda s, b, h, q, k: s + math.sin(q), "needs the value of a tensor"),
+    "range": (lambda s, b, h, q, k: sum(s for _ in range(q)), "needs the value of a tensor"),
+    "random": (lambda s, b, h, q, k: s + torch.rand(()), "random numbers: torch.rand"),
+    "random like": (
+        lambda s, b, h, q, k: s + torch.rand_like(s),
+        "random numbers: torch.rand_like",
+    ),
+    "write": (lambda s, b, h, q, k: table.add_(1)[q], "writes into a tensor: torch.add_"),
+    "mask index": (lambda s, b, h, q, k: table[table > 0][q], "indexed by a mask"),
+    "infinity": (
+        lambda s, b, h, q, k: torch.exp(torch.where(q > k, s, -torch.inf)),
+        "torch.exp of minus infinity",
+    ),
+    "plus infinity": (
+        lambda s, b, h, q, k: torch.where(q > k, s, torch.inf),
+        "float32 cannot hold",
+    ),
+    "infinity by score": (
+        lambda s, b, h, q, k: torch.where(s > 0, s, -torch.inf),
+        "depends on the score",
+    ),
+    "detach": (lambda s, b, h, q, k: s * torch.tanh(s).detach(), "detach\\(\\)"),
+    "complex": (
+        lambda s, b, h, q, k: s + table.to(torch.complex64)[q].real,
+        "complex|cannot be expressed",
+    ),
+    "shift by variable": (lambda s, b, h, q, k: s + (1 << q), "by a number that is not a constant"),
+    "bits of variables": (lambda s, b, h, q, k: s + (q & k), "two integers that are not constants"),
+    "large reduction": (
+        lambda s, b, h, q, k: s + torch.ones(2).expand(500, 2)[:, q % 2].sum(),
+        "cannot be written out",
+    ),
+    "a vector": (lambda s, b, h, q, k: table, "must return one number"),
+    "a condition": (lambda s, b, h, q, k: q > k, "must return one number"),
+    "nothing": (lambda s, b, h, q, k: None, "must return one number"),
+    "error of torch": (lambda s, b, h, q, k: s + table[9], "IndexError"),
+    "error of python": (lambda s, b, h, q, k: s + undefined_name, "NameError"),  # noqa: F821
+    "arguments": (lambda s, q, k: s, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_operation_and_the_line(name: str) -> None:
+    mod, message = REFUSED[name]
+    error = refusal_of(mod)
+    assert re.search(message, error.what), error.what
+    assert int(error.where.rpartition(":")[2]) == mod.__code__.co_firstlineno
+
+
+def test_a_mask_is_a_condition() -> None:
+    error = refusal_of(lambda b, h, q, k: q - k, "mask")
+    assert "torch.int32" in error.numbers

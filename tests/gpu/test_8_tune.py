@@ -1,0 +1,78 @@
+"""On a GPU: tiles are checked, timed, remembered, and calls take the winner.
+
+A dry run times calls of the emulator by the clock on the wall, and remembers for a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.ops import run_backward, run_forward
+from flashgen.profile import problem_of_call
+from flashgen.runtime import tuned_tiles as tuned
+from flashgen.runtime.tuned_tiles import Winner
+from flashgen.tune import Inputs, checked, derived, fastest, on_gpu, rank
+from tests.support import gpu_device as gpu
+from tests.support.examples import spec_path
+
+SEQ, HEADS, BATCH, MOST = gpu.pick((4096, 16, 4, 6), (48, 1, 1, 1))
+SMALL = gpu.pick(333, 40)
+
+
+def by_the_wall(call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+TIMER = gpu.pick(on_gpu, by_the_wall)
+
+
+def inputs(spec, batch, heads, seq) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, heads, seq, spec.head_dim)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype)).to(gpu.DEVICE)
+        for _ in range(4)
+    )
+    return Inputs((q, k, v), (dout, None), {"scalars": {}, "tensors": {}})
+
+
+@pytest.mark.parametrize("which", tuned.PASSES)
+def test_the_winner_is_right_remembered_and_taken(which, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    spec, how = fg.load(spec_path("causal")), {"backend": gpu.BACKEND, "arch": gpu.arch()}
+    given = inputs(spec, BATCH, HEADS, SEQ)
+    problem = problem_of_call(spec, given.operands, given.options)
+    ranked = rank(spec, problem, {}, gpu.arch(), which=which)
+    own = derived(spec, gpu.arch(), which, ranked)
+    tried = [own, *(each for each in ranked[:MOST] if each is not own)]
+    candidates = checked(spec, tried, inputs(spec, 1, 2, SMALL), which, **how)
+    assert not [
+        each.refused for each in candidates if each.refused and "spills" not in each.refused
+    ]
+    measured = fastest(spec, candidates, given, which, TIMER, **how)
+    for each in measured:
+        print(which, each.choice.tiles, "predicted", each.choice.seconds, "measured", each.seconds)
+    winner = measured[0]
+    assert winner.seconds is not None
+    if gpu.DRY:
+        monkeypatch.setattr(tuned, "gpu_name", lambda index: "dry run")
+    where = tuned.place(tmp_path, tuned.gpu_name(0), spec, gpu.arch(), which, problem)
+    assert tuned.write(where, Winner(winner.choice.tiles, winner.seconds, 0.0))
+    assert tuned.remembered(spec, gpu.arch(), which, problem, 0) == winner.choice.tiles
+    if gpu.DRY:
+        return
+    (q, k, v), (dout, _) = given.operands, given.gradients
+    forward = run_forward(spec, q, k, v)
+    plans = [forward.plan]
+    if which != "forward":
+        run = run_backward(
+            spec, q, k, v, forward.out, forward.lse, dout, deterministic=which == "deterministic"
+        )
+        plans = [report.kernel.plan for report in run.reports if report.kernel.plan.block_k]
+    assert {plan.kernel: plan.tile for plan in plans} == winner.choice.tiles

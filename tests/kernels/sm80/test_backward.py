@@ -1,0 +1,274 @@
+"""The emitted backward kernels meet the error rule, executed by the emulator with all its checkers.
+
+test_every_spec.py has every spec once in `make test`. Here every spec at every head dim, with half
+of the lengths and the other factors in turn, is `slow`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.dropout import keep_mask
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import BackwardRun, run_backward, run_forward
+from tests.support.examples import SPEC_IDS, SPECS, spec_path
+from tests.support.judged import RNG, judged_case, like
+from tests.support.shapes import (
+    DTYPES,
+    HEAD_DIMS,
+    HEADS,
+    LAYOUTS,
+    Case,
+    halves_of_lengths,
+)
+from tests.support.tiers import one_in
+
+ROWS = 256
+MOST_SCORES = 40_000
+OFFSETS = [(90, 0), (0, 57), (-40, -60)]
+CAUSAL = spec_path("causal")
+
+
+def loaded(path: Path, case: Case, dropout_p: float = 0.0) -> AttentionSpec:
+    return fg.load(path).replace(
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or case.head_dim,
+        dropout=dropout_p > 0,
+    )
+
+
+def check_gradients(
+    path: Path, case: Case, dropout_p: float = 0.0, deterministic: bool = False, **offsets: int
+) -> BackwardRun:
+    """Run one problem and hold its gradients against the oracle."""
+    spec = loaded(path, case, dropout_p)
+    how = {"offsets": offsets, "deterministic": deterministic}
+    return judged_case(spec, path, case, dropout_p, **how)
+
+
+def turns(number: int) -> tuple[float, bool]:
+    """Dropout and determinism, so that four kinds in a row meet all their combinations."""
+    return (0.0, 0.17)[number % 2], bool(number // 2 % 2)
+
+
+def with_rows(case: Case) -> Case:
+    """A float32 case with a batch that gives it rows and keys enough, while that is affordable.
+
+    The errors of a row go together: it takes many rows before an RMS says more than chance. The
+    16-bit kernels are far enough from what is allowed.
+    """
+    if case.dtype != "float32":
+        return case
+    rows = case.heads_kv * min(case.seq_q, case.seq_k)
+    affordable = MOST_SCORES // (case.heads_q * case.seq_q * case.seq_k)
+    return replace(case, batch=max(case.batch, min(math.ceil(ROWS / rows), affordable)))
+
+
+# In `make test` one pair of head dims.
+UNEQUAL = [
+    pytest.param(*dims, dtype, fixed, marks=[] if turn == place == 2 else pytest.mark.slow)
+    for place, dims in enumerate([(192, 128), (64, 128), (128, 8), (24, 72)])
+    for turn, (dtype, fixed) in enumerate(itertools.product(DTYPES, (False, True)))
+]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype", "deterministic"), UNEQUAL)
+def test_values_may_be_longer_or_shorter_than_keys(
+    dtype: str, head_dim: int, head_dim_v: int, deterministic: bool
+) -> None:
+    case = Case(70, 113, 1, 2, 1, dtype, head_dim, head_dim_v)
+    check_gradients(CAUSAL, case, 0.1, deterministic)
+
+
+SHIFTED = [
+    pytest.param(path, id=path.stem, marks=[] if number % 36 == 0 else pytest.mark.slow)
+    for number, path in enumerate(SPECS)
+]
+
+
+@pytest.mark.parametrize("path", SHIFTED)
+def test_offsets_shift_the_positions_that_mods_see(path: Path) -> None:
+    q_offset, k_offset = OFFSETS[SPECS.index(path) % len(OFFSETS)]
+    fixed = SPECS.index(path) % 2 == 0
+    check_gradients(path, Case(113, 103), 0.1, fixed, q_offset=q_offset, k_offset=k_offset)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), one_in(6, itertools.product(DTYPES, (False, True)), first=1)
+)
+def test_fully_masked_rows_and_keys_get_exactly_zero_from_buffers_of_nan(
+    dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_of_nan(plain: Any) -> Any:
+        def make(*args: Any, **options: Any) -> torch.Tensor:
+            made = plain(*args, **options)
+            return made.fill_(math.nan) if made.is_floating_point() else made
+
+        return make
+
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(place, name, full_of_nan(getattr(place, name)))
+    # The first 30 of 50 queries come before every key; the last keys come after every query.
+    case = Case(50, 60, 1, 2, 1, dtype, 64)
+    spec = loaded(CAUSAL, case)
+    q, k, v = case.tensors()
+    numbers = {"k_offset": 30, "backend": "emulator"}
+    forward = run_forward(spec, q, k, v, **numbers)
+    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
+    run = run_backward(
+        spec,
+        *(q, k, v, forward.out, forward.lse, dout, dlse),
+        deterministic=deterministic,
+        **numbers,
+    )
+    assert (forward.out[:, :, :30] == 0).all()
+    assert (forward.lse[:, :, :30] == -math.inf).all()
+    assert (run.dq[:, :, :30] == 0).all()
+    assert (run.dk[:, :, 20:] == 0).all()
+    assert (run.dv[:, :, 20:] == 0).all()
+    for gradient in (run.dq, run.dk, run.dv):
+        assert gradient.isfinite().all()
+        assert (gradient != 0).any()
+
+
+@pytest.mark.slow
+def test_a_score_with_an_infinite_slope_outside_the_mask_does_no_harm() -> None:
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + fg.log(score * score * (q - k + 1))  # undefined for k > q
+
+    spec = fg.AttentionSpec(mask_mod=mask_mod, score_mod=score_mod, head_dim=64, dtype="float32")
+    q, k, v = Case(40, 60, 1, 1, 1, "float32", 64).tensors()
+    forward = run_forward(spec, q, k, v, backend="emulator")
+    dout = like(forward.out, 1)
+    for deterministic in (False, True):
+        run = run_backward(
+            spec,
+            *(q, k, v, forward.out, forward.lse, dout, None),
+            backend="emulator",
+            deterministic=deterministic,
+        )
+        exact = reference.gradients(spec, q, k, v, dout)
+        same = reference.same_dtype_gradients(spec, q, k, v, dout)
+        for got, ref, ordinary in zip((run.dq, run.dk, run.dv), exact, same, strict=True):
+            verdict = reference.compare(got, ref, ordinary, factor=reference.GRADIENT_FACTOR)
+            assert verdict.ok, str(verdict)
+
+
+def gradients_in_order(order_seed: int, deterministic: bool) -> tuple[torch.Tensor, ...]:
+    case = Case(300, 300, 1, 4, 2, "float16", 64)
+    spec = loaded(CAUSAL, case, 0.1)
+    q, k, v = case.tensors()
+    numbers: dict[str, Any] = {
+        "dropout_p": 0.1,
+        "rng": torch.tensor(RNG),
+        "backend": "emulator",
+        "check_memory": False,
+    }
+    forward = run_forward(spec, q, k, v, **numbers)
+    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
+    run = run_backward(
+        spec,
+        *(q, k, v, forward.out, forward.lse, dout, dlse),
+        deterministic=deterministic,
+        order_seed=order_seed,
+        **numbers,
+    )
+    return run.dq, run.dk, run.dv
+
+
+@pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_deterministic_gradients_are_the_same_bits_in_many_orders_of_blocks(orders: int) -> None:
+    first = gradients_in_order(0, True)
+    for seed in range(1, orders):
+        again = gradients_in_order(seed, True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), seed
+
+
+def test_atomics_differ_between_orders_by_rounding_only_and_only_in_dq() -> None:
+    first = gradients_in_order(0, False)
+    for seed in (1, 2, 3):
+        again = gradients_in_order(seed, False)
+        torch.testing.assert_close(first[0], again[0], atol=2e-3, rtol=1e-3)
+        assert torch.equal(first[1], again[1])
+        assert torch.equal(first[2], again[2])
+
+
+def kept_pattern(
+    spec: AttentionSpec, dropout_p: float, deterministic: bool, batch: int, heads: int
+) -> dict[str, torch.Tensor]:
+    """Where each kernel keeps elements of P, seen from outside: every factor but P * Z is 1 or I.
+
+    Q and K are 0, so that P is the same everywhere; n is the head dim.
+    """
+    n = spec.head_dim
+    dtype = getattr(torch, spec.dtype)
+    identity = torch.eye(n, dtype=dtype).expand(batch, heads, n, n)
+    zeros = torch.zeros(batch, heads, n, n, dtype=dtype)
+    ones = torch.zeros_like(zeros)
+    ones[..., 0] = 1
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "rng": torch.tensor(RNG),
+        "backend": "emulator",
+    }
+    forward = run_forward(spec, zeros, zeros, identity, **options)
+    found = {"forward": forward.out}
+    options["deterministic"] = deterministic
+    # dV = (P * Z)^T dO with dO = I
+    empty = torch.zeros_like(forward.out)
+    run = run_backward(spec, zeros, zeros, identity, empty, forward.lse, identity, None, **options)
+    found["dv"] = run.dv.transpose(2, 3)
+    # dP = dO V^T = 1 and delta = 0, so dS = P * Z; then dK = scale dS^T Q and dQ = scale dS K
+    run = run_backward(spec, identity, zeros, ones, empty, forward.lse, ones, None, **options)
+    found["dk"] = run.dk.transpose(2, 3)
+    run = run_backward(spec, zeros, identity, ones, empty, forward.lse, ones, None, **options)
+    found["dq"] = run.dq
+    return {name: pattern != 0 for name, pattern in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), one_in(6, itertools.product(["float16", "float32"], [40, 64, 128]))
+)
+def test_every_kernel_drops_the_elements_that_the_definition_drops(
+    dtype: str, head_dim: int
+) -> None:
+    """Head dims and dtypes have tiles of their own, so this is the same mask with other tiles."""
+    batch, heads, p = 2, 2, 0.5
+    spec = fg.AttentionSpec(head_dim=head_dim, dtype=dtype, dropout=True)
+    expected = torch.from_numpy(
+        keep_mask(p, *RNG, torch.arange(batch * heads).numpy(), range(head_dim), range(head_dim))
+    ).view(batch, heads, head_dim, head_dim)
+    for deterministic in (False, True):
+        for name, pattern in kept_pattern(spec, p, deterministic, batch, heads).items():
+            assert torch.equal(pattern, expected), f"{name}, deterministic {deterministic}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_gradients_meet_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
+    """Half of the lengths; all other factors take turns, so that specs together meet all pairs."""
+    turn = SPECS.index(path) + HEAD_DIMS.index(head_dim)
+    dtype = DTYPES[turn % len(DTYPES)]
+    for number, (seq_q, seq_k) in halves_of_lengths(turn // len(DTYPES)):
+        heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
+        batch = 3 if (turn + number) % 4 == 0 else 1
+        layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
+        if batch * heads_q * seq_q * seq_k > 200_000:
+            batch, heads_q, heads_kv = 1, 1, 1
+        case = Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
+        dropout_p, fixed = turns(turn + number)
+        check_gradients(path, with_rows(case), dropout_p, fixed)

@@ -1,0 +1,121 @@
+"""Blocks that a layout leaves out cost nothing: the emulator counts tensor-core instructions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import run_backward, run_forward
+from flashgen.planner import plan
+from flashgen.runtime.reports import Report
+from tests.support.shapes import Case
+from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec, touched
+from tests.support.tiers import one_in
+
+Tensor = torch.Tensor
+
+TILE = plan(AttentionSpec(head_dim=64))
+DENSITIES = (1 / 8, 1 / 4, 1 / 2, 1)
+
+
+def products(report: Report) -> int:
+    counts = report.counters.opcodes
+    return sum(count for name, count in counts.items() if name.startswith("mma."))
+
+
+def forward(spec: AttentionSpec, case: Case, **options: Any) -> Any:
+    return run_forward(spec, *case.tensors(), backend="emulator", check_memory=False, **options)
+
+
+def reports(spec: AttentionSpec, case: Case, **options: Any) -> tuple[Report, ...]:
+    """Of the forward kernel, and of dK and dV's and of dQ's."""
+    q, k, v = case.tensors()
+    run = forward(spec, case, **options)
+    back = run_backward(
+        *(spec, q, k, v, run.out, run.lse, run.out),
+        backend="emulator",
+        check_memory=False,
+        deterministic=True,
+        **options,
+    )
+    return run.report, *back.reports[1:]
+
+
+def tiles_of(report: Report) -> tuple[int, int]:
+    assert report.kernel is not None
+    return report.kernel.plan.block_q, report.kernel.plan.block_k
+
+
+@pytest.mark.parametrize(
+    ("block", "density"), one_in(8, itertools.product(["tiles", "48"], DENSITIES), first=1)
+)
+def test_products_are_those_of_the_tiles_that_touch_a_live_block(
+    block: str, density: float
+) -> None:
+    block_q, block_k = (TILE.block_q, TILE.block_k) if block == "tiles" else (48, 48)
+    seq_q, seq_k = 4 * TILE.block_q, 6 * TILE.block_k
+    case = Case(seq_q, seq_k, 1, 2, 1)
+    spec = sparse_spec(block_q, block_k)
+    all_live = random_layout(spec, (1, 1), (seq_q, seq_k), 1.0, 0)
+    of_tile = [
+        products(report)
+        // (2 * -(-seq_q // tiles_of(report)[0]) * -(-seq_k // tiles_of(report)[1]))
+        for report in reports(spec, case, tensors={"layout": all_live})
+    ]
+    live = random_layout(spec, (1, 2), (seq_q, seq_k), density, 5)
+    kept = by_position(live, block_q, block_k, seq_q, seq_k)
+    for report, each in zip(reports(spec, case, tensors={"layout": live}), of_tile, strict=True):
+        assert products(report) == each * int(touched(kept, *tiles_of(report)).sum())
+    if block == "tiles":
+        assert torch.equal(touched(kept, block_q, block_k), live)
+
+
+def test_tiles_that_neither_layout_nor_mask_keep_are_skipped() -> None:
+    """A mask whose bounds are not exact, so that each tile is asked about, and both must agree."""
+
+    def strided(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & ((q - k < 40) | (k % 400 < 20))
+
+    seq = 8 * TILE.block_k
+    case, spec = Case(seq, seq), sparse_spec(64, 64, strided)
+    live = random_layout(spec, (1, 1), (seq, seq), 0.1, 9)
+    q, k = torch.arange(seq)[:, None], torch.arange(seq)
+    tile = TILE.block_q, TILE.block_k
+    by_mask = touched((q >= k) & ((q - k < 40) | (k % 400 < 20)), *tile)
+    by_layout = touched(by_position(live, 64, 64, seq, seq)[0, 0], *tile)
+    each = products(forward(AttentionSpec(), case).report) // by_mask.numel()
+    run = forward(spec, case, tensors={"layout": live})
+    assert tiles_of(run.report) == tile
+    both = int((by_mask & by_layout).sum())
+    assert products(run.report) == each * both
+    assert 0 < both < min(int(by_mask.sum()), int(by_layout.sum()))
+
+
+def test_full_tiles_of_aligned_blocks_evaluate_no_element() -> None:
+    seq_q, seq_k = 3 * TILE.block_q, 4 * TILE.block_k
+    spec = sparse_spec(TILE.block_q, TILE.block_k)
+    live = random_layout(spec, (1, 1), (seq_q, seq_k), 0.5, 2)
+    run = forward(spec, Case(seq_q, seq_k), tensors={"layout": live})
+    counts = run.report.counters.opcodes
+    looks = sum(count for name, count in counts.items() if name.startswith("ld.global.nc.u8"))
+    assert looks == TILE.warps * int(live.sum())  # each warp, of each tile: whether it is full
+
+
+def test_work_grows_with_the_live_tiles_and_not_with_all_tiles() -> None:
+    spec = sparse_spec(64, 64, layout=lambda i, j: i == j)
+    work = []
+    for seq in (512, 2048):
+        run = forward(spec, Case(seq, seq, head_dim=64))
+        work.append(sum(run.report.counters.opcodes.values()))
+    assert work[1] < 4.4 * work[0]
+
+
+def test_a_layout_with_causal_visits_no_tile_above_the_diagonal() -> None:
+    seq = 4 * TILE.block_q
+    run = forward(sparse_spec(64, 64, causal, layout=lambda i, j: j >= i), Case(seq, seq))
+    dense = forward(AttentionSpec(causal), Case(seq, seq))
+    assert products(run.report) < products(dense.report) / 1.5

@@ -1,0 +1,199 @@
+"""Combined features meet the error rule: the attention of published models, one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.ops import run_backward, run_forward
+from tests.support.shapes import DTYPES, Case
+
+Tensor = torch.Tensor
+RNG = torch.tensor([1234, 5])
+
+slope = fg.Tensor("slope", ("heads",), "float32")
+table = fg.Tensor("table", ("distance",), "float32", grad=True)
+ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+length = fg.Tensor("length", ("batch",), "int64")
+bias = fg.Tensor("bias", ("batch", "heads", "seq_q", "seq_k"), "float32", grad=True)
+window = fg.Scalar("window", "int32")
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def causal_window(b, h, q, k):
+    return (q >= k) & (q - k < window)
+
+
+def document(b, h, q, k):
+    return ids[b, q] == ids[b, k]
+
+
+def padding(b, h, q, k):
+    return k < length[b]
+
+
+def softcap(score, b, h, q, k):
+    return 30 * fg.tanh(score / 30)
+
+
+def alibi(score, b, h, q, k):
+    return score + slope[h] * (k - q)
+
+
+def relative(score, b, h, q, k):
+    return score + table[q - k + fg.seq_k - 1]
+
+
+def pair_bias(score, b, h, q, k):
+    return score + bias[b, h, q, k]
+
+
+def near_or_far(b, h, i, j):
+    return (i - j) % 3 != 1 or (i + b + h) % 4 == 0
+
+
+def bottom_right(b, h, q, k):
+    return q + fg.seq_k - fg.seq_q >= k
+
+
+def captured(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
+    """A value for each tensor above."""
+    sizes = case.batch, case.heads_q, case.seq_q, case.seq_k
+    return {
+        "slope": torch.tensor([2.0 ** -(h + 1) for h in range(case.heads_q)]),
+        "table": torch.randn(case.seq_q + case.seq_k, generator=generator),
+        "ids": torch.randint(4, (case.batch, max(sizes[2:])), generator=generator).sort(1)[0].int(),
+        "length": torch.randint(1, case.seq_k + 1, (case.batch,), generator=generator),
+        "bias": torch.randn(sizes, generator=generator),
+        "sink": torch.randn(case.heads_q, generator=generator),
+        "cu_seqlens_q": torch.tensor([0, 100, 100, 117, 317, 381, 382], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 120, 125, 142, 142, 206, 356], dtype=torch.int32),
+        "layout": torch.rand(6, 1, 7, 4, generator=generator) < 0.6,
+    }
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A spec's options and the sizes to try it on."""
+
+    case: Case
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+    dropout_p: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+COMPOSITIONS = {
+    "gemma2": Composition(Case(130, 130, 2, 4, 2, head_dim=64), causal_window, softcap),
+    "alibi_dropout": Composition(Case(113, 203, 1, 4, 4, head_dim=64), causal, alibi, 0.15),
+    "t5_documents": Composition(Case(127, 140, 2, 2, 1, head_dim=64), document, relative, 0.1),
+    "alphafold": Composition(Case(96, 150, 2, 4, 4, head_dim=32), padding, pair_bias),
+    "gpt_oss": Composition(
+        Case(130, 140, 1, 6, 2, head_dim=64), causal_window, options={"sink": True}
+    ),
+    "sparse_dropout": Composition(
+        Case(150, 210, 2, 4, 2, head_dim=64),
+        causal,
+        dropout_p=0.2,
+        options={"block_sparse": fg.BlockSparse(near_or_far, block_q=48, block_k=32)},
+    ),
+    "everything": Composition(
+        Case(391, 361, 1, 4, 2, head_dim=32),
+        bottom_right,
+        softcap,
+        dropout_p=0.2,
+        options={
+            "packed": True,
+            "sink": True,
+            "block_sparse": fg.BlockSparse(block_q=32, block_k=48),
+        },
+    ),
+    "deepseek": Composition(Case(128, 217, 1, 2, 2, head_dim=192, head_dim_v=128), causal),
+}
+
+
+# Two of them with one dtype of 16 bits in `make test`, all with every dtype in the slow tier.
+PAIRS = [
+    pytest.param(name, dtype, marks=[] if (i, j) == (6, 1) else pytest.mark.slow)
+    for i, name in enumerate(COMPOSITIONS)
+    for j, dtype in enumerate(DTYPES)
+]
+# float32 has no kernel of its own there.
+ON_HOPPER = [(name, dtype) for name in COMPOSITIONS for dtype in DTYPES if dtype != "float32"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_a_composition_meets_the_error_rule(name: str, dtype: str) -> None:
+    check_composition(name, dtype, "sm_80")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), ON_HOPPER)
+def test_a_composition_meets_the_error_rule_on_hopper(name: str, dtype: str) -> None:
+    check_composition(name, dtype, "sm_90a")
+
+
+def check_composition(name: str, dtype: str, arch: str) -> None:
+    of = COMPOSITIONS[name]
+    case = Case(**{**vars(of.case), "dtype": dtype})
+    spec = fg.AttentionSpec(
+        of.mask,
+        of.score,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
+        dtype=dtype,
+        dropout=of.dropout_p > 0,
+        name=name,
+        **of.options,
+    )
+    check(spec, case, of.dropout_p, arch)
+
+
+# Those that test_forward.py and test_backward.py have too are in the slow tier here.
+HEAD_DIMS = [
+    pytest.param(dim, marks=[] if dim == 24 else pytest.mark.slow)
+    for dim in (8, 24, 40, 80, 96, 112, 256)
+]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_any_head_dim_that_is_a_multiple_of_eight_works(head_dim: int) -> None:
+    dtype = DTYPES[head_dim // 8 % 3]
+    spec = fg.AttentionSpec(causal, softcap, head_dim=head_dim, dtype=dtype, name="dims")
+    check(spec, Case(70, 90, 1, 2, 1, dtype, head_dim), 0.0)
+
+
+def check(spec: fg.AttentionSpec, case: Case, dropout_p: float, arch: str = "sm_80") -> None:
+    generator = torch.Generator().manual_seed(case.scores)
+    known = captured(case, generator)
+    values: dict[str, Any] = {
+        "scalars": {scalar.name: 37 for scalar in spec.scalars},
+        # A layout's compressed form is made of it.
+        "tensors": {t.name: known[t.name] for t in spec.tensors if t.name in known},
+    }
+    if dropout_p:
+        values |= {"dropout_p": dropout_p, "rng": RNG}
+    q, k, v = case.tensors()
+    run = run_forward(spec, q, k, v, backend="emulator", arch=arch, **values)
+    exact = reference.attention(spec, q, k, v, **values)
+    same = reference.same_dtype(spec, q, k, v, **values)
+    for got, ref, ordinary in zip((run.out, run.lse), exact, same, strict=True):
+        verdict = reference.compare(got, ref, ordinary)
+        assert verdict.ok, verdict
+    dout = torch.randn(run.out.shape, generator=generator).to(q.dtype)
+    dlse = torch.randn(run.lse.shape, generator=generator)
+    grads = (q, k, v, run.out, run.lse, dout, dlse)
+    back = run_backward(spec, *grads, backend="emulator", arch=arch, **values)
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    judged = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
+    for name, verdict in judged.items():
+        assert verdict.ok, f"{name}: {verdict}"

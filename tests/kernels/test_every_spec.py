@@ -1,0 +1,95 @@
+"""Every spec of specs/ on both code paths: the emitted kernels pass the static gates and meet the
+error rule in the emulator with all its checkers.
+
+Each spec has one small problem per path; the dtypes, head dims, lengths, head counts, memory
+layouts, dropout and schemes of the backward pass alternate. The backward kernels of a third of the
+specs, which have every feature between them, are executed on one of the paths. Every spec at every
+head dim, forward and backward, is in the slow tier: test_forward.py and test_backward.py of sm80/
+and sm90/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.ops import run_backward, run_forward
+from tests.support.examples import SPEC_IDS, SPECS, fitted, values_of
+from tests.support.judged import RNG, check_gates, like
+from tests.support.shapes import HEADS, LAYOUTS, Case
+
+PATHS = ("sm_80", "sm_90a")
+# Ragged and whole tiles; fewer keys than a tile; fewer queries; one query.
+LENGTHS = ((113, 90), (128, 64), (70, 33), (20, 150), (1, 139))
+# dtype and head dim: of the smallest kernels, since the compiler takes most of the time.
+KINDS = {
+    "sm_80": (("float16", 16), ("bfloat16", 16), ("float16", 16), ("bfloat16", 24)),
+    "sm_90a": (("float16", 16), ("bfloat16", 16)),
+}
+# The specs whose backward kernels are executed, and the path on which they are.
+BACKWARD = {
+    "alibi": "sm_80",  # a score that reads positions, dropout
+    "block_sparse": "sm_90a",  # a block layout
+    "causal": "sm_90a",
+    "dense_bias": "sm_80",  # a gradient for each score
+    "document": "sm_90a",  # captured tensors in the mask, tiles skipped by intervals, dropout
+    "empty_rows": "sm_80",  # rows without a key
+    "head_gate": "sm_90a",  # a learned sum for each head
+    "natten_2d": "sm_80",  # a mask in two dimensions
+    "packed_causal": "sm_90a",  # packed sequences
+    "relative_bias": "sm_80",  # a learned sum for each distance
+    "sink": "sm_80",
+    "softcap": "sm_90a",  # a score that is not linear, dropout
+}
+
+
+def problem(number: int, arch: str) -> tuple[Case, float, bool]:
+    """The case, the dropout probability and whether gradients are deterministic."""
+    turn = number + PATHS.index(arch)
+    dtype, head_dim = KINDS[arch][turn % len(KINDS[arch])]
+    lengths, batch = LENGTHS[turn % len(LENGTHS)], 1 + (turn % 7 == 0)
+    heads, layout = HEADS[turn % len(HEADS)], LAYOUTS[turn // 2 % len(LAYOUTS)]
+    case = Case(*lengths, batch, *heads, dtype, head_dim, None, layout)
+    return case, 0.17 * (number % 4 == 0), bool(turn // 2 % 2)
+
+
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_the_kernels_of_every_spec_meet_the_error_rule_on_both_paths(path: Path, arch: str) -> None:
+    number = SPECS.index(path)
+    case, dropout_p, deterministic = problem(number, arch)
+    spec = fg.load(path).replace(
+        dtype=case.dtype, head_dim=case.head_dim, head_dim_v=case.head_dim, dropout=dropout_p > 0
+    )
+    case = fitted(spec, case)
+    values: dict[str, Any] = values_of(path, case)
+    if dropout_p:
+        values |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
+    how = {"backend": "emulator", "arch": arch, **values}
+    q, k, v = case.tensors(seed=case.scores % 1000)
+    forward = run_forward(spec, q, k, v, **how)
+    exact = reference.attention(spec, q, k, v, **values)
+    same = reference.same_dtype(spec, q, k, v, **values)
+    for name, *results in zip(("out", "lse"), (forward.out, forward.lse), exact, same, strict=True):
+        verdict = reference.compare(*results)
+        assert verdict.ok, f"{case.id} {name}: {verdict}"
+    assert forward.report.kernel is not None
+    check_gates(forward.report.kernel)
+    assert forward.report.kernel.plan.path == arch
+    if BACKWARD.get(path.stem) != arch:
+        return
+    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
+    given = (q, k, v, forward.out, forward.lse, dout, dlse)
+    backward = run_backward(spec, *given, deterministic=deterministic, **how)
+    found = (backward.dq, backward.dk, backward.dv, *backward.captured)
+    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
+    for name, verdict in verdicts.items():
+        assert verdict.ok, f"{case.id} p={dropout_p} {name}: {verdict}"
+    for report in backward.reports:
+        if report.kernel is not None:
+            check_gates(report.kernel)

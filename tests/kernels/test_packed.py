@@ -1,0 +1,440 @@
+"""Packed sequences: each is computed as if it were alone, and no tile outside them is computed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.optests import opcheck
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.call import OutputGradients
+from flashgen.errors import InputError, SpecError
+from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.ops.registration import operator_of
+from flashgen.planner import plan_backward
+from flashgen.runtime import backward as backward_module
+from flashgen.runtime import forward as forward_module
+from tests.support.shapes import DTYPES
+from tests.support.tiers import one_in, slow
+from tests.support.tiles_visited import present, visited
+
+Tensor = torch.Tensor
+
+RNG = torch.tensor([11, 3])
+ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+gate = fg.Tensor("gate", ("batch", "heads"), "float32", grad=True)
+bias = fg.Tensor("bias", ("distance",), "float32", grad=True)
+window = fg.Scalar("window", "int32")
+
+
+def bottom_right(b, h, q, k):
+    return q + (fg.seq_k - fg.seq_q) >= k
+
+
+def windowed(b, h, q, k):
+    return (q >= k) & (q - k < window)
+
+
+def same_part(b, h, q, k):
+    return ids[b, q] == ids[b, k]
+
+
+def gated(score, b, h, q, k):
+    return score * gate[b, h]
+
+
+def biased(score, b, h, q, k):
+    return score + bias[q - k + 40]
+
+
+LENGTHS = {
+    "mixed": ([100, 0, 17, 150, 64, 1], [120, 5, 17, 0, 64, 90]),
+    "one": ([130], [70]),
+    "short": ([1, 2, 3] * 12, [3, 1, 2] * 12),
+    "none": ([0, 0], [4, 0]),
+    "equal": ([64, 128, 64], [64, 128, 64]),
+    "three": ([20, 70, 30], [40, 90, 20]),
+    "near": ([63, 65, 127, 129, 1, 128], [129, 64, 1, 127, 65, 225]),
+}
+ARCHS = ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
+LATE = 300
+"""Where the first sequence may begin: a few tiles behind the first row."""
+MODS: dict[str, tuple[Any, Any]] = {
+    "full": (None, None),
+    "bottom_right": (bottom_right, None),
+    "windowed": (windowed, None),
+    "same_part": (same_part, gated),
+    "biased": (bottom_right, biased),
+}
+
+
+def ends(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def spec_of(mods: str, **options: Any) -> fg.AttentionSpec:
+    options = {"head_dim": 16, "dtype": "float16", "packed": True, "name": mods} | options
+    return fg.AttentionSpec(*MODS[mods], **options)
+
+
+def arguments(spec: fg.AttentionSpec, lengths: str) -> dict[str, Any]:
+    of_q, of_k = LENGTHS[lengths]
+    count, longest = len(of_q), max(160, *of_q, *of_k)
+    generator = torch.Generator().manual_seed(5)
+    parts = torch.randint(3, (count, longest), generator=generator, dtype=torch.int32)
+    known = {
+        "cu_seqlens_q": ends(of_q),
+        "cu_seqlens_k": ends(of_k),
+        "ids": parts.sort(1)[0],
+        "gate": torch.rand(count, 4, generator=generator) + 0.5,
+        "bias": torch.randn(70, generator=generator),
+        "sink": torch.randn(4, generator=generator),
+    }
+    scalars = {scalar.name: 40 for scalar in spec.scalars}
+    return {"scalars": scalars, "tensors": {t.name: known[t.name] for t in spec.tensors}}
+
+
+def operands(spec: fg.AttentionSpec, lengths: str, tail: int = 7) -> tuple[Tensor, ...]:
+    """q, k, v and dout with NaN behind the last boundary."""
+    generator = torch.Generator().manual_seed(1)
+    totals = [sum(each) for each in LENGTHS[lengths]]
+    shapes = ((4, totals[0]), (2, totals[1]), (2, totals[1]), (4, totals[0]))
+    dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
+    made = []
+    for (heads, total), dim in zip(shapes, dims, strict=True):
+        tensor = torch.randn(1, heads, total + tail, dim, generator=generator)
+        tensor[:, :, total:] = torch.nan
+        made.append(tensor.to(getattr(torch, spec.dtype)))
+    return tuple(made)
+
+
+def check(
+    spec: fg.AttentionSpec, lengths: str, backend: str, arch: str | None = None, **options: Any
+) -> tuple[ForwardRun, BackwardRun]:
+    """Both passes by the error rule; rows of no sequence are 0, and their LSE is -inf."""
+    q, k, v, dout = operands(spec, lengths)
+    total_q, total_k = (sum(each) for each in LENGTHS[lengths])
+    values = arguments(spec, lengths) | options
+    how = {"backend": backend, "arch": arch}
+    run = run_forward(spec, q, k, v, **how, **values)
+    dlse = torch.randn(run.lse.shape, generator=torch.Generator().manual_seed(2))
+    grads = (dout.nan_to_num(), dlse)
+    back = run_backward(spec, q, k, v, run.out, run.lse, *grads, **how, **values)
+    assert not run.out[:, :, total_q:].any()
+    assert (run.lse[:, :, total_q:] == -torch.inf).all()
+    for gradient, total in ((back.dq, total_q), (back.dk, total_k), (back.dv, total_k)):
+        assert not gradient[:, :, total:].any()
+    exact = reference.attention(spec, q, k, v, **values)
+    same = reference.same_dtype(spec, q, k, v, **values)
+    for got, ref, ordinary in zip((run.out, run.lse), exact, same, strict=True):
+        verdict = reference.compare(got, ref, ordinary)
+        assert verdict.ok, verdict
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    judged = reference.judge_gradients(found, spec, q, k, v, *grads, **values)
+    for name, verdict in judged.items():
+        assert verdict.ok, f"{name}: {verdict}"
+    return run, back
+
+
+PAIRS = [
+    pytest.param(mods, lengths, marks=[] if i == j == 4 else pytest.mark.slow)
+    for i, mods in enumerate(MODS)
+    for j, lengths in enumerate(LENGTHS)
+]
+
+
+@pytest.mark.parametrize(("mods", "lengths"), PAIRS)
+def test_kernels_meet_the_error_rule(mods: str, lengths: str) -> None:
+    dtype = DTYPES[(list(MODS).index(mods) + list(LENGTHS).index(lengths)) % 3]
+    check(spec_of(mods, dtype=dtype), lengths, "emulator")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mods", ["same_part", "biased"])
+def test_gradients_of_captures_have_the_same_bits_in_any_order(mods: str) -> None:
+    spec = spec_of(mods)
+    q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, "mixed"))
+    values = arguments(spec, "mixed") | {"backend": "emulator"}
+    run = run_forward(spec, q, k, v, **values)
+    given = (q, k, v, run.out, run.lse, dout)
+    found = [
+        run_backward(spec, *given, deterministic=True, order_seed=seed, **values).captured
+        for seed in range(3)
+    ]
+    assert all(torch.equal(found[0][0], other[0]) for other in found[1:])
+    judged = reference.gradients(spec, q, k, v, dout, **values_of_reference(values))
+    torch.testing.assert_close(found[0][0].double(), judged[3], rtol=1e-2, atol=2e-2)
+
+
+def values_of_reference(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "backend"}
+
+
+@pytest.mark.parametrize("dtype", one_in(3, DTYPES))
+def test_dropout_offsets_and_another_length_of_v_compose(dtype: str) -> None:
+    spec = spec_of("bottom_right", dtype=dtype, dropout=True, head_dim_v=40)
+    check(spec, "mixed", "emulator", dropout_p=0.3, rng=RNG, q_offset=5, k_offset=2)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("lengths", ["mixed", "none"])
+def test_a_sink_joins_every_sequence(lengths: str, backend: str) -> None:
+    check(spec_of("bottom_right", sink=True), lengths, backend)
+
+
+def test_a_sink_without_any_key_is_the_lse_of_every_row_of_a_sequence() -> None:
+    spec = spec_of("full", sink=True)
+    q, k, v = torch.ones(1, 4, 7, 16).half(), *torch.ones(2, 1, 2, 0, 16).half()
+    sink = torch.tensor([0.5, 1.0, 2.0, 3.0], requires_grad=True)
+    boundaries = {"cu_seqlens_q": ends([2, 3]), "cu_seqlens_k": ends([0, 0])}
+    for backend in ("emulator", "tiled"):
+        out, lse = fg.attention(spec)(
+            q, k, v, sink=sink, **boundaries, return_lse=True, backend=backend
+        )
+        assert not out.any()
+        assert torch.equal(lse[0, :, :5], sink.detach()[:, None].expand(4, 5))
+        assert (lse[:, :, 5:] == -torch.inf).all()
+        (gradient,) = torch.autograd.grad(lse[:, :, :6].exp().sum(), sink)
+        torch.testing.assert_close(gradient, 5 * sink.detach().exp())
+
+
+@pytest.mark.parametrize("lengths", one_in(2, LENGTHS))
+def test_the_tiled_path_meets_the_error_rule(lengths: str) -> None:
+    for mods in MODS:
+        check(spec_of(mods, dropout=True), lengths, "tiled", dropout_p=0.1, rng=RNG)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sequence_has_the_bits_of_a_separate_call(arch: str) -> None:
+    spec = spec_of("windowed")
+    alone = spec_of("windowed", packed=False)
+    q, k, v, _ = operands(spec, "mixed")
+    values = arguments(spec, "mixed")
+    how = {"backend": "emulator", "arch": arch, "scalars": values["scalars"]}
+    run = run_forward(spec, q, k, v, tensors=values["tensors"], **how)
+    of_q, of_k = (values["tensors"][f"cu_seqlens_{axis}"].tolist() for axis in "qk")
+    plans = set()
+    for i in range(len(of_q) - 1):
+        rows, keys = slice(of_q[i], of_q[i + 1]), slice(of_k[i], of_k[i + 1])
+        part = run_forward(alone, q[:, :, rows], k[:, :, keys], v[:, :, keys], **how)
+        assert torch.equal(run.out[:, :, rows], part.out)
+        assert torch.equal(run.lse[:, :, rows], part.lse)
+        if part.report.kernel is not None:
+            plans.add(part.report.kernel.plan.block_k)
+    assert plans == {run.report.kernel.plan.block_k}  # else the bits would be equal by chance only
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [
+        ("emulator", "sm_80"),
+        pytest.param("emulator", "sm_90a", marks=pytest.mark.slow),
+        ("tiled", None),
+    ],
+)
+def test_the_first_sequence_may_begin_after_row_0(backend: str, arch: str | None) -> None:
+    spec = spec_of("bottom_right", sink=True)
+    boundaries = torch.tensor([LATE, LATE + 20, LATE + 60], dtype=torch.int32)
+    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(4)}
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, heads, LATE + 80, 16, generator=generator).half()
+
+    q, k, v, dout = normal(4), normal(2), normal(2), normal(4)
+    values = {"tensors": tensors, "backend": backend, "arch": arch}
+    run = run_forward(spec, q, k, v, **values)
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+    rows = torch.arange(LATE + 80)
+    nobodys = (rows < LATE) | (rows >= LATE + 60)
+    for tensor in (run.out, back.dq, back.dk, back.dv):
+        assert not tensor[:, :, nobodys].any()
+        assert tensor[:, :, ~nobodys].any()
+    assert (run.lse[:, :, nobodys] == -torch.inf).all()
+    found = (back.dq, back.dk, back.dv, *back.captured)
+    judged = reference.judge_gradients(found, spec, q, k, v, dout, tensors=tensors)
+    assert all(verdict.ok for verdict in judged.values()), judged
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_tile_outside_all_sequences_is_computed(arch: str) -> None:
+    spec = spec_of("bottom_right")
+    q, k, v, dout = operands(spec, "mixed")
+    values = arguments(spec, "mixed") | {"backend": "emulator", "check_memory": False}
+    values["arch"] = arch
+    run = run_forward(spec, q, k, v, **values)
+    grads = (dout.nan_to_num(), None)
+    back = run_backward(spec, q, k, v, run.out, run.lse, *grads, **values)
+    for report in (run.report, *back.reports):
+        if report.kernel.plan.kernel in ("forward", "dkdv", "dq"):
+            there = 0
+            for rows, keys in zip(*LENGTHS["mixed"], strict=True):
+                keep = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+                there += 4 * present(report, keep)  # heads
+            assert visited(report) == there
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_wrong_boundaries_keep_kernels_inside_their_tensors(arch: str, monkeypatch) -> None:
+    # As on a GPU, where the boundaries are not checked, because that would synchronise the device.
+    for module in (forward_module, backward_module):
+        monkeypatch.setattr(module, "check_contents", lambda *_: None)
+    spec = spec_of("bottom_right")
+    q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, "mixed"))
+    for wrong in ([-50, 10, 400], [0, 200, 100], [2**31 - 1, -(2**31), 5], [339, 339, 10_000]):
+        tensors = {f"cu_seqlens_{axis}": torch.tensor(wrong, dtype=torch.int32) for axis in "qk"}
+        values = {"tensors": tensors, "backend": "emulator", "arch": arch}
+        run = run_forward(spec, q, k, v, **values)
+        run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "what"),
+    [
+        ("three", "nan"),
+        *(pytest.param("near", what, marks=pytest.mark.slow) for what in ("nan", "inf")),
+    ],
+)
+@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
+def test_no_value_of_a_sequence_reaches_another(arch: str, lengths: str, what: str) -> None:
+    """0 times such a number would be NaN, in every row of a tile that reaches into its sequence."""
+    spec = spec_of("bottom_right", head_dim=64)
+    values = arguments(spec, lengths) | {"backend": "emulator", "arch": arch}
+    q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, lengths))
+    found = []
+    for poison in (None, float(what)):
+        nobodys = [torch.ones(tensor.shape[2], dtype=torch.bool) for tensor in (q, k)]
+        if poison is not None:
+            for tensor, name in ((q, "q"), (k, "k"), (v, "k"), (dout, "q")):
+                ends_of = values["tensors"][f"cu_seqlens_{name}"].tolist()
+                for i in range(1, len(ends_of) - 1, 2):
+                    tensor[:, :, ends_of[i] : ends_of[i + 1]] = poison
+                    nobodys["qk".index(name)][ends_of[i] : ends_of[i + 1]] = False
+        run = run_forward(spec, q, k, v, **values)
+        back = run_backward(spec, q, k, v, run.out, run.lse, dout, deterministic=True, **values)
+        of_q, of_k = (run.out, run.lse[..., None], back.dq), (back.dk, back.dv)
+        found.append(([*of_q, *of_k], [nobodys[0]] * 3 + [nobodys[1]] * 2))
+    (clean, _), (poisoned, rows) = found
+    for expected, got, others in zip(clean, poisoned, rows, strict=True):
+        assert torch.equal(got[:, :, others], expected[:, :, others])
+        assert not torch.equal(got[:, :, ~others].nan_to_num(), expected[:, :, ~others])
+
+
+def test_gradients_of_the_tiled_path_agree_with_finite_differences() -> None:
+    from flashgen import cpu
+
+    spec = spec_of("biased", dtype="float32", head_dim=8)
+    tensors = {"cu_seqlens_q": ends([3, 0, 2]), "cu_seqlens_k": ends([2, 3, 4])}
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.double).requires_grad_()
+
+    class Tiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, learned):
+            ctx.options = cpu.TileArguments(scale=0.3, tensors=tensors | {"bias": learned})
+            out, lse = cpu.forward(spec, q, k, v, ctx.options)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            return cpu.backward(
+                spec,
+                *ctx.saved_tensors[:3],
+                OutputGradients(*ctx.saved_tensors[3:], dout, None),
+                ctx.options,
+            )
+
+    given = (normal(1, 2, 6, 8), normal(1, 1, 9, 8), normal(1, 1, 9, 8), normal(70))
+    assert torch.autograd.gradcheck(Tiled.apply, given)
+
+
+@pytest.mark.slow
+def test_autograd_compile_vmap_and_opcheck_accept_packed_sequences() -> None:
+    spec = spec_of("same_part", dropout=True)
+    q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, "equal"))
+    tensors = arguments(spec, "equal")["tensors"]
+    op = fg.attention(spec)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    captured = tensors | {"gate": tensors["gate"].clone().requires_grad_()}
+    out = op(*leaves, **captured, dropout_p=0.2, rng=RNG)
+    out.backward(dout)
+    compiled = torch.compile(op, fullgraph=True)(q, k, v, **tensors, dropout_p=0.2, rng=RNG)
+    assert torch.equal(out, compiled)
+    stacked = torch.vmap(lambda x: op(x, k, v, **tensors))(torch.stack([q, 2 * q]))
+    assert torch.equal(stacked[1], op(2 * q, k, v, **tensors))
+    given = (q, k, v, *(tensors[tensor.name] for tensor in spec.tensors))
+    assert set(opcheck(operator_of(spec).overload, given, {}).values()) == {"SUCCESS"}
+
+
+def test_new_boundaries_need_no_new_kernel() -> None:
+    spec = spec_of("bottom_right")
+    q, k, v, _ = (tensor.nan_to_num() for tensor in operands(spec, "equal", tail=0))
+    op = fg.attention(spec)
+    for lengths in ([64, 128, 64], [1, 254, 1], [100, 100, 50]):
+        boundaries = {f"cu_seqlens_{axis}": ends(lengths) for axis in "qk"}
+        out = op(q, k, v, **boundaries)
+        exact, _ = reference.attention(spec, q, k, v, tensors=boundaries)
+        torch.testing.assert_close(out.double(), exact, atol=5e-3, rtol=0)
+
+
+BOUNDARIES = {"cu_seqlens_q": ends([64, 128, 64]), "cu_seqlens_k": ends([64, 128, 64])}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "numbers"),
+    [
+        ({"cu_seqlens_q": ends([64, 64])}, "different numbers of sequences", "(3,) and (4,)"),
+        ({"cu_seqlens_q": ends([64, 300, 1])}, "does not ascend", "to 365"),
+        (
+            {"cu_seqlens_k": torch.tensor([0, 9, 5, 20]).int()},
+            "does not ascend",
+            "smallest step -4",
+        ),
+        ({"cu_seqlens_k": torch.tensor([-1, 9, 9, 20]).int()}, "does not ascend", "from -1"),
+        ({"cu_seqlens_q": ends([64, 128, 64]).long()}, "dtype", "torch.int64"),
+        (
+            {"q": torch.zeros(2, 4, 256, 16, dtype=torch.float16)},
+            "one batch entry",
+            "(2, 4, 256, 16)",
+        ),
+        (
+            {"ids": torch.zeros(3, 20).int()},
+            "shorter than the longest sequence",
+            "longest sequence 128",
+        ),
+        ({"ids": torch.zeros(2, 128).int()}, "length of its dimension batch", "batch is 3"),
+    ],
+)
+def test_wrong_boundaries_are_refused_before_anything_runs(
+    change: dict[str, Tensor], what: str, numbers: str
+) -> None:
+    spec = spec_of("same_part")
+    q, k, v, _ = operands(spec, "equal", tail=0)
+    given = arguments(spec, "equal")["tensors"] | {"q": q, "k": k, "v": v} | change
+    if change.get("q") is not None:
+        given |= {name: given[name].expand(2, -1, -1, -1) for name in "kv"}
+    with pytest.raises(InputError) as error:
+        fg.attention(spec)(**given)
+    assert what in error.value.what
+    assert numbers in error.value.numbers
+
+
+def test_packed_is_a_bool_and_reserves_its_names() -> None:
+    with pytest.raises(SpecError, match="packed is True or False"):
+        fg.AttentionSpec(packed=1)  # type: ignore[arg-type]
+    other = fg.Tensor("cu_seqlens_q", ("batch",), "int32")
+    with pytest.raises(SpecError, match="two different captures"):
+        fg.AttentionSpec(lambda b, h, q, k: other[b] > k, packed=True)
+
+
+def test_the_backward_pass_is_split_and_its_plan_gives_the_reason() -> None:
+    plan = plan_backward(spec_of("full"), "sm_80")
+    assert plan.scheme == "split"
+    assert any("packed" in note for note in plan.notes)

@@ -1,0 +1,323 @@
+"""A sink joins the softmax's denominator: emulated kernels, the tiled path and the oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import cpu, reference
+from flashgen.call import OutputGradients
+from flashgen.language import Tensor as Capture
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.planner import backward_traffic, forward_traffic
+from tests.support.shapes import DTYPES, Case
+from tests.support.tiers import one_in
+from tests.support.tiled_calls import arguments, both
+
+Tensor = torch.Tensor
+
+LOWEST = torch.finfo(torch.float32).min
+RNG = (0x0123456789ABCDEF, 42)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 24)
+
+
+def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 3 * fg.tanh(score / 3)
+
+
+def sink_spec(case: Case, mask: Any = causal, **options: Any) -> AttentionSpec:
+    given = {"sink": True, "head_dim": case.head_dim, "dtype": case.dtype} | options
+    return AttentionSpec(mask_mod=mask, **given)
+
+
+def like(tensor: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def logits(case: Case) -> Tensor:
+    """From one that takes most of a row's weight to one that takes little."""
+    return torch.linspace(4, -2, case.heads_q)
+
+
+def run(
+    spec: AttentionSpec, case: Case, sink: Tensor | None, backend: str = "emulator", **numbers: Any
+) -> tuple[ForwardRun, BackwardRun]:
+    """Both passes, with gradients of out and lse."""
+    q, k, v = case.tensors()
+    how = {k: numbers.pop(k) for k in ("deterministic", "order_seed") if k in numbers}
+    given = numbers | {"backend": backend, "tensors": {} if sink is None else {"sink": sink}}
+    forward = run_forward(spec, q, k, v, **given)
+    results = (forward.out, forward.lse, like(forward.out, 1), like(forward.lse, 2))
+    return forward, run_backward(spec, q, k, v, *results, **how, **given)
+
+
+def check(
+    spec: AttentionSpec, case: Case, sink: Tensor, backend: str = "emulator", **numbers: Any
+) -> tuple[ForwardRun, BackwardRun]:
+    """Runs both passes and holds everything against the oracle."""
+    forward, backward = run(spec, case, sink, backend, **numbers)
+    numbers.pop("deterministic", None)
+    numbers["tensors"] = {"sink": sink}
+    q, k, v = case.tensors()
+    exact = reference.attention(spec, q, k, v, **numbers)
+    same = reference.same_dtype(spec, q, k, v, **numbers)
+    verdicts = {
+        name: reference.compare(*each)
+        for name, *each in zip(("out", "lse"), (forward.out, forward.lse), exact, same, strict=True)
+    }
+    found = (backward.dq, backward.dk, backward.dv, *backward.captured)
+    given = (q, k, v, like(forward.out, 1), like(forward.lse, 2))
+    verdicts |= reference.judge_gradients(found, spec, *given, **numbers)
+    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
+    assert not wrong, "\n".join(wrong)
+    return forward, backward
+
+
+# ---- the error rule -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    one_in(3, [("float16", False), ("bfloat16", True), ("float32", True)], first=1),
+)
+def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
+    dtype: str, deterministic: bool
+) -> None:
+    """The composition of GPT-OSS."""
+    case = Case(70, 70, 2, 4, 1, dtype, 64)
+    check(sink_spec(case, window), case, logits(case), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dtype", one_in(3, DTYPES))
+def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str) -> None:
+    case = Case(50, 90, 2, 2, 2, dtype, 40)
+    spec = sink_spec(case, window, score_mod=capped, dropout=True)
+    numbers = {"q_offset": 17, "dropout_p": 0.2, "rng": torch.tensor(RNG)}
+    check(spec, case, logits(case), **numbers)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "shape"),
+    one_in(3, [((), "float32", ()), ((1,), "float16", (1,)), (("heads",), "bfloat16", (1,))]),
+)
+def test_one_sink_may_serve_all_heads_in_any_dtype(
+    dims: tuple[Any, ...], dtype: str, shape: tuple[int, ...]
+) -> None:
+    case = Case(40, 40, 2, 4, 2, "float16", 16)
+    sink = torch.full(shape, 0.7, dtype=getattr(torch, dtype))
+    spec = sink_spec(case, sink=Capture("sink", dims, dtype, grad=True))
+    for backend in ("emulator", "tiled"):
+        _, backward = check(spec, case, sink, backend)
+        (gradient,) = backward.captured
+        assert (gradient.shape, gradient.dtype) == (sink.shape, sink.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("float16", "emulator"),
+        pytest.param("float32", "emulator", marks=pytest.mark.slow),
+        ("float16", "tiled"),
+    ],
+)
+def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None:
+    """Some rows have no keys: LSE of these is the sink to the last bit, also when it is none."""
+    case = Case(60, 50, 3, 6, 2, dtype, 40)
+    sink = torch.tensor([-math.inf, LOWEST, -1e4, 60.0, 1e4, 1e30])
+    forward, backward = check(sink_spec(case), case, sink, backend, k_offset=20)
+    assert (forward.lse[:, :, :20] == sink[:, None]).all()
+    assert (forward.out[:, :, :20] == 0).all()
+    assert (backward.dq[:, :, :20] == 0).all()
+    assert (forward.out[:, 4:] == 0).all(), "nothing is left of P beside such a sink"
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("dtype", one_in(3, DTYPES))
+def test_a_sink_of_minus_infinity_gives_the_bits_of_no_sink(dtype: str, backend: str) -> None:
+    case = Case(60, 50, 1, 2, 1, dtype, 40)
+    numbers = {"k_offset": 20, "deterministic": True}
+    none = torch.full((2,), -math.inf)
+    with_sink = run(sink_spec(case), case, none, backend, **numbers)
+    without = run(sink_spec(case, sink=None), case, None, backend, **numbers)
+    for name in ("out", "lse"):
+        assert torch.equal(getattr(with_sink[0], name), getattr(without[0], name)), name
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(with_sink[1], name), getattr(without[1], name)), name
+    assert torch.equal(with_sink[1].captured[0], torch.zeros(2))
+    assert (with_sink[0].lse[:, :, :20] == -math.inf).all()
+
+
+# ---- rows without keys --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("by_score", one_in(2, [False, True], first=1))
+def test_rows_without_keys_give_their_lse_gradient_to_the_sink_and_nothing_else(
+    by_score: bool, backend: str
+) -> None:
+    """Also where it is the score function that leaves nothing of a row."""
+
+    def half(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= 30
+
+    def scored(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return 2 * score + fg.log(fg.where(q >= 30, 1.0, 0.0))
+
+    case = Case(30, 40, 2, 4, 2, "float16", 16)
+    mods = {"score_mod": scored} if by_score else {}
+    spec = sink_spec(case, None if by_score else half, **mods)
+    sink = torch.tensor([2.0, -1.0, 1e4, LOWEST])
+    forward, backward = run(spec, case, sink, backend)
+    assert torch.equal(forward.lse, sink[:, None].expand(2, 4, 30))
+    for zeros in (forward.out, backward.dq, backward.dk, backward.dv):
+        assert torch.equal(zeros, torch.zeros_like(zeros))
+    given = like(forward.lse, 2).double().sum((0, 2))
+    torch.testing.assert_close(backward.captured[0].double(), given, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("shape", [(4,), (1,)])
+def test_a_call_without_keys_has_the_sink_for_its_lse(shape: tuple[int, ...], backend: str) -> None:
+    case = Case(5, 0, 2, 4, 2, "float32", 16)
+    sink = torch.linspace(1, -1, 4)[: shape[0]]
+    forward, backward = run(sink_spec(case), case, sink, backend)
+    assert torch.equal(forward.lse, sink[:, None].expand(2, 4, 5))
+    exact = reference.attention(sink_spec(case), *case.tensors(), tensors={"sink": sink})
+    assert torch.equal(exact[1].float(), forward.lse)
+    given = (*case.tensors(), like(forward.out, 1), like(forward.lse, 2))
+    expected = reference.gradients(sink_spec(case), *given, tensors={"sink": sink})[3]
+    torch.testing.assert_close(backward.captured[0].double(), expected, atol=1e-6, rtol=0)
+    assert expected.abs().min() > 0
+    operands, options = case.tensors(), {"tensors": {"sink": sink}}
+    found = both(sink_spec(case), *operands, like(forward.out, 1), like(forward.lse, 2), **options)
+    assert torch.equal(found[1], forward.lse)
+    assert torch.equal(found[5], backward.captured[0])
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_sink_has_the_same_bits_in_every_order_of_blocks() -> None:
+    """And deterministic=True does not refuse it, as it does gradients that are added atomically."""
+    case = Case(150, 40, 2, 2, 1, "float16", 16)
+    found = [
+        run(sink_spec(case), case, logits(case), deterministic=bool(seed % 2), order_seed=seed)[1]
+        for seed in range(6)
+    ]
+    assert all(torch.equal(each.captured[0], found[0].captured[0]) for each in found[1:])
+
+
+def test_a_sink_that_the_score_reads_too_gets_both_gradients() -> None:
+    sink = Capture("sink", ("heads",), "float32", grad=True)
+
+    def scored(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * fg.sigmoid(sink[h])
+
+    case = Case(40, 30, 2, 2, 1, "float32", 16)
+    spec = sink_spec(case, sink=sink, score_mod=scored)
+    assert spec.tensors == (sink,)
+    for backend in ("emulator", "tiled"):
+        check(spec, case, logits(case), backend)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with a column of sink logits that is dropped after the softmax, in plain torch."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+    scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[3])
+    scores = scores.masked_fill(~keep, -math.inf)
+    column = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    joined = torch.cat([scores, column], -1)
+    weights = joined.softmax(-1)[..., :-1]
+    return weights @ v, joined.logsumexp(-1)
+
+
+def test_the_oracle_is_torch_with_a_column_of_sinks() -> None:
+    case = Case(30, 40, 2, 4, 2, "float32", 16)
+    leaves = [t.double().requires_grad_() for t in (*case.tensors(), logits(case))]
+    keep = torch.arange(30)[:, None] >= torch.arange(40) + 10
+    expected = plain(*leaves, keep)
+    numbers = {"tensors": {"sink": leaves[3].detach()}, "k_offset": 10}
+    operands = [leaf.detach() for leaf in leaves[:3]]
+    found = reference.attention(sink_spec(case), *operands, **numbers)
+    dout, dlse = like(expected[0], 1), like(expected[1], 2)
+    gradients = reference.gradients(sink_spec(case), *operands, dout, dlse, **numbers)
+    by_torch = torch.autograd.grad(expected, leaves, (dout, dlse))
+    for ours, theirs in zip((*found, *gradients), (*expected, *by_torch), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", [("heads",), pytest.param((), marks=pytest.mark.slow)])
+def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p: float) -> None:
+    """gradcheck in float64, with rows that have no keys."""
+    case = Case(9, 11, 2, 4, 2, "float32", 8)
+    spec = sink_spec(case, dropout=dropout_p > 0, sink=Capture("sink", dims, grad=True))
+    sink = logits(case).double() if dims else torch.tensor(0.5, dtype=torch.double)
+    leaves = [t.double().requires_grad_() for t in (*case.tensors(), sink)]
+    numbers = {"k_offset": 3, "dropout_p": dropout_p, "rng": RNG, "block_q": 4, "block_k": 4}
+
+    class Tiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
+            options = arguments(spec, given[0], tensors={"sink": given[3]}, **numbers)
+            results = cpu.forward(spec, *given[:3], options)
+            ctx.save_for_backward(*given, *results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, sink, out, lse = ctx.saved_tensors
+            options = arguments(spec, q, tensors={"sink": sink}, **numbers)
+            return cpu.backward(spec, q, k, v, OutputGradients(out, lse, dout, dlse), options)
+
+    assert torch.autograd.gradcheck(Tiled.apply, leaves)
+
+
+# ---- what is emitted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given_dlse", one_in(2, [False, True]))
+def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> None:
+    case = Case(150, 260, 2, 2, 1, "float16", 32)
+    spec, (q, k, v) = sink_spec(case, None), case.tensors()
+    how = {"backend": "emulator", "check_memory": False, "tensors": {"sink": logits(case)}}
+    forward = run_forward(spec, q, k, v, **how)
+    expected = forward_traffic(forward.plan, 2, 2, 1, 150, 260)
+    assert forward.counters.global_read_bytes == sum(
+        (expected.q, expected.k, expected.v, expected.sink)
+    )
+    assert forward.counters.global_write_bytes == expected.o + expected.lse
+    dlse = like(forward.lse, 2) if given_dlse else None
+    run = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
+    for report in run.reports:
+        found = backward_traffic(report.kernel.plan, 2, 2, 1, 150, 260, dlse=given_dlse)
+        assert report.counters.global_read_bytes == found.read + found.added
+        assert report.counters.global_write_bytes == found.written + found.added
+
+
+def test_sums_for_the_sink_are_computed_only_if_its_gradient_is_required() -> None:
+    case = Case(20, 20, 1, 2, 1, "float16", 16)
+    learned, fixed = (
+        fg.emit(sink_spec(case, sink=Capture("sink", ("heads",), grad=grad)))
+        for grad in (True, False)
+    )
+    assert learned.forward.text == fixed.forward.text
+    assert "sink_sums" in learned.backward[0].text
+    assert "sink_sums" not in {param.name for param in fixed.backward[0].params}
+    for of_learned, of_fixed in zip(learned.backward[1:], fixed.backward[1:], strict=True):
+        assert of_learned.text == of_fixed.text

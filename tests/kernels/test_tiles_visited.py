@@ -1,0 +1,55 @@
+"""Kernels compute the tiles that hold a kept element, and no others: counted, not assumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+
+import flashgen as fg
+from flashgen.language import H
+from flashgen.ops import run_backward, run_forward
+from tests.support.examples import SPECS, values_of
+from tests.support.shapes import Case
+from tests.support.tiles_visited import kept, present, visited
+
+LENGTHS = [(448, 448), (203, 700), (700, 203)]
+# In `make test`, at the first lengths: bounds on one side and a min/max table.
+FAST = ("causal", "document")
+
+
+def masked(path: Path) -> bool:
+    spec = fg.load(path)
+    return spec.mask != sympy.true and not spec.packed  # the latter: test_packed.py
+
+
+CASES = [
+    pytest.param(
+        path,
+        lengths,
+        id=f"{path.stem}-{lengths[0]}x{lengths[1]}",
+        marks=[] if path.stem in FAST and lengths == LENGTHS[0] else pytest.mark.slow,
+    )
+    for path in SPECS
+    if masked(path)
+    for lengths in LENGTHS
+]
+
+
+@pytest.mark.parametrize(("path", "lengths"), CASES)
+def test_only_tiles_with_a_kept_element_are_computed(path: Path, lengths: tuple[int, int]) -> None:
+    spec = fg.load(path)
+    heads = 2 if H in spec.mask.free_symbols else 1
+    case = Case(*lengths, heads_q=heads, heads_kv=1)
+    values = values_of(path, case)
+    q, k, v = case.tensors()
+    how = {"backend": "emulator", "check_memory": False} | values
+    run = run_forward(spec, q, k, v, **how)
+    gradients = (torch.ones_like(run.out), None)
+    back = run_backward(spec, q, k, v, run.out, run.lse, *gradients, deterministic=True, **how)
+    keep = kept(spec, 1, heads, *lengths, values)
+    reports = {report.kernel.plan.kernel: report for report in (run.report, *back.reports)}
+    for kernel in ("forward", "dkdv", "dq"):
+        assert visited(reports[kernel]) == present(reports[kernel], keep), kernel

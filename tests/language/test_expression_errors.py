@@ -1,0 +1,262 @@
+"""Every mistake in a mod raises one error with its four lines and the user's line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen.errors import SpecError
+from flashgen.language import trace_mask, trace_score
+from tests.support.paths import ROOT, from_root
+
+HERE = from_root(__file__)
+LINES = Path(__file__).read_text().splitlines()
+
+
+def line_of(marker: str) -> str:
+    """file:line of the line that ends with the comment ``marker``."""
+    number = next(i for i, text in enumerate(LINES, 1) if text.endswith(f"# {marker}"))
+    return f"{HERE}:{number}"
+
+
+def refusal(mod: Any, kind: str = "mask") -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        (trace_mask if kind == "mask" else trace_score)(mod)
+    error = caught.value
+    assert all((error.what, error.where, error.numbers, error.way_out))
+    assert str(ROOT) not in str(error), "no path of this machine"
+    return error
+
+
+def chained(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 0 <= q - k < 128  # chained
+
+
+def conjunction(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k and q - k < 128  # conjunction
+
+
+def disjunction(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k < 4 or q >= k  # disjunction
+
+
+def negated(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return not q < k  # negated
+
+
+def conditional(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k if h < 2 else k < 8  # conditional
+
+
+def statement(b: Any, h: Any, q: Any, k: Any) -> Any:
+    if h < 2:  # statement
+        return q >= k
+    return k < 8
+
+
+def largest(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k < max(q, 16)  # largest
+
+
+@pytest.mark.parametrize(
+    ("mod", "marker", "way_out"),
+    [
+        (chained, "chained", "(0 <= q - k) & (q - k < 128)"),
+        (conjunction, "conjunction", "(q >= k) & (q - k < 128)"),
+        (disjunction, "disjunction", "(k < 4) | (q >= k)"),
+        (negated, "negated", "~(q < k)"),
+        (conditional, "conditional", "fg.where(h < 2, q >= k, k < 8)"),
+        (statement, "statement", "fg.where(h < 2, a, b)"),
+        (largest, "largest", "fg.maximum(q, 16)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_truth_value_is_refused_at_its_line_with_the_line_rewritten(
+    mod: Any, marker: str, way_out: str
+) -> None:
+    error = refusal(mod)
+    assert error.where == line_of(marker)
+    assert way_out in error.way_out
+    assert "neither true nor false" in error.what
+
+
+@pytest.mark.parametrize(
+    ("mod", "way_out"),
+    [
+        (lambda b, h, q, k: int(q) > k, "fg.floor"),
+        (lambda b, h, q, k: k < float(q), "fg.where, minimum"),
+        (lambda b, h, q, k: math.tanh(q) < k, "fg.tanh(q) instead of math.tanh(q)"),
+        (lambda b, h, q, k: np.tanh(q) < k, "fg.tanh(q) instead of np.tanh(q)"),
+        (lambda b, h, q, k: q[0] < k, "one number"),
+        (lambda b, h, q, k: [1, 2][q] < k, "fg.where"),
+        (lambda b, h, q, k: list(q) == k, "one number"),
+        (lambda b, h, q, k: len(q) < k, "fg.seq_q"),
+        (lambda b, h, q, k: round(q) < k, "fg.floor(x + 0.5)"),
+        (lambda b, h, q, k: math.ceil(q / 2) < k, "-fg.floor(-x)"),
+        (lambda b, h, q, k: math.trunc(q / 2) < k, "fg.where(x < 0"),
+        (lambda b, h, q, k: q.tanh() < k, "fg.tanh(x)"),
+        (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.minimum(fg.maximum(x, lo), hi)"),
+        (lambda b, h, q, k: (q << 2) < k, "x * 2**n"),
+        (lambda b, h, q, k: (q >> 2) < k, "x // 2**n"),
+        (lambda b, h, q, k: (q @ k) < 2, "*"),
+        (lambda b, h, q, k: q in (1, 2), "fg.where"),
+        (lambda b, h, q, k: [2 * i for i in range(q)] == k, "fg.where"),
+        (lambda b, h, q, k: q(2) < k, "x * (...)"),
+        (lambda b, h, q, k: complex(q) == k, "real"),
+    ],
+)
+def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_out: str) -> None:
+    error = refusal(mod)
+    assert error.where.startswith(f"{HERE}:")
+    assert way_out in error.way_out
+
+
+@pytest.mark.parametrize(
+    ("mod", "what", "way_out"),
+    [
+        (lambda b, h, q, k: (q < k) + 1 > 0, "+ is for numbers", "fg.where(condition, 1, 0)"),
+        (lambda b, h, q, k: q & k, "& is for conditions", "brackets"),
+        (lambda b, h, q, k: q >= k & q - k < 8, "& is for conditions", "(q >= k) & (q - k < 128)"),
+        (lambda b, h, q, k: ~q, "~ is for conditions", "-x"),
+        (lambda b, h, q, k: (q < k) == 1, "== is for numbers", "fg.where"),
+        (lambda b, h, q, k: fg.where(q, True, False), "first argument", "comparison"),
+        (lambda b, h, q, k: fg.where(q < k, 1, True), "two numbers or two conditions", "where"),
+        (lambda b, h, q, k: fg.exp(q < k) < 1, "fg.exp is for numbers", "fg.where"),
+        (lambda b, h, q, k: q < float("inf"), "float32 cannot hold", "mask_mod"),
+        (lambda b, h, q, k: q < float("nan"), "float32 cannot hold", "mask_mod"),
+        (lambda b, h, q, k: q < 1e39, "float32 cannot hold", "mask_mod"),
+        (lambda b, h, q, k: q / 0 < k, "/ by 0", "not 0"),
+        (lambda b, h, q, k: q // 0 < k, "// by 0", "not 0"),
+        (lambda b, h, q, k: q % (k - k) < k, "% by 0", "not 0"),
+        (lambda b, h, q, k: q < fg.sqrt(-2), "not a finite real", "root of a negative"),
+        (lambda b, h, q, k: q < fg.log(0), "not a finite real", "log"),
+        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "float32"),
+        (lambda b, h, q, k: (q**3) // 7 < k, "// of integers that can leave 64 bits", "factors"),
+        (lambda b, h, q, k: q < fg.sqrt(fg.cos(3)), "not a finite real", "root of a negative"),
+        (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),
+        (lambda b, h, q, k: q < None, "a NoneType cannot be used", "an int"),
+        (lambda b, h, q, k: q < 2j, "a complex cannot be used", "real"),
+        (lambda b, h, q, k: q < np.zeros(3), "a ndarray cannot be used", "captured tensors"),
+    ],
+)
+def test_operands_of_the_wrong_kind_are_refused(mod: Any, what: str, way_out: str) -> None:
+    error = refusal(mod)
+    assert what in error.what
+    assert way_out in error.way_out
+    assert error.where.startswith(f"{HERE}:")
+
+
+def test_a_mask_that_is_a_number_is_refused() -> None:
+    error = refusal(lambda b, h, q, k: q - k)
+    assert "not a condition" in error.what
+    assert "q - k" in error.numbers
+
+
+def test_a_score_that_is_a_condition_is_refused() -> None:
+    error = refusal(lambda s, b, h, q, k: q < k, "score")
+    assert "not a number" in error.what
+    assert "mask_mod" in error.way_out
+
+
+def test_a_mask_that_uses_the_score_is_refused() -> None:
+    stolen: list[Any] = []
+    trace_score(lambda s, b, h, q, k: stolen.append(s) or s)
+    error = refusal(lambda b, h, q, k: stolen[0] > 0)
+    assert "uses the score" in error.what
+
+
+def test_a_mod_that_returns_nothing_is_refused() -> None:
+    def forgot(b: Any, h: Any, q: Any, k: Any) -> Any:
+        q >= k  # noqa: B015
+
+    error = refusal(forgot)
+    assert "NoneType" in error.numbers
+    assert "return" in error.way_out
+
+
+def test_wrong_arity_shows_the_signature_to_write() -> None:
+    error = refusal(lambda q, k: q >= k)
+    assert "4 arguments" in error.what
+    assert "(q, k)" in error.numbers
+    assert error.way_out == "def mask_mod(b, h, q, k): ..."
+    assert "score, b, h, q, k" in refusal(lambda b, h, q, k: q, "score").way_out
+
+
+def test_an_unknown_name_is_told_at_its_line() -> None:
+    def misspelt(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < windw  # type: ignore[name-defined] # noqa: F821 # misspelt
+
+    error = refusal(misspelt)
+    assert "windw" in error.what
+    assert error.where == line_of("misspelt")
+    assert "fg.Scalar" in error.way_out
+
+
+def test_an_exception_of_the_mod_is_told_at_its_line() -> None:
+    def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return {}["missing"]  # broken
+
+    error = refusal(broken)
+    assert "KeyError" in error.what
+    assert error.where == line_of("broken")
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_an_error_inside_a_library_is_told_at_the_line_that_called_it() -> None:
+    def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return np.reshape(np.zeros(6), (4, 2)) < q  # reshaped
+
+    assert refusal(broken).where == line_of("reshaped")
+
+
+def test_something_that_is_no_function_is_refused() -> None:
+    error = refusal(3)
+    assert "not a function" in error.what
+    assert "int" in error.numbers
+
+
+# Scalars.
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("two words", "C identifier"),
+        ("2d", "C identifier"),
+        ("_hidden", "C identifier"),
+        ("a__b", "C identifier"),
+        ("größe", "C identifier"),
+        (3, "C identifier"),
+        ("float", "reserved word"),
+        ("template", "reserved word"),
+        ("lambda", "reserved word"),
+        ("blockIdx", "reserved word"),
+        ("q", "already has a meaning"),
+        ("score", "already has a meaning"),
+        ("seq_k", "already has a meaning"),
+        ("scale", "already has a meaning"),
+        ("t0", "already has a meaning"),
+    ],
+)
+def test_a_scalar_has_a_name_that_means_nothing_else(name: Any, what: str) -> None:
+    with pytest.raises(SpecError, match=what) as caught:
+        fg.Scalar(name)
+    assert caught.value.where.startswith(f"{HERE}:")
+    assert repr(name) in caught.value.numbers
+
+
+def test_a_scalar_has_a_dtype_that_kernels_take() -> None:
+    with pytest.raises(SpecError, match="dtype") as caught:
+        fg.Scalar("window", "int64")
+    assert "'int64'; available: int32, float32, bool" in caught.value.numbers
+
+
+@pytest.mark.parametrize(("dtype", "minimum"), [("bool", 0), ("int32", 2**31), ("int32", "1")])
+def test_a_minimum_is_a_number_within_reach(dtype: str, minimum: Any) -> None:
+    with pytest.raises(SpecError, match="minimum"):
+        fg.Scalar("window", dtype, minimum=minimum)

@@ -1,0 +1,121 @@
+"""Tensor maps for a GPU: the arguments of the driver call, and the packed bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from flashgen import launch as gpu
+from flashgen.errors import LaunchError
+from flashgen.tensormap import ELEMENT_BYTES, TensorMapSpec
+from tests.support.fake_driver import FakeDriver, Result
+
+SPEC = TensorMapSpec("bfloat16", (128, 1000, 16), (256, 256_000), (64, 128, 1), 128)
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    ctype: str
+
+
+def test_the_driver_is_asked_innermost_dimension_first() -> None:
+    driver = FakeDriver((9, 0))
+    encoded = gpu.encode(SPEC, 0x7F00_0000_1000, driver=driver)
+    assert encoded == bytes([1]) * 128
+    assert driver.tensor_maps == [
+        (
+            "BFLOAT16",
+            3,
+            0x7F00_0000_1000,
+            [128, 1000, 16],
+            [256, 256_000],
+            [64, 128, 1],
+            [1, 1, 1],
+            "NONE",
+            "128B",
+            "L2_128B",
+            "NONE",
+        )
+    ]
+
+
+def test_every_name_that_encode_uses_is_one_of_the_bindings() -> None:
+    from cuda.bindings import driver
+
+    for dtype in ELEMENT_BYTES:
+        assert hasattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), (
+            dtype
+        )
+    for span in ("NONE", "32B", "64B", "128B"):
+        assert hasattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{span}")
+    for size in ("NONE", "L2_64B", "L2_128B", "L2_256B"):
+        assert hasattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{size}")
+    assert hasattr(driver.CUtensorMapInterleave, "CU_TENSOR_MAP_INTERLEAVE_NONE")
+    assert hasattr(driver.CUtensorMapFloatOOBfill, "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE")
+    assert hasattr(driver.CUtensorMap, "getPtr")
+    assert int(driver.cuuint64_t(5)) == int(driver.cuuint32_t(5)) == 5
+
+
+def test_a_refusal_of_the_driver_names_the_map() -> None:
+    driver = FakeDriver((9, 0), fail={"cuTensorMapEncodeTiled": Result.CUDA_ERROR_UNKNOWN})
+    with pytest.raises(LaunchError, match="unknown error") as caught:
+        gpu.encode(SPEC, 0x1000, driver=driver)
+    assert "bfloat16, dims (128, 1000, 16)" in caught.value.where
+
+
+def test_an_address_that_is_not_aligned_never_reaches_the_driver() -> None:
+    driver = FakeDriver((9, 0))
+    with pytest.raises(LaunchError, match="not aligned to 16 bytes"):
+        gpu.encode(SPEC, 0x1008, driver=driver)
+    assert not driver.calls
+
+
+def test_a_map_lies_at_a_multiple_of_64_bytes_of_the_parameters() -> None:
+    fields = [Field("n", "int32"), Field("q", "tensormap"), Field("o", "pointer")]
+    packed = gpu.pack(fields, [7, bytes(range(128)), 9])
+    assert len(packed) == 256
+    assert packed[:4] == (7).to_bytes(4, "little")
+    assert packed[64:192] == bytes(range(128))
+    assert packed[192:200] == (9).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("value", [bytes(127), bytes(129), 5, None])
+def test_what_is_no_map_is_named(value: bytes | int | None) -> None:
+    with pytest.raises(LaunchError, match="the kernel parameter q cannot take this value"):
+        gpu.pack([Field("q", "tensormap")], [value])
+
+
+def test_a_map_knows_its_sizes() -> None:
+    assert SPEC.inner_bytes == 128
+    assert SPEC.box_bytes == 64 * 128 * 2
+    assert SPEC.span_bytes == 15 * 256_000 + 999 * 256 + 256
+
+
+# ---- maps whose boxes end where a stretch of rows does ----------------------------------------
+
+ROWS = TensorMapSpec("float16", (64, 500, 4, 1), (512, 128, 128), (64, 128, 1, 1), 128)
+
+
+def test_a_map_in_stretches_begins_a_tensor_before_the_tensor() -> None:
+    driver = FakeDriver((9, 0))
+    gpu.encode(ROWS.stretches(), 0x7F00_0000_0000, driver=driver)
+    (asked,) = driver.tensor_maps
+    assert asked[2:5] == (
+        0x7F00_0000_0000 - 500 * 512,
+        [64, 500, 4, 501],
+        [512, 128, 512],
+    )
+
+
+def test_what_no_map_in_stretches_can_be_made_of_is_refused() -> None:
+    several = TensorMapSpec("float16", (64, 500, 4, 2), (512, 128, 512_000), (64, 128, 1, 1), 128)
+    for spec in (several, SPEC):
+        with pytest.raises(LaunchError, match="packed sequences in several batch entries"):
+            spec.stretches()
+    driver = FakeDriver((9, 0))
+    with pytest.raises(LaunchError, match="before address 0") as caught:
+        gpu.encode(ROWS.stretches(), 0x1000, driver=driver)
+    assert "256,000 B before a tensor at 0x1000" in caught.value.numbers
+    assert not driver.calls

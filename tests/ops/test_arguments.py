@@ -1,0 +1,314 @@
+"""Kernel arguments by name, for tensors on any device, and as the bytes that CUDA expects."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import launch
+from flashgen.dropout import keep_scale, kept_levels
+from flashgen.errors import LaunchError
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import check, run_backward, run_forward
+from flashgen.planner import plan_backward
+from flashgen.runtime import backends, bound_kernel
+from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
+from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
+from tests.support.fake_driver import FakeDriver
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    ctype: str
+
+
+window, slope, on = (
+    fg.Scalar("window", "int32"),
+    fg.Scalar("slope", "float32"),
+    fg.Scalar("on", "bool"),
+)
+SPEC = fg.AttentionSpec(
+    mask_mod=lambda b, h, q, k: on & (q - k < window),
+    score_mod=lambda score, b, h, q, k: score * slope,
+    head_dim=16,
+    dropout=True,
+)
+GIVEN = {"window": -7, "slope": 0.5, "on": True}
+
+
+def tensors():
+    return {
+        "q": torch.zeros(2, 5, 4, 16).half().transpose(1, 2),
+        "k": torch.zeros(1, 2, 9, 16).half().expand(2, -1, -1, -1),
+        "v": torch.zeros(2, 2, 9, 16).half(),
+        "rows": torch.zeros(2, 4, 5, 2),
+        "dlse": None,
+    }
+
+
+def numbers(p=0.25):
+    t = tensors()
+    problem = check(
+        SPEC,
+        *(t[name] for name in "qkv"),
+        scale=None,
+        q_offset=3,
+        k_offset=-2,
+        scalars=GIVEN,
+        dropout_p=p,
+        rng=torch.tensor([1, 2]),
+    )
+    return numbers_of(problem, t)
+
+
+def test_numbers_have_the_names_of_the_kernels_fields():
+    found = numbers()
+    sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 5, "seq_k": 9}
+    strides = {"q_stride_b": 320, "q_stride_h": 16, "q_stride_n": 64}
+    strides |= {"k_stride_b": 0, "k_stride_h": 144, "k_stride_n": 16}
+    scalars = {"s_window": -7, "s_slope": 0.5, "s_on": True}
+    wanted = sizes | strides | scalars | {"q_offset": 3, "k_offset": -2, "scale": 0.25}
+    assert found.items() >= wanted.items()
+    assert "dlse_stride_b" not in found
+
+
+def test_an_axis_of_length_1_has_no_stride():
+    q = torch.zeros(128).half().as_strided((1, 1, 8, 16), (3, 5, 16, 1))
+    problem = check(
+        SPEC.replace(mask_mod=None, score_mod=None),
+        q, q, q,
+        scale=None, q_offset=0, k_offset=0, scalars={},
+    )  # fmt: skip
+    found = numbers_of(problem, {"q": q})
+    assert (found["q_stride_b"], found["q_stride_h"], found["q_stride_n"]) == (0, 0, 16)
+
+
+@pytest.mark.parametrize("p", [0.0, 2**-16, 0.1, 0.5, 0.9, 1 - 2**-16])
+def test_the_limit_of_dropout_is_32_bits_in_an_int(p):
+    found = numbers(p)
+    bits = struct.unpack("<I", struct.pack("<i", found["dropout_limit"]))[0]
+    assert bits == (kept_levels(p) << 16) - 1
+    assert found["dropout_scale"] == keep_scale(p)
+    # What the kernel asks of 16 random bits in a high half is whether they are kept.
+    for level in (0, kept_levels(p) - 1, kept_levels(p), 65535):
+        if level < 65536:
+            assert ((level << 16) <= bits) == (level < kept_levels(p))
+
+
+FIELDS = [
+    Field("q", "pointer"),
+    Field("k", "pointer"),
+    Field("seq_q", "int32"),
+    Field("rows", "pointer"),
+    Field("q_stride_h", "int64"),
+    Field("scale", "float32"),
+    Field("dlse", "pointer"),
+    Field("s_window", "int32"),
+    Field("dropout_limit", "int32"),
+    Field("s_on", "int32"),
+]
+
+
+ORDERS = {
+    "mixed": FIELDS,
+    "pointers first": sorted(FIELDS, key=lambda field: field.ctype != "pointer"),
+    "pointers last": sorted(FIELDS, key=lambda field: field.ctype == "pointer"),
+    "int first": [FIELDS[2], *FIELDS[:2], *FIELDS[3:]],
+    "one pointer": [FIELDS[7], FIELDS[0], FIELDS[2]],
+    "none": [FIELDS[2], FIELDS[4]],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_structure_is_that_of_launch_pack(order):
+    t, fields = tensors(), ORDERS[order]
+    arguments = KernelArguments(fields, numbers())
+    assert arguments.pointers == tuple(f.name for f in fields if f.ctype == "pointer")
+    addresses = [0 if t[name] is None else t[name].data_ptr() for name in arguments.pointers]
+    by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
+    assert arguments.packed(addresses) == launch.pack(fields, by_name)
+    values = dict(zip([field.name for field in fields], arguments.values(t), strict=True))
+    assert values["seq_q"] == 5
+    for name in arguments.pointers:
+        assert values[name] is t[name]
+
+
+@pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "dq"])
+def test_every_field_of_every_kernel_is_known(role):
+    from flashgen.codegen.params import params_of
+
+    params = params_of(SPEC, role)
+    t = tensors()
+    rest = {"o": t["q"], "do": t["q"], "dq": t["q"], "dk": t["k"], "dv": t["v"]}
+    problem = check(
+        SPEC,
+        *(t[name] for name in "qkv"),
+        scale=None, q_offset=0, k_offset=0, scalars=GIVEN,
+    )  # fmt: skip
+    arguments = KernelArguments(params, numbers_of(problem, {**t, **rest}))
+    addresses = range(1, 1 + len(arguments.pointers))
+    by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
+    assert arguments.packed(addresses) == launch.pack(params, by_name)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(LaunchError, match="without a value") as caught:
+        KernelArguments([Field("q", "pointer"), Field("block_mask", "int32")], numbers())
+    assert "block_mask" in caught.value.where
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 8), (1, 2, 37, 24), (2, 1, 5, 16), (1, 1, 64, 40)])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_sums_in_register_order_become_rows(shape, rows_first):
+    batch, heads, seq, dim = shape
+    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
+    if rows_first:
+        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
+    plan = replace(plan_backward(AttentionSpec(head_dim=64)).of_keys, block_q=32)
+    sums = zero_sums(dq, plan)
+    assert sums.shape == (batch, heads, -(-seq // 32) * 2, dim // 8, 4, 8, 4)
+    assert (sums == 0).all()
+    wanted = torch.randn(shape)
+    for r, c, e, a, t in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
+        row, column = 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
+        if row < seq:
+            sums[:, :, r, c, e, a, t] = wanted[:, :, row, column]
+        else:
+            sums[:, :, r, c, e, a, t] = float("inf")
+    copy_sums(sums, plan, dq, math.nan)
+    assert torch.equal(dq, wanted.half())
+
+
+@pytest.mark.parametrize(
+    ("shape", "together"), [((2, 3, 64, 8), 32), ((1, 2, 37, 136), 16), ((2, 1, 45, 32), 16)]
+)
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
+    batch, heads, seq, dim = shape
+    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
+    if rows_first:
+        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
+    hopper = plan_backward(AttentionSpec(head_dim=dim), "sm_90a").of_keys
+    plan = replace(hopper, block_q=2 * together)
+    sums = zero_sums(dq, plan)
+    tiles, strips = -(-seq // (2 * together)) * 2, -(-dim // 16)
+    assert sums.shape == (batch, heads, tiles, strips, together // 8, 8, 4, 2, 2)
+    assert (sums == 0).all()
+    wanted = torch.randn(shape)
+    for r, c, n, a, t, i, e in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
+        row, column = together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
+        inside = row < seq and column < dim
+        sums[:, :, r, c, n, a, t, i, e] = wanted[:, :, row, column] if inside else float("inf")
+    copy_sums(sums, plan, dq, 0.25)
+    assert torch.equal(dq, (wanted * 0.25).half())
+
+
+def test_results_have_the_memory_order_of_their_model():
+    model = torch.zeros(2, 5, 4, 16).transpose(1, 2)
+    assert empty_rows(model, 24).shape == (2, 4, 5, 24)
+    assert empty_rows(model, 24).transpose(1, 2).is_contiguous()
+    assert empty_rows(model.contiguous(), 24).is_contiguous()
+    assert empty_rows(model[:, :1].expand(2, 4, 5, 16), 24).is_contiguous()
+    result = torch.randn(2, 4, 5, 24)
+    assert in_memory_order_of(model.contiguous(), result) is result
+    moved = in_memory_order_of(model, result)
+    assert torch.equal(moved, result)
+    assert moved.transpose(1, 2).is_contiguous()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for a GPU that CPU tensors are on; it records launches."""
+    driver = FakeDriver()
+    monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
+    monkeypatch.setattr(backends, "index_of", lambda device: 0)
+    monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
+    monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
+    load = launch.load
+    monkeypatch.setattr(launch, "load", lambda binary, index: load(binary, index, driver=driver))
+    started = []
+
+    def recording(kernel, grid, block, smem, packed, stream):
+        started.append(
+            SimpleNamespace(kernel=kernel, grid=grid, block=block, packed=packed, stream=stream)
+        )
+        real(kernel, grid, block, smem, packed, stream)
+
+    real = launch.launch
+    monkeypatch.setattr(launch, "launch", recording)
+    return SimpleNamespace(driver=driver, started=started)
+
+
+def given_of(launched, source):
+    """The fields of a packed structure by name."""
+    codes = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
+    text = "@" + "".join(codes[param.ctype] for param in source.params)
+    assert struct.calcsize(text) <= len(launched.packed)
+    names = [param.name for param in source.params]
+    return dict(zip(names, struct.unpack_from(text, launched.packed), strict=True))
+
+
+def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
+    q, k, v = (torch.randn(2, 2, 40, 16).half() for _ in range(3))
+    rng = torch.tensor([5, 6])
+    spec = SPEC.replace(name="launched")
+    run = run_forward(
+        spec, q, k, v, scalars=GIVEN, dropout_p=0.5, rng=rng, backend="gpu", q_offset=4
+    )
+    assert run.backend == "gpu"
+    (launched,) = gpu.started
+    assert launched.stream == 77
+    assert launched.grid == run.plan.grid(2, 2, 2, 40, 40, head_bits=1) == (2, 1, 2)
+    assert launched.block == (run.plan.threads, 1, 1)
+    given = given_of(launched, run.source)
+    for name, tensor in zip(
+        ("q", "k", "v", "o", "lse", "rng"), (q, k, v, run.out, run.lse, rng), strict=True
+    ):
+        assert given[name] == tensor.data_ptr()
+    assert (given["q_offset"], given["s_window"], given["s_on"]) == (4, -7, 1)
+    assert gpu.driver.calls.count("cuLaunchKernel") == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
+    q, k, v = (torch.randn(2, 2, 40, 16).half() for _ in range(3))
+    spec = SPEC.replace(name="launched_back")
+    options = {"scalars": GIVEN, "backend": "gpu", "dropout_p": 0.5, "rng": torch.tensor([5, 6])}
+    run = run_forward(spec, q, k, v, **options)
+    gpu.started.clear()
+    back = run_backward(
+        spec, q, k, v, run.out, run.lse, run.out, deterministic=deterministic, **options
+    )
+    assert len(gpu.started) == len(back.reports)
+    rows = set()
+    for launched, report in zip(gpu.started, back.reports, strict=True):
+        source = report.kernel.source
+        assert launched.kernel.name == source.name
+        given = given_of(launched, source)
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", run.out), ("do", run.out)):
+            assert given.get(name, tensor.data_ptr()) == tensor.data_ptr()
+        for name in ("dq", "dk", "dv"):
+            assert given.get(name, getattr(back, name).data_ptr()) == getattr(back, name).data_ptr()
+        assert given.get("dlse", 0) == 0
+        rows.add(given["rows"])
+    assert len(rows) == 1
+    assert rows.pop() != 0
+
+
+def test_a_kernel_is_loaded_once_and_a_call_is_prepared_once(gpu):
+    op = fg.attention(SPEC.replace(name="loaded_once"))
+    q, k, v = (torch.randn(1, 1, 40, 16).half() for _ in range(3))
+    for _ in range(3):
+        op(q, k, v, **GIVEN, backend="gpu")
+    assert len(gpu.driver.images) == 1
+    assert len({id(launched.kernel) for launched in gpu.started}) == 1
+    assert len(gpu.started) == 3
+    assert op.report.backend == "gpu"
+    assert op.report.counters is None

@@ -1,0 +1,436 @@
+"""The operator as torch's dispatcher sees it: names, schemas, opcheck, modes, autocast, vmap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.optests import opcheck  # the public one cannot choose static shapes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashgen as fg
+from flashgen.errors import InputError
+from flashgen.ops.registration import operator_of
+from tests.support.shapes import DTYPES, Case
+from tests.support.tiers import one_in, slow
+
+WINDOW, SLOPE = fg.Scalar("window", "int32"), fg.Scalar("slope", "float32")
+FLIP = fg.Scalar("flip", "bool")
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+SPECS = {
+    "full": (fg.AttentionSpec(head_dim=8, name="op_full"), {}),
+    "causal": (fg.AttentionSpec(mask_mod=causal, head_dim=16, dtype="bfloat16"), {}),
+    "scalars": (
+        fg.AttentionSpec(
+            mask_mod=lambda b, h, q, k: fg.where(FLIP, q < k, q - k < WINDOW),
+            score_mod=lambda score, b, h, q, k: score + SLOPE * (q - k),
+            head_dim=16,
+            head_dim_v=8,
+            dtype="float32",
+        ),
+        {"window": 4, "slope": 0.5, "flip": False},
+    ),
+    "dropout": (
+        fg.AttentionSpec(mask_mod=causal, head_dim=16, dtype="float32", dropout=True),
+        {},
+    ),
+}
+
+
+def operands(spec, learnt=True, **sizes):
+    case = Case(9, 12, 2, 4, 2, spec.dtype, spec.head_dim, spec.head_dim_v)
+    return [tensor.requires_grad_(learnt) for tensor in case.tensors()]
+
+
+TESTS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+
+
+@pytest.mark.parametrize("learnt", [slow(False), True])
+@pytest.mark.parametrize("drops", [slow(False), True])
+@pytest.mark.parametrize("name", one_in(2, SPECS))
+def test_opcheck_passes_all_its_tests(name, drops, learnt):
+    spec, scalars = SPECS[name]
+    if drops and not spec.dropout:
+        spec = spec.replace(dropout=True)
+    q, k, v = operands(spec, learnt)
+    state = (torch.tensor([3, 4]), torch.tensor(0.3)) if drops else ()
+    operator = operator_of(spec)
+    found = opcheck(operator.overload, (q, k, v, *state), scalars, test_utils=TESTS)
+    assert set(found.values()) == {"SUCCESS"}
+    # Layouts whose results are not contiguous.
+    q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    found = opcheck(operator.overload, (q, k, v[:1].expand_as(v), *state), scalars)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("with_dlse", [slow(False), True])
+@pytest.mark.parametrize("name", one_in(2, SPECS))
+def test_opcheck_passes_for_the_backward_operator(name, with_dlse):
+    spec, scalars = SPECS[name]
+    q, k, v = operands(spec, False)
+    state = (torch.tensor([3, 4]), torch.tensor(0.3)) if spec.dropout else ()
+    operator = operator_of(spec)
+    out, lse = operator.overload(q, k, v, *state, **scalars)
+    given = (q, k, v, out, lse, torch.ones_like(out), lse if with_dlse else None, *state)
+    found = opcheck(operator.overload_backward, given, scalars, test_utils=TESTS)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_the_operator_has_the_name_of_its_spec():
+    spec = fg.AttentionSpec(mask_mod=causal, head_dim=24, name="named_once")
+    op = fg.attention(spec)
+    assert op.name == "named_once"
+    q, k, v = operands(spec, False)
+    out, lse = torch.ops.flashgen.named_once(q, k, v)
+    wanted, wanted_lse = op(q, k, v, return_lse=True)
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, wanted_lse)
+
+
+def test_equal_specs_share_an_operator_and_others_get_a_name_of_their_own():
+    first = fg.AttentionSpec(mask_mod=causal, head_dim=24, name="shared")
+    op = fg.attention(first)
+    assert fg.attention(first.replace()) is op
+    other = fg.attention(first.replace(head_dim=32))
+    assert other.name.startswith("shared_")
+    assert len(other.name) == len("shared_") + 8
+    third = fg.attention(first.replace(head_dim=40))
+    assert len({op.name, other.name, third.name}) == 3
+    assert hasattr(torch.ops.flashgen, f"{third.name}_backward")
+
+
+@pytest.mark.parametrize("name", ["name", "default", "shadowed_backward"])
+def test_names_that_mean_something_else_get_a_hash(name):
+    fg.attention(fg.AttentionSpec(name="shadowed", head_dim=8))
+    spec = fg.AttentionSpec(name=name, head_dim=8)
+    op = fg.attention(spec)
+    q, k, v = operands(spec, False)
+    assert torch.equal(getattr(torch.ops.flashgen, op.name)(q, k, v)[0], op(q, k, v))
+
+
+def test_scalars_are_arguments_of_the_operator():
+    spec, scalars = SPECS["scalars"]
+    operator = operator_of(spec)
+    text = str(operator.overload._schema)
+    for argument in ("SymInt window", "float slope", "bool flip"):
+        assert argument in text
+    q, k, v = operands(spec, False)
+    with pytest.raises(RuntimeError, match="slope"):
+        operator.overload(q, k, v, window=3, flip=True)
+    with pytest.raises(InputError, match="cannot take this value"):
+        operator.overload(q, k, v, **{**scalars, "slope": float("nan")})
+
+
+def test_wrong_input_of_the_registered_operator_is_refused():
+    spec, _ = SPECS["dropout"]
+    overload = operator_of(spec).overload
+    q, k, v = operands(spec)
+    state = torch.tensor([1, 2])
+    for wrong in (
+        (q[0], k, v),
+        (q, k[:, :, 1:], v),
+        (q.half(), k, v),
+        (q, k, v, None, torch.tensor(0.5)),
+        (q, k, v, state[:1], torch.tensor(0.5)),
+        (q, k, v, state, torch.tensor(1.5)),
+        (q, k, v, state, torch.tensor([0.5])),
+    ):
+        with pytest.raises(InputError):
+            overload(*wrong)
+    with pytest.raises(InputError, match="no such backend"):
+        overload(q, k, v, backend="cudnn")
+
+
+class Watch(TorchDispatchMode):
+    """Writes down what the dispatcher sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def through_vmap(call, q):
+    return torch.vmap(call)(q[None])[0]
+
+
+def through_a_mode(call, q):
+    with Watch():
+        return call(q)
+
+
+@pytest.mark.parametrize("through", [through_vmap, through_a_mode, lambda call, q: call(q)])
+def test_numbers_of_numpy_and_wrong_numbers_are_handled_before_the_dispatcher(through):
+    spec, _ = SPECS["scalars"]
+    op, (q, k, v) = fg.attention(spec), operands(spec, False)
+    given = {"window": np.int32(4), "slope": np.float32(0.5), "flip": np.bool_(False)}
+    wanted = op(q, k, v, **given, q_offset=np.int64(2))
+
+    def mapped(**changes):
+        return through(lambda x: op(x, k, v, **{**given, **changes}), q)
+
+    assert torch.equal(mapped(q_offset=np.int64(2)), wanted)
+    for wrong in (
+        {"q_offset": 1.5},
+        {"scale": "1"},
+        {"window": 1.0},
+        {"flip": 1},
+        {"backend": 3},
+        {"arch": 80},
+        {"deterministic": 1},
+    ):
+        with pytest.raises(InputError):
+            mapped(**wrong)
+
+
+def test_shapes_are_known_without_data():
+    spec, scalars = SPECS["scalars"]
+    operator = operator_of(spec)
+    q, k, v = (t.to("meta") for t in operands(spec, False))
+    out, lse = operator.overload(q, k, v, **scalars)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 4, 9, 8), torch.float32, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in operands(spec)]
+        out = fg.attention(spec)(*fakes, **scalars)
+        assert out.shape == (2, 4, 9, 8)
+        assert out.requires_grad
+        with pytest.raises(InputError, match="batch of q"):
+            fg.attention(spec)(fakes[0], fakes[1][:1], fakes[2], **scalars)
+
+
+def test_a_dispatch_mode_receives_the_operator_and_nothing_else():
+    spec, _ = SPECS["causal"]
+    op, tensors = fg.attention(spec), operands(spec)
+    with Watch() as watch:
+        out = op(*tensors)
+        torch.autograd.grad(out, tensors, torch.ones_like(out))
+    names = [name for name in watch.seen if name.startswith("flashgen")]
+    assert names == [f"flashgen.{op.name}.default", f"flashgen.{op.name}_backward.default"]
+    assert torch.equal(out, op(*tensors))
+
+
+def test_subclasses_of_tensors_go_through_the_dispatcher():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    spec, _ = SPECS["causal"]
+    op = fg.attention(spec)
+    q, k, v = operands(spec, False)
+    two = op(*(TwoTensor(t, 2 * t) for t in (q, k, v)))
+    assert isinstance(two, TwoTensor)
+    assert torch.equal(two.a, op(q, k, v))
+    assert torch.equal(two.b, op(2 * q, 2 * k, 2 * v))
+
+
+def test_parameters_and_buffers_are_ordinary_tensors():
+    spec, _ = SPECS["causal"]
+    op, tensors = fg.attention(spec), operands(spec, False)
+    wrapped = [torch.nn.Parameter(t) for t in tensors]
+    assert torch.equal(op(*wrapped), op(*tensors))
+
+
+def test_make_fx_traces_one_node():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    spec, scalars = SPECS["scalars"]
+    op, tensors = fg.attention(spec), operands(spec, False)
+    graph = make_fx(lambda q, k, v: op(q, k, v, **scalars), tracing_mode="symbolic")(*tensors)
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names.count(f"flashgen.{op.name}.default") == 1
+    assert torch.equal(graph(*tensors), op(*tensors, **scalars))
+
+
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
+def test_negated_views_are_resolved(backend):
+    spec, _ = SPECS["dropout"]
+    op, tensors = fg.attention(spec), operands(spec, False)
+    lazy = [torch._neg_view(t) for t in tensors]
+    assert all(t.is_neg() for t in lazy)
+    wanted = op(*(-t for t in tensors), backend=backend)
+    assert torch.equal(op(*lazy, backend=backend), wanted)
+    given = [t.requires_grad_() for t in tensors]
+    out, lse = op(*given, return_lse=True, backend=backend)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    mine = torch.autograd.grad(
+        (out, lse), given, (torch._neg_view(dout), torch._neg_view(dlse)), retain_graph=True
+    )
+    other = torch.autograd.grad((out, lse), given, (-dout, -dlse))
+    assert all(map(torch.equal, mine, other))
+
+
+# ---- autocast ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16])
+def test_autocast_casts_operands_and_takes_the_kernel_of_its_dtype(dtype, to):
+    spec = fg.AttentionSpec(mask_mod=causal, head_dim=16, dtype=dtype, name="cast_from")
+    op, tensors = fg.attention(spec), operands(spec)
+    mixed = [tensors[0].float(), tensors[1].half(), tensors[2].bfloat16()]
+    with torch.autocast("cpu", dtype=to):
+        out = op(*tensors)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(
+            *tensors, is_causal=False, enable_gqa=True
+        )
+        assert out.dtype == sdpa.dtype == to
+        assert op(*mixed).dtype == to
+    with torch.no_grad():
+        other = fg.attention(spec.replace(dtype=str(to).removeprefix("torch.")))
+        assert torch.equal(out, other(*(t.to(to) for t in tensors)))
+    for tensor, gradient in zip(
+        tensors, torch.autograd.grad(out.float().sum(), tensors), strict=True
+    ):
+        assert gradient.dtype == tensor.dtype
+    assert op.report.backend == "tiled"
+
+
+def test_autocast_does_not_reach_into_the_tiled_algorithms():
+    spec = fg.AttentionSpec(mask_mod=causal, head_dim=16, dtype="float32", name="undisturbed")
+    operator, tensors = operator_of(spec), operands(spec)
+    wanted, _ = operator.overload(*tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = operator.overload(*tensors)
+        (gradient,) = torch.autograd.grad(got.sum(), tensors[0])
+    assert torch.equal(got, wanted)
+    assert torch.equal(gradient, torch.autograd.grad(wanted.sum(), tensors[0])[0])
+
+
+def test_operands_that_autocast_does_not_cast_are_checked():
+    spec, _ = SPECS["causal"]
+    op = fg.attention(spec)
+    q, k, v = operands(spec, False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for wrong in (q.double(), q.int(), None, [1.0]):
+            with pytest.raises(InputError, match=r"dtype of the spec|not a torch tensor"):
+                op(wrong, k, v)
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        assert op(q, k, v).dtype == torch.bfloat16
+
+
+# ---- vmap --------------------------------------------------------------------------------------
+
+LOOKS = fg.AttentionSpec(
+    mask_mod=lambda b, h, q, k: k + 2 * b < fg.seq_k,
+    score_mod=lambda score, b, h, q, k: score * (b + 1) / fg.batch,
+    head_dim=8,
+    dtype="float32",
+)
+BLIND = fg.AttentionSpec(mask_mod=causal, head_dim=8, dtype="float32", dropout=True)
+VMAPPED = {
+    "op": lambda spec: fg.attention(spec),
+    "torch.ops": lambda spec: lambda *t: operator_of(spec).overload(*t)[0],
+}
+
+
+def samples(*lead, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(*lead, 2, heads, seq, 8, generator=generator)
+        for heads, seq in ((4, 9), (2, 12), (2, 12))
+    ]
+
+
+@pytest.fixture(params=VMAPPED)
+def make(request):
+    return VMAPPED[request.param]
+
+
+def assert_mapped(call, tensors, dims):
+    """vmap gives what a loop over samples gives."""
+    size = next(t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None)
+    looped = [
+        call(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)))
+        for i in range(size)
+    ]
+    mapped = torch.vmap(call, in_dims=dims)(*tensors)
+    torch.testing.assert_close(mapped, torch.stack(looped), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 0), (1, 0, 3), (0, None, None), (None, 1, 1), (None, None, 0)]
+)
+def test_vmap_is_a_loop_over_samples(make, spec, dims):
+    tensors = [
+        t[0] if d is None else t.movedim(0, d) for t, d in zip(samples(3), dims, strict=True)
+    ]
+    # The last dimension stays contiguous: no mapped dimension goes behind it.
+    assert_mapped(make(spec), tensors, dims)
+
+
+@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
+def test_vmap_nests(make, spec):
+    q, k, v = samples(2, 3)
+    call = make(spec)
+    got = torch.vmap(torch.vmap(call), in_dims=(0, None, 0))(q, k[0], v)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(got[i, j], call(q[i, j], k[0, j], v[i, j]))
+
+
+@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
+def test_gradients_of_samples(make, spec):
+    q, k, v = samples(3)
+    call = make(spec)
+
+    def loss(x, y):
+        return call(x, y, v[0]).square().sum()
+
+    per_sample = torch.func.grad(loss, argnums=(0, 1))
+    got = torch.vmap(per_sample, in_dims=(0, None))(q, k[0])
+    looped = [per_sample(x, k[0]) for x in q]
+    for place in (0, 1):
+        torch.testing.assert_close(got[place], torch.stack([pair[place] for pair in looped]))
+    whole = torch.func.grad(lambda y: torch.vmap(loss, in_dims=(0, None))(q, y).sum())(k[0])
+    torch.testing.assert_close(whole, sum(pair[1] for pair in looped), atol=1e-5, rtol=1e-5)
+
+
+def test_an_empty_mapping_gives_nothing():
+    for spec in (BLIND, LOOKS):
+        q, k, v = samples(0)
+        assert torch.vmap(fg.attention(spec))(q, k, v).shape == (0, 2, 4, 9, 8)
+        q, k, v = q, *(t[0] for t in samples(1)[1:])
+        mapped = torch.vmap(fg.attention(spec), in_dims=(0, None, None))(q, k, v)
+        assert mapped.shape == (0, 2, 4, 9, 8)
+
+
+def test_dropout_of_samples_is_that_of_calls():
+    q, k, v = samples(3)
+    op = fg.attention(BLIND)
+    states = torch.tensor([[1, 2], [3, 4], [5, 6]])
+
+    def call(x, y, z, rng):
+        return op(x, y, z, dropout_p=0.4, rng=rng)
+
+    assert_mapped(call, [q, k, v, states], (0, 0, 0, 0))
+    assert_mapped(call, [q, k, v, states[0]], (0, 0, 0, None))
+    assert_mapped(call, [q[0], k[0], v[0], states], (None, None, None, 0))
+
+
+def test_drawing_within_vmap_follows_its_randomness():
+    q, k, v = (t[:1].expand(3, -1, -1, -1, -1) for t in samples(1))
+    op = fg.attention(BLIND)
+
+    def call(*t):
+        return op(*t, dropout_p=0.4)
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(call)(q, k, v)
+    same = torch.vmap(call, randomness="same")(q, k, v)
+    assert torch.equal(same[0], same[1])
+    different = torch.vmap(call, randomness="different")(q, k, v)
+    assert not torch.equal(different[0], different[1])

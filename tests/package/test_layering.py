@@ -1,0 +1,344 @@
+"""The shape of the package: imports point one way, one module reads the environment, files end."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "flashgen"
+MOST_LINES = 450
+
+# The pipeline in its order: a module may import those before it.
+PIPELINE = (
+    "version",
+    "errors",
+    "dtypes",
+    "signature",
+    "call",
+    "tensormap",
+    "config",
+    "arch",
+    "dropout",
+    "language",
+    "analysis",
+    "planner",
+    "codegen",
+    "compile",
+    "launch",
+    "pipeline",
+)
+# Those beside it, and all that they may import of flashgen.
+BESIDE = {
+    "emulator": {"errors", "tensormap"},
+    "reference": {"errors", "dtypes", "signature", "dropout", "language"},
+    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "pipeline"},
+    "runtime": {*PIPELINE, "emulator", "reference", "cpu"},
+    "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
+    "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
+    "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
+    "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
+}
+# These may import everything.
+TOP = {"__init__", "__main__", "cli"}
+ALLOWED = {
+    **{name: set(PIPELINE[:place]) for place, name in enumerate(PIPELINE)},
+    **BESIDE,
+}
+# Packages from outside the standard library. numpy is for those that hold numbers.
+OUTSIDE = {
+    "version": set(),
+    "errors": set(),
+    "dtypes": set(),
+    "signature": set(),
+    "call": {"torch"},
+    "tensormap": set(),
+    "config": set(),
+    "arch": set(),
+    "dropout": {"numpy"},
+    "language": {"sympy", "mpmath"},
+    "analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
+    "planner": {"sympy"},
+    "codegen": {"sympy", "jinja2"},
+    "compile": {"cuda", "filelock"},
+    "launch": {"cuda"},
+    "pipeline": set(),
+    "emulator": {"numpy"},
+    "reference": {"torch", "numpy", "sympy"},
+    "cpu": {"torch", "numpy", "sympy"},
+    "runtime": {"torch", "numpy"},
+    "ops": {"torch"},
+    "flex": {"torch", "numpy", "sympy"},
+    "profile": {"torch", "numpy", "matplotlib"},
+    "tune": {"torch"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """The part of flashgen that a file belongs to: "analysis" for flashgen/analysis/ranges.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import of a file with its line, in functions too; relative ones made absolute."""
+    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*parts[: -node.level], *filter(None, [node.module])])
+            if base == "flashgen":
+                for alias in node.names:
+                    yield node.lineno, f"flashgen.{alias.name}"
+            else:
+                yield node.lineno, base
+
+
+def complaints(path: Path) -> list[str]:
+    module = module_of(path)
+    shown = path.relative_to(ROOT).as_posix()
+    if module in TOP:
+        return []
+    if module not in ALLOWED:
+        return [f"{shown} has no place in the order of imports: give {module!r} one in this test"]
+    found = []
+    for line, name in imports(path):
+        head, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if head == "flashgen":
+            if target != module and target not in ALLOWED[module]:
+                what = f"imports flashgen.{target}" if target else "imports flashgen itself"
+                found.append(f"{shown}:{line} {what}, which is not before {module!r}")
+        elif head not in sys.stdlib_module_names and head not in OUTSIDE[module]:
+            may = ", ".join(sorted(OUTSIDE[module])) or "the standard library alone"
+            found.append(f"{shown}:{line} imports {head}; {module!r} may import {may}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_one_way(path: Path) -> None:
+    assert complaints(path) == []
+
+
+def test_a_wrong_import_is_named_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "flashgen" / "analysis"
+    folder.mkdir(parents=True)
+    file = folder / "tiles.py"
+    file.write_text(
+        "import sympy\nfrom flashgen import codegen, language\nfrom .ranges import x\n"
+        "def f():\n    import torch\n    from ..compile.cache import y\n"
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "flashgen")
+    assert complaints(file) == [
+        "flashgen/analysis/tiles.py:2 imports flashgen.codegen, which is not before 'analysis'",
+        "flashgen/analysis/tiles.py:5 imports torch; 'analysis' may import numpy, sympy",
+        "flashgen/analysis/tiles.py:6 imports flashgen.compile, which is not before 'analysis'",
+    ]
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = {getattr(node, "attr", ""), getattr(node, "id", "")}
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                names |= {alias.name for alias in node.names}
+            if names & {"environ", "environb", "getenv", "getenvb"}:
+                readers.add(path.relative_to(ROOT).as_posix())
+    assert readers == {"flashgen/config.py"}
+
+
+def test_no_file_is_without_an_end() -> None:
+    lines = {p.relative_to(ROOT).as_posix(): p.read_bytes().count(b"\n") for p in FILES}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_import_flashgen_is_cheap_and_touches_nothing() -> None:
+    program = """
+import sys
+
+touched = []
+
+def watch(event, args):
+    if event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+        touched.append((event, args[0]))
+    if event in ("os.mkdir", "os.rename", "os.remove", "socket.connect", "subprocess.Popen"):
+        touched.append((event, args[0]))
+
+sys.addaudithook(watch)
+import flashgen
+print([name for name in ("torch", "cuda", "triton") if name in sys.modules], touched)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[] []\n"
+    assert done.stderr == ""
+
+
+# ---- inside the packages
+
+MOST_PARAMETERS = 8
+# The floors of the emulator in their order: a module may import its own floor and those before it.
+FLOORS = ("errors", "ptx", "state", "counters", "checks", "isa", "machine", "entry")
+# Modules of the emulator that may import types of floors above theirs, under TYPE_CHECKING.
+TYPES_FROM_ABOVE = {"flashgen.emulator.state.wave"}
+# The public API, where many named options are meant.
+PUBLIC = {
+    "flashgen.emulator.entry:launch",
+    "flashgen.flex:flex_attention",
+    "flashgen.ops.api:Attention.__call__",
+    "flashgen.pipeline:emit",
+    "flashgen.runtime.calls:check",
+    "flashgen.runtime.calls:run_backward",
+    "flashgen.runtime.calls:run_forward",
+}
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module."""
+    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imported_modules(path: Path, modules: set[str], *, types_only: bool) -> set[str]:
+    """The modules of ``modules`` that a file imports, in functions too.
+
+    Args:
+        types_only: those under ``if TYPE_CHECKING``, else all others.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for statement in node.body:
+                for_types.update(ast.walk(statement))
+    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
+    found = set()
+    for node in ast.walk(tree):
+        if (node in for_types) != types_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*parts[: -node.level], *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in modules else base)
+    return (found & modules) - {name_of(path)}
+
+
+def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """The strongly connected components of more than one module (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = set()
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in number:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], number[other])
+        if lowest[name] == number[name]:
+            start = stack.index(name)
+            if len(stack) - start > 1:
+                found.add(tuple(sorted(stack[start:])))
+            del stack[start:]
+
+    for name in sorted(graph):
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_no_package_has_an_import_circle() -> None:
+    names = set(MODULES)
+    graph = {
+        name: imported_modules(path, names, types_only=False) for name, path in MODULES.items()
+    }
+    # Imports between packages point one way, so every circle lies inside one of them.
+    assert circles(graph) == set()
+
+
+def test_a_circle_of_three_modules_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}
+    assert circles(graph) == {("a", "b", "c")}
+
+
+def test_the_floors_of_the_emulator_import_one_way() -> None:
+    names = {name for name in MODULES if name.startswith("flashgen.emulator.")}
+
+    def floor(name: str) -> int:
+        return FLOORS.index(name.split(".")[2])
+
+    found = [
+        f"{name} imports {other}, which is above it"
+        for name in sorted(names)
+        for other in sorted(
+            imported_modules(MODULES[name], names, types_only=False)
+            | (
+                set()
+                if name in TYPES_FROM_ABOVE
+                else imported_modules(MODULES[name], names, types_only=True)
+            )
+        )
+        if floor(other) > floor(name)
+    ]
+    assert found == []
+
+
+def parameters(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of a module as "module:function", with its number of parameters."""
+
+    def walk(node: ast.AST, outer: tuple[str, ...], in_class: bool) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                every = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
+                bound = in_class and bool(every) and every[0].arg in ("self", "cls")
+                inner = (*outer, child.name)
+                yield f"{name_of(path)}:{'.'.join(inner)}", len(every) - bound
+                yield from walk(child, inner, False)
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, (*outer, child.name), True)
+            else:
+                yield from walk(child, outer, in_class)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), (), False)
+
+
+def test_functions_have_few_parameters() -> None:
+    many = {
+        name: count for path in FILES for name, count in parameters(path) if count > MOST_PARAMETERS
+    }
+    assert PUBLIC - many.keys() == set(), "remove from PUBLIC what needs no exception"
+    grown = {name: count for name, count in many.items() if name not in PUBLIC}
+    assert grown == {}, f"carry the values in a frozen dataclass: at most {MOST_PARAMETERS}"

@@ -1,0 +1,137 @@
+"""Packaging: the wheel holds what runs, a bare checkout runs too, the Makefile sets itself up."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+EMIT = (
+    "import flashgen as fg; "
+    "spec = fg.AttentionSpec(head_dim=64, dtype='float16'); "
+    "source = fg.emit(spec, arch='sm_80').forward; "
+    "print(fg.__file__); print(source.filename, len(source.text))"
+)
+
+
+def run_python(program: str, *, path: Path, cwd: Path) -> list[str]:
+    """Lines that a fresh interpreter prints, with `path` as the only addition to its path."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    pytest.importorskip("hatchling", reason="the build back end, extra dev")
+    folder = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("flashgen-*-py3-none-any.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_module_and_every_template(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    for path in sorted((ROOT / "flashgen").rglob("*.py")):
+        assert path.relative_to(ROOT).as_posix() in names
+    assert "flashgen/py.typed" in names
+    templates = sorted((ROOT / "templates").glob("*/*.j2"))
+    assert templates
+    for path in templates:
+        name = f"flashgen/{path.relative_to(ROOT).as_posix()}"
+        assert name in names
+        assert wheel.read(name) == path.read_bytes()
+
+
+def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
+    others = {
+        name
+        for name in wheel.namelist()
+        if not re.fullmatch(r"flashgen/(.*\.py|py\.typed|templates/\w+/[^/]+)", name)
+        and not re.fullmatch(r"flashgen-[^/]+\.dist-info/.*", name)
+    }
+    assert others == set()
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
+    (info,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(info))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {"cuda", "sass", "examples", "docs", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    needs = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
+    names = {re.split(r"[<>=\[; ]", need)[0] for need in needs}
+    assert {"jinja2", "cuda-python", "numpy", "torch", "sympy"} <= names
+    scripts = configparser.ConfigParser()
+    scripts.read_string(wheel.read(info.replace("METADATA", "entry_points.txt")).decode())
+    assert scripts["console_scripts"]["flashgen"] == "flashgen.cli:main"
+
+
+def test_an_installed_wheel_emits_what_the_checkout_emits(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path / "site")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    installed = run_python(EMIT, path=tmp_path / "site", cwd=elsewhere)
+    checkout = run_python(EMIT, path=ROOT, cwd=elsewhere)
+    assert installed[0].startswith(str(tmp_path))
+    assert checkout[0].startswith(str(ROOT))
+    assert installed[1] == checkout[1]
+
+
+def test_make_installs_the_exact_torch_before_anything_that_needs_one() -> None:
+    # A bare requirement of torch would bring the newest GPU build and gigabytes with it.
+    if not (ROOT / "Makefile").exists():
+        pytest.skip("not a checkout")
+    done = subprocess.run(
+        ["make", "-n", "-B", "demo", "test", "PYTHON=python3", "VENV=fresh_environment"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
+    )
+    installs = re.findall(r"pip\b.* install (.*)", done.stdout)
+    assert installs == ['"torch==2.13.0"', '-e ".[cuda]"', '-e ".[dev,examples]"']
+    commands = done.stdout.splitlines()
+    assert any(line.endswith("flashgen run specs/causal.py") for line in commands)
+    assert any("-m pytest" in line for line in commands)
+
+
+def test_ci_runs_make_test() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.startswith("#!/usr/bin/env bash\n")
+    assert "set -euo pipefail" in script
+    commands = [line for line in script.splitlines() if line.startswith("make ")]
+    assert [line.split()[1] for line in commands] == ["test", "lint", "docs", "share"]
+
+
+def test_no_file_of_the_package_names_a_place_of_this_machine() -> None:
+    home = re.compile(r"/(?:home|root|Users)/|/tmp/|[A-Z]:\\\\")
+    for folder in ("flashgen", "templates", "specs", "generated"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and path.suffix in {".py", ".cu", ".cuh", ".j2", ".toml"}:
+                assert not home.search(path.read_text(encoding="utf-8")), path

@@ -1,0 +1,276 @@
+"""Backward plans: feasible everywhere, laid out as kernels read them, the cheaper scheme chosen."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import flashgen as fg
+from flashgen.arch import facts
+from flashgen.planner import plan_backward
+from flashgen.planner.formulas import evaluate
+from flashgen.planner.search import best_occupancy, cost, excesses, fits, larger
+from flashgen.planner.search import tiles_of as feasible_tiles
+from tests.support.plan_problems import DTYPES, backward_of, every_backward, problem_behind, spec_of
+
+KIB = 1024
+SCHEMES = {"fused": ("delta", "fused"), "split": ("delta", "dkdv", "dq")}
+# Tiles in shared memory, in order: each is a name, then rows and columns as in the kernels.
+KEYS = ("smem_k", "smem_v", "smem_q", "smem_do", "smem_rows", "smem_p", "smem_ds")
+QUERIES = ("smem_q", "smem_do", "smem_k", "smem_v")
+
+
+def tiles_of(plan):
+    """Bytes of every tile in shared memory that a kernel has, by the name of its offset."""
+    e, scores = plan.itemsize, plan.block_q * plan.block_k * plan.itemsize
+    q, k = plan.block_q * plan.head_dim * e, plan.block_k * plan.head_dim * e
+    do, v = plan.block_q * plan.head_dim_v * e, plan.block_k * plan.head_dim_v * e
+    if plan.kernel == "dq":
+        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v}
+    found = {"smem_k": k, "smem_v": v, "smem_q": 2 * q, "smem_do": do}
+    found["smem_rows"] = 2 * 8 * plan.block_q
+    if plan.score_warps > 1:
+        found["smem_p"] = scores
+    if plan.score_warps > 1 or plan.kernel == "fused":
+        found["smem_ds"] = scores
+    return found
+
+
+def searched(backward):
+    """The kernels of a backward plan that have a tile to choose."""
+    return [kernel for kernel in backward.kernels if kernel.kernel != "delta"]
+
+
+@pytest.mark.parametrize("step", [40, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_head_dim_dtype_and_architecture_has_backward_kernels_within_its_limits(step):
+    checked = 0
+    for backward in every_backward(step):
+        assert tuple(each.kernel for each in backward.kernels) == SCHEMES[backward.scheme]
+        for each in backward.kernels:
+            arch = facts(each.arch)
+            assert each.smem_bytes <= arch.smem_per_block
+            assert each.blocks_per_sm * (each.smem_bytes + KIB) <= arch.smem_per_sm
+            assert each.blocks_per_sm * each.threads <= arch.threads_per_sm
+            assert each.blocks_per_sm * each.threads * each.registers <= arch.registers_per_sm
+            assert each.registers_needed <= each.registers <= 255
+            checked += 1
+    assert checked >= 720
+
+
+def test_dropout_score_and_mask_leave_a_plan_for_the_largest_heads():
+    spec = fg.load("specs/softcap.py").replace(dropout=True)
+    dilated = fg.load("specs/dilated_window.py").mask_mod
+    for dtype in DTYPES:
+        for head_dim, head_dim_v in ((256, 256), (256, 8), (8, 256), (248, 256)):
+            heavy = spec.replace(
+                dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask_mod=dilated
+            )
+            for arch in ("sm_80", "sm_86", "sm_120"):
+                assert plan_backward(heavy, arch, deterministic=True).scheme == "split"
+
+
+def test_tiles_are_what_warps_and_row_groups_make():
+    for backward in every_backward(step=40):
+        for each in searched(backward):
+            owned, walked = each.block_q, each.block_k
+            if each.owns_keys:
+                owned, walked = walked, owned
+            assert owned == 16 * each.row_groups * each.warps // each.column_warps
+            assert each.row_groups in (1, 2)
+            assert each.warps % each.column_warps == 0
+            assert walked % (16 * each.score_warps) == 0
+            assert walked <= 128
+            assert each.score_warps in (1, each.column_warps)
+            if each.kernel == "fused":
+                assert each.score_warps == each.column_warps
+                assert each.warps % each.dq_row_warps == 0
+                assert each.block_q // 16 % each.dq_row_warps == 0
+
+
+def test_the_layout_is_the_tiles_one_after_the_other():
+    for backward in every_backward(step=40):
+        for each in searched(backward):
+            order, sizes = KEYS if each.owns_keys else QUERIES, tiles_of(each)
+            end = 0
+            for name in order:
+                if name not in sizes:
+                    assert getattr(each, name) == 0
+                    continue
+                assert getattr(each, name) == end
+                assert end % 128 == 0, "the swizzle works on aligned groups"
+                end += sizes[name]
+            assert each.smem_bytes == end
+            owned = each.block_k if each.owns_keys else each.block_q
+            assert end >= each.itemsize * owned * max(each.head_dim, each.head_dim_v)
+
+
+def test_the_chosen_tiles_are_the_cheapest_that_fit():
+    for head_dim, dtype in ((64, "float16"), (256, "float32")):
+        for each in searched(backward_of(head_dim, dtype, deterministic=True)):
+            problem, tile = problem_behind(each)
+            assert fits(problem, tile)
+            assert each.cost == min(cost(problem, other) for other in feasible_tiles(problem))
+
+
+def test_every_printed_line_is_its_own_arithmetic_and_every_constraint_holds():
+    for backward in every_backward(step=80):
+        for each in backward.kernels:
+            for line in each.derivation:
+                assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
+                if line.relation == "<=":
+                    assert line.name == ("block_q" if each.owns_keys else "block_k")
+                    assert getattr(each, line.name) <= line.value
+                if line.limit is not None:
+                    assert line.value <= line.limit
+            limited = [line.name for line in each.derivation if line.limit is not None]
+            assert limited == ([] if each.kernel == "delta" else ["smem", "smem_sm", "registers"])
+
+
+def test_every_refusal_of_a_larger_tile_is_true():
+    for backward in every_backward(step=80):
+        for each in searched(backward):
+            problem, tile = problem_behind(each)
+            for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):
+                assert refusal.change.startswith(change)
+                if refusal.quantity == "cost":
+                    best = best_occupancy(problem, bigger)
+                    assert best is not None
+                    assert refusal.needs == cost(problem, best) >= each.cost == refusal.limit
+                else:
+                    broken = next(excesses(problem, bigger))
+                    assert (refusal.quantity, refusal.needs) == (broken.quantity, broken.needs)
+                    assert refusal.needs > refusal.limit
+
+
+def test_deterministic_gradients_take_the_split_scheme_and_say_why():
+    free, forced = backward_of(64), backward_of(64, deterministic=True)
+    assert (free.scheme, forced.scheme) == ("fused", "split")
+    assert forced.notes[-1] == (
+        "split, because every sum must have a fixed order: atomic additions have none"
+    )
+    assert free.notes[-1] == "fused, because its predicted cost is lower"
+    assert free.notes[:2] == forced.notes[:2], "both costs are printed in either case"
+    assert free.cost < forced.cost
+
+
+def test_the_scheme_is_the_cheaper_one_that_fits():
+    for backward in every_backward(step=40):
+        other = backward_of(
+            backward.kernels[0].head_dim,
+            backward.kernels[0].dtype,
+            backward.kernels[0].arch,
+            head_dim_v=backward.kernels[0].head_dim_v,
+            deterministic=True,
+        )
+        if backward.scheme == "fused":
+            assert backward.cost < other.cost
+        else:
+            assert backward.kernels == other.kernels
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_shared_memory_never_makes_the_predicted_cost_worse(head_dim, dtype):
+    for deterministic in (False, True):
+        costs = []
+        for kib in (32, 48, 64, 80, 99, 128, 163, 200, 227):
+            try:
+                made = backward_of(head_dim, dtype, sram=kib * KIB, deterministic=deterministic)
+                costs.append(made.cost)
+            except fg.PlanError:
+                assert not costs, "what fits in less fits in more"
+        assert costs == sorted(costs, reverse=True)
+        assert costs[-1] < costs[0]
+
+
+def test_dtypes_of_one_size_have_the_same_tiles():
+    for head_dim in (40, 128):
+        half, bf = (searched(backward_of(head_dim, dtype)) for dtype in ("float16", "bfloat16"))
+        for one, other in zip(half, bf, strict=True):
+            assert (one.block_q, one.block_k, one.warps) == (
+                other.block_q,
+                other.block_k,
+                other.warps,
+            )
+
+
+def test_grids_cover_the_side_that_blocks_own():
+    split = backward_of(64, deterministic=True)
+    delta, dkdv, dq = split.kernels
+    sizes = {"batch": 3, "heads_q": 8, "heads_kv": 2}
+    assert delta.grid(**sizes, seq_q=delta.block_q + 1, seq_k=7) == (2, 8, 3)
+    assert dq.grid(**sizes, seq_q=dq.block_q + 1, seq_k=7) == (2, 8, 3)
+    assert dkdv.grid(**sizes, seq_q=7, seq_k=dkdv.block_k + 1) == (2, 2, 3)
+    fused = backward_of(64).kernel("fused")
+    assert fused.grid(**sizes, seq_q=7, seq_k=fused.block_k) == (1, 2, 3)
+
+
+def test_spare_registers_shrink_the_tile_of_that_kernel_alone():
+    plain = backward_of(64, deterministic=True)
+    spared = backward_of(64, deterministic=True, spare_registers={"dkdv": 64})
+    assert spared.kernel("dq") == plain.kernel("dq")
+    before, after = plain.kernel("dkdv"), spared.kernel("dkdv")
+    assert after != before
+    assert after.registers_needed - 64 < before.registers_needed
+    with pytest.raises(fg.PlanError, match="given 'forward'"):
+        backward_of(64, spare_registers={"forward": 8})
+
+
+def test_dropout_is_a_quantity_of_its_own():
+    spec = spec_of(64, 64, "float16")
+    plain = plan_backward(spec, deterministic=True)
+    dropped = plan_backward(spec.replace(dropout=True), deterministic=True)
+    for name in ("dkdv", "dq"):
+        with_it, without = dropped.kernel(name), plain.kernel(name)
+        assert with_it.cost > without.cost
+        (rest,) = [line for line in with_it.derivation if line.name == "rest"]
+        assert "dropout_ops" in rest.formula
+
+
+def test_lines_fit_the_banner_of_an_emitted_file():
+    for backward in every_backward(step=80):
+        for text in (str(backward), backward.explain()):
+            for line in text.splitlines():
+                assert len(f"// {line}") <= 100
+                assert line == line.rstrip()
+
+
+def test_a_backward_plan_is_a_plain_value():
+    one = backward_of(64)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert len({one, backward_of(64), backward_of(64, deterministic=True)}) == 2
+    with pytest.raises(KeyError):
+        one.kernel("dq")
+
+
+def test_no_tile_fits_names_the_kernel_and_what_would_fit():
+    spec = fg.AttentionSpec(head_dim=256, dtype="float32", name="wide")
+    with pytest.raises(fg.PlanError) as caught:
+        plan_backward(spec, sram=60_000)
+    assert caught.value.what == "no tile fits in shared memory"
+    assert caught.value.where == "wide(head_dim=256, dtype=float32), kernel dkdv"
+    assert "limit 60,000 B per block as given by sram" in caught.value.numbers
+    for way in caught.value.way_out.splitlines():
+        name, _, value = way.split(" (")[0].split(",")[0].partition("=")
+        if name == "dtype":
+            plan_backward(spec.replace(dtype=value.strip('"')), sram=60_000)
+        elif name == "head_dim":
+            plan_backward(spec.replace(head_dim=int(value)), sram=60_000)
+
+
+def test_registers_that_are_missing_are_named_as_such():
+    with pytest.raises(fg.PlanError) as caught:
+        backward_of(256, "float32", spare_registers={"dkdv": 200})
+    assert caught.value.what == "no tile fits in the registers of a thread"
+    assert caught.value.numbers.endswith("limit 255 per thread")
+
+
+def test_the_printed_derivation():
+    text = str(backward_of(64, deterministic=True))
+    for line in (
+        "backward  scheme split",
+        "          split, because every sum must have a fixed order: atomic additions have none",
+        "          row_bytes = 2*e*d_v + 2*4 + 2*4 = 2*2*64 + 2*4 + 2*4 = 272 B",
+    ):
+        assert line in text.splitlines()

@@ -1,0 +1,123 @@
+"""The predicted duration of a launch: its lines are its arithmetic, its rounds are counted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import flashgen as fg
+from flashgen.planner import plan, plan_backward
+from flashgen.planner.duration import HeadSteps, duration, makespan
+from flashgen.planner.formulas import evaluate
+from flashgen.planner.schedule.block_order import head_bits
+
+SPEC = fg.AttentionSpec(head_dim=64)
+
+
+def test_every_line_is_its_own_arithmetic() -> None:
+    for each in (plan(SPEC), *plan_backward(SPEC, deterministic=True).kernels):
+        found = duration(each, 2, 8, 4, 1000, 3000)
+        values = {line.name: line.value for line in found.lines}
+        for line in found.lines:
+            assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
+        assert values["time"] == pytest.approx(
+            max(values["work"] * values["quantisation"], values["hbm"])
+        )
+        assert found.seconds > 0
+        assert "predicted" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "times", "slots", "expected"),
+    [
+        ([5, 5, 5], 1, 3, 5),
+        ([5, 5, 5], 1, 2, 10),
+        ([1, 2, 3, 4], 1, 2, 5),
+        ([4, 1, 1], 2, 2, 6),
+        ([], 3, 2, 1),
+        ([7], 10, 4, 21),
+    ],
+)
+def test_blocks_run_in_rounds(lengths: list[int], times: int, slots: int, expected: int) -> None:
+    assert makespan([HeadSteps(lengths, times)], slots) == expected
+
+
+def test_no_schedule_is_shorter_than_its_work_or_its_longest_block() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        lengths = [chance.randrange(1, 40) for _ in range(chance.randrange(1, 30))]
+        times, slots = chance.randrange(1, 5), chance.randrange(1, 20)
+        found = makespan([HeadSteps(lengths, times, chance.randrange(1, 4))], slots)
+        least = max(max(lengths), -(-sum(lengths) * times // slots))
+        assert least <= found < least + max(lengths)
+
+
+def test_a_launch_that_fills_its_rounds_loses_nothing() -> None:
+    chosen = plan(SPEC)
+    slots = 108 * chosen.blocks_per_sm
+    full = duration(chosen, 1, slots, slots, chosen.block_q, 4096)
+    one_more = duration(chosen, 1, slots + 1, slots + 1, chosen.block_q, 4096)
+    assert full.quantisation == 1
+    assert one_more.quantisation == pytest.approx(2 * slots / (slots + 1))
+
+
+def test_half_of_the_tiles_take_half_of_the_work() -> None:
+    chosen = plan(SPEC)
+    n = 64 * chosen.block_q
+    tiles = -(-n // chosen.block_k)
+    some = [range(tiles // 2)] * 64
+    whole, half = duration(chosen, 8, 8, 8, n, n), duration(chosen, 8, 8, 8, n, n, some)
+    assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
+    with pytest.raises(ValueError, match="the launch has 64"):
+        duration(chosen, 1, 1, 1, n, n, [range(2)])
+
+
+def test_a_block_walks_for_each_head_of_its_group() -> None:
+    dkdv = plan_backward(SPEC, deterministic=True).kernel("dkdv")
+    sizes = (1, 2, 1, 3 * dkdv.block_q, 2 * dkdv.block_k)
+    alike = duration(dkdv, *sizes, [[0], [1, 2]])
+    assert duration(dkdv, *sizes, [[0], [1, 2], [0], [1, 2]]) == alike
+    fewer = duration(dkdv, *sizes, [[0], [1, 2], [], [0]])
+    work = {found: found.lines[2].value for found in (alike, fewer)}
+    assert work[fewer] == pytest.approx(work[alike] * 4 / 6)
+
+
+def test_interleaved_heads_leave_no_long_block_for_the_end() -> None:
+    one_head = list(range(1, 33))
+    by_head = makespan([HeadSteps(one_head, 16)], 132)
+    interleaved = makespan([HeadSteps(one_head, 16, 8)], 132)
+    assert interleaved < by_head
+    assert interleaved <= 1.05 * sum(one_head) * 16 / 132
+
+
+# ---- order of blocks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq", "bits"),
+    [
+        ((16, 16), 4096, 4),  # 32 MiB of K and V
+        ((16, 16), 8192, 3),
+        ((16, 2), 8192, 4),  # eight heads share theirs
+        ((12, 12), 512, 2),
+        ((7, 7), 512, 0),
+        ((32, 32), 1 << 20, 0),  # not even one head's fit
+    ],
+)
+def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
+    chosen = plan(fg.AttentionSpec(head_dim=128), "sm_90a")
+    assert head_bits(chosen, *heads, 100, seq) == bits
+    tiles = -(-100 // chosen.block_q)
+    assert chosen.grid(3, *heads, 100, seq, head_bits=bits) == (
+        tiles << bits,
+        heads[0] >> bits,
+        3,
+    )
+
+
+def test_where_blocks_own_keys_it_is_q_and_its_gradient_that_must_fit() -> None:
+    fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
+    assert head_bits(fused, 16, 16, 4096, 100) == 4
+    assert head_bits(fused, 16, 2, 4096, 100) == 1
+    assert head_bits(fused, 16, 2, 8192, 100) == 0

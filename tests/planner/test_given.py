@@ -1,0 +1,83 @@
+"""A tile can be given: every feasible one runs, anything else is refused, and it stays as given."""
+
+from __future__ import annotations
+
+import pytest
+
+import flashgen as fg
+from flashgen.errors import PlanError
+from flashgen.planner import Tile, feasible, plan, plan_backward
+from tests.support.judged import judged_backward, judged_forward
+
+SPEC = fg.AttentionSpec(mask_mod=lambda b, h, q, k: k <= q, head_dim=64, name="causal")
+
+
+def test_feasible_plans_come_cheapest_first_and_the_first_is_the_planners():
+    plans = feasible(SPEC)
+    assert [each.cost for each in plans] == sorted(each.cost for each in plans)
+    assert plans[0].tile == plan(SPEC).tile
+    assert len({each.tile for each in plans}) == len(plans) > 100
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "fused"])
+def test_a_plan_made_with_its_own_tile_is_the_same_plan(kernel):
+    scheme = {"dkdv": ("dkdv", "dq"), "dq": ("dkdv", "dq")}.get(kernel, (kernel,))
+    others = {name: feasible(SPEC, kernel=name)[0].tile for name in scheme}
+    for each in feasible(SPEC, kernel=kernel)[::50]:
+        if kernel == "forward":
+            again = plan(SPEC, tile=each.tile)
+        else:
+            again = plan_backward(SPEC, tiles=others | {kernel: each.tile}).kernel(kernel)
+        assert again == each
+        assert again.policy == "given"
+
+
+def test_given_tiles_decide_the_scheme():
+    split = {name: feasible(SPEC, kernel=name)[0].tile for name in ("dkdv", "dq")}
+    chosen = plan_backward(SPEC, tiles=split)
+    assert plan_backward(SPEC).scheme == "fused"
+    assert chosen.scheme == "split"
+    assert "given" in chosen.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("tile", "expected"),
+    [
+        (Tile(128, 8, 2, 1), "registers per thread"),
+        (Tile(96, 3, 1, 1), "does not support this combination"),
+        (Tile(20, 4, 1, 1), "does not support this combination"),
+        (Tile(32, 4, 1, 0), "does not support this combination"),
+        (Tile(32, 4, 1, 1, 2, 2), "does not support this combination"),
+        (Tile(16, 4, 1, 17), "against"),
+    ],
+)
+def test_a_tile_that_the_kernel_cannot_have_is_refused(tile, expected):
+    with pytest.raises(PlanError, match="cannot have the given tile") as caught:
+        plan(fg.AttentionSpec(head_dim=128), tile=tile)
+    assert expected in str(caught.value)
+    assert "feasible" in caught.value.way_out
+
+
+def test_a_tile_together_with_a_policy_is_refused():
+    with pytest.raises(PlanError, match="cannot be combined with a policy"):
+        plan(SPEC, policy="paper", tile=plan(SPEC).tile)
+
+
+def test_tiles_of_unknown_kernels_are_refused():
+    with pytest.raises(PlanError, match="tiles names a kernel without a tile to choose"):
+        plan_backward(SPEC, tiles={"forward": plan(SPEC).tile})
+
+
+@pytest.mark.slow
+def test_given_tiles_run_and_pass():
+    for each in feasible(SPEC)[::60]:
+        run = judged_forward(SPEC, 70, 100, tiles={"forward": each.tile})
+        assert run.plan == each
+    for each in feasible(SPEC, kernel="fused")[::150]:
+        judged_backward(SPEC, 70, 100, tiles={"fused": each.tile})
+
+
+def test_a_given_tile_is_kept_even_where_it_spills():
+    # The derived plan is made again with fewer registers where the compiler spills; this is not.
+    tight = max(feasible(SPEC), key=lambda each: (each.registers_needed, each.blocks_per_sm))
+    assert fg.build(SPEC, tile=tight.tile).plan.tile == tight.tile

@@ -1,0 +1,268 @@
+"""Plans: feasible everywhere, deterministic, plain values, refused with numbers when impossible."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+
+import pytest
+
+import flashgen as fg
+from flashgen.arch import facts, known
+from flashgen.planner import Plan, plan
+from flashgen.planner.plan_errors import no_tile_fits
+from flashgen.planner.search import cheapest, cost, fits, tiles_of
+from flashgen.planner.tile_problem import problem_of
+from tests.support.plan_problems import DTYPES, every_plan, plan_of, problem_behind, spec_of
+
+KIB = 1024
+
+
+def test_every_head_dim_dtype_and_architecture_has_a_plan_within_its_limits():
+    start = time.perf_counter()
+    for each in every_plan():
+        arch = facts(each.arch)
+        assert each.smem_bytes <= arch.smem_per_block
+        assert each.blocks_per_sm * (each.smem_bytes + 1 * KIB) <= arch.smem_per_sm
+        assert each.blocks_per_sm * each.threads <= arch.threads_per_sm
+        assert each.blocks_per_sm * each.threads * each.registers <= arch.registers_per_sm
+        assert each.registers_needed <= each.registers <= 255
+        assert each.block_k % 16 == 0
+        assert each.row_groups in (1, 2)
+        assert each.block_q == 16 * each.row_groups * each.warps
+    assert time.perf_counter() - start < 60, "a plan takes milliseconds"
+
+
+def test_the_layout_is_the_tiles_one_after_the_other():
+    for each in every_plan(step=24):
+        k_tile = each.block_k * each.head_dim * each.itemsize
+        v_tile = each.block_k * each.head_dim_v * each.itemsize
+        assert each.smem_q == 0
+        assert each.smem_k >= each.block_q * each.head_dim * each.itemsize
+        assert each.smem_v == each.smem_k + k_tile
+        assert each.smem_bytes == each.smem_v + v_tile
+        assert each.smem_bytes >= each.block_q * each.head_dim_v * each.itemsize
+        assert each.smem_k % 128 == each.smem_v % 128 == 0, "the swizzle works on aligned groups"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_large_head_dims_fit_where_a_block_has_99_kib(head_dim, dtype):
+    for arch in ("sm_86", "sm_89", "sm_120"):
+        assert plan_of(head_dim, dtype, arch).smem_bytes <= 99 * KIB
+
+
+def test_the_chosen_tile_is_the_cheapest_that_fits():
+    for head_dim, dtype in ((64, "float16"), (128, "bfloat16"), (256, "float32")):
+        chosen = plan_of(head_dim, dtype)
+        problem, tile = problem_behind(chosen)
+        assert fits(problem, tile)
+        assert chosen.cost == min(cost(problem, other) for other in tiles_of(problem))
+
+
+def test_tiles_are_those_that_hand_written_kernels_use():
+    """FlashAttention 2's tables: 128 rows by 4 warps up to d = 128, by 8 warps beyond."""
+    for head_dim in (64, 80, 96, 112, 128):
+        each = plan_of(head_dim)
+        assert (each.block_q, each.warps, each.row_groups) == (128, 4, 2)
+        assert each.blocks_per_sm == 2
+        assert each.block_k >= 48
+    for head_dim in (192, 256):
+        each = plan_of(head_dim)
+        assert (each.block_q, each.warps, each.row_groups) == (128, 8, 1)
+        assert each.block_k >= 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_shared_memory_never_makes_the_predicted_cost_worse(head_dim, dtype):
+    costs = []
+    for kib in (48, 64, 80, 99, 128, 163, 200, 227):
+        try:
+            costs.append(plan_of(head_dim, dtype, sram=kib * KIB).cost)
+        except fg.PlanError:
+            assert not costs, "what fits in less fits in more"
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[0]
+
+
+def test_the_sram_of_another_architecture_gives_its_shared_memory_constraints():
+    limited = plan_of(128, sram=99 * KIB)
+    assert limited.smem_bytes <= 99 * KIB
+    assert limited.blocks_per_sm * (limited.smem_bytes + KIB) <= 100 * KIB
+    assert limited != plan_of(128)
+
+
+def test_dtypes_of_one_size_have_one_tile():
+    for head_dim in range(8, 257, 24):
+        half, bf = plan_of(head_dim, "float16"), plan_of(head_dim, "bfloat16")
+        assert (half.block_q, half.block_k, half.warps) == (bf.block_q, bf.block_k, bf.warps)
+
+
+def test_a_score_function_leaves_registers_for_its_temporaries():
+    def softcap(score, b, h, q, k):
+        return 30 * fg.tanh(score / 30)
+
+    plain, capped = plan_of(128), plan(fg.AttentionSpec(score_mod=softcap, head_dim=128))
+    assert capped.block_k < plain.block_k
+    (registers,) = [line for line in capped.derivation if line.name == "registers"]
+    assert registers.substituted.endswith("+ 16")
+
+
+def test_a_mask_that_is_classified_tile_by_tile_leaves_registers_too():
+    def dilated(b, h, q, k):
+        return (q - k) % 4 == 0
+
+    def causal(b, h, q, k):
+        return k <= q
+
+    extra = {}
+    for mask_mod in (dilated, causal):
+        one = plan(fg.AttentionSpec(mask_mod=mask_mod, head_dim=128))
+        (extra[mask_mod],) = [x.substituted for x in one.derivation if x.name == "registers"]
+    assert extra[dilated].endswith("+ 4")
+    assert extra[causal].endswith("+ 0")
+
+
+def test_element_access_has_the_same_layout_rules_and_says_so():
+    narrow = plan_of(64, access_bytes=2)
+    assert narrow.access_bytes == 2
+    assert plan_of(64).access_bytes == 16
+    assert narrow.cost > plan_of(64).cost
+
+
+def test_a_plan_is_a_plain_value():
+    one = plan_of(64)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert hash(pickle.loads(pickle.dumps(one))) == hash(one)
+    assert len({one, plan_of(64), plan_of(128)}) == 2
+    with pytest.raises(AttributeError):
+        one.block_q = 1
+
+
+def test_equal_requests_have_equal_plans_and_texts():
+    from flashgen.planner.api import _plan
+
+    before = [str(plan_of(d, dtype)) for d in (64, 128) for dtype in DTYPES]
+    _plan.cache_clear()
+    assert [str(plan_of(d, dtype)) for d in (64, 128) for dtype in DTYPES] == before
+
+
+def test_the_grid_covers_every_query_of_every_head():
+    one = plan_of(64)
+    assert one.grid(3, 8, 2, 1, 5) == (1, 8, 3)
+    assert one.grid(3, 8, 2, one.block_q, 5) == (1, 8, 3)
+    assert one.grid(3, 8, 2, one.block_q + 1, 5) == (2, 8, 3)
+
+
+def test_no_tile_fits_names_the_need_the_limit_and_what_would_fit():
+    spec = fg.AttentionSpec(head_dim=256, dtype="float32", name="wide")
+    with pytest.raises(fg.PlanError) as caught:
+        plan(spec, "sm_86", sram=40_000)
+    assert str(caught.value) == (
+        "no tile fits in shared memory\n"
+        "  where    wide(head_dim=256, dtype=float32)\n"
+        "  numbers  needs 65,536 B at the smallest tile (block_q 32, block_k 16); "
+        "limit 40,000 B per block as given by sram\n"
+        '  try      dtype="float16" (24,576 B)\n'
+        "           head_dim=152 (38,912 B)\n"
+        "           sram=65536, or none for sm_86's own 101,376 B"
+    )
+
+
+def test_every_way_out_of_a_plan_error_works():
+    for head_dim, head_dim_v, sram in ((256, 256, 40_000), (64, 256, 20_000), (256, 8, 18_000)):
+        spec = spec_of(head_dim, head_dim_v, "float32")
+        with pytest.raises(fg.PlanError) as caught:
+            plan(spec, sram=sram)
+        ways = caught.value.way_out.splitlines()
+        assert len(ways) >= 2
+        for way in ways:
+            name, _, value = way.split(" (")[0].split(",")[0].partition("=")
+            if name == "sram":
+                plan(spec, sram=int(value))
+            elif name == "dtype":
+                plan(spec.replace(dtype=value.strip('"')), sram=sram)
+            else:
+                dim = int(value)
+                lower = spec.replace(head_dim=min(head_dim, dim), head_dim_v=min(head_dim_v, dim))
+                plan(lower, sram=sram)
+
+
+def test_the_error_for_an_architecture_s_own_limit_names_larger_architectures():
+    small = replace(facts("sm_86"), smem_per_sm=61 * KIB, smem_per_block=60 * KIB)
+    spec = spec_of(256, 256, "float32")
+    problem = problem_of(spec, small, None, 16)
+    assert cheapest(problem) is None
+    error = no_tile_fits(problem, spec, given_sram=False)
+    assert error.numbers.endswith("limit 61,440 B per block on sm_86")
+    assert error.way_out.splitlines()[-1] == (
+        "arch=sm_80 or sm_86 or sm_89 or sm_90 or sm_100 or sm_120"
+    )
+
+
+def test_the_error_names_the_line_of_the_user_s_function():
+    def mask_mod(b, h, q, k):
+        return k <= q
+
+    with pytest.raises(fg.PlanError) as caught:
+        plan(fg.AttentionSpec(mask_mod=mask_mod, head_dim=64), sram=100)
+    assert "test_plan.py:" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"policy": "greedy"}, "there is no such planning policy"),
+        ({"access_bytes": 4}, "global memory is accessed in whole vectors or element by element"),
+        ({"sram": 0}, "the SRAM size is a positive number of bytes"),
+        ({"sram": 1.5}, "the SRAM size is a positive number of bytes"),
+        ({"arch": "sm_75"}, "flashgen has no facts about this architecture"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(options, what):
+    with pytest.raises(fg.PlanError) as caught:
+        plan_of(64, **options)
+    assert caught.value.what == what
+    (name,) = options
+    assert name in caught.value.where
+
+
+def test_a_suffixed_architecture_is_planned_as_its_chip():
+    assert plan_of(64, arch="sm_100a").arch == "sm_100a"
+    assert plan_of(64, arch="sm_100a").block_k == plan_of(64, arch="sm_100").block_k
+    assert {plan_of(64, arch=name).path for name in known()} == {"sm_80"}
+
+
+def test_hopper_has_a_code_path_of_its_own():
+    hopper = plan_of(64, arch="sm_90a")
+    assert (hopper.arch, hopper.path) == ("sm_90a", "sm_90a")
+    assert hopper.threads == 32 * hopper.warps + 128
+    assert hopper.smem_bytes <= 227 * KIB
+    assert plan_of(64, "float32", arch="sm_90a").path == "sm_80"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(128, (128, 176)), (192, (128, 112)), (256, (128, 80))]
+)
+def test_the_model_finds_the_tiles_that_flashattention_3_was_tuned_to(head_dim, tile):
+    """Its tiles for attention without a mask, from registers and shared memory alone."""
+    found = plan_of(head_dim, arch="sm_90a")
+    assert (found.block_q, found.block_k) == tile
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_tensor_cores_are_busy_three_quarters_of_the_predicted_time(head_dim):
+    hopper = plan_of(head_dim, arch="sm_90a")
+    tensor = hopper.quantities["tensor"]
+    assert tensor / hopper.cost >= 0.75
+
+
+def test_the_contract_s_fields_are_there():
+    assert {"arch", "dtype", "head_dim", "head_dim_v", "block_q", "block_k", "warps", "stages"} <= {
+        *Plan.__dataclass_fields__
+    }
+    one = plan_of(64)
+    assert one.threads == 32 * one.warps
+    assert one.itemsize == 2

@@ -1,0 +1,141 @@
+"""A stand-in for cuda.bindings.driver that records calls, for tests without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_UNKNOWN = 999
+
+
+_ATTRIBUTES = (
+    "COMPUTE_CAPABILITY_MAJOR",
+    "COMPUTE_CAPABILITY_MINOR",
+    "MAX_THREADS_PER_BLOCK",
+    "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+    "MAX_REGISTERS_PER_BLOCK",
+)
+_TENSOR_MAP = {
+    "DataType": ("DATA_TYPE", "UINT8 UINT16 UINT32 INT32 UINT64 INT64 FLOAT16 FLOAT32 BFLOAT16"),
+    "Interleave": ("INTERLEAVE", "NONE"),
+    "Swizzle": ("SWIZZLE", "NONE 32B 64B 128B"),
+    "L2promotion": ("L2_PROMOTION", "NONE L2_64B L2_128B L2_256B"),
+    "FloatOOBfill": ("FLOAT_OOB_FILL", "NONE"),
+}
+_SMEM = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+PRIMARY = 0xC0  # the handle of device 0's primary context; device 1 has the next
+
+
+class FakeDriver:
+    """One process with some devices of one kind. `fail` maps a function's name to its status."""
+
+    def __init__(
+        self,
+        capability: tuple[int, int] = (8, 0),
+        devices: int = 1,
+        smem: int = 166_912,
+        fail: dict[str, int] | None = None,
+    ) -> None:
+        self.values = (*capability, 1024, smem, 65_536)
+        self.devices = devices
+        self.fail = fail or {}
+        self.contexts = [0]  # the stack of current contexts of the thread; 0 is none
+        self.calls: list[str] = []
+        self.launches: list[SimpleNamespace] = []
+        self.images: list[bytes] = []
+        self.allowed_smem: list[int] = []
+        self.CUdevice_attribute = SimpleNamespace(
+            **{f"CU_DEVICE_ATTRIBUTE_{name}": i for i, name in enumerate(_ATTRIBUTES)}
+        )
+        for kind, (prefix, names) in _TENSOR_MAP.items():
+            values = {f"CU_TENSOR_MAP_{prefix}_{n}": n for n in names.split()}
+            setattr(self, f"CUtensorMap{kind}", SimpleNamespace(**values))
+        self.cuuint32_t, self.cuuint64_t = ctypes.c_uint32, ctypes.c_uint64
+        self.tensor_maps: list[tuple[Any, ...]] = []
+        self.encoded: list[Any] = []  # kept alive, because callers hold their addresses
+        self.CUfunction_attribute = SimpleNamespace(**{_SMEM: _SMEM})
+
+    def _done(self, name: str, *values: Any) -> tuple[Any, ...]:
+        self.calls.append(name)
+        status = Result(self.fail.get(name, 0))
+        return (status, *values) if status == 0 else (status, *(None for _ in values))
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        assert flags == 0
+        return self._done("cuInit")
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return self._done("cuDeviceGetCount", self.devices)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        if index >= self.devices:
+            return Result.CUDA_ERROR_INVALID_DEVICE, None
+        return self._done("cuDeviceGet", index)
+
+    def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
+        assert device < self.devices
+        return self._done("cuDeviceGetAttribute", self.values[kind])
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return self._done("cuDevicePrimaryCtxRetain", PRIMARY + device)
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return self._done("cuCtxGetCurrent", self.contexts[-1])
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.contexts.append(context)
+        return self._done("cuCtxPushCurrent")
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        return self._done("cuCtxPopCurrent", self.contexts.pop())
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        assert self.contexts[-1], "a module is loaded into the current context"
+        self.images.append(image)
+        return self._done("cuModuleLoadData", len(self.images))
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
+        return self._done("cuModuleGetFunction", (module, name, self.contexts[-1]))
+
+    def cuFuncSetAttribute(self, function: Any, kind: str, value: int) -> tuple[Any, ...]:
+        assert kind == _SMEM
+        self.allowed_smem.append(value)
+        return self._done("cuFuncSetAttribute")
+
+    def cuTensorMapEncodeTiled(self, *given: Any) -> tuple[Any, ...]:
+        plain = [[int(v.value) for v in g] if isinstance(g, list) else g for g in given]
+        self.tensor_maps.append(tuple(plain))
+        opaque = ctypes.create_string_buffer(bytes([len(self.tensor_maps)]) * 128, 128)
+        self.encoded.append(opaque)
+        made = SimpleNamespace(getPtr=lambda: ctypes.addressof(opaque))
+        return self._done("cuTensorMapEncodeTiled", made)
+
+    def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[Any, ...]:
+        *sizes, smem, stream, pointers, extra = rest
+        assert extra == 0
+        assert self.contexts[-1] == function[2], "launched in the context it was loaded in"
+        first = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
+        self.launches.append(
+            SimpleNamespace(
+                function=function,
+                grid=tuple(sizes[:3]),
+                block=tuple(sizes[3:]),
+                smem=smem,
+                stream=stream,
+                params=ctypes.string_at(first, 24),
+            )
+        )
+        return self._done("cuLaunchKernel")
+
+    def cuGetErrorString(self, status: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, b"unknown error"
