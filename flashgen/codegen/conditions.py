@@ -53,8 +53,9 @@ def _alternative(condition: sympy.And, printer: CPrinter, first_let: int) -> lis
     open_parts: list[sympy.Basic] = []
     depth = 0
     for needed, part in block.stages():
-        if needed and open_parts:
-            body.append(f"{'  ' * depth}if ({printer.joined(open_parts, '&&')}) {{")
+        if needed and (open_parts or depth == 0):  # the names are local to this alternative
+            test = f"if ({printer.joined(open_parts, '&&')}) " if open_parts else ""
+            body.append(f"{'  ' * depth}{test}{{")
             open_parts, depth = [], depth + 1
         body += ["  " * depth + lets[symbol] for symbol in needed]
         open_parts.append(part)

@@ -29,7 +29,7 @@ from tests.support.tiers import one_in
 
 QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 MORE_DRAWS = 8
-FEW = 4  # elements that may be nearly exact together
+FEW = 32  # elements of which the largest error depends on how a single one is rounded
 
 TENSORS = {
     "ids": fg.Tensor("ids", ("batch", "tokens"), "int32"),

@@ -80,11 +80,10 @@ class CPrinter(FloatPrinter):
                 may use.
         """
         lines = []
-        if not nested:
-            self._known.clear()
-            self._wide.clear()
         for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
-            del self.names[symbol]  # names are local to their block
+            del self.names[symbol]  # names and their types are local to their block
+            self._known.pop(symbol, None)
+            self._wide.discard(symbol)
         found = let_names(block, self.names)
         self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
         self.names |= found
