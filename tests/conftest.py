@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -25,6 +26,9 @@ from hypothesis import settings  # noqa: E402
 from tests.support.tiers import share_of_commit  # noqa: E402
 
 pytest_plugins = ["tests.support.costs"]
+
+# Parsed kernels and expressions live long and have few cycles: frequent collections cost a fifth.
+gc.set_threshold(100_000, 20, 100)
 
 # The same examples in every run, and no deadline: the emulator's first call is slow.
 settings.register_profile("flashgen", deadline=None, derandomize=True)

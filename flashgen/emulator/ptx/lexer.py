@@ -11,17 +11,16 @@ from flashgen.emulator.ptx.syntax import Imm
 
 _COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.S)
 _TOKEN = re.compile(
-    r"""(?P<loc>\.loc\b[^\n;]*)
+    r"""\s*(?:(?P<loc>\.loc\b[^\n;]*)
       | (?P<line>\.(?:file|version|target|address_size)\b[^\n;]*)
       | (?P<string>"[^"\n]*")
       | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?
                   |\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+U?)
       | (?P<name>[A-Za-z_$%.][\w$.]*(?:::[\w$.]+)*)
-      | (?P<mark>[{}()\[\],;:|@!+\-<>=*])
+      | (?P<mark>[{}()\[\],;:|@!+\-<>=*]))
     """,
     re.X,
 )
-_GAP = re.compile(r"\s*")
 
 
 class Token(NamedTuple):
@@ -44,27 +43,23 @@ def strip_comments(text: str) -> str:
 
 def tokenize(text: str) -> list[Token]:
     """All tokens of comment-free PTX; ``.loc`` and other line directives are one token each."""
+    scanner = _TOKEN.scanner(text)  # type: ignore[attr-defined]
     tokens = []
-    at, length = _gap(text, 0), len(text)
-    match_at = _TOKEN.match
-    while at < length:
-        match = match_at(text, at)
-        if match is None:
-            line = text.count("\n", 0, at) + 1
-            raise PtxSyntaxError(
-                "a character that is not part of PTX",
-                where=f"line {line} of the PTX",
-                numbers=repr(text[at : at + 40]),
-                way_out="pass the text of one PTX module, from NVRTC or Triton",
-            )
-        tokens.append(Token(match.lastgroup or "", match.group(), at))
-        at = _gap(text, match.end())
+    end = 0
+    for match in iter(scanner.match, None):
+        kind = match.lastgroup
+        end = match.end()
+        tokens.append(Token(kind, match[kind], match.start(kind)))
+    rest = text[end:].lstrip()
+    if rest:
+        line = text.count("\n", 0, len(text) - len(rest)) + 1
+        raise PtxSyntaxError(
+            "a character that is not part of PTX",
+            where=f"line {line} of the PTX",
+            numbers=repr(rest[:40]),
+            way_out="pass the text of one PTX module, from NVRTC or Triton",
+        )
     return tokens
-
-
-def _gap(text: str, at: int) -> int:
-    match = _GAP.match(text, at)
-    return match.end() if match else at
 
 
 def number(text: str) -> Imm:

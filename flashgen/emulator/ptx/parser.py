@@ -252,19 +252,18 @@ class _Parser(Cursor):
         return reg
 
     def register(self, name: str) -> Reg | None:
+        stem = name.rstrip("0123456789")
         scope: _Scope | None = self.scope
         while scope is not None:
             found = scope.registers.get(name)
             if found is not None:
                 return found
-            digits = re.search(r"\d+$", name)
-            if digits:
-                span = scope.ranges.get(name[: digits.start()])
-                if span and int(digits.group()) < span[1]:
-                    inner, self.scope = self.scope, scope
-                    reg = self.declare(name, span[0])
-                    self.scope = inner
-                    return reg
+            span = scope.ranges.get(stem)
+            if span and stem != name and int(name[len(stem) :]) < span[1]:
+                inner, self.scope = self.scope, scope
+                reg = self.declare(name, span[0])
+                self.scope = inner
+                return reg
             scope = scope.parent
         return None
 
