@@ -10,6 +10,7 @@ import operator
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 Number = int | float | bool
 
@@ -91,16 +92,9 @@ def _to_bool(value: object) -> bool | None:
     return bool(value) if _is_bool(value) else None
 
 
-def _parse_int(text: str) -> int | None:
+def _parsed(text: str, kind: Callable[[str], Number]) -> Number | None:
     try:
-        return int(text)
-    except ValueError:
-        return None
-
-
-def _parse_float(text: str) -> float | None:
-    try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return None
 
@@ -122,7 +116,7 @@ SCALAR_DTYPES = {
         accepted=f"a whole number within +-{SCALAR_LIMIT:,}",
         example="64",
         convert=_to_int32,
-        parse=_parse_int,
+        parse=partial(_parsed, kind=int),
         stored=int,
     ),
     "float32": ScalarDtype(
@@ -132,7 +126,7 @@ SCALAR_DTYPES = {
         accepted=f"a finite number within float32's +-{FLOAT32_MAX:.3g}",
         example="0.5",
         convert=_to_float32,
-        parse=_parse_float,
+        parse=partial(_parsed, kind=float),
         stored=_rounded,
     ),
     "bool": ScalarDtype(

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.flex.pointwise_rules import RULES as POINTWISE
 from flashgen.flex.traced_array import Entry, TracedArray, literal, number, single
-from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer, user_location
+from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.flex.view_rules import RULES as STRUCTURE
+from flashgen.language.user_source import LIBRARIES, user_location
 
 _LARGEST_UNROLLED = 256
 """The largest number of elements that a reduction may have; it is unrolled."""
@@ -32,7 +33,7 @@ def run(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return _ruled(tracer, func, name, args, kwargs)
     except SpecError as error:  # from functions of flashgen that do not know the line of the mod
         raise SpecError(
-            error.what, where=user_location(), numbers=error.numbers, way_out=error.way_out
+            error.what, where=user_location(LIBRARIES), numbers=error.numbers, way_out=error.way_out
         ) from None
 
 

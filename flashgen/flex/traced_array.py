@@ -14,8 +14,8 @@ from typing import Any
 import sympy
 import torch
 
+from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language import Traced, where
-from flashgen.language.float_literals import LARGEST_LITERAL
 from flashgen.language.traced import Value, as_expr
 
 Index = Traced | int
@@ -72,7 +72,7 @@ def single(entry: Entry, dtype: torch.dtype) -> TracedArray:
 
 def literal(value: Number) -> Entry:
     """The entry of a number; a value below the range of float32 counts as minus infinity."""
-    if isinstance(value, float) and value < -LARGEST_LITERAL and not math.isnan(value):
+    if isinstance(value, float) and value < -FLOAT32_MAX and not math.isnan(value):
         return Entry(Value(sympy.S.Zero), Value(sympy.true))
     return Entry(Value(as_expr(value)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from flashgen.language.pickled_mod import PickledMod
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import TracedMod
-from flashgen.language.user_source import code_of, is_library, lines_of, shown_path
+from flashgen.language.user_source import code_of, lines_of, shown_path, user_line_in
 from flashgen.ops import Attention, attention
 
 Mod = Callable[..., Any]
@@ -344,15 +343,10 @@ def _closed_over(mod: Mod) -> list[Mod]:
 
 
 def _wrapped(error: Exception, role: str, mod: Mod) -> SpecError:
-    steps = traceback.walk_tb(error.__traceback__)
-    users = [(frame, line) for frame, line in steps if not is_library(frame)]
-    where = str(_lines_of(mod, ""))
-    if users:
-        frame, line = users[-1]
-        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
+    at = user_line_in(error)
     return SpecError(
         f"{role} raised {type(error).__name__}: {error}",
-        where=where,
+        where=str(_lines_of(mod, "")) if at is None else f"{shown_path(at[0])}:{at[1]}",
         numbers="while it was traced with symbols in place of numbers",
         way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
         "without dimensions",

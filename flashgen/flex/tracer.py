@@ -10,10 +10,8 @@ computed once at trace time.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NoReturn
 
 import sympy
@@ -29,7 +27,7 @@ from flashgen.language import Scalar, Traced
 from flashgen.language.capture_names import check_name
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.traced import Value, as_expr, captures_of
-from flashgen.language.user_source import is_library, shown_path
+from flashgen.language.user_source import LIBRARIES, user_location
 from flashgen.signature import LAYOUT_NAMES
 
 DTYPES = {
@@ -291,9 +289,8 @@ class Tracer(TorchFunctionMode):
 
     def refuse(self, what: str, *, numbers: str = "", way_out: str) -> NoReturn:
         """Raise a SpecError at the user's line."""
-        raise SpecError(
-            what, where=user_location(), numbers=numbers or "while a mod is traced", way_out=way_out
-        ) from None
+        where, numbers = user_location(LIBRARIES), numbers or "while a mod is traced"
+        raise SpecError(what, where=where, numbers=numbers, way_out=way_out) from None
 
 
 _EVERYWHERE = {fg.Q: (0, fg.POSITION_LIMIT), fg.K: (0, fg.POSITION_LIMIT)}
@@ -316,21 +313,3 @@ def _name_of(func: Any) -> str:
     if name == "__get__":
         name = getattr(func.__self__, "__name__", "")
     return str(name)
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame that runs code of neither flashgen nor a library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame):
-        frame = frame.f_back
-    return frame
-
-
-def user_location() -> str:
-    frame = user_frame()
-    if frame is None:
-        return "unknown"
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-__all__ = ["CapturedTensor", "TracedTensor", "Tracer", "user_location"]

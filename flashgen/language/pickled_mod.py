@@ -13,11 +13,10 @@ from typing import Any
 import sympy
 
 from flashgen.language.python_printer import python_text
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import SCORE, B, H, K, Q
 from flashgen.language.traced import Capture, Traced, Value, as_expr
 from flashgen.language.tracing import TracedMod
-from flashgen.language.user_source import SourceLines
+from flashgen.language.user_source import SourceLines, refuse
 
 
 class PickledMod:

@@ -6,9 +6,9 @@ import sympy
 
 from flashgen.dtypes import SCALAR_DTYPES, SCALAR_LIMIT
 from flashgen.language.capture_names import check_name
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.language.traced import Capture, Traced
+from flashgen.language.user_source import refuse
 
 
 class Scalar(Capture):

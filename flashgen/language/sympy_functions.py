@@ -17,8 +17,7 @@ tanh, sin, cos, Abs, Pow, Piecewise) are sympy's.
 
 from __future__ import annotations
 
-from functools import reduce
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import sympy
@@ -27,22 +26,19 @@ from sympy.core.sorting import default_sort_key
 from flashgen.language.symbols import is_int
 
 
-def _numerators(*exprs: sympy.Expr) -> int:
-    """The least common multiple of all numeric denominators in sums of terms."""
+def clearing_scale(*exprs: sympy.Expr) -> int | None:
+    """The least number that makes integer computations of all expressions.
+
+    None unless each is a sum of rational multiples of integer computations.
+    """
     scale = 1
     for expr in exprs:
         for term in sympy.Add.make_args(expr):
-            scale = sympy.ilcm(scale, term.as_coeff_Mul()[0].q)
-    return int(scale)
-
-
-def _is_rational_sum(expr: sympy.Expr) -> bool:
-    """True for a sum of rational multiples of integer computations."""
-    for term in sympy.Add.make_args(expr):
-        coefficient, rest = term.as_coeff_Mul()
-        if not (coefficient.is_Rational and is_int(rest)):
-            return False
-    return True
+            coefficient, rest = term.as_coeff_Mul()
+            if not (coefficient.is_Rational and is_int(rest)):
+                return None
+            scale = lcm(scale, int(coefficient.q))
+    return scale
 
 
 class FloorDiv(sympy.Function):  # type: ignore[misc]
@@ -60,8 +56,8 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
         if a == b:
             return sympy.S.One
         if not (is_int(a) and is_int(b)):
-            if _is_rational_sum(a) and _is_rational_sum(b):
-                scale = _numerators(a, b)
+            scale = clearing_scale(a, b)
+            if scale is not None:
                 return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale))
             if a.is_Rational and b.is_Rational:
                 return sympy.floor(a / b)
@@ -126,8 +122,8 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
         if a.is_zero or a == b:
             return sympy.S.Zero
         if not (is_int(a) and is_int(b)):
-            if _is_rational_sum(a) and _is_rational_sum(b):
-                scale = _numerators(a, b)
+            scale = clearing_scale(a, b)
+            if scale is not None:
                 return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)) / scale
             if a.is_Rational and b.is_Rational:
                 return a - b * sympy.floor(a / b)
@@ -244,7 +240,7 @@ class Floor(sympy.Function):  # type: ignore[misc]
             return x
         if x.is_Rational:
             return sympy.floor(x)
-        if _is_rational_sum(x):
+        if clearing_scale(x) is not None:
             return FloorDiv(x, 1)
         return None
 
@@ -315,8 +311,3 @@ class Select(sympy.Function):  # type: ignore[misc]
 
     def _eval_is_real(self) -> bool:
         return True
-
-
-def content(numbers: list[int]) -> int:
-    """Greatest common divisor of all ``numbers``; 0 for none."""
-    return reduce(gcd, numbers, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from flashgen.language import advice
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.language.traced import Capture, Traced, Value, as_expr
-from flashgen.language.user_source import SourceLines, is_library, lines_of, shown_path
+from flashgen.language.user_source import SourceLines, lines_of, shown_path, user_line_in
 
 Mod = Callable[..., object]
 
@@ -133,13 +132,10 @@ def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines
 
 
 def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
-    steps = traceback.walk_tb(error.__traceback__)
-    users = [(frame, line) for frame, line in steps if not is_library(frame)]
     where, way_out = str(lines), advice.LANGUAGE
-    if users:
-        frame, line = users[-1]
-        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
-        way_out = advice.for_call(frame.f_code.co_filename, line)
+    at = user_line_in(error)
+    if at is not None:
+        where, way_out = f"{shown_path(at[0])}:{at[1]}", advice.for_call(*at)
     if isinstance(error, NameError):
         way_out = "define the name, or use fg.Scalar(name) or fg.Tensor(name, dims) for an argument"
     return SpecError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 
-from flashgen import language
+from flashgen.language import Tensor
 from flashgen.language.spec import AttentionSpec
 
 
@@ -27,9 +27,7 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
     tensors = {
-        tensor.name: tensor
-        if tensor.grad == (tensor.name in names)
-        else language.Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        tensor.name: Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
         for tensor in spec.tensors
     }
     sink = None if spec.sink is None else tensors[spec.sink.name]
