@@ -17,7 +17,7 @@ from flashgen.flex.aten import run
 from flashgen.flex.mod_key import Key, ReachableValues
 from flashgen.flex.traced_array import Entry, TracedArray, condition, literal, number
 from flashgen.flex.tracer import DTYPES, CapturedTensor, TracedTensor, Tracer
-from flashgen.language import SourceLines, Traced, python_text
+from flashgen.language import Traced, python_text
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.capture_names import BUILT_IN_NAMES
 from flashgen.language.integer_limits import Limits, limits
@@ -25,7 +25,7 @@ from flashgen.language.pickled_mod import PickledMod
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import TracedMod
-from flashgen.language.user_source import code_of, lines_of, shown_path, user_line_in
+from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path, user_line_in
 from flashgen.ops import Attention, attention
 
 Mod = Callable[..., Any]

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import flashgen.language as fg
+from flashgen.dtypes import POSITION_LIMIT
 from flashgen.errors import SpecError
-from flashgen.flex.indexing import getitem
-from flashgen.flex.traced_array import Entry, Index, TracedArray, literal, single
+from flashgen.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
+from flashgen.flex.view_rules import getitem
 from flashgen.language import Scalar, Traced
 from flashgen.language.capture_names import check_name
 from flashgen.language.integer_limits import Limits, limits
@@ -205,7 +206,7 @@ class Tracer(TorchFunctionMode):
                 captured.append(self._captured(source, learned=False))
             return captured[0].at(indices)
 
-        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, _fixed(data.shape), data))
+        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, fixed(data.shape), data))
 
     def _source(self, tensor: torch.Tensor) -> CapturedTensor:
         if tensor.dtype not in DTYPES:
@@ -232,7 +233,7 @@ class Tracer(TorchFunctionMode):
             tuple(tensor.shape),
             tensor.dtype,
             at,
-            _fixed(tensor.shape) if source.constant else sizes,
+            fixed(tensor.shape) if source.constant else sizes,
             detached=(lambda: self._captured(source, learned=False)) if grad else None,
         )
 
@@ -293,7 +294,7 @@ class Tracer(TorchFunctionMode):
         raise SpecError(what, where=where, numbers=numbers, way_out=way_out) from None
 
 
-_EVERYWHERE = {fg.Q: (0, fg.POSITION_LIMIT), fg.K: (0, fg.POSITION_LIMIT)}
+_EVERYWHERE = {fg.Q: (0, POSITION_LIMIT), fg.K: (0, POSITION_LIMIT)}
 """In flex_attention positions count from 0."""
 
 
@@ -302,10 +303,6 @@ def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
     element = fg.Element(tensor.symbol, *map(as_expr, indices))
     expr = sympy.Ne(element, 0) if tensor.dtype == "bool" else element
     return Value(expr, captures_of(tensor, *indices))
-
-
-def _fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:
-    return tuple(functools.partial(int, length) for length in shape)
 
 
 def _name_of(func: Any) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 import sympy
 
+from flashgen.dtypes import POSITION_LIMIT
 from flashgen.errors import SpecError
-from flashgen.language import POSITION_LIMIT, B, Element, FloorDiv, H, K, Q, Tensor
+from flashgen.language import B, Element, FloorDiv, H, K, Q, Tensor
 from flashgen.language.function_identity import from_parts, identity_of, to_parts
 from flashgen.language.user_source import lines_of, user_location
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES

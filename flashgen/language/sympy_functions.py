@@ -41,6 +41,13 @@ def clearing_scale(*exprs: sympy.Expr) -> int | None:
     return scale
 
 
+class RealFunction(sympy.Function):  # type: ignore[misc]
+    """A function whose values are real for all arguments."""
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+
 class FloorDiv(sympy.Function):  # type: ignore[misc]
     """``floor(a / b)``. Undefined where b is 0."""
 
@@ -109,7 +116,7 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
 
-class FloorMod(sympy.Function):  # type: ignore[misc]
+class FloorMod(RealFunction):
     """``a - b * floor(a / b)``. Undefined where b is 0."""
 
     nargs = (2,)
@@ -156,9 +163,6 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args) else None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def _eval_is_nonnegative(self) -> Any:
         return True if self.args[1].is_nonnegative else None
 
@@ -166,10 +170,11 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
         return sympy.S.One if argindex == 1 else -FloorDiv(*self.args)
 
 
-class _Extremum(sympy.Function):  # type: ignore[misc]
+class _Extremum(RealFunction):
     """The common part of Minimum and Maximum: distinct, sorted arguments without nesting."""
 
     integer_closed = True
+    _least = True
 
     def __new__(cls, *args: object, **options: object) -> sympy.Expr:
         flat: list[sympy.Expr] = []
@@ -191,23 +196,17 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
         margin = winner - loser
         return bool(margin.is_nonpositive if cls._least else margin.is_nonnegative)
 
-    _least = True
-
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args) else None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def _eval_is_nonnegative(self) -> Any:
-        signs = [arg.is_nonnegative for arg in self.args]
-        decided = all(signs) if self._least else any(signs)
-        return True if decided else None
+        return self._decided([arg.is_nonnegative for arg in self.args])
 
     def _eval_is_positive(self) -> Any:
-        signs = [arg.is_positive for arg in self.args]
-        decided = all(signs) if self._least else any(signs)
-        return True if decided else None
+        return self._decided([arg.is_positive for arg in self.args])
+
+    def _decided(self, signs: list[bool | None]) -> bool | None:
+        return True if (all(signs) if self._least else any(signs)) else None
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         """1 where this argument alone is the extremum; 1/2 at a tie, as in torch's autograd."""
@@ -251,7 +250,7 @@ class Floor(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
 
-class Log2(sympy.Function):  # type: ignore[misc]
+class Log2(RealFunction):
     """Logarithm to base 2."""
 
     nargs = (1,)
@@ -264,9 +263,6 @@ class Log2(sympy.Function):  # type: ignore[misc]
             return sympy.Integer(int(x).bit_length() - 1)
         return None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         return 1 / (self.args[0] * sympy.log(2))
 
@@ -274,13 +270,10 @@ class Log2(sympy.Function):  # type: ignore[misc]
         return (sympy.log(self.args[0]) / sympy.log(2))._eval_evalf(prec)
 
 
-class Sigmoid(sympy.Function):  # type: ignore[misc]
+class Sigmoid(RealFunction):
     """1 / (1 + exp(-x))."""
 
     nargs = (1,)
-
-    def _eval_is_real(self) -> bool:
-        return True
 
     def _eval_is_positive(self) -> Any:
         return self.args[0].is_real
@@ -292,7 +285,7 @@ class Sigmoid(sympy.Function):  # type: ignore[misc]
         return (1 / (1 + sympy.exp(-self.args[0])))._eval_evalf(prec)
 
 
-class Select(sympy.Function):  # type: ignore[misc]
+class Select(RealFunction):
     """``a`` where the condition holds, else ``b``.
 
     Unlike a Piecewise, it never rewrites its condition, even one that compares other choices.
@@ -308,6 +301,3 @@ class Select(sympy.Function):  # type: ignore[misc]
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args[1:]) else None
-
-    def _eval_is_real(self) -> bool:
-        return True
