@@ -17,13 +17,13 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.traced_mods import DTYPES, CallSizes, TracedMods, read
+from flashgen.flex.traced_mods import CallSizes, TracedMods, read
+from flashgen.flex.tracer import DTYPES
+from flashgen.language.spec import HEAD_DIM_STEP
 
 __all__ = ["TracedMods", "flex_attention"]
 
 Tensor = torch.Tensor
-
-_HEAD_DIM_STEP = 8
 
 
 class _Returned(NamedTuple):
@@ -165,5 +165,5 @@ def _check_returned(returned: _Returned) -> None:
 
 def _padded(tensor: Tensor) -> Tensor:
     """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
-    missing = -tensor.shape[3] % _HEAD_DIM_STEP
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

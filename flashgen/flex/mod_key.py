@@ -74,8 +74,6 @@ class ReachableValues:
         if self._values > _MOST_VALUES:
             raise NoKey
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, name)
         if kind is float:
             return float, value.hex()
         if kind in (bool, int, complex) or isinstance(value, _ATOMS):
@@ -101,6 +99,10 @@ class ReachableValues:
         return self._compound(value, name)
 
     def _compound(self, value: Any, name: str) -> Key:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self.names.append(name)
+            return type(value), value.dtype, value.dim(), value.requires_grad
         if isinstance(value, dict):
             return type(value), *(
                 (self._value(k, ""), self._value(v, k if isinstance(k, str) else name))
@@ -122,16 +124,6 @@ class ReachableValues:
         if isinstance(value, staticmethod | classmethod):
             return "method", self._value(value.__func__, "")
         return self._object(value)
-
-    def _tensor(self, tensor: torch.Tensor, name: str) -> Key:
-        known = self._seen.get(id(tensor))
-        if known is not None:
-            return "again", known
-        self._seen[id(tensor)] = len(self._kept)
-        self._kept.append(tensor)
-        self.tensors.append(tensor)
-        self.names.append(name)
-        return type(tensor), tensor.dtype, tensor.dim(), tensor.requires_grad
 
     def _function(self, function: types.FunctionType) -> Key:
         code = function.__code__

@@ -32,7 +32,7 @@ Mod = Callable[..., object]
 BOUNDARIES = tuple(Tensor(name, ("boundaries",), "int32") for name in BOUNDARY_NAMES)
 """The tensors of a spec with packed sequences: the first row of each sequence, and the end."""
 
-_GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +331,7 @@ def as_name(text: str) -> str:
 def _name_of(*mods: Mod | None) -> str:
     for mod in mods:
         name = getattr(mod, "__name__", "")
-        if name and name not in _GENERIC_NAMES and _is_name(name):
+        if name and name not in GENERIC_NAMES and _is_name(name):
             return str(name)
     return "attention"
 
