@@ -30,19 +30,18 @@ OPERAND_DTYPES = ("float16", "bfloat16", "float32")
 """Dtypes of q, k, v and the output."""
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-INTEGER_DTYPES = ("int32", "int64", "int16", "int8", "uint8", "bool")
-TENSOR_DTYPES = (*FLOAT_DTYPES, *INTEGER_DTYPES)
-"""Dtypes of captured tensors."""
-
 ELEMENT_RANGES = {
-    "int64": (-(2**60), 2**60),
     "int32": (-(2**31), INT32_MAX),
+    "int64": (-(2**60), 2**60),
     "int16": (-(2**15), 2**15 - 1),
     "int8": (-(2**7), 2**7 - 1),
     "uint8": (0, 2**8 - 1),
     "bool": (0, 1),
 }
 """Minimum and maximum element of an integer captured tensor; the bounds of kernel arithmetic."""
+
+TENSOR_DTYPES = (*FLOAT_DTYPES, *ELEMENT_RANGES)
+"""Dtypes of captured tensors."""
 
 
 @dataclass(frozen=True)

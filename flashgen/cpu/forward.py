@@ -12,9 +12,8 @@ import math
 import torch
 
 from flashgen.cpu import sinks
-from flashgen.cpu.chunks import Workspace
+from flashgen.cpu.chunks import Workspace, sequences
 from flashgen.cpu.problem import ChunkScores, SequenceProblem, TileArguments, exp_
-from flashgen.cpu.sequences import sequences
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 

@@ -82,7 +82,7 @@ def flex_attention(
     Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
     Kernels", 2024.
     """
-    call = _undisturbed()
+    call = _disabled() if "torch._dynamo" in sys.modules else _attend
     returned = _Returned(return_lse, return_aux)
     return call(query, key, value, score_mod, block_mask, scale, enable_gqa, returned)
 
@@ -91,15 +91,9 @@ def flex_attention(
 flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _undisturbed() -> Callable[..., Any]:
-    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
-    if "torch._dynamo" not in sys.modules:
-        return _attend
-    return _disabled()
-
-
 @functools.cache
 def _disabled() -> Callable[..., Any]:
+    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
     return torch.compiler.disable(_attend)  # type: ignore[no-any-return,no-untyped-call]
 
 

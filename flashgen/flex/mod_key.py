@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashgen.language.user_source import nested_codes
+
 Key = Hashable
 
 _MOST_VALUES = 2000
@@ -204,24 +206,13 @@ def _is_library(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _globals_read(code: types.CodeType) -> tuple[str, ...]:
-    names = {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names.update(_globals_read(inner))
-    return tuple(sorted(names))
+    steps = (step for each in nested_codes(code) for step in dis.get_instructions(each))
+    return tuple(sorted({s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")}))
 
 
 @functools.lru_cache(maxsize=4096)
 def _attributes_read(code: types.CodeType) -> frozenset[str]:
-    names = set(code.co_names) | _OPERATORS
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names |= _attributes_read(inner)
-    return frozenset(names)
+    return _OPERATORS.union(*(each.co_names for each in nested_codes(code)))
 
 
 # Methods that Python calls implicitly.

@@ -20,10 +20,9 @@ from flashgen.language import SCORE, B, H, K, Q, Traced, python_text
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.capture_names import BUILT_IN_NAMES
 from flashgen.language.integer_limits import Limits, limits
-from flashgen.language.pickled_mod import PickledMod
 from flashgen.language.spec import GENERIC_NAMES, AttentionSpec
 from flashgen.language.traced import Capture
-from flashgen.language.tracing import TracedMod
+from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path, user_line_in
 from flashgen.ops import Attention, attention
 
@@ -225,9 +224,9 @@ def _read(
         name=_name_of(mask_mod, score_mod),
         tensors={name: captured for name, captured in tensors.items() if name in used},
         sizes={
-            name: (_captured(source, False), dim)
-            for name, (source, dim) in tracer.sizes.items()
-            if name in used
+            scalar.name: (_captured(source, False), dim)
+            for (source, dim), scalar in tracer.sizes.items()
+            if scalar.name in used
         },
         assumed=tuple(tracer.assumed),
         shapes=tuple(t.shape for t in reach.tensors) if tracer.rigid else None,

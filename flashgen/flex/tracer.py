@@ -110,7 +110,7 @@ class Tracer(TorchFunctionMode):
 
     Attributes:
         sources: the captured tensors in order of first use.
-        sizes: run-time scalars that hold lengths of captured tensors: source and dimension.
+        sizes: run-time scalars that hold lengths of captured tensors, by source and dimension.
         assumed: integer expressions whose sign the traced expressions rely on: they are not
             negative within `bounds`.
         rigid: whether the expressions depend on the lengths of captured tensors.
@@ -128,16 +128,14 @@ class Tracer(TorchFunctionMode):
         self.device = device
         self.run = run
         self.sources: list[CapturedTensor] = []
-        self.sizes: dict[str, tuple[CapturedTensor, int]] = {}
+        self.sizes: dict[tuple[CapturedTensor, int], Scalar] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
         self._bounds = bounds
         self._places = {id(tensor): place for place, tensor in enumerate(reach)}
         self._names = names
         self._known: dict[int, TracedTensor] = {}
-        self._scalars: dict[str, Scalar] = {}
         self._taken: set[str] = set()
-        self._parents: dict[int, CapturedTensor] = {}
 
     # The interface of TorchFunctionMode.
 
@@ -179,7 +177,9 @@ class Tracer(TorchFunctionMode):
         known = self._known.get(id(tensor))
         if known is None:
             source = self._source(tensor)
-            known = self._known[id(tensor)] = self.wrap(self._captured(source, learned=None))
+            known = self._known[id(tensor)] = self.wrap(
+                self._captured(source, tensor.requires_grad)
+            )
         return known
 
     def operand(self, tensor: torch.Tensor) -> TracedTensor:
@@ -203,7 +203,7 @@ class Tracer(TorchFunctionMode):
             if not captured:
                 source = CapturedTensor(data, self._free_name("table"), constant=True)
                 self.sources.append(source)
-                captured.append(self._captured(source, learned=False))
+                captured.append(self._captured(source, grad=False))
             return captured[0].at(indices)
 
         return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, fixed(data.shape), data))
@@ -221,9 +221,8 @@ class Tracer(TorchFunctionMode):
         self.sources.append(source)
         return source
 
-    def _captured(self, source: CapturedTensor, learned: bool | None) -> TracedArray:
+    def _captured(self, source: CapturedTensor, grad: bool) -> TracedArray:
         tensor = source.tensor
-        grad = tensor.requires_grad if learned is None else learned
 
         def at(indices: tuple[Index, ...]) -> Entry:
             return Entry(_element(self._tensor(source, grad), indices))
@@ -234,7 +233,7 @@ class Tracer(TorchFunctionMode):
             tensor.dtype,
             at,
             fixed(tensor.shape) if source.constant else sizes,
-            detached=(lambda: self._captured(source, learned=False)) if grad else None,
+            detached=(lambda: self._captured(source, grad=False)) if grad else None,
         )
 
     def _tensor(self, source: CapturedTensor, grad: bool) -> fg.Tensor:
@@ -245,13 +244,10 @@ class Tracer(TorchFunctionMode):
         return source.known[grad]
 
     def _size(self, source: CapturedTensor, dim: int) -> Scalar:
-        for name, known in self.sizes.items():
-            if known == (source, dim):
-                return self._scalars[name]
-        name = self._free_name(f"{source.name}_size_{dim}")
-        self.sizes[name] = source, dim
-        self._scalars[name] = Scalar(name, "int32", minimum=1)
-        return self._scalars[name]
+        if (source, dim) not in self.sizes:
+            name = self._free_name(f"{source.name}_size_{dim}")
+            self.sizes[source, dim] = Scalar(name, "int32", minimum=1)
+        return self.sizes[source, dim]
 
     def _free_name(self, wanted: str) -> str:
         """A unique name that a captured tensor may have."""

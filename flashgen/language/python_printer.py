@@ -97,16 +97,12 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         name = self._print(expr.tensor)
         return f"{name}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else name
 
-    def _extreme(self, expr: Any, name: str) -> str:
+    def _extreme(self, expr: Any) -> str:
         indices = list(map(self._print, expr.others))
         lo, hi = map(self._print, expr.ends)
         indices.insert(expr.axis, f"{lo}..{hi}")
+        name = {"Least": "min", "Greatest": "max"}[expr.func.__name__]
         return f"{name}({self._print(expr.tensor)}[{', '.join(indices)}])"
 
-    def _print_Least(self, expr: Any) -> str:
-        return self._extreme(expr, "min")
-
-    def _print_Greatest(self, expr: Any) -> str:
-        return self._extreme(expr, "max")
-
+    _print_Least = _print_Greatest = _extreme
     _print_Abs = _print_Function

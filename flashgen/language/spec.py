@@ -16,10 +16,9 @@ from flashgen.language import SCORE, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
-from flashgen.language.pickled_mod import PickledMod
 from flashgen.language.tensor import sink_of
 from flashgen.language.traced import Capture
-from flashgen.language.tracing import TracedMod
+from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, user_location
 from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.signature import LAYOUT_NAMES

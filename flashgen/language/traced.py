@@ -242,16 +242,15 @@ def combine(operator: str, left: object, right: object) -> Traced:
     return made(combined(operator, as_expr(left), as_expr(right)), left, right)
 
 
-def _number(name: str, value: object) -> sympy.Expr:
-    expr = as_expr(value)
-    if is_condition(expr):
-        refuse(
-            f"fg.{name} is for numbers, this is a condition",
-            numbers=f"operand {python_text(expr)}",
-            way_out="fg.where(condition, 1, 0) to make a number of a condition",
-        )
-    return expr
-
-
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
-    return made(function(*(_number(name, value) for value in values)), *values)
+    """``function`` of numbers, which messages call fg.``name``."""
+    exprs = []
+    for expr in map(as_expr, values):
+        if is_condition(expr):
+            refuse(
+                f"fg.{name} is for numbers, this is a condition",
+                numbers=f"operand {python_text(expr)}",
+                way_out="fg.where(condition, 1, 0) to make a number of a condition",
+            )
+        exprs.append(expr)
+    return made(function(*exprs), *values)

@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -111,6 +111,14 @@ def code_of(function: Callable[..., object]) -> CodeType | None:
                 return None
             function = inner
     return None
+
+
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of the functions defined in it, at any depth."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from nested_codes(inner)
 
 
 def lines_of(function: Callable[..., object], fallback: str) -> SourceLines:
