@@ -39,14 +39,8 @@ class BlockMaskLayout:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    mask_mod: Any
-    sizes: tuple[int, ...]
-    blocks: BlockMaskLayout | None
-
-
-_comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
+_comparisons: weakref.WeakKeyDictionary[Any, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""The results for each BlockMask: mask_mod, sizes of the call, and the layout or None."""
 
 
 def layout_beside_mask(
@@ -72,11 +66,11 @@ def layout_beside_mask(
     if block_mask is None or tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
         return None
     known = _comparisons.setdefault(block_mask, [])
-    for comparison in known:
-        if comparison.mask_mod is block_mask.mask_mod and comparison.sizes == sizes:
-            return comparison.blocks
+    for mask_mod, of_sizes, blocks in known:
+        if mask_mod is block_mask.mask_mod and of_sizes == sizes:
+            return blocks  # type: ignore[no-any-return]
     found = _found(block_mask, mask, captured, sizes)
-    known.append(_Comparison(block_mask.mask_mod, sizes, found))
+    known.append((block_mask.mask_mod, sizes, found))
     return found
 
 

@@ -253,27 +253,22 @@ def _traced(tracer: Tracer, role: str, mod: Mod | None) -> Entry | None:
     except Exception as error:
         raise _wrapped(error, role, mod) from error
     array = _array_of(tracer, returned)
-    wrong = None
+    is_mask, wrong = role == "mask_mod", ""
     if array is None:
         wrong = f"returned a {type(returned).__name__}"
     elif array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
-    elif role == "mask_mod" and array.dtype != torch.bool:
-        wrong = f"returned a number, {array.dtype}"
-    elif role == "score_mod" and array.dtype == torch.bool:
-        wrong = "returned a condition, torch.bool"
-    if wrong is not None or array is None:
+    elif is_mask != (array.dtype == torch.bool):
+        wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
+    if wrong or array is None:
+        example = "q_idx >= kv_idx" if is_mask else "score + bias[h, kv_idx]"
         raise SpecError(
-            f"{role} must return one {_KINDS[role]}",
+            f"{role} must return one {'condition' if is_mask else 'number'}",
             where=str(_lines_of(mod, "")),
-            numbers=wrong or "",
-            way_out=f"a tensor without dimensions, as in return {_EXAMPLES[role]}",
+            numbers=wrong,
+            way_out=f"a tensor without dimensions, as in return {example}",
         )
     return array.entry
-
-
-_KINDS = {"mask_mod": "condition", "score_mod": "number"}
-_EXAMPLES = {"mask_mod": "q_idx >= kv_idx", "score_mod": "score + bias[h, kv_idx]"}
 
 
 def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import flashgen.language as fg
-from flashgen.dtypes import POSITION_LIMIT
+from flashgen.dtypes import POSITION_LIMIT, TENSOR_DTYPES
 from flashgen.errors import SpecError
 from flashgen.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
 from flashgen.flex.view_rules import getitem
@@ -31,18 +31,8 @@ from flashgen.language.traced import Value, as_expr, captures_of
 from flashgen.language.user_source import LIBRARIES, user_location
 from flashgen.signature import LAYOUT_NAMES
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float32",  # cast at each call: kernels compute in float32
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
+DTYPES = {getattr(torch, name): name for name in TENSOR_DTYPES}
+DTYPES[torch.float64] = "float32"  # cast at each call: kernels compute in float32
 
 _SHAPE_READERS = ("shape", "size", "__len__", "numel", "nelement", "sym_size", "nbytes", "stride")
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")

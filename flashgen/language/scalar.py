@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import sympy
 
 from flashgen.dtypes import SCALAR_DTYPES, SCALAR_LIMIT
@@ -40,10 +42,10 @@ class Scalar(Capture):
         return f"Scalar({self.name!r}, {self.dtype!r}{bound})"
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash((self.name, self.dtype, self.minimum))
+        return hash(self.key)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.name, self.dtype, self.minimum)
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
     @property
     def key(self) -> tuple[str, str, float | None]:
@@ -66,20 +68,12 @@ class Size(Scalar):
         self.minimum = minimum
         Traced.__init__(self, symbol, (self,))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _size, (self.name,)
+    def __reduce__(self) -> str:
+        return self.name  # of the global variable
 
     @property
     def is_size(self) -> bool:
         return True
-
-
-def _rebuild(name: str, dtype: str, minimum: float | None) -> Scalar:
-    return Scalar(name, dtype, minimum=minimum)
-
-
-def _size(name: str) -> Size:
-    return next(size for size in (batch, heads, seq_q, seq_k) if size.name == name)
 
 
 def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:
