@@ -69,26 +69,27 @@ class ScalarDtype:
     stored: Callable[[Number], Number]
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's bools
+def is_bool(value: object) -> bool:
+    """True for Python's and NumPy's bools."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 def _to_int32(value: object) -> int | None:
-    if _is_bool(value) or not hasattr(value, "__index__"):
+    if is_bool(value) or not hasattr(value, "__index__"):
         return None
     number = operator.index(value)
     return number if abs(number) <= SCALAR_LIMIT else None
 
 
 def _to_float32(value: object) -> float | None:
-    if _is_bool(value) or not hasattr(value, "__float__"):
+    if is_bool(value) or not hasattr(value, "__float__"):
         return None
     number = float(value)
     return number if abs(number) <= FLOAT32_MAX else None
 
 
 def _to_bool(value: object) -> bool | None:
-    return bool(value) if _is_bool(value) else None
+    return bool(value) if is_bool(value) else None
 
 
 def _parsed(text: str, kind: Callable[[str], Number]) -> Number | None:

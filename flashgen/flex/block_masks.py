@@ -39,8 +39,10 @@ class BlockMaskLayout:
     layout: Layout
 
 
-_comparisons: weakref.WeakKeyDictionary[Any, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""The results for each BlockMask: mask_mod, sizes of the call, and the layout or None."""
+_Comparison = tuple[Any, tuple[int, ...], BlockMaskLayout | None]
+"""A mask_mod and the sizes of a call, with their layout."""
+
+_comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
 
 
 def layout_beside_mask(
@@ -68,7 +70,7 @@ def layout_beside_mask(
     known = _comparisons.setdefault(block_mask, [])
     for mask_mod, of_sizes, blocks in known:
         if mask_mod is block_mask.mask_mod and of_sizes == sizes:
-            return blocks  # type: ignore[no-any-return]
+            return blocks
     found = _found(block_mask, mask, captured, sizes)
     known.append((block_mask.mask_mod, sizes, found))
     return found

@@ -15,13 +15,12 @@ from typing import Any
 import sympy
 import torch
 
-from flashgen.dtypes import FLOAT32_MAX
+from flashgen.dtypes import FLOAT32_MAX, Number
 from flashgen.language import Traced
 from flashgen.language.mod_functions import where
 from flashgen.language.traced import Value, as_expr
 
 Index = Traced | int
-Number = bool | int | float
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Result:
         at: Callable[[tuple[Index, ...]], Entry],
         sizes: Sequence[Callable[[], Index]] | None = None,
     ) -> TracedArray:
-        """An array of the first shape; its own lengths are those of each call without ``sizes``."""
+        """An array of the first shape; without ``sizes`` its lengths are the same in all calls."""
         shape = self.shapes[0]
         if not shape:
             return single(at(()), self.dtype)
@@ -108,7 +107,7 @@ class Result:
         return x.value
 
     def number(self, name: str, x: Entry) -> Traced:
-        """The same as a number."""
+        """The same value as a number."""
         return number(self.finite(name, x))
 
 

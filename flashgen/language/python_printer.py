@@ -10,14 +10,15 @@ from sympy.printing.str import StrPrinter
 
 from flashgen.language.symbols import SCORE
 
-_OPERATORS = {
-    "Equality": "==",
-    "Unequality": "!=",
-    "LessThan": "<=",
-    "StrictLessThan": "<",
-    "GreaterThan": ">=",
-    "StrictGreaterThan": ">",
+SIGNS = {
+    sympy.StrictLessThan: "<",
+    sympy.LessThan: "<=",
+    sympy.StrictGreaterThan: ">",
+    sympy.GreaterThan: ">=",
+    sympy.Equality: "==",
+    sympy.Unequality: "!=",
 }
+"""The sign of each relation, in Python and in C++."""
 
 
 def python_text(expr: sympy.Basic) -> str:
@@ -66,7 +67,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         return self._divided(expr, "%")
 
     def _print_Relational(self, expr: Any) -> str:
-        sign = _OPERATORS[type(expr).__name__]
+        sign = SIGNS[type(expr)]
         return f"{self._print(expr.lhs)} {sign} {self._print(expr.rhs)}"
 
     def _print_And(self, expr: Any) -> str:

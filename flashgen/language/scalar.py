@@ -28,6 +28,8 @@ class Scalar(Capture):
     """
 
     __slots__ = ("minimum",)
+    is_size = False
+    """True for the sizes of the call: fg.batch, fg.heads, fg.seq_q, fg.seq_k."""
 
     def __init__(self, name: str, dtype: str = "int32", *, minimum: float | None = None) -> None:
         check_name("Scalar", name)
@@ -51,16 +53,12 @@ class Scalar(Capture):
     def key(self) -> tuple[str, str, float | None]:
         return self.name, self.dtype, self.minimum
 
-    @property
-    def is_size(self) -> bool:
-        """True for the sizes of the call: fg.batch, fg.heads, fg.seq_q, fg.seq_k."""
-        return False
-
 
 class Size(Scalar):
     """A size of the call, which follows from the shapes of the operands."""
 
     __slots__ = ()
+    is_size = True
 
     def __init__(self, symbol: sympy.Symbol, minimum: int) -> None:
         self.name = symbol.name
@@ -70,10 +68,6 @@ class Size(Scalar):
 
     def __reduce__(self) -> str:
         return self.name  # of the global variable
-
-    @property
-    def is_size(self) -> bool:
-        return True
 
 
 def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:

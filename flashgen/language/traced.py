@@ -15,7 +15,7 @@ from typing import NoReturn, Union
 
 import sympy
 
-from flashgen.dtypes import FLOAT32_MAX
+from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.operators import absolute_value, combined
 from flashgen.language.python_printer import python_text
@@ -188,7 +188,7 @@ def as_expr(value: object) -> sympy.Basic:
     """
     if isinstance(value, Traced):
         return value.expr
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+    if is_bool(value):
         return sympy.true if value else sympy.false
     if isinstance(value, numbers.Integral):
         return sympy.Integer(int(value))

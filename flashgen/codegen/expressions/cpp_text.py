@@ -16,15 +16,6 @@ ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 
 
 Text = tuple[str, int]
 
-SIGNS = {
-    sympy.StrictLessThan: "<",
-    sympy.LessThan: "<=",
-    sympy.StrictGreaterThan: ">",
-    sympy.GreaterThan: ">=",
-    sympy.Equality: "==",
-    sympy.Unequality: "!=",
-}
-
 HELPERS = frozenset(
     (
         *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
