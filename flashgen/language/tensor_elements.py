@@ -111,7 +111,5 @@ class Greatest(Extreme):
 
 def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
     """Every element that expressions read, those in indices included, in a fixed order."""
-    found: set[Element] = set()
-    for expr in exprs:
-        found |= expr.atoms(Element)
+    found = {element for expr in exprs for element in expr.atoms(Element)}
     return tuple(sorted(found, key=sympy.default_sort_key))

@@ -215,13 +215,8 @@ def _literal(value: float) -> sympy.Expr:
 
 def captures_of(*values: object) -> tuple[Capture, ...]:
     """The captures of all operands, each once, in order of first use."""
-    found: list[Capture] = []
-    for value in values:
-        if isinstance(value, Traced):
-            for capture in value.captures:
-                if not any(capture is other for other in found):
-                    found.append(capture)
-    return tuple(found)
+    traced = [value for value in values if isinstance(value, Traced)]
+    return tuple({id(c): c for value in traced for c in value.captures}.values())
 
 
 def made(expr: sympy.Basic, *operands: object) -> Traced:
