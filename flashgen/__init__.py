@@ -37,30 +37,26 @@ if TYPE_CHECKING:
         SpecError,
     )
     from flashgen.flex import flex_attention
-    from flashgen.language import (
-        Scalar,
-        Tensor,
-        batch,
+    from flashgen.language.block_layout import BlockSparse
+    from flashgen.language.mod_functions import absolute as abs
+    from flashgen.language.mod_functions import (
         cos,
         exp,
         floor,
-        heads,
         log,
         log2,
         maximum,
         minimum,
-        seq_k,
-        seq_q,
         sigmoid,
         sin,
         sqrt,
         tanh,
         where,
     )
-    from flashgen.language import absolute as abs
-    from flashgen.language.block_layout import BlockSparse
+    from flashgen.language.scalar import Scalar, batch, heads, seq_k, seq_q
     from flashgen.language.spec import AttentionSpec
     from flashgen.language.spec_file import load
+    from flashgen.language.tensor import Tensor
     from flashgen.ops import Layout, attention
     from flashgen.pipeline import build, emit
     from flashgen.planner import plan
@@ -107,26 +103,32 @@ __all__ = [
     "where",
 ]
 
-# Where a name is defined, as module or module:name; all others are in language.
+# Where a name is defined, as module or module:name; all others are functions for mods.
 _HOME = {
     "AttentionSpec": "language.spec",
     "BlockSparse": "language.block_layout",
     "Layout": "ops",
-    "abs": "language:absolute",
+    "Scalar": "language.scalar",
+    "Tensor": "language.tensor",
+    "abs": "language.mod_functions:absolute",
     "attention": "ops",
+    "batch": "language.scalar",
     "build": "pipeline",
     "debug": "config",
     "emit": "pipeline",
     "flex_attention": "flex",
+    "heads": "language.scalar",
     "load": "language.spec_file",
     "plan": "planner",
+    "seq_k": "language.scalar",
+    "seq_q": "language.scalar",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
-    home = _HOME.get(name, "errors" if name.endswith("Error") else "language")
+    home = _HOME.get(name, "errors" if name.endswith("Error") else "language.mod_functions")
     module, _, attribute = home.partition(":")
     value = getattr(importlib.import_module(f"flashgen.{module}"), attribute or name)
     globals()[name] = value

@@ -10,6 +10,7 @@ import operator
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 Number = int | float | bool
 
@@ -29,19 +30,18 @@ OPERAND_DTYPES = ("float16", "bfloat16", "float32")
 """Dtypes of q, k, v and the output."""
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-INTEGER_DTYPES = ("int32", "int64", "int16", "int8", "uint8", "bool")
-TENSOR_DTYPES = (*FLOAT_DTYPES, *INTEGER_DTYPES)
-"""Dtypes of captured tensors."""
-
 ELEMENT_RANGES = {
-    "int64": (-(2**60), 2**60),
     "int32": (-(2**31), INT32_MAX),
+    "int64": (-(2**60), 2**60),
     "int16": (-(2**15), 2**15 - 1),
     "int8": (-(2**7), 2**7 - 1),
     "uint8": (0, 2**8 - 1),
     "bool": (0, 1),
 }
 """Minimum and maximum element of an integer captured tensor; the bounds of kernel arithmetic."""
+
+TENSOR_DTYPES = (*FLOAT_DTYPES, *ELEMENT_RANGES)
+"""Dtypes of captured tensors."""
 
 
 @dataclass(frozen=True)
@@ -69,38 +69,32 @@ class ScalarDtype:
     stored: Callable[[Number], Number]
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's bools
+def is_bool(value: object) -> bool:
+    """True for Python's and NumPy's bools."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 def _to_int32(value: object) -> int | None:
-    if _is_bool(value) or not hasattr(value, "__index__"):
+    if is_bool(value) or not hasattr(value, "__index__"):
         return None
     number = operator.index(value)
     return number if abs(number) <= SCALAR_LIMIT else None
 
 
 def _to_float32(value: object) -> float | None:
-    if _is_bool(value) or not hasattr(value, "__float__"):
+    if is_bool(value) or not hasattr(value, "__float__"):
         return None
     number = float(value)
     return number if abs(number) <= FLOAT32_MAX else None
 
 
 def _to_bool(value: object) -> bool | None:
-    return bool(value) if _is_bool(value) else None
+    return bool(value) if is_bool(value) else None
 
 
-def _parse_int(text: str) -> int | None:
+def _parsed(text: str, kind: Callable[[str], Number]) -> Number | None:
     try:
-        return int(text)
-    except ValueError:
-        return None
-
-
-def _parse_float(text: str) -> float | None:
-    try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return None
 
@@ -122,7 +116,7 @@ SCALAR_DTYPES = {
         accepted=f"a whole number within +-{SCALAR_LIMIT:,}",
         example="64",
         convert=_to_int32,
-        parse=_parse_int,
+        parse=partial(_parsed, kind=int),
         stored=int,
     ),
     "float32": ScalarDtype(
@@ -132,7 +126,7 @@ SCALAR_DTYPES = {
         accepted=f"a finite number within float32's +-{FLOAT32_MAX:.3g}",
         example="0.5",
         convert=_to_float32,
-        parse=_parse_float,
+        parse=partial(_parsed, kind=float),
         stored=_rounded,
     ),
     "bool": ScalarDtype(

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class FlashgenError(Exception):
     """The base class of all errors that flashgen raises.
@@ -43,13 +45,8 @@ class FlashgenError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled with positional arguments only.
-        return (_rebuild, (type(self), self.what, self.where, self.numbers, self.way_out))
-
-
-def _rebuild(
-    kind: type[FlashgenError], what: str, where: str, numbers: str, way_out: str
-) -> FlashgenError:
-    return kind(what, where=where, numbers=numbers, way_out=way_out)
+        parts = {"where": self.where, "numbers": self.numbers, "way_out": self.way_out}
+        return partial(type(self), self.what, **parts), ()
 
 
 class SpecError(FlashgenError):

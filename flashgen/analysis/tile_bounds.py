@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
-
-from flashgen.language.sympy_functions import content
 
 End: TypeAlias = sympy.Expr | None
 Form: TypeAlias = tuple[tuple[sympy.Expr, int], ...]
@@ -65,5 +64,5 @@ def normal_form(atoms: Mapping[sympy.Expr, sympy.Expr]) -> tuple[Form, int] | No
     if not atoms or not all(weight.is_Integer for weight in atoms.values()):
         return None
     weights = [int(weight) for weight in atoms.values()]
-    factor = content(weights) * (1 if weights[0] > 0 else -1)
+    factor = math.gcd(*weights) * (1 if weights[0] > 0 else -1)
     return tuple((atom, int(weight) // factor) for atom, weight in atoms.items()), factor

@@ -23,6 +23,7 @@ from flashgen.codegen.text import COLUMNS, comment, comments, function_text, wra
 from flashgen.language import python_text
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.language.tensor import MOST_DIMS
+from flashgen.language.user_source import SourceLines
 
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
@@ -346,7 +347,7 @@ class SpecFunctions:
         needs = [condition, TILE] if ends else [condition]
         return self._function(name, "bool", comment(why), needs, body)
 
-    def _source(self, lines: fx.SourceLines | None) -> list[str]:
+    def _source(self, lines: SourceLines | None) -> list[str]:
         if lines is None:
             return []
         return comments(

@@ -14,10 +14,9 @@ import torch
 
 from flashgen.call import OutputGradients
 from flashgen.cpu import sinks
-from flashgen.cpu.chunks import Workspace
+from flashgen.cpu.chunks import Workspace, sequences
 from flashgen.cpu.elements import add_at
 from flashgen.cpu.problem import ChunkScores, Modified, SequenceProblem, TileArguments, exp_
-from flashgen.cpu.sequences import sequences
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 

@@ -1,18 +1,20 @@
-"""Chunks: (batch, head) pairs that are computed together, and the order of their rows.
+"""What is computed together: the rows of a call or of a packed sequence, and chunks of pairs.
 
-All pairs of a chunk share each torch call. Its operands are matrices [pairs of a batch entry and
-a kv head, rows, columns]. The query heads of one group alternate row by row: row q * group + g is
-position q of query head h_kv * group + g. Thus a tile of consecutive positions is a slice, K and V
-are never repeated, and products over rows sum over the group.
+A chunk consists of (batch, head) pairs, which share each torch call. Its operands are matrices
+[pairs of a batch entry and a kv head, rows, columns]. The query heads of one group alternate row by
+row: row q * group + g is position q of query head h_kv * group + g. Thus a tile of consecutive
+positions is a slice, K and V are never repeated, and products over rows sum over the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from flashgen.language.spec import BOUNDARIES, AttentionSpec
 
 Tensor = torch.Tensor
 
@@ -25,6 +27,43 @@ MOST_ELEMENTS = 1 << 21
 def budget() -> int:
     """The largest number of scores in a tile of a chunk; the workspace is a few such tensors."""
     return min(ELEMENTS * torch.get_num_threads(), MOST_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """A range of rows of the operands.
+
+    Attributes:
+        place: the number of the sequence and the number of sequences; None without packing.
+        queries, keys: ranges of rows in q and in k.
+    """
+
+    place: tuple[int, int] | None
+    queries: slice
+    keys: slice
+
+    def of_queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views of the rows of tensors [batch, heads_q, seq_q, ...]."""
+        return tuple(tensor[:, :, self.queries] for tensor in tensors)
+
+    def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views of the rows of tensors [batch, heads_kv, seq_k, ...]."""
+        return tuple(tensor[:, :, self.keys] for tensor in tensors)
+
+
+def sequences(
+    spec: AttentionSpec, q: Tensor, k: Tensor, tensors: Mapping[str, Tensor]
+) -> Iterator[SequenceRows]:
+    """All sequences, in order; rows beyond the last boundary belong to no sequence."""
+    if not spec.packed:
+        yield SequenceRows(None, slice(0, q.shape[2]), slice(0, k.shape[2]))
+        return
+    ends_q, ends_k = (tensors[boundary.name].tolist() for boundary in BOUNDARIES)
+    count = len(ends_q) - 1
+    for i in range(count):
+        yield SequenceRows(
+            (i, count), slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        )
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ on P as in Algorithm 2, and not on the normaliser.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from flashgen.cpu import sinks
-from flashgen.cpu.chunks import Workspace
+from flashgen.cpu.chunks import Workspace, sequences
 from flashgen.cpu.problem import ChunkScores, SequenceProblem, TileArguments, exp_
-from flashgen.cpu.sequences import sequences
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -91,33 +89,26 @@ def _chunk(
     group = problem.sizes.group
     for start, stop in problem.queries.tiles():
         rows = slice(start * group, stop * group)
-        inputs = _QueryTile(slice(start, stop), q[:, rows], k, v)
-        _query_tile(scores, work, inputs, o[:, rows], statistics[:, rows])
+        results = o[:, rows], statistics[:, rows]
+        _query_tile(scores, work, slice(start, stop), (q[:, rows], k, v), results)
     chunk.to_queries(out, o)
     chunk.to_queries(lse[..., None], statistics)
 
 
-@dataclass(frozen=True)
-class _QueryTile:
-    """A tile of query rows, and all keys.
-
-    Attributes:
-        rows: query positions of the tile.
-        q: [pairs, rows * group, head_dim], the queries at these positions.
-        k, v: [pairs, seq_k, head_dim] and [pairs, seq_k, head_dim_v].
-    """
-
-    rows: slice
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 def _query_tile(
-    of: ChunkScores, work: Workspace, tile: _QueryTile, out: Tensor, lse: Tensor
+    of: ChunkScores,
+    work: Workspace,
+    rows: slice,
+    operands: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
 ) -> None:
-    """Writes O and LSE of one tile of query rows to its rows ``out`` and ``lse``."""
-    problem, rows, q, v = of.problem, tile.rows, tile.q, tile.v
+    """Writes O and LSE of the query positions ``rows``.
+
+    Args:
+        operands: q of these positions, [pairs, rows * group, head_dim]; k and v, [pairs, seq_k, x].
+        results: rows of O and of LSE.
+    """
+    problem, (q, k, v), (out, lse) = of.problem, operands, results
     lowest = torch.finfo(problem.real).min
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
@@ -125,7 +116,7 @@ def _query_tile(
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
         bits = None if run.full else of.mask_bits(rows, keys)
-        scores = _scores(of, work, p, tile, keys, bits)
+        scores = _scores(of, work, p, rows, keys, (q, k[:, keys]), bits)
 
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
         tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
@@ -167,17 +158,18 @@ def _scores(
     of: ChunkScores,
     work: Workspace,
     p: Tensor,
-    tile: _QueryTile,
+    rows: slice,
     keys: slice,
+    operands: tuple[Tensor, Tensor],
     bits: Tensor | None,
 ) -> Tensor:
     """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or the score function's result."""
     problem = of.problem
     scores = p
     if not problem.programs.ignores_score:
-        problem.multiply(work, p, tile.q, tile.k[:, keys])
+        problem.multiply(work, p, *operands)
     if problem.programs.score is not None:
-        scores = of.score(of.grouped(p), tile.rows, keys)
+        scores = of.score(of.grouped(p), rows, keys)
         if bool(scores.amin() <= LOWEST_SCORE):
             scores = scores.masked_fill(scores <= LOWEST_SCORE, -math.inf)
     if bits is None:

@@ -192,7 +192,7 @@ class _Compiler:
         if not divisor.is_Integer and not divisor.is_positive:
             # A division by 0 must not raise an error where another branch is chosen.
             by = self._step(_or_one, by)
-        return self._step(_floor_divide if quotient else torch.remainder, dividend, by)
+        return self._step(torch.floor_divide if quotient else torch.remainder, dividend, by)
 
     # Reals.
 
@@ -200,7 +200,7 @@ class _Compiler:
         if expr.is_number and not is_condition(expr):
             return self._constant(_number(expr), self.dtype)
         if is_int(expr) and fits(expr):
-            return self._step(partial(_converted, self.dtype), self.integer(expr))
+            return self._step(partial(Tensor.to, dtype=self.dtype), self.integer(expr))
         if isinstance(expr, sympy.Symbol):
             return self._symbol(expr)
         if isinstance(expr, Element):
@@ -214,7 +214,7 @@ class _Compiler:
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
         if isinstance(expr, FloorDiv):
-            return self._step(_floor_divide, *map(self.real, expr.args))
+            return self._step(torch.floor_divide, *map(self.real, expr.args))
         if isinstance(expr, FloorMod):
             return self._step(torch.remainder, *map(self.real, expr.args))
         function = _REAL_FUNCTIONS.get(expr.func)
@@ -285,7 +285,7 @@ class _Compiler:
         raise _unknown(expr)
 
     def _power(self, base: int, exponent: sympy.Integer) -> int:
-        return self._step(partial(_to_the, int(exponent)), base)
+        return self._step(partial(torch.pow, exponent=int(exponent)), base)
 
     def _choice(self, expr: sympy.Piecewise, kind: Callable[[sympy.Expr], int]) -> int:
         *branches, (last, otherwise) = expr.args
@@ -297,21 +297,8 @@ class _Compiler:
         return chosen
 
 
-def _converted(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype)
-
-
-def _to_the(exponent: int, x: Tensor) -> Tensor:
-    return x.pow(exponent)
-
-
 def _or_one(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1, x)
-
-
-def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
-    quotient: Tensor = torch.div(a, b, rounding_mode="floor")
-    return quotient
 
 
 def _number(expr: sympy.Expr) -> float:

@@ -21,7 +21,6 @@ from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.errors import PlanError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
-from flashgen.language.block_layout import BlockSparse
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan, plan_backward
 from flashgen.signature import LAYOUT, LAYOUT_LISTS
@@ -144,6 +143,7 @@ class SequenceProblem:
         self.exact = self.real if self.narrow else torch.float64
         self.programs = programs_of(spec, self.real)
         first, self._entries = sequence or (0, q.shape[0])
+        self.sparse = spec.block_sparse
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
         planned = tiles_of(spec, backward=backward)
@@ -161,7 +161,7 @@ class SequenceProblem:
 
     def _live_blocks(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Bool [batch or 1, heads or 1, rows, columns], where the spec has a block layout."""
-        sparse = self._spec.block_sparse
+        sparse = self.sparse
         if sparse is None:
             return None
         live = tensors.get(LAYOUT)
@@ -173,10 +173,6 @@ class SequenceProblem:
             live = live.view(shape)
         self.tensors[LAYOUT_TENSORS[0].symbol] = live
         return live
-
-    @property
-    def sparse(self) -> BlockSparse | None:
-        return self._spec.block_sparse
 
     @property
     def learned_sink(self) -> int | None:

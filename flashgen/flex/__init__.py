@@ -17,13 +17,13 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.traced_mods import DTYPES, CallSizes, TracedMods, read
+from flashgen.flex.traced_mods import CallSizes, TracedMods, read
+from flashgen.flex.tracer import DTYPES
+from flashgen.language.spec import HEAD_DIM_STEP
 
 __all__ = ["TracedMods", "flex_attention"]
 
 Tensor = torch.Tensor
-
-_HEAD_DIM_STEP = 8
 
 
 class _Returned(NamedTuple):
@@ -82,7 +82,7 @@ def flex_attention(
     Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
     Kernels", 2024.
     """
-    call = _undisturbed()
+    call = _disabled() if "torch._dynamo" in sys.modules else _attend
     returned = _Returned(return_lse, return_aux)
     return call(query, key, value, score_mod, block_mask, scale, enable_gqa, returned)
 
@@ -91,15 +91,9 @@ def flex_attention(
 flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _undisturbed() -> Callable[..., Any]:
-    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
-    if "torch._dynamo" not in sys.modules:
-        return _attend
-    return _disabled()
-
-
 @functools.cache
 def _disabled() -> Callable[..., Any]:
+    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
     return torch.compiler.disable(_attend)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -165,5 +159,5 @@ def _check_returned(returned: _Returned) -> None:
 
 def _padded(tensor: Tensor) -> Tensor:
     """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
-    missing = -tensor.shape[3] % _HEAD_DIM_STEP
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

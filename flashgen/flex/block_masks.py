@@ -39,12 +39,8 @@ class BlockMaskLayout:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    mask_mod: Any
-    sizes: tuple[int, ...]
-    blocks: BlockMaskLayout | None
-
+_Comparison = tuple[Any, tuple[int, ...], BlockMaskLayout | None]
+"""A mask_mod and the sizes of a call, with their layout."""
 
 _comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
 
@@ -72,11 +68,11 @@ def layout_beside_mask(
     if block_mask is None or tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
         return None
     known = _comparisons.setdefault(block_mask, [])
-    for comparison in known:
-        if comparison.mask_mod is block_mask.mask_mod and comparison.sizes == sizes:
-            return comparison.blocks
+    for mask_mod, of_sizes, blocks in known:
+        if mask_mod is block_mask.mask_mod and of_sizes == sizes:
+            return blocks
     found = _found(block_mask, mask, captured, sizes)
-    known.append(_Comparison(block_mask.mask_mod, sizes, found))
+    known.append((block_mask.mask_mod, sizes, found))
     return found
 
 

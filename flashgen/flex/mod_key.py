@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashgen.language.user_source import nested_codes
+
 Key = Hashable
 
 _MOST_VALUES = 2000
@@ -74,8 +76,6 @@ class ReachableValues:
         if self._values > _MOST_VALUES:
             raise NoKey
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, name)
         if kind is float:
             return float, value.hex()
         if kind in (bool, int, complex) or isinstance(value, _ATOMS):
@@ -101,6 +101,10 @@ class ReachableValues:
         return self._compound(value, name)
 
     def _compound(self, value: Any, name: str) -> Key:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self.names.append(name)
+            return type(value), value.dtype, value.dim(), value.requires_grad
         if isinstance(value, dict):
             return type(value), *(
                 (self._value(k, ""), self._value(v, k if isinstance(k, str) else name))
@@ -122,16 +126,6 @@ class ReachableValues:
         if isinstance(value, staticmethod | classmethod):
             return "method", self._value(value.__func__, "")
         return self._object(value)
-
-    def _tensor(self, tensor: torch.Tensor, name: str) -> Key:
-        known = self._seen.get(id(tensor))
-        if known is not None:
-            return "again", known
-        self._seen[id(tensor)] = len(self._kept)
-        self._kept.append(tensor)
-        self.tensors.append(tensor)
-        self.names.append(name)
-        return type(tensor), tensor.dtype, tensor.dim(), tensor.requires_grad
 
     def _function(self, function: types.FunctionType) -> Key:
         code = function.__code__
@@ -212,24 +206,13 @@ def _is_library(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _globals_read(code: types.CodeType) -> tuple[str, ...]:
-    names = {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names.update(_globals_read(inner))
-    return tuple(sorted(names))
+    steps = (step for each in nested_codes(code) for step in dis.get_instructions(each))
+    return tuple(sorted({s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")}))
 
 
 @functools.lru_cache(maxsize=4096)
 def _attributes_read(code: types.CodeType) -> frozenset[str]:
-    names = set(code.co_names) | _OPERATORS
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names |= _attributes_read(inner)
-    return frozenset(names)
+    return _OPERATORS.union(*(each.co_names for each in nested_codes(code)))
 
 
 # Methods that Python calls implicitly.

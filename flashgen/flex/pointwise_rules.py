@@ -1,74 +1,65 @@
 """Rules for ATen's elementwise operations, in flashgen's arithmetic.
 
-A rule takes the tracer, the dtype of the result and the operands. flashgen computes with exact
-integers and in float32, so that only the kind of a torch dtype matters: bool, integer or float.
+A rule takes the result's tracer and dtype, and the operands. flashgen computes with exact integers
+and in float32, so that only the kind of a torch dtype matters: bool, integer or float.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 
-import flashgen.language as fg
-from flashgen.flex.bitwise_rules import RULES as BITWISE
-from flashgen.flex.bitwise_rules import logical_and, logical_or, logical_xor
-from flashgen.flex.traced_array import Entry, condition, either, finite, number
-from flashgen.language import Traced, where
+import flashgen.language.mod_functions as fg
+from flashgen.flex.traced_array import Entry, Result, condition, either, number
+from flashgen.language import SCORE, Element, Tensor, Traced, python_text
 from flashgen.language.integer_limits import fits
+from flashgen.language.mod_functions import where
 from flashgen.language.symbols import is_int
 from flashgen.language.traced import Value
 
 Rule = Callable[..., Entry]
 
-ONE = Value(sympy.S.One)
-LN_2 = Value(sympy.log(2))
 LN_10 = Value(sympy.log(10))
 LARGEST_FACTOR = 2**40
+MOST_BITS = 62
 
 
 def _plain(name: str, function: Callable[..., Traced]) -> Rule:
     """A rule for numbers: conditions count as 0 and 1, and minus infinity is an error."""
 
-    def rule(tracer: Any, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Entry:
-        given = [number(finite(tracer, name, x)) if isinstance(x, Entry) else x for x in args]
+    def rule(to: Result, /, *args: Any, **kwargs: Any) -> Entry:
+        given = [to.number(name, x) if isinstance(x, Entry) else x for x in args]
         return Entry(function(*given, **kwargs))
 
     return rule
 
 
 def _conditions(name: str, function: Callable[..., Traced]) -> Rule:
-    def rule(tracer: Any, dtype: torch.dtype, /, *args: Entry) -> Entry:
-        return Entry(function(*(condition(finite(tracer, name, x)) for x in args)))
+    def rule(to: Result, /, *args: Entry) -> Entry:
+        return Entry(function(*(condition(to.finite(name, x)) for x in args)))
 
     return rule
 
 
 def _comparison(function: Callable[[Traced, Traced], Traced]) -> Rule:
-    def rule(tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry) -> Entry:
-        x, y = finite(tracer, "comparison", a), finite(tracer, "comparison", b)
-        if not (x.is_condition and y.is_condition and function in (_eq, _ne)):
+    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+        x, y = to.finite("comparison", a), to.finite("comparison", b)
+        if not (x.is_condition and y.is_condition and function in (operator.eq, operator.ne)):
             x, y = number(x), number(y)
         return Entry(function(x, y))
 
     return rule
 
 
-def _eq(a: Traced, b: Traced) -> Traced:
-    return a == b
-
-
-def _ne(a: Traced, b: Traced) -> Traced:
-    return a != b
-
-
 # Operations that accept minus infinity.
 
 
-def _where(tracer: Any, dtype: torch.dtype, /, test: Entry, yes: Entry, no: Entry) -> Entry:
-    chosen = condition(finite(tracer, "where", test))
+def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
+    chosen = condition(to.finite("where", test))
     lost = None
     for side, holds in ((yes, chosen), (no, ~chosen)):
         if side.lost is not None:
@@ -81,92 +72,84 @@ def _where(tracer: Any, dtype: torch.dtype, /, test: Entry, yes: Entry, no: Entr
     return Entry(where(chosen, a, b), lost)
 
 
-def _masked_fill(tracer: Any, dtype: torch.dtype, /, x: Entry, mask: Entry, value: Entry) -> Entry:
-    return _where(tracer, dtype, mask, value, x)
+def _masked_fill(to: Result, /, x: Entry, mask: Entry, value: Entry) -> Entry:
+    return _where(to, mask, value, x)
 
 
-def _add(
-    tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry, alpha: Entry | None = None
-) -> Entry:
-    if dtype == torch.bool:
-        return _conditions("add", logical_or)(tracer, dtype, a, b)
+def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
+    if to.dtype == torch.bool:
+        return _conditions("add", operator.or_)(to, a, b)
     y = number(b.value)
     if alpha is not None:
-        b = _multiply(tracer, dtype, b, alpha)
+        b = _multiply(to, b, alpha)
         y = b.value
     return Entry(number(a.value) + y, either(a.lost, b.lost))
 
 
-def _subtract(
-    tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry, alpha: Entry | None = None
-) -> Entry:
-    y = number(finite(tracer, "sub", b))
+def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
+    y = to.number("sub", b)
     if alpha is not None:
         y = y * alpha.value
     return Entry(number(a.value) - y, a.lost)
 
 
-def _rsub(
-    tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry, alpha: Entry | None = None
-) -> Entry:
-    return _subtract(tracer, dtype, b, a, alpha)
+def _rsub(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
+    return _subtract(to, b, a, alpha)
 
 
-def _multiply(tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry) -> Entry:
-    if dtype == torch.bool:
-        return _conditions("mul", logical_and)(tracer, dtype, a, b)
+def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
+    if to.dtype == torch.bool:
+        return _conditions("mul", operator.and_)(to, a, b)
     lost = None
     for x, factor in ((a, b), (b, a)):
         if x.lost is not None:
             if not factor.value.expr.is_positive or factor.lost is not None:
-                finite(tracer, "mul", x)
+                to.finite("mul", x)
             lost = x.lost
     left, right = number(a.value), number(b.value)
     product = left * right
-    if not dtype.is_floating_point and is_int(product.expr) and not fits(product.expr, 61):
+    if not to.dtype.is_floating_point and is_int(product.expr) and not fits(product.expr, 61):
         product = _within(left) * _within(right)
     return Entry(product, lost)
 
 
 def _within(x: Traced) -> Traced:
     """A 64-bit element as a factor, clamped to a range that holds every position."""
-    if not isinstance(x.expr, fg.Element):
+    if not isinstance(x.expr, Element):
         return x
     return fg.maximum(fg.minimum(x, LARGEST_FACTOR), -LARGEST_FACTOR)
 
 
-def _divide(
-    tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry, rounding_mode: str | None = None
-) -> Entry:
-    y = number(finite(tracer, "div", b))
+def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None) -> Entry:
+    y = to.number("div", b)
     if a.lost is not None and (rounding_mode or not y.expr.is_positive):
-        finite(tracer, "div", a)
+        to.finite("div", a)
     x = number(a.value)
     if rounding_mode == "floor":
         return Entry(x // y)
     if rounding_mode == "trunc":
-        return Entry(_quotient(tracer, x, y))
+        return Entry(_quotient(to, x, y))
     return Entry(x / y, a.lost)
 
 
-def _copy(tracer: Any, dtype: torch.dtype, /, x: Entry, **_: Any) -> Entry:
+def _copy(to: Result, /, x: Entry, **_: Any) -> Entry:
     """A cast; between floats it has no effect, because everything is computed in float32."""
-    if dtype == torch.bool:
-        return Entry(condition(finite(tracer, "bool", x)))
+    if to.dtype == torch.bool:
+        return Entry(condition(to.finite("bool", x)))
     value = number(x.value)
-    if not dtype.is_floating_point and not value.expr.is_integer:
-        value = _toward_zero(tracer, value)
-        finite(tracer, "int", x)
+    if not to.dtype.is_floating_point and not value.expr.is_integer:
+        value = _toward_zero(to, value)
+        to.finite("int", x)
     return Entry(value, x.lost)
 
 
-def _detach(tracer: Any, dtype: torch.dtype, /, x: Entry) -> Entry:
+def _detach(to: Result, /, x: Entry) -> Entry:
     value = x.value
-    learned = any(isinstance(c, fg.Tensor) and c.grad for c in value.captures)
-    if dtype.is_floating_point and (learned or fg.SCORE in value.expr.free_symbols):
-        tracer.refuse(
+    learned = any(isinstance(c, Tensor) and c.grad for c in value.captures)
+    if to.dtype.is_floating_point and (learned or SCORE in value.expr.free_symbols):
+        to.tracer.refuse(
             "detach() of a value that has a gradient",
-            numbers=f"value {fg.python_text(value.expr)}",
+            numbers=f"value {python_text(value.expr)}",
             way_out="detach() of captured tensors themselves, or before the call",
         )
     return x
@@ -175,45 +158,39 @@ def _detach(tracer: Any, dtype: torch.dtype, /, x: Entry) -> Entry:
 # Numbers.
 
 
-def _toward_zero(tracer: Any, x: Traced) -> Traced:
-    if tracer.never_negative(x.expr):
+def _toward_zero(to: Result, x: Traced) -> Traced:
+    if to.tracer.never_negative(x.expr):
         return fg.floor(x)
     return where(x < 0, -fg.floor(-x), fg.floor(x))
 
 
-def _quotient(tracer: Any, x: Traced, y: Traced) -> Traced:
+def _trunc(to: Result, /, x: Entry) -> Entry:
+    return Entry(_toward_zero(to, to.number("trunc", x)))
+
+
+def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
     """Division that rounds toward 0."""
-    if tracer.never_negative(x.expr) and tracer.never_negative(y.expr):
+    if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return x // y
     if not (is_int(x.expr) and is_int(y.expr)):
-        return _toward_zero(tracer, x / y)
+        return _toward_zero(to, x / y)
     size = fg.absolute(x) // fg.absolute(y)
     return where((x < 0) ^ (y < 0), -size, size)
 
 
-def _fmod(tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry) -> Entry:
-    x, y = (number(finite(tracer, "fmod", e)) for e in (a, b))
-    if tracer.never_negative(x.expr) and tracer.never_negative(y.expr):
+def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
+    x, y = (to.number("fmod", e) for e in (a, b))
+    if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return Entry(x % y)
     rest = fg.absolute(x) % fg.absolute(y)
     return Entry(where(x < 0, -rest, rest))
 
 
-def _clamp(
-    tracer: Any,
-    dtype: torch.dtype,
-    /,
-    x: Entry,
-    low: Entry | None = None,
-    high: Entry | None = None,
-    **named: Entry | None,
-) -> Entry:
-    low, high = named.get("min", low), named.get("max", high)
-    value = number(finite(tracer, "clamp", x))
-    low = None if low is not None and low.is_lost else low
-    bounds = [None if e is None else number(finite(tracer, "clamp", e)) for e in (low, high)]
-    least, most = bounds
-    if not dtype.is_floating_point:
+def _clamp(to: Result, /, x: Entry, min: Entry | None = None, max: Entry | None = None) -> Entry:
+    value = to.number("clamp", x)
+    least = None if min is None or min.is_lost else to.number("clamp", min)
+    most = None if max is None else to.number("clamp", max)
+    if not to.dtype.is_floating_point:
         value = value if least is None else fg.maximum(value, least)
         return Entry(value if most is None else fg.minimum(value, most))
     # torch's gradient at a bound is that of the value, not half of it.
@@ -222,12 +199,12 @@ def _clamp(
 
 
 def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
-    def rule(tracer: Any, dtype: torch.dtype, /, a: Entry, b: Entry) -> Entry:
+    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
         if name == "maximum" and (a.is_lost or b.is_lost):
             return b if a.is_lost else a
-        x, y = finite(tracer, name, a), finite(tracer, name, b)
-        if dtype == torch.bool:
-            return Entry(logical_or(x, y) if name == "maximum" else logical_and(x, y))
+        x, y = to.finite(name, a), to.finite(name, b)
+        if to.dtype == torch.bool:
+            return Entry(x | y if name == "maximum" else x & y)
         return Entry(function(number(x), number(y)))
 
     return rule
@@ -239,13 +216,9 @@ def _power(x: Traced, exponent: Traced) -> Traced:
     return x**exponent
 
 
-def _sign(x: Traced) -> Traced:
-    return where(x > 0, 1, where(x < 0, -1, 0))
-
-
-def _round(tracer: Any, dtype: torch.dtype, /, x: Entry) -> Entry:
+def _round(to: Result, /, x: Entry) -> Entry:
     """Halves go to the even neighbour."""
-    value = number(finite(tracer, "round", x))
+    value = to.number("round", x)
     if value.expr.is_integer:
         return Entry(value)
     up = fg.floor(value + 0.5)
@@ -253,20 +226,72 @@ def _round(tracer: Any, dtype: torch.dtype, /, x: Entry) -> Entry:
     return Entry(where(half, up - 1, up))
 
 
-def _tan(x: Traced) -> Traced:
-    return fg.sin(x) / fg.cos(x)
+# Operations on the bits of integers, by floor divisions and remainders.
 
 
-def _relu(x: Traced) -> Traced:
-    return where(x > 0, x, 0)
+def _bitwise(name: str, bools: Callable[..., Traced]) -> Rule:
+    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+        x, y = to.finite(name, a), to.finite(name, b)
+        if to.dtype == torch.bool:
+            return Entry(bools(x, y))
+        x, y = number(x), number(y)
+        if x.expr.is_Integer:
+            x, y = y, x
+        if not (y.expr.is_Integer and 0 <= int(y.expr) < 2**MOST_BITS):
+            to.tracer.refuse(
+                f"torch.{name} of two integers that are not constants",
+                numbers=f"operands {python_text(x.expr)} and {python_text(y.expr)}",
+                way_out="a non-negative constant for one of the two",
+            )
+        common = _bits(x, int(y.expr))
+        if name == "bitwise_and":
+            return Entry(common)
+        return Entry(x + y - common * (1 if name == "bitwise_or" else 2))
+
+    return rule
+
+
+def _bits(x: Traced, mask: int) -> Traced:
+    """``x & mask``, as a sum over the runs of ones in the mask."""
+    total, low = Value(sympy.S.Zero), 0
+    while mask >> low:
+        if not mask >> low & 1:
+            low += 1
+            continue
+        length = 1
+        while mask >> (low + length) & 1:
+            length += 1
+        total = total + x // 2**low % 2**length * 2**low
+        low += length
+    return total
+
+
+def _shift(name: str, left: bool) -> Rule:
+    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+        x, y = to.number(name, a), to.number(name, b)
+        if not (y.expr.is_Integer and 0 <= int(y.expr) <= MOST_BITS):
+            to.tracer.refuse(
+                f"torch.{name} by a number that is not a constant",
+                numbers=f"by {python_text(y.expr)}",
+                way_out="a constant, or a product or a quotient",
+            )
+        power = 2 ** int(y.expr)
+        return Entry(x * power if left else x // power)
+
+    return rule
+
+
+def _bitwise_not(to: Result, /, x: Entry) -> Entry:
+    value = to.finite("bitwise_not", x)
+    return Entry(~value if value.is_condition else -value - 1)
 
 
 _NUMBERS: dict[str, Callable[..., Traced]] = {
     "abs": fg.absolute,
-    "neg": lambda x: -x,
-    "positive": lambda x: +x,
-    "sign": _sign,
-    "sgn": _sign,
+    "neg": operator.neg,
+    "positive": operator.pos,
+    "sign": lambda x: where(x > 0, 1, where(x < 0, -1, 0)),
+    "sgn": lambda x: where(x > 0, 1, where(x < 0, -1, 0)),
     "exp": fg.exp,
     "exp2": lambda x: 2**x,
     "expm1": lambda x: fg.exp(x) - 1,
@@ -279,7 +304,7 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "reciprocal": lambda x: 1 / x,
     "sin": fg.sin,
     "cos": fg.cos,
-    "tan": _tan,
+    "tan": lambda x: fg.sin(x) / fg.cos(x),
     "tanh": fg.tanh,
     "sigmoid": fg.sigmoid,
     "sinh": lambda x: (fg.exp(x) - fg.exp(-x)) / 2,
@@ -287,34 +312,25 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "floor": fg.floor,
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
-    "relu": _relu,
+    "relu": lambda x: where(x > 0, x, 0),
     "pow": _power,
-    "remainder": lambda x, y: x % y,
-    "floor_divide": lambda x, y: x // y,
+    "remainder": operator.mod,
+    "floor_divide": operator.floordiv,
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
-    "logical_and": logical_and,
-    "logical_or": logical_or,
-    "logical_xor": logical_xor,
-    "logical_not": lambda x: ~x,
+    "logical_and": operator.and_,
+    "logical_or": operator.or_,
+    "logical_xor": operator.xor,
+    "logical_not": operator.invert,
 }
-_COMPARISONS: dict[str, Callable[[Traced, Traced], Traced]] = {
-    "eq": _eq,
-    "ne": _ne,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 RULES: dict[str, Rule] = {
     **{name: _plain(name, function) for name, function in _NUMBERS.items()},
     **{name: _conditions(name, function) for name, function in _CONDITIONS.items()},
-    **{name: _comparison(function) for name, function in _COMPARISONS.items()},
-    "trunc": lambda tracer, dtype, x: Entry(
-        _toward_zero(tracer, number(finite(tracer, "trunc", x)))
-    ),
-    "fix": lambda tracer, dtype, x: RULES["trunc"](tracer, dtype, x),
+    **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
+    "trunc": _trunc,
+    "fix": _trunc,
     "round": _round,
     "where": _where,
     "masked_fill": _masked_fill,
@@ -327,13 +343,16 @@ RULES: dict[str, Rule] = {
     "fmod": _fmod,
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda tracer, dtype, x, high: _clamp(tracer, dtype, x, None, high),
-    "minimum": _extremum("minimum", fg.minimum),
-    "maximum": _extremum("maximum", fg.maximum),
-    "fmin": _extremum("minimum", fg.minimum),
-    "fmax": _extremum("maximum", fg.maximum),
+    "clamp_max": lambda to, x, max: _clamp(to, x, None, max),
+    **dict.fromkeys(("minimum", "fmin"), _extremum("minimum", fg.minimum)),
+    **dict.fromkeys(("maximum", "fmax"), _extremum("maximum", fg.maximum)),
     "_to_copy": _copy,
     "detach": _detach,
-    **BITWISE,
+    **dict.fromkeys(("bitwise_and", "__and__"), _bitwise("bitwise_and", operator.and_)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _bitwise("bitwise_or", operator.or_)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise("bitwise_xor", operator.xor)),
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift("bitwise_left_shift", True)),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift("bitwise_right_shift", False)),
+    "bitwise_not": _bitwise_not,
 }
 """The rule of each operation by its name; it covers all overloads."""

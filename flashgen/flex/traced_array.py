@@ -6,6 +6,7 @@ compose such functions, so that only the elements that a mod returns become expr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any
 import sympy
 import torch
 
-from flashgen.language import Traced, where
-from flashgen.language.float_literals import LARGEST_LITERAL
+from flashgen.dtypes import FLOAT32_MAX, Number
+from flashgen.language import Traced
+from flashgen.language.mod_functions import where
 from flashgen.language.traced import Value, as_expr
 
 Index = Traced | int
-Number = bool | int | float
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,56 @@ class TracedArray:
     def entry(self) -> Entry:
         return self.at(())
 
+    def broadcast(self, indices: tuple[Index, ...]) -> tuple[Index, ...]:
+        """The indices of the element that broadcasting puts at ``indices`` of a larger array."""
+        own = indices[len(indices) - len(self.shape) :]
+        return tuple(0 if n == 1 else i for n, i in zip(self.shape, own, strict=True))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The results of an operation, as torch announces them to the operation's rule.
+
+    Attributes:
+        tracer: the `Tracer`.
+        shapes: a shape for each result.
+    """
+
+    tracer: Any
+    dtype: torch.dtype
+    shapes: list[tuple[int, ...]]
+
+    def array(
+        self,
+        at: Callable[[tuple[Index, ...]], Entry],
+        sizes: Sequence[Callable[[], Index]] | None = None,
+    ) -> TracedArray:
+        """An array of the first shape; without ``sizes`` its lengths are the same in all calls."""
+        shape = self.shapes[0]
+        if not shape:
+            return single(at(()), self.dtype)
+        return TracedArray(shape, self.dtype, at, fixed(shape) if sizes is None else tuple(sizes))
+
+    def finite(self, name: str, x: Entry) -> Traced:
+        """The value of an operand of torch.``name`` that is never minus infinity."""
+        if x.lost is not None:
+            self.tracer.refuse(
+                f"torch.{name} of minus infinity",
+                numbers="-inf removes a score, and may only be chosen, added and multiplied by a "
+                "positive constant",
+                way_out="mask_mod for the condition, or torch.where(condition, score, -inf) last",
+            )
+        return x.value
+
+    def number(self, name: str, x: Entry) -> Traced:
+        """The same value as a number."""
+        return number(self.finite(name, x))
+
+
+def fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:
+    """Lengths that are the same in all calls."""
+    return tuple(functools.partial(int, length) for length in shape)
+
 
 def single(entry: Entry, dtype: torch.dtype) -> TracedArray:
     """An array without dimensions."""
@@ -72,7 +123,7 @@ def single(entry: Entry, dtype: torch.dtype) -> TracedArray:
 
 def literal(value: Number) -> Entry:
     """The entry of a number; a value below the range of float32 counts as minus infinity."""
-    if isinstance(value, float) and value < -LARGEST_LITERAL and not math.isnan(value):
+    if isinstance(value, float) and value < -FLOAT32_MAX and not math.isnan(value):
         return Entry(Value(sympy.S.Zero), Value(sympy.true))
     return Entry(Value(as_expr(value)))
 
@@ -98,19 +149,3 @@ def either(a: Traced | None, b: Traced | None) -> Traced | None:
     if a is None or b is None:
         return a if b is None else b
     return a | b
-
-
-def strides_of(shape: Sequence[int]) -> list[int]:
-    """The strides, in elements, of a contiguous array."""
-    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-
-
-def finite(tracer: Any, name: str, x: Entry) -> Traced:
-    if x.lost is not None:
-        tracer.refuse(
-            f"torch.{name} of minus infinity",
-            numbers="-inf removes a score, and may only be chosen, added and multiplied by a "
-            "positive constant",
-            way_out="mask_mod for the condition, or torch.where(condition, score, -inf) last",
-        )
-    return x.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +11,19 @@ from typing import Any
 import sympy
 import torch
 
-import flashgen.language as fg
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.flex.aten import run
 from flashgen.flex.mod_key import Key, ReachableValues
 from flashgen.flex.traced_array import Entry, TracedArray, condition, literal, number
-from flashgen.flex.tracer import DTYPES, CapturedTensor, TracedTensor, Tracer
-from flashgen.language import SourceLines, Traced, python_text
+from flashgen.flex.tracer import CapturedTensor, TracedTensor, Tracer
+from flashgen.language import SCORE, B, H, K, Q, Traced, python_text
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.capture_names import BUILT_IN_NAMES
 from flashgen.language.integer_limits import Limits, limits
-from flashgen.language.pickled_mod import PickledMod
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import GENERIC_NAMES, AttentionSpec
 from flashgen.language.traced import Capture
-from flashgen.language.tracing import TracedMod
-from flashgen.language.user_source import code_of, is_library, lines_of, shown_path
+from flashgen.language.tracing import PickledMod, TracedMod
+from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path, user_line_in
 from flashgen.ops import Attention, attention
 
 Mod = Callable[..., Any]
@@ -37,7 +34,6 @@ _MOST_KEPT = 1024
 _MOST_LENGTHS = 16
 """The number of traced mods kept per key, where the expressions depend on lengths."""
 
-_GENERIC = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
 _TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
 
 _lock = threading.RLock()
@@ -56,12 +52,8 @@ class CallSizes:
 
     @property
     def bounds(self) -> Mapping[sympy.Symbol, Limits]:
-        return {
-            fg.B: (0, max(self.batch - 1, 0)),
-            fg.H: (0, max(self.heads - 1, 0)),
-            fg.Q: (0, max(self.seq_q - 1, 0)),
-            fg.K: (0, max(self.seq_k - 1, 0)),
-        }
+        counts = zip((B, H, Q, K), (self.batch, self.heads, self.seq_q, self.seq_k), strict=True)
+        return {symbol: (0, max(count - 1, 0)) for symbol, count in counts}
 
 
 @dataclass(frozen=True)
@@ -204,12 +196,10 @@ def _read(
     tight: bool = True,
 ) -> TracedMods:
     tracer = Tracer(sizes.device, sizes.bounds if tight else {}, reach.tensors, reach.names, run)
-    mask = score = None
-    if mask_mod is not None:
-        mask = _traced(tracer, "mask_mod", mask_mod)
-    if score_mod is not None:
-        score = _traced(tracer, "score_mod", score_mod)
-    made_mask = None if mask is None else condition(_finite(mask.value, mask))
+    mask = _traced(tracer, "mask_mod", mask_mod)
+    score = _traced(tracer, "score_mod", score_mod)
+    assert mask is None or mask.lost is None, "a condition is never minus infinity"
+    made_mask = None if mask is None else condition(mask.value)
     of_mask_mod = sympy.true if made_mask is None else made_mask.expr
     made_score = None if score is None else number(score.value)
     if score is not None and score.lost is not None:
@@ -234,9 +224,9 @@ def _read(
         name=_name_of(mask_mod, score_mod),
         tensors={name: captured for name, captured in tensors.items() if name in used},
         sizes={
-            name: (_captured(source, False), dim)
-            for name, (source, dim) in tracer.sizes.items()
-            if name in used
+            scalar.name: (_captured(source, False), dim)
+            for (source, dim), scalar in tracer.sizes.items()
+            if scalar.name in used
         },
         assumed=tuple(tracer.assumed),
         shapes=tuple(t.shape for t in reach.tensors) if tracer.rigid else None,
@@ -250,9 +240,11 @@ def _captured(source: CapturedTensor, learned: bool) -> CaptureLocation:
     )
 
 
-def _traced(tracer: Tracer, role: str, mod: Mod) -> Entry:
-    positions = [tracer.symbol(symbol, torch.int32) for symbol in (fg.B, fg.H, fg.Q, fg.K)]
-    score = [tracer.symbol(fg.SCORE, torch.float32)] if role == "score_mod" else []
+def _traced(tracer: Tracer, role: str, mod: Mod | None) -> Entry | None:
+    if mod is None:
+        return None
+    positions = [tracer.symbol(symbol, torch.int32) for symbol in (B, H, Q, K)]
+    score = [tracer.symbol(SCORE, torch.float32)] if role == "score_mod" else []
     try:
         with tracer:
             returned = mod(*score, *positions)
@@ -261,27 +253,22 @@ def _traced(tracer: Tracer, role: str, mod: Mod) -> Entry:
     except Exception as error:
         raise _wrapped(error, role, mod) from error
     array = _array_of(tracer, returned)
-    wrong = None
+    is_mask, wrong = role == "mask_mod", ""
     if array is None:
         wrong = f"returned a {type(returned).__name__}"
     elif array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
-    elif role == "mask_mod" and array.dtype != torch.bool:
-        wrong = f"returned a number, {array.dtype}"
-    elif role == "score_mod" and array.dtype == torch.bool:
-        wrong = "returned a condition, torch.bool"
-    if wrong is not None or array is None:
+    elif is_mask != (array.dtype == torch.bool):
+        wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
+    if wrong or array is None:
+        example = "q_idx >= kv_idx" if is_mask else "score + bias[h, kv_idx]"
         raise SpecError(
-            f"{role} must return one {_KINDS[role]}",
+            f"{role} must return one {'condition' if is_mask else 'number'}",
             where=str(_lines_of(mod, "")),
-            numbers=wrong or "",
-            way_out=f"a tensor without dimensions, as in return {_EXAMPLES[role]}",
+            numbers=wrong,
+            way_out=f"a tensor without dimensions, as in return {example}",
         )
     return array.entry
-
-
-_KINDS = {"mask_mod": "condition", "score_mod": "number"}
-_EXAMPLES = {"mask_mod": "q_idx >= kv_idx", "score_mod": "score + bias[h, kv_idx]"}
 
 
 def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
@@ -293,14 +280,9 @@ def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
     return tracer.traced(returned).array if isinstance(returned, torch.Tensor) else None
 
 
-def _finite(value: Traced, entry: Entry) -> Traced:
-    assert entry.lost is None  # conditions are never minus infinity
-    return value
-
-
 def _check_lost(lost: Traced, mod: Mod | None) -> None:
     assert mod is not None
-    if fg.SCORE in lost.expr.free_symbols:
+    if SCORE in lost.expr.free_symbols:
         raise SpecError(
             "a score_mod returns minus infinity under a condition that depends on the score",
             where=str(_lines_of(mod, "")),
@@ -344,15 +326,10 @@ def _closed_over(mod: Mod) -> list[Mod]:
 
 
 def _wrapped(error: Exception, role: str, mod: Mod) -> SpecError:
-    steps = traceback.walk_tb(error.__traceback__)
-    users = [(frame, line) for frame, line in steps if not is_library(frame)]
-    where = str(_lines_of(mod, ""))
-    if users:
-        frame, line = users[-1]
-        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
+    at = user_line_in(error)
     return SpecError(
         f"{role} raised {type(error).__name__}: {error}",
-        where=where,
+        where=str(_lines_of(mod, "")) if at is None else f"{shown_path(at[0])}:{at[1]}",
         numbers="while it was traced with symbols in place of numbers",
         way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
         "without dimensions",
@@ -363,10 +340,7 @@ def _name_of(*mods: Mod | None) -> str:
     for mod in mods:
         inner = getattr(mod, "func", mod)
         name = str(getattr(inner, "__name__", "")).strip("_")
-        taken = name in _GENERIC or name in _TORCH_NAMES or name in BUILT_IN_NAMES
+        taken = name in GENERIC_NAMES or name in _TORCH_NAMES or name in BUILT_IN_NAMES
         if name.isidentifier() and name.isascii() and not taken:
             return name
     return "flex"
-
-
-__all__ = ["DTYPES", "CallSizes", "TracedMods", "read"]

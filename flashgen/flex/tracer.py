@@ -10,10 +10,8 @@ computed once at trace time.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NoReturn
 
 import sympy
@@ -22,28 +20,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import flashgen.language as fg
+from flashgen.dtypes import POSITION_LIMIT, TENSOR_DTYPES
 from flashgen.errors import SpecError
-from flashgen.flex.indexing import getitem
-from flashgen.flex.traced_array import Entry, Index, TracedArray, literal, single
+from flashgen.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
+from flashgen.flex.view_rules import getitem
 from flashgen.language import Scalar, Traced
 from flashgen.language.capture_names import check_name
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.traced import Value, as_expr, captures_of
-from flashgen.language.user_source import is_library, shown_path
+from flashgen.language.user_source import LIBRARIES, user_location
 from flashgen.signature import LAYOUT_NAMES
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float32",  # cast at each call: kernels compute in float32
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
+DTYPES = {getattr(torch, name): name for name in TENSOR_DTYPES}
+DTYPES[torch.float64] = "float32"  # cast at each call: kernels compute in float32
 
 _SHAPE_READERS = ("shape", "size", "__len__", "numel", "nelement", "sym_size", "nbytes", "stride")
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
@@ -111,7 +100,7 @@ class Tracer(TorchFunctionMode):
 
     Attributes:
         sources: the captured tensors in order of first use.
-        sizes: run-time scalars that hold lengths of captured tensors: source and dimension.
+        sizes: run-time scalars that hold lengths of captured tensors, by source and dimension.
         assumed: integer expressions whose sign the traced expressions rely on: they are not
             negative within `bounds`.
         rigid: whether the expressions depend on the lengths of captured tensors.
@@ -129,16 +118,14 @@ class Tracer(TorchFunctionMode):
         self.device = device
         self.run = run
         self.sources: list[CapturedTensor] = []
-        self.sizes: dict[str, tuple[CapturedTensor, int]] = {}
+        self.sizes: dict[tuple[CapturedTensor, int], Scalar] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
         self._bounds = bounds
         self._places = {id(tensor): place for place, tensor in enumerate(reach)}
         self._names = names
         self._known: dict[int, TracedTensor] = {}
-        self._scalars: dict[str, Scalar] = {}
         self._taken: set[str] = set()
-        self._parents: dict[int, CapturedTensor] = {}
 
     # The interface of TorchFunctionMode.
 
@@ -180,7 +167,9 @@ class Tracer(TorchFunctionMode):
         known = self._known.get(id(tensor))
         if known is None:
             source = self._source(tensor)
-            known = self._known[id(tensor)] = self.wrap(self._captured(source, learned=None))
+            known = self._known[id(tensor)] = self.wrap(
+                self._captured(source, tensor.requires_grad)
+            )
         return known
 
     def operand(self, tensor: torch.Tensor) -> TracedTensor:
@@ -204,10 +193,10 @@ class Tracer(TorchFunctionMode):
             if not captured:
                 source = CapturedTensor(data, self._free_name("table"), constant=True)
                 self.sources.append(source)
-                captured.append(self._captured(source, learned=False))
+                captured.append(self._captured(source, grad=False))
             return captured[0].at(indices)
 
-        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, _fixed(data.shape), data))
+        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, fixed(data.shape), data))
 
     def _source(self, tensor: torch.Tensor) -> CapturedTensor:
         if tensor.dtype not in DTYPES:
@@ -222,9 +211,8 @@ class Tracer(TorchFunctionMode):
         self.sources.append(source)
         return source
 
-    def _captured(self, source: CapturedTensor, learned: bool | None) -> TracedArray:
+    def _captured(self, source: CapturedTensor, grad: bool) -> TracedArray:
         tensor = source.tensor
-        grad = tensor.requires_grad if learned is None else learned
 
         def at(indices: tuple[Index, ...]) -> Entry:
             return Entry(_element(self._tensor(source, grad), indices))
@@ -234,8 +222,8 @@ class Tracer(TorchFunctionMode):
             tuple(tensor.shape),
             tensor.dtype,
             at,
-            _fixed(tensor.shape) if source.constant else sizes,
-            detached=(lambda: self._captured(source, learned=False)) if grad else None,
+            fixed(tensor.shape) if source.constant else sizes,
+            detached=(lambda: self._captured(source, grad=False)) if grad else None,
         )
 
     def _tensor(self, source: CapturedTensor, grad: bool) -> fg.Tensor:
@@ -246,13 +234,10 @@ class Tracer(TorchFunctionMode):
         return source.known[grad]
 
     def _size(self, source: CapturedTensor, dim: int) -> Scalar:
-        for name, known in self.sizes.items():
-            if known == (source, dim):
-                return self._scalars[name]
-        name = self._free_name(f"{source.name}_size_{dim}")
-        self.sizes[name] = source, dim
-        self._scalars[name] = Scalar(name, "int32", minimum=1)
-        return self._scalars[name]
+        if (source, dim) not in self.sizes:
+            name = self._free_name(f"{source.name}_size_{dim}")
+            self.sizes[source, dim] = Scalar(name, "int32", minimum=1)
+        return self.sizes[source, dim]
 
     def _free_name(self, wanted: str) -> str:
         """A unique name that a captured tensor may have."""
@@ -291,12 +276,11 @@ class Tracer(TorchFunctionMode):
 
     def refuse(self, what: str, *, numbers: str = "", way_out: str) -> NoReturn:
         """Raise a SpecError at the user's line."""
-        raise SpecError(
-            what, where=user_location(), numbers=numbers or "while a mod is traced", way_out=way_out
-        ) from None
+        where, numbers = user_location(LIBRARIES), numbers or "while a mod is traced"
+        raise SpecError(what, where=where, numbers=numbers, way_out=way_out) from None
 
 
-_EVERYWHERE = {fg.Q: (0, fg.POSITION_LIMIT), fg.K: (0, fg.POSITION_LIMIT)}
+_EVERYWHERE = {fg.Q: (0, POSITION_LIMIT), fg.K: (0, POSITION_LIMIT)}
 """In flex_attention positions count from 0."""
 
 
@@ -307,30 +291,8 @@ def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
     return Value(expr, captures_of(tensor, *indices))
 
 
-def _fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:
-    return tuple(functools.partial(int, length) for length in shape)
-
-
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(func.__self__, "__name__", "")
     return str(name)
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame that runs code of neither flashgen nor a library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame):
-        frame = frame.f_back
-    return frame
-
-
-def user_location() -> str:
-    frame = user_frame()
-    if frame is None:
-        return "unknown"
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-__all__ = ["CapturedTensor", "TracedTensor", "Tracer", "user_location"]

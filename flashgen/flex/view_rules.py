@@ -1,50 +1,40 @@
 """Rules for ATen's views, copies and gathers, whose results consist of elements of other arrays.
 
-A rule takes the tracer, the shapes and the dtype of torch's results, and the arguments with arrays
-in place of tensors.
+A rule takes torch's results, and the arguments with arrays in place of tensors. An index may be a
+traced value and may count from the end.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 
-from flashgen.flex.indexing import from_start
-from flashgen.flex.traced_array import Entry, Index, TracedArray, literal, single, strides_of
+from flashgen.flex.pointwise_rules import RULES as POINTWISE
+from flashgen.flex.traced_array import Entry, Index, Result, TracedArray, fixed, literal, single
 from flashgen.language import Traced
+from flashgen.language.mod_functions import where
 
-Shapes = list[tuple[int, ...]]
 Rule = Callable[..., Any]
-
-
-def _array(shape: Sequence[int], dtype: torch.dtype, at: Any, sizes: Any = None) -> TracedArray:
-    if not shape:
-        return single(at(()), dtype)
-    if sizes is None:
-        sizes = tuple(functools.partial(int, length) for length in shape)
-    return TracedArray(tuple(shape), dtype, at, tuple(sizes))
 
 
 def _dim(array: TracedArray, dim: int) -> int:
     return dim % max(len(array.shape), 1)
 
 
-def _select(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dim: int, index: int
-) -> TracedArray:
+def _select(to: Result, /, x: TracedArray, dim: int, index: int) -> TracedArray:
     place = _dim(x, dim)
-    chosen = from_start(tracer, int(index), x.sizes[place])
+    chosen = from_start(to.tracer, int(index), x.sizes[place])
     sizes = x.sizes[:place] + x.sizes[place + 1 :]
-    return _array(shapes[0], dtype, lambda i: x.at((*i[:place], chosen, *i[place:])), sizes)
+    return to.array(lambda i: x.at((*i[:place], chosen, *i[place:])), sizes)
 
 
 def _slice(
-    tracer: Any,
-    shapes: Shapes,
-    dtype: Any,
+    to: Result,
     /,
     x: TracedArray,
     dim: int = 0,
@@ -54,87 +44,66 @@ def _slice(
 ) -> TracedArray:
     place = _dim(x, dim)
     first, _, step = slice(start, end, step).indices(x.shape[place])
-    if shapes[0] == x.shape and step == 1 and (end is None or end > 2**31):
+    if to.shapes[0] == x.shape and step == 1 and (end is None or end > 2**31):
         return x
-    tracer.rigid = True
+    to.tracer.rigid = True
     sizes = list(x.sizes)
-    sizes[place] = lambda: shapes[0][place]
+    sizes[place] = lambda: to.shapes[0][place]
 
     def at(i: tuple[Index, ...]) -> Entry:
         return x.at((*i[:place], i[place] * step + first, *i[place + 1 :]))
 
-    return _array(shapes[0], dtype, at, sizes)
+    return to.array(at, sizes)
 
 
-def _unsqueeze(tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dim: int) -> TracedArray:
+def _unsqueeze(to: Result, /, x: TracedArray, dim: int) -> TracedArray:
     place = dim % (len(x.shape) + 1)
     sizes = (*x.sizes[:place], lambda: 1, *x.sizes[place:])
-    return _array(shapes[0], dtype, lambda i: x.at((*i[:place], *i[place + 1 :])), sizes)
+    return to.array(lambda i: x.at((*i[:place], *i[place + 1 :])), sizes)
 
 
-def _squeeze(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dim: Any = None
-) -> TracedArray:
+def _squeeze(to: Result, /, x: TracedArray, dim: Any = None) -> TracedArray:
     given = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {_dim(x, d) for d in given if x.shape and x.shape[_dim(x, d)] == 1}
-    tracer.rigid = tracer.rigid or bool(x.shape)
+    to.tracer.rigid = to.tracer.rigid or bool(x.shape)
     sizes = [size for d, size in enumerate(x.sizes) if d not in gone]
 
     def at(i: tuple[Index, ...]) -> Entry:
         rest = iter(i)
         return x.at(tuple(0 if d in gone else next(rest) for d in range(len(x.shape))))
 
-    return _array(shapes[0], dtype, at, sizes)
+    return to.array(at, sizes)
 
 
-def _permute(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dims: Sequence[int]
-) -> TracedArray:
+def _permute(to: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
     order = [_dim(x, d) for d in dims]
     sizes = [x.sizes[d] for d in order]
-    return _array(
-        shapes[0],
-        dtype,
-        lambda i: x.at(tuple(i[order.index(d)] for d in range(len(order)))),
-        sizes,
-    )
+    return to.array(lambda i: x.at(tuple(i[order.index(d)] for d in range(len(order)))), sizes)
 
 
-def _transpose(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, a: int, b: int
-) -> TracedArray:
+def _transpose(to: Result, /, x: TracedArray, a: int, b: int) -> TracedArray:
     order = list(range(len(x.shape)))
     if order:
         a, b = _dim(x, a), _dim(x, b)
         order[a], order[b] = order[b], order[a]
-    return _permute(tracer, shapes, dtype, x, order)
+    return _permute(to, x, order)
 
 
-def _t(tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray) -> TracedArray:
-    return _permute(tracer, shapes, dtype, x, range(len(x.shape))[::-1])
+def _t(to: Result, /, x: TracedArray) -> TracedArray:
+    return _permute(to, x, range(len(x.shape))[::-1])
 
 
-def _expand(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, size: Any, **_: Any
-) -> TracedArray:
-    tracer.rigid = tracer.rigid or bool(x.shape)
-    added = len(shapes[0]) - len(x.shape)
-
-    def at(i: tuple[Index, ...]) -> Entry:
-        own = zip(x.shape, i[added:], strict=True)
-        return x.at(tuple(0 if length == 1 else index for length, index in own))
-
-    return _array(shapes[0], dtype, at)
+def _expand(to: Result, /, x: TracedArray, size: Any, **_: Any) -> TracedArray:
+    to.tracer.rigid = to.tracer.rigid or bool(x.shape)
+    return to.array(lambda i: x.at(x.broadcast(i)))
 
 
-def _view(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, *_: Any, **__: Any
-) -> TracedArray:
-    if shapes[0] == x.shape:
+def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
+    if to.shapes[0] == x.shape:
         return x
     if x.data is None:
-        tracer.rigid = True
-    strides, old = strides_of(shapes[0]), strides_of(x.shape)
+        to.tracer.rigid = True
+    strides, old = _strides(to.shapes[0]), _strides(x.shape)
 
     def at(i: tuple[Index, ...]) -> Entry:
         flat: Index = 0
@@ -147,7 +116,12 @@ def _view(
             )
         )
 
-    return _array(shapes[0], dtype, at)
+    return to.array(at)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """The strides, in elements, of a contiguous array."""
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
 def _over(index: Index, stride: int) -> Index:
@@ -160,15 +134,11 @@ def _remainder(index: Index, length: int, first: bool) -> Index:
     return index if first else index % length
 
 
-def _same(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, *_: Any, **__: Any
-) -> TracedArray:
+def _same(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
     return x
 
 
-def _flip(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dims: Sequence[int]
-) -> TracedArray:
+def _flip(to: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
     turned = {_dim(x, d) for d in dims}
 
     def at(i: tuple[Index, ...]) -> Entry:
@@ -176,31 +146,25 @@ def _flip(
             tuple(x.sizes[d]() - 1 - index if d in turned else index for d, index in enumerate(i))
         )
 
-    return _array(shapes[0], dtype, at, x.sizes)
+    return to.array(at, x.sizes)
 
 
 def _filled(value: Any) -> Rule:
-    def rule(tracer: Any, shapes: Shapes, dtype: Any, /, *args: Any, **_: Any) -> Any:
+    def rule(to: Result, /, *args: Any, **_: Any) -> Any:
         number = value if value is not None else args[-1]
         if isinstance(number, TracedArray):
-            return _array(shapes[0], dtype, lambda i: number.entry)
-        number = bool(number) if dtype == torch.bool else number
-        return tracer.constant(torch.full(shapes[0], number, dtype=dtype, device=tracer.device))
+            return to.array(lambda i: number.entry)
+        number = bool(number) if to.dtype == torch.bool else number
+        filled = torch.full(to.shapes[0], number, dtype=to.dtype, device=to.tracer.device)
+        return to.tracer.constant(filled)
 
     return rule
 
 
-def _index(
-    tracer: Any,
-    shapes: Shapes,
-    dtype: Any,
-    /,
-    x: TracedArray,
-    indices: Sequence[TracedArray | None],
-) -> TracedArray:
+def _index(to: Result, /, x: TracedArray, indices: Sequence[TracedArray | None]) -> TracedArray:
     given = {d: index for d, index in enumerate(indices) if index is not None}
     if any(index.shape for index in given.values()):
-        tracer.rigid = True
+        to.tracer.rigid = True
     places = sorted(given)
     rank = max(len(index.shape) for index in given.values())
     together = places == list(range(places[0], places[-1] + 1))
@@ -209,42 +173,34 @@ def _index(
 
     def at(i: tuple[Index, ...]) -> Entry:
         gathered, rest = i[at_place : at_place + rank], iter((*i[:at_place], *i[at_place + rank :]))
-        others = {d: next(rest) for d in kept}
         chosen = {
-            d: from_start(tracer, _element(index, gathered), x.sizes[d])
+            d: from_start(to.tracer, _element(index, gathered), x.sizes[d])
             for d, index in given.items()
         }
-        return x.at(tuple(chosen[d] if d in chosen else others[d] for d in range(len(x.shape))))
+        return x.at(tuple(chosen[d] if d in chosen else next(rest) for d in range(len(x.shape))))
 
     sizes = [x.sizes[d] for d in kept]
-    lengths = [functools.partial(int, length) for length in shapes[0][at_place : at_place + rank]]
-    return _array(shapes[0], dtype, at, [*sizes[:at_place], *lengths, *sizes[at_place:]])
+    lengths = fixed(to.shapes[0][at_place : at_place + rank])
+    return to.array(at, [*sizes[:at_place], *lengths, *sizes[at_place:]])
 
 
-def _element(index: TracedArray, at: Sequence[Index]) -> Index:
-    own = at[len(at) - len(index.shape) :]
-    places = tuple(0 if n == 1 else i for n, i in zip(index.shape, own, strict=True))
+def _element(index: TracedArray, at: tuple[Index, ...]) -> Index:
+    places = index.broadcast(at)
     if index.data is not None and all(isinstance(i, int) for i in places):
         return int(index.data[places])
     value: Traced = index.at(places).value
     return value
 
 
-def _index_select(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dim: int, at: TracedArray
-) -> TracedArray:
+def _index_select(to: Result, /, x: TracedArray, dim: int, at: TracedArray) -> TracedArray:
     if not at.shape:
         at = TracedArray((1,), at.dtype, lambda _, at=at: at.entry, ((lambda: 1),))  # type: ignore[misc]
     place = _dim(x, dim)
-    return _index(tracer, shapes, dtype, x, [None] * place + [at])
+    return _index(to, x, [None] * place + [at])
 
 
-def _stack(
-    tracer: Any, shapes: Shapes, dtype: Any, /, arrays: Sequence[TracedArray], dim: int = 0
-) -> TracedArray:
-    from flashgen.flex.pointwise_rules import RULES as POINTWISE
-
-    place = dim % len(shapes[0])
+def _stack(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> TracedArray:
+    place = dim % len(to.shapes[0])
 
     def at(i: tuple[Index, ...]) -> Entry:
         chosen, rest = i[place], (*i[:place], *i[place + 1 :])
@@ -252,30 +208,73 @@ def _stack(
             return arrays[chosen].at(rest)
         result = arrays[-1].at(rest)
         for number, array in reversed(list(enumerate(arrays[:-1]))):
-            test = Entry(chosen == number)
-            result = POINTWISE["where"](tracer, dtype, test, array.at(rest), result)
+            result = POINTWISE["where"](to, Entry(chosen == number), array.at(rest), result)
         return result
 
-    return _array(shapes[0], dtype, at)
+    return to.array(at)
 
 
-def _unbind(
-    tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray, dim: int = 0
-) -> list[TracedArray]:
-    tracer.rigid = True
-    return [_select(tracer, [shape], dtype, x, dim, number) for number, shape in enumerate(shapes)]
+def _unbind(to: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
+    to.tracer.rigid = True
+    results = [replace(to, shapes=[shape]) for shape in to.shapes]
+    return [_select(result, x, dim, number) for number, result in enumerate(results)]
 
 
-def _scalar(tracer: Any, shapes: Shapes, dtype: Any, /, value: Any, **_: Any) -> TracedArray:
-    return single(literal(value), dtype)
+def _scalar(to: Result, /, value: Any, **_: Any) -> TracedArray:
+    return single(literal(value), to.dtype)
 
 
-def _detached(tracer: Any, shapes: Shapes, dtype: Any, /, x: TracedArray) -> TracedArray:
-    from flashgen.flex.pointwise_rules import RULES as POINTWISE
-
+def _detached(to: Result, /, x: TracedArray) -> TracedArray:
     if x.detached is not None:
         return x.detached()
-    return _array(x.shape, dtype, lambda i: POINTWISE["detach"](tracer, dtype, x.at(i)), x.sizes)
+    return to.array(lambda i: POINTWISE["detach"](to, x.at(i)), x.sizes)
+
+
+def from_start(tracer: Any, index: Index, size: Callable[[], Index]) -> Index:
+    """A non-negative index; a negative one counts from the end, as in torch."""
+    if isinstance(index, int):
+        return index if index >= 0 else size() + index
+    if index.expr.is_Integer:
+        return from_start(tracer, int(index.expr), size)
+    if tracer.never_negative(index.expr):
+        return index
+    if index.expr.has(sympy.Piecewise):  # a choice would contain each branch twice
+        return index % size()
+    return where(index < 0, index + size(), index)
+
+
+def getitem(tracer: Any, tensor: Any, index: object) -> Any:
+    """``tensor[index]``; a traced index without dimensions is gathered, not evaluated."""
+    given = index if isinstance(index, tuple) else (index,)
+    given = tuple(tracer.traced(item) if isinstance(item, torch.Tensor) else item for item in given)
+    tensors = [item for item in given if isinstance(item, torch.Tensor)]
+    if not tensors:
+        return tensor.__getitem__(given)
+    for item in tensors:
+        if item.dtype in (torch.bool, torch.uint8):
+            tracer.refuse(
+                "a tensor is indexed by a mask",
+                numbers=f"index of {item.dtype}, shape {tuple(item.shape)}",
+                way_out="torch.where, or integer positions",
+            )
+    if any(isinstance(item, list | range) for item in given):
+        tracer.refuse(
+            "a tensor is indexed by a list beside a tensor",
+            numbers=f"index {given}",
+            way_out="torch.tensor(list)",
+        )
+    basic = tuple(slice(None) if isinstance(item, torch.Tensor) else item for item in given)
+    view = tensor.__getitem__(basic)
+    dims = sum(item is not None and item is not Ellipsis for item in given)
+    gather: list[Any] = []
+    for item in given:
+        if item is Ellipsis:
+            gather += [None] * (tensor.dim() - dims)
+        elif isinstance(item, torch.Tensor):
+            gather.append(item)
+        elif item is None or isinstance(item, slice):
+            gather.append(None)
+    return torch.ops.aten.index.Tensor(view, gather)
 
 
 RULES: dict[str, Rule] = {
@@ -287,29 +286,18 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "t": _t,
     "expand": _expand,
-    "view": _view,
-    "_unsafe_view": _view,
-    "reshape": _view,
-    "_reshape_alias": _view,
     "flip": _flip,
     "index": _index,
     "_unsafe_index": _index,
     "index_select": _index_select,
     "stack": _stack,
     "unbind": _unbind,
-    "alias": _same,
-    "clone": _same,
-    "contiguous": _same,
-    "lift_fresh": _same,
-    "lift_fresh_copy": _same,
     "detach": _detached,
     "scalar_tensor": _scalar,
-    "zeros_like": _filled(0),
-    "ones_like": _filled(1),
-    "new_zeros": _filled(0),
-    "new_ones": _filled(1),
-    "full_like": _filled(None),
-    "new_full": _filled(None),
-    "fill": _filled(None),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
+    **dict.fromkeys(("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"), _same),
+    **dict.fromkeys(("zeros_like", "new_zeros"), _filled(0)),
+    **dict.fromkeys(("ones_like", "new_ones"), _filled(1)),
+    **dict.fromkeys(("full_like", "new_full", "fill"), _filled(None)),
 }
 """The rule of each operation by its name; it covers all overloads."""

@@ -1,23 +1,7 @@
-"""Tracing of Python mods to sympy expressions: symbols, traced values, captures, functions."""
+"""Tracing of Python mods to sympy expressions: symbols, traced values, captures, expressions."""
 
-from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, SCALAR_LIMIT
-from flashgen.language.mod_functions import (
-    absolute,
-    cos,
-    exp,
-    floor,
-    log,
-    log2,
-    maximum,
-    minimum,
-    sigmoid,
-    sin,
-    sqrt,
-    tanh,
-    where,
-)
 from flashgen.language.python_printer import python_text
-from flashgen.language.scalar import Scalar, batch, heads, seq_k, seq_q
+from flashgen.language.scalar import Scalar
 from flashgen.language.symbols import (
     BATCH,
     CORNERS,
@@ -30,7 +14,6 @@ from flashgen.language.symbols import (
     SCORE,
     SEQ_K,
     SEQ_Q,
-    SIZES,
     B,
     H,
     K,
@@ -57,25 +40,20 @@ from flashgen.language.tensor_elements import (
     elements_of,
 )
 from flashgen.language.traced import Traced
-from flashgen.language.tracing import TracedMod, trace_mask, trace_score
-from flashgen.language.user_source import SourceLines
+from flashgen.language.tracing import trace_mask, trace_score
 
 __all__ = [
     "BATCH",
     "CORNERS",
-    "COUNT_LIMIT",
     "HEADS",
     "K_HI",
     "K_LO",
     "LOWEST_SCORE",
-    "POSITION_LIMIT",
     "Q_HI",
     "Q_LO",
-    "SCALAR_LIMIT",
     "SCORE",
     "SEQ_K",
     "SEQ_Q",
-    "SIZES",
     "B",
     "Element",
     "Extreme",
@@ -92,32 +70,13 @@ __all__ = [
     "Q",
     "Scalar",
     "Sigmoid",
-    "SourceLines",
     "Tensor",
     "TensorSymbol",
     "Traced",
-    "TracedMod",
-    "absolute",
-    "batch",
-    "cos",
     "elements_of",
-    "exp",
-    "floor",
-    "heads",
     "is_condition",
     "is_int",
-    "log",
-    "log2",
-    "maximum",
-    "minimum",
     "python_text",
-    "seq_k",
-    "seq_q",
-    "sigmoid",
-    "sin",
-    "sqrt",
-    "tanh",
     "trace_mask",
     "trace_score",
-    "where",
 ]

@@ -15,8 +15,9 @@ from typing import Any
 
 import sympy
 
+from flashgen.dtypes import POSITION_LIMIT, is_bool
 from flashgen.errors import SpecError
-from flashgen.language import POSITION_LIMIT, B, Element, FloorDiv, H, K, Q, Tensor
+from flashgen.language import B, Element, FloorDiv, H, K, Q, Tensor
 from flashgen.language.function_identity import from_parts, identity_of, to_parts
 from flashgen.language.user_source import lines_of, user_location
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES
@@ -210,9 +211,7 @@ def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
     wrong, cause = "", None
     try:
         live: Any = sparse.layout(*place)
-        if type(live) is bool:
-            return live
-        if type(live).__name__ in ("bool_", "bool"):  # numpy's
+        if is_bool(live):
             return bool(live)
         wrong = f"returned {live!r}"[:80]
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 
-from flashgen.language.refusal import refuse
+from flashgen.language.user_source import refuse
 
 # Names that mods, the operator's arguments or the emitted file already use.
 BUILT_IN_NAMES = frozenset(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.errors import SpecError
-from flashgen.language.user_source import lines_of
+from flashgen.language.user_source import lines_of, nested_codes
 
 Function = Callable[..., object]
 
@@ -151,8 +151,7 @@ def _seen(function: types.FunctionType) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def _names(code: types.CodeType) -> list[str]:
     """Every global name that the code, nested code included, may read, in a fixed order."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return sorted({*code.co_names, *(name for each in inner for name in _names(each))})
+    return sorted({name for each in nested_codes(code) for name in each.co_names})
 
 
 def _pairs(named: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:

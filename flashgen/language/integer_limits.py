@@ -82,10 +82,8 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
 
 def fits(expr: sympy.Expr, bits: int = 62) -> bool:
     """True if every intermediate result of an integer expression fits ``bits`` bits and a sign."""
-    if not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead):
-        lo, hi = limits(expr)
-        return bool(max(-lo, hi) < 2**bits)
-    if not all(fits(arg, bits) for arg in expr.args):
+    is_leaf = not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead)
+    if not is_leaf and not all(fits(arg, bits) for arg in expr.args):
         return False
     if isinstance(expr, sympy.Add):  # partial sums too
         return bool(sum(max(map(abs, limits(arg))) for arg in expr.args) < 2**bits)

@@ -10,10 +10,10 @@ import sympy
 
 from flashgen.language.operators import absolute_value
 from flashgen.language.python_printer import python_text
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import is_condition
 from flashgen.language.sympy_functions import Floor, Log2, Maximum, Minimum, Sigmoid
 from flashgen.language.traced import Operand, Traced, apply_function, as_expr, made
+from flashgen.language.user_source import refuse
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:

@@ -8,9 +8,9 @@ import sympy
 
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.python_printer import python_text
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum
+from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, clearing_scale
+from flashgen.language.user_source import refuse
 
 
 def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
@@ -74,22 +74,12 @@ def _exclusive(a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
 
 def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     """``kind(a, b)``, in integers alone where both sides are rational combinations of integers."""
-    scale = _clearing_scale(a, b)
-    if scale is not None and scale > 1:
+    scale = clearing_scale(a, b)
+    if scale is not None and 1 < scale <= _LARGEST_CLEARING:
         whole = sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)
         if all(map(fits, whole)):
             a, b = whole
     return kind(a, b)
-
-
-def _clearing_scale(a: sympy.Expr, b: sympy.Expr) -> int | None:
-    scale = 1
-    for term in (*sympy.Add.make_args(a), *sympy.Add.make_args(b)):
-        coefficient, rest = term.as_coeff_Mul()
-        if not (coefficient.is_Rational and is_int(rest)):
-            return None
-        scale = int(sympy.ilcm(scale, coefficient.q))
-    return scale if scale <= _LARGEST_CLEARING else None
 
 
 # A literal with a larger denominator is not a fraction such as 1/3.

@@ -10,14 +10,15 @@ from sympy.printing.str import StrPrinter
 
 from flashgen.language.symbols import SCORE
 
-_OPERATORS = {
-    "Equality": "==",
-    "Unequality": "!=",
-    "LessThan": "<=",
-    "StrictLessThan": "<",
-    "GreaterThan": ">=",
-    "StrictGreaterThan": ">",
+SIGNS = {
+    sympy.StrictLessThan: "<",
+    sympy.LessThan: "<=",
+    sympy.StrictGreaterThan: ">",
+    sympy.GreaterThan: ">=",
+    sympy.Equality: "==",
+    sympy.Unequality: "!=",
 }
+"""The sign of each relation, in Python and in C++."""
 
 
 def python_text(expr: sympy.Basic) -> str:
@@ -66,7 +67,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         return self._divided(expr, "%")
 
     def _print_Relational(self, expr: Any) -> str:
-        sign = _OPERATORS[type(expr).__name__]
+        sign = SIGNS[type(expr)]
         return f"{self._print(expr.lhs)} {sign} {self._print(expr.rhs)}"
 
     def _print_And(self, expr: Any) -> str:
@@ -97,16 +98,12 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         name = self._print(expr.tensor)
         return f"{name}[{', '.join(map(self._print, expr.indices))}]" if expr.indices else name
 
-    def _extreme(self, expr: Any, name: str) -> str:
+    def _extreme(self, expr: Any) -> str:
         indices = list(map(self._print, expr.others))
         lo, hi = map(self._print, expr.ends)
         indices.insert(expr.axis, f"{lo}..{hi}")
+        name = {"Least": "min", "Greatest": "max"}[expr.func.__name__]
         return f"{name}({self._print(expr.tensor)}[{', '.join(indices)}])"
 
-    def _print_Least(self, expr: Any) -> str:
-        return self._extreme(expr, "min")
-
-    def _print_Greatest(self, expr: Any) -> str:
-        return self._extreme(expr, "max")
-
+    _print_Least = _print_Greatest = _extreme
     _print_Abs = _print_Function

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import sympy
 
 from flashgen.dtypes import SCALAR_DTYPES, SCALAR_LIMIT
 from flashgen.language.capture_names import check_name
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.language.traced import Capture, Traced
+from flashgen.language.user_source import refuse
 
 
 class Scalar(Capture):
@@ -26,6 +28,8 @@ class Scalar(Capture):
     """
 
     __slots__ = ("minimum",)
+    is_size = False
+    """True for the sizes of the call: fg.batch, fg.heads, fg.seq_q, fg.seq_k."""
 
     def __init__(self, name: str, dtype: str = "int32", *, minimum: float | None = None) -> None:
         check_name("Scalar", name)
@@ -40,25 +44,21 @@ class Scalar(Capture):
         return f"Scalar({self.name!r}, {self.dtype!r}{bound})"
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash((self.name, self.dtype, self.minimum))
+        return hash(self.key)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.name, self.dtype, self.minimum)
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
     @property
     def key(self) -> tuple[str, str, float | None]:
         return self.name, self.dtype, self.minimum
-
-    @property
-    def is_size(self) -> bool:
-        """True for the sizes of the call: fg.batch, fg.heads, fg.seq_q, fg.seq_k."""
-        return False
 
 
 class Size(Scalar):
     """A size of the call, which follows from the shapes of the operands."""
 
     __slots__ = ()
+    is_size = True
 
     def __init__(self, symbol: sympy.Symbol, minimum: int) -> None:
         self.name = symbol.name
@@ -66,20 +66,8 @@ class Size(Scalar):
         self.minimum = minimum
         Traced.__init__(self, symbol, (self,))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _size, (self.name,)
-
-    @property
-    def is_size(self) -> bool:
-        return True
-
-
-def _rebuild(name: str, dtype: str, minimum: float | None) -> Scalar:
-    return Scalar(name, dtype, minimum=minimum)
-
-
-def _size(name: str) -> Size:
-    return next(size for size in (batch, heads, seq_q, seq_k) if size.name == name)
+    def __reduce__(self) -> str:
+        return self.name  # of the global variable
 
 
 def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:

@@ -1,10 +1,14 @@
-"""The signature of an AttentionSpec: the facts that a call of it needs, as plain values."""
+"""What calls need of a spec: its signature as plain values, and variants of the spec.
+
+A variant has another dtype, no dropout or fewer gradients: the traced expressions are the same.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 
-from flashgen.language import BATCH, B, Scalar, Tensor
+from flashgen.language import BATCH, B, Tensor
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import CallSignature, ScalarArgument, TensorArgument
 
@@ -22,18 +26,46 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         scale=spec.scale,
         dropout=spec.dropout,
         packed=spec.packed,
-        scalars=tuple(map(scalar_argument, spec.scalars)),
-        tensors=tuple(map(_tensor_argument, spec.tensors)),
-        sink=None if spec.sink is None else _tensor_argument(spec.sink),
+        scalars=tuple(ScalarArgument(*x.key) for x in spec.scalars),
+        tensors=tuple(TensorArgument(*x.key) for x in spec.tensors),
+        sink=None if spec.sink is None else TensorArgument(*spec.sink.key),
         block_sparse=spec.block_sparse,
         reads_batch=bool({B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)),
     )
 
 
-def scalar_argument(scalar: Scalar) -> ScalarArgument:
-    """The facts of one run-time scalar."""
-    return ScalarArgument(scalar.name, scalar.dtype, scalar.minimum)
+@functools.lru_cache(maxsize=1024)
+def with_dtype(spec: AttentionSpec, dtype: str) -> AttentionSpec:
+    """``spec`` for operands of another dtype, for calls under autocast."""
+    return _changed(spec, "dtype", dtype)
 
 
-def _tensor_argument(tensor: Tensor) -> TensorArgument:
-    return TensorArgument(tensor.name, tensor.dims, tensor.dtype, tensor.grad)
+@functools.lru_cache(maxsize=1024)
+def without_dropout(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` with kernels that drop nothing, for calls whose dropout_p is 0."""
+    return _changed(spec, "dropout", False)
+
+
+@functools.lru_cache(maxsize=1024)
+def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
+    """``spec`` with kernels that compute the gradients of these captured tensors only."""
+    if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
+        return spec
+    tensors = {
+        tensor.name: Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        for tensor in spec.tensors
+    }
+    sink = None if spec.sink is None else tensors[spec.sink.name]
+    return _with(spec, tensors=tuple(tensors.values()), sink=sink)
+
+
+def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
+    return spec if getattr(spec, option) == value else _with(spec, **{option: value})
+
+
+def _with(spec: AttentionSpec, **options: object) -> AttentionSpec:
+    """A copy with other options, on which the traced expressions do not depend."""
+    changed = copy.copy(spec)
+    for option, value in options.items():
+        object.__setattr__(changed, option, value)
+    return changed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,16 +12,14 @@ import sympy
 
 from flashgen.dtypes import OPERAND_DTYPES
 from flashgen.errors import SpecError
-from flashgen.language import SCORE, Scalar, SourceLines, Tensor, trace_mask, trace_score
+from flashgen.language import SCORE, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
-from flashgen.language.digest import digest_of
-from flashgen.language.pickled_mod import PickledMod
-from flashgen.language.sink import sink_of
+from flashgen.language.tensor import sink_of
 from flashgen.language.traced import Capture
-from flashgen.language.tracing import TracedMod
-from flashgen.language.user_source import user_location
+from flashgen.language.tracing import PickledMod, TracedMod
+from flashgen.language.user_source import SourceLines, user_location
 from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.signature import LAYOUT_NAMES
 
@@ -32,7 +31,7 @@ Mod = Callable[..., object]
 BOUNDARIES = tuple(Tensor(name, ("boundaries",), "int32") for name in BOUNDARY_NAMES)
 """The tensors of a spec with packed sequences: the first row of each sequence, and the end."""
 
-_GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,29 +105,24 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         where = user_location()
         mistakes = _option_mistakes(self, where)
-        mask, score, sink = None, None, None
-        try:
-            sink = sink_of(self.sink)
-        except SpecError as error:
-            mistakes.append(error)
-        try:
-            mask = _traced(self.mask_mod, trace_mask)
-        except SpecError as error:
-            mistakes.append(error)
-        try:
-            score = _traced(self.score_mod, trace_score)
-        except SpecError as error:
-            mistakes.append(error)
+
+        def attempt(make: Callable[..., Any], *arguments: object) -> Any:
+            try:
+                return make(*arguments)
+            except SpecError as error:
+                mistakes.append(error)
+                return None
+
+        sink = attempt(sink_of, self.sink)
+        mask = attempt(_traced, self.mask_mod, trace_mask)
+        score = attempt(_traced, self.score_mod, trace_score)
         used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
         used += [] if sink is None else [sink]
         captures, clashes = _distinct(used, where)
         sparse = self.block_sparse
         if isinstance(sparse, BlockSparse):
-            try:
-                check_layout_names([capture.name for capture in captures], where)
-            except SpecError as error:
-                mistakes.append(error)
+            attempt(check_layout_names, [capture.name for capture in captures], where)
         _raise_all(mistakes + clashes)
 
         kept = sympy.true if mask is None else mask.expr
@@ -228,6 +222,12 @@ class AttentionSpec:
             object.__setattr__(copy, "name", self.name)
         object.__setattr__(copy, "file", self.file)
         return copy
+
+
+def digest_of(parts: Sequence[object]) -> str:
+    """SHA-256 in hex of ``parts`` as text: sympy expressions in full, anything else by repr."""
+    content = [sympy.srepr(part) if isinstance(part, sympy.Basic) else part for part in parts]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | None:
@@ -330,7 +330,7 @@ def as_name(text: str) -> str:
 def _name_of(*mods: Mod | None) -> str:
     for mod in mods:
         name = getattr(mod, "__name__", "")
-        if name and name not in _GENERIC_NAMES and _is_name(name):
+        if name and name not in GENERIC_NAMES and _is_name(name):
             return str(name)
     return "attention"
 

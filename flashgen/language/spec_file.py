@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ def _run_file(source: Path) -> dict[str, Any]:
 def _line_in(error: Exception, source: Path) -> int:
     if isinstance(error, SyntaxError):
         return error.lineno or 0
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename).name == source.name:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if Path(frame.f_code.co_filename).name == source.name
+    ]
+    return lines[-1] if lines else 0

@@ -26,7 +26,6 @@ K_LO = sympy.Symbol("k_lo", integer=True)
 K_HI = sympy.Symbol("k_hi", integer=True)
 
 CORNERS = {Q: (Q_LO, Q_HI), K: (K_LO, K_HI)}
-SIZES = (BATCH, HEADS, SEQ_Q, SEQ_K)
 
 LOWEST_SCORE = -1e30
 """Scores of this or less count as -inf, such as the lowest float in additive masks. Kernels start

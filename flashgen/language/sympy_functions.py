@@ -17,8 +17,7 @@ tanh, sin, cos, Abs, Pow, Piecewise) are sympy's.
 
 from __future__ import annotations
 
-from functools import reduce
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import sympy
@@ -27,22 +26,26 @@ from sympy.core.sorting import default_sort_key
 from flashgen.language.symbols import is_int
 
 
-def _numerators(*exprs: sympy.Expr) -> int:
-    """The least common multiple of all numeric denominators in sums of terms."""
+def clearing_scale(*exprs: sympy.Expr) -> int | None:
+    """The least number that makes integer computations of all expressions.
+
+    None unless each is a sum of rational multiples of integer computations.
+    """
     scale = 1
     for expr in exprs:
         for term in sympy.Add.make_args(expr):
-            scale = sympy.ilcm(scale, term.as_coeff_Mul()[0].q)
-    return int(scale)
+            coefficient, rest = term.as_coeff_Mul()
+            if not (coefficient.is_Rational and is_int(rest)):
+                return None
+            scale = lcm(scale, int(coefficient.q))
+    return scale
 
 
-def _is_rational_sum(expr: sympy.Expr) -> bool:
-    """True for a sum of rational multiples of integer computations."""
-    for term in sympy.Add.make_args(expr):
-        coefficient, rest = term.as_coeff_Mul()
-        if not (coefficient.is_Rational and is_int(rest)):
-            return False
-    return True
+class RealFunction(sympy.Function):  # type: ignore[misc]
+    """A function whose values are real for all arguments."""
+
+    def _eval_is_real(self) -> bool:
+        return True
 
 
 class FloorDiv(sympy.Function):  # type: ignore[misc]
@@ -60,8 +63,8 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
         if a == b:
             return sympy.S.One
         if not (is_int(a) and is_int(b)):
-            if _is_rational_sum(a) and _is_rational_sum(b):
-                scale = _numerators(a, b)
+            scale = clearing_scale(a, b)
+            if scale is not None:
                 return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale))
             if a.is_Rational and b.is_Rational:
                 return sympy.floor(a / b)
@@ -113,7 +116,7 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
 
-class FloorMod(sympy.Function):  # type: ignore[misc]
+class FloorMod(RealFunction):
     """``a - b * floor(a / b)``. Undefined where b is 0."""
 
     nargs = (2,)
@@ -126,8 +129,8 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
         if a.is_zero or a == b:
             return sympy.S.Zero
         if not (is_int(a) and is_int(b)):
-            if _is_rational_sum(a) and _is_rational_sum(b):
-                scale = _numerators(a, b)
+            scale = clearing_scale(a, b)
+            if scale is not None:
                 return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)) / scale
             if a.is_Rational and b.is_Rational:
                 return a - b * sympy.floor(a / b)
@@ -160,9 +163,6 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args) else None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def _eval_is_nonnegative(self) -> Any:
         return True if self.args[1].is_nonnegative else None
 
@@ -170,10 +170,11 @@ class FloorMod(sympy.Function):  # type: ignore[misc]
         return sympy.S.One if argindex == 1 else -FloorDiv(*self.args)
 
 
-class _Extremum(sympy.Function):  # type: ignore[misc]
+class _Extremum(RealFunction):
     """The common part of Minimum and Maximum: distinct, sorted arguments without nesting."""
 
     integer_closed = True
+    _least = True
 
     def __new__(cls, *args: object, **options: object) -> sympy.Expr:
         flat: list[sympy.Expr] = []
@@ -195,23 +196,17 @@ class _Extremum(sympy.Function):  # type: ignore[misc]
         margin = winner - loser
         return bool(margin.is_nonpositive if cls._least else margin.is_nonnegative)
 
-    _least = True
-
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args) else None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def _eval_is_nonnegative(self) -> Any:
-        signs = [arg.is_nonnegative for arg in self.args]
-        decided = all(signs) if self._least else any(signs)
-        return True if decided else None
+        return self._decided([arg.is_nonnegative for arg in self.args])
 
     def _eval_is_positive(self) -> Any:
-        signs = [arg.is_positive for arg in self.args]
-        decided = all(signs) if self._least else any(signs)
-        return True if decided else None
+        return self._decided([arg.is_positive for arg in self.args])
+
+    def _decided(self, signs: list[bool | None]) -> bool | None:
+        return True if (all(signs) if self._least else any(signs)) else None
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         """1 where this argument alone is the extremum; 1/2 at a tie, as in torch's autograd."""
@@ -244,7 +239,7 @@ class Floor(sympy.Function):  # type: ignore[misc]
             return x
         if x.is_Rational:
             return sympy.floor(x)
-        if _is_rational_sum(x):
+        if clearing_scale(x) is not None:
             return FloorDiv(x, 1)
         return None
 
@@ -255,7 +250,7 @@ class Floor(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
 
-class Log2(sympy.Function):  # type: ignore[misc]
+class Log2(RealFunction):
     """Logarithm to base 2."""
 
     nargs = (1,)
@@ -268,9 +263,6 @@ class Log2(sympy.Function):  # type: ignore[misc]
             return sympy.Integer(int(x).bit_length() - 1)
         return None
 
-    def _eval_is_real(self) -> bool:
-        return True
-
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         return 1 / (self.args[0] * sympy.log(2))
 
@@ -278,13 +270,10 @@ class Log2(sympy.Function):  # type: ignore[misc]
         return (sympy.log(self.args[0]) / sympy.log(2))._eval_evalf(prec)
 
 
-class Sigmoid(sympy.Function):  # type: ignore[misc]
+class Sigmoid(RealFunction):
     """1 / (1 + exp(-x))."""
 
     nargs = (1,)
-
-    def _eval_is_real(self) -> bool:
-        return True
 
     def _eval_is_positive(self) -> Any:
         return self.args[0].is_real
@@ -296,7 +285,7 @@ class Sigmoid(sympy.Function):  # type: ignore[misc]
         return (1 / (1 + sympy.exp(-self.args[0])))._eval_evalf(prec)
 
 
-class Select(sympy.Function):  # type: ignore[misc]
+class Select(RealFunction):
     """``a`` where the condition holds, else ``b``.
 
     Unlike a Piecewise, it never rewrites its condition, even one that compares other choices.
@@ -312,11 +301,3 @@ class Select(sympy.Function):  # type: ignore[misc]
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args[1:]) else None
-
-    def _eval_is_real(self) -> bool:
-        return True
-
-
-def content(numbers: list[int]) -> int:
-    """Greatest common divisor of all ``numbers``; 0 for none."""
-    return reduce(gcd, numbers, 0)

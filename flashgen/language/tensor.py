@@ -15,10 +15,10 @@ import sympy
 from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES
 from flashgen.language.capture_names import check_name
 from flashgen.language.python_printer import python_text
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import is_condition
 from flashgen.language.tensor_elements import Element, TensorSymbol
 from flashgen.language.traced import Capture, Traced, Value, as_expr, captures_of
+from flashgen.language.user_source import refuse
 
 SIZES = ("batch", "heads", "heads_kv", "seq_q", "seq_k")
 """Names of dimensions whose lengths follow from the operands."""
@@ -165,3 +165,38 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
             numbers=f"grad {grad!r}, dtype {dtype!r}",
             way_out=f"grad=True and one of {', '.join(FLOAT_DTYPES)}",
         )
+
+
+SINK_DIMS = (("heads",), (1,), ())
+"""The dims that a sink may have: one logit per head, or one for all heads."""
+
+
+def sink_of(given: object) -> Tensor | None:
+    """The sink tensor of a spec's option ``sink``; None for no sink.
+
+    Raises:
+        SpecError: the option is not a Tensor of floats with one of `SINK_DIMS`.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        return Tensor("sink", ("heads",), "float32", grad=True)
+    if not isinstance(given, Tensor):
+        refuse(
+            "a sink is a Tensor with a logit for each head",
+            numbers=f"sink given as a {type(given).__name__}",
+            way_out='sink=True, or sink=fg.Tensor("sink", ("heads",), "float32", grad=True)',
+        )
+    if given.dtype not in FLOAT_DTYPES:
+        refuse(
+            f"the sink {given.name!r} does not have the dtype of a logit",
+            numbers=f"dtype {given.dtype!r}; available: {', '.join(FLOAT_DTYPES)}",
+            way_out=f"fg.Tensor({given.name!r}, {given.dims!r}, 'float32', grad=True)",
+        )
+    if given.dims not in SINK_DIMS:
+        refuse(
+            f"the sink {given.name!r} has other dims than the heads",
+            numbers=f"dims {given.dims!r}; available: {', '.join(map(str, SINK_DIMS))}",
+            way_out=f'fg.Tensor({given.name!r}, ("heads",), {given.dtype!r}, grad={given.grad})',
+        )
+    return given

@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 
 from flashgen.dtypes import ELEMENT_RANGES, FLOAT_DTYPES
+from flashgen.language.sympy_functions import RealFunction
 
 
 class TensorSymbol(sympy.Symbol):  # type: ignore[misc]
@@ -34,7 +35,7 @@ class TensorSymbol(sympy.Symbol):  # type: ignore[misc]
         return TensorSymbol, (self.name, self.dtype)
 
 
-class TensorRead(sympy.Function):  # type: ignore[misc]
+class TensorRead(RealFunction):
     """A value that is read from a captured tensor.
 
     Its derivative is 0 with respect to every symbol, because indices are integers.
@@ -58,9 +59,6 @@ class TensorRead(sympy.Function):  # type: ignore[misc]
 
     def _eval_is_integer(self) -> Any:
         return self.args[0].is_integer
-
-    def _eval_is_real(self) -> bool:
-        return True
 
     def _eval_is_finite(self) -> bool:
         return True
@@ -113,7 +111,5 @@ class Greatest(Extreme):
 
 def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
     """Every element that expressions read, those in indices included, in a fixed order."""
-    found: set[Element] = set()
-    for expr in exprs:
-        found |= expr.atoms(Element)
+    found = {element for expr in exprs for element in expr.atoms(Element)}
     return tuple(sorted(found, key=sympy.default_sort_key))

@@ -15,17 +15,38 @@ from typing import NoReturn, Union
 
 import sympy
 
+from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
-from flashgen.language.float_literals import LARGEST_LITERAL
 from flashgen.language.operators import absolute_value, combined
 from flashgen.language.python_printer import python_text
-from flashgen.language.refusal import refuse
 from flashgen.language.symbols import is_condition
 from flashgen.language.sympy_functions import Floor
+from flashgen.language.user_source import refuse
 
 Operand = Union["Traced", int, float, bool]
 
+_Operator = Callable[["Traced", Operand], "Traced"]
+
 _UNREAL = (sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.I)
+
+
+def _operator(sign: str) -> _Operator:
+    """The method for ``self sign other``."""
+    return lambda self, other: combine(sign, self, other)
+
+
+def _operators(sign: str) -> tuple[_Operator, _Operator]:
+    """The methods for ``self sign other`` and ``other sign self``."""
+    return _operator(sign), lambda self, other: combine(sign, other, self)
+
+
+def _without_value(use: str, way_out: str) -> Callable[..., NoReturn]:
+    """A method that refuses an operation which needs a value."""
+
+    def method(self: Traced, *args: object, **kwargs: object) -> NoReturn:
+        self._no_value(use, way_out)
+
+    return method
 
 
 class Traced:
@@ -51,55 +72,27 @@ class Traced:
     def __repr__(self) -> str:
         return f"<traced {python_text(self.expr)}>"
 
-    # Arithmetic.
+    __add__, __radd__ = _operators("+")
+    __sub__, __rsub__ = _operators("-")
+    __mul__, __rmul__ = _operators("*")
+    __truediv__, __rtruediv__ = _operators("/")
+    __floordiv__, __rfloordiv__ = _operators("//")
+    __mod__, __rmod__ = _operators("%")
+    __pow__, __rpow__ = _operators("**")
+    __and__, __rand__ = _operators("&")
+    __or__, __ror__ = _operators("|")
+    __xor__, __rxor__ = _operators("^")
 
-    def __add__(self, other: Operand) -> Traced:
-        return combine("+", self, other)
-
-    def __radd__(self, other: Operand) -> Traced:
-        return combine("+", other, self)
-
-    def __sub__(self, other: Operand) -> Traced:
-        return combine("-", self, other)
-
-    def __rsub__(self, other: Operand) -> Traced:
-        return combine("-", other, self)
-
-    def __mul__(self, other: Operand) -> Traced:
-        return combine("*", self, other)
-
-    def __rmul__(self, other: Operand) -> Traced:
-        return combine("*", other, self)
-
-    def __truediv__(self, other: Operand) -> Traced:
-        return combine("/", self, other)
-
-    def __rtruediv__(self, other: Operand) -> Traced:
-        return combine("/", other, self)
-
-    def __floordiv__(self, other: Operand) -> Traced:
-        return combine("//", self, other)
-
-    def __rfloordiv__(self, other: Operand) -> Traced:
-        return combine("//", other, self)
-
-    def __mod__(self, other: Operand) -> Traced:
-        return combine("%", self, other)
-
-    def __rmod__(self, other: Operand) -> Traced:
-        return combine("%", other, self)
+    # Python reflects a comparison as its opposite.
+    __lt__, __le__ = _operator("<"), _operator("<=")
+    __gt__, __ge__ = _operator(">"), _operator(">=")
+    __eq__, __ne__ = _operator("=="), _operator("!=")  # type: ignore[assignment]
 
     def __divmod__(self, other: Operand) -> tuple[Traced, Traced]:
         return combine("//", self, other), combine("%", self, other)
 
     def __rdivmod__(self, other: Operand) -> tuple[Traced, Traced]:
         return combine("//", other, self), combine("%", other, self)
-
-    def __pow__(self, other: Operand) -> Traced:
-        return combine("**", self, other)
-
-    def __rpow__(self, other: Operand) -> Traced:
-        return combine("**", other, self)
 
     def __neg__(self) -> Traced:
         return combine("-", 0, self)
@@ -113,46 +106,6 @@ class Traced:
     def __floor__(self) -> Traced:
         return apply_function("floor", Floor, self)
 
-    # Comparisons.
-
-    def __lt__(self, other: Operand) -> Traced:
-        return combine("<", self, other)
-
-    def __le__(self, other: Operand) -> Traced:
-        return combine("<=", self, other)
-
-    def __gt__(self, other: Operand) -> Traced:
-        return combine(">", self, other)
-
-    def __ge__(self, other: Operand) -> Traced:
-        return combine(">=", self, other)
-
-    def __eq__(self, other: object) -> Traced:  # type: ignore[override]
-        return combine("==", self, other)
-
-    def __ne__(self, other: object) -> Traced:  # type: ignore[override]
-        return combine("!=", self, other)
-
-    # Conditions.
-
-    def __and__(self, other: Operand) -> Traced:
-        return combine("&", self, other)
-
-    def __rand__(self, other: Operand) -> Traced:
-        return combine("&", other, self)
-
-    def __or__(self, other: Operand) -> Traced:
-        return combine("|", self, other)
-
-    def __ror__(self, other: Operand) -> Traced:
-        return combine("|", other, self)
-
-    def __xor__(self, other: Operand) -> Traced:
-        return combine("^", self, other)
-
-    def __rxor__(self, other: Operand) -> Traced:
-        return combine("^", other, self)
-
     def __invert__(self) -> Traced:
         if not self.is_condition:
             refuse(
@@ -165,71 +118,38 @@ class Traced:
     # Operations that need a value, which a traced value does not have yet.
 
     def __bool__(self) -> NoReturn:
-        way_out = advice.for_truth_value()
         refuse(
             "a traced value is neither true nor false yet: "
             "if, and, or, not and chained comparisons cannot be used on it",
             numbers=f"value {python_text(self.expr)}",
-            way_out=way_out,
+            way_out=advice.for_truth_value(),
         )
-
-    def __int__(self) -> NoReturn:
-        self._no_value("int()", "fg.floor(x), or x // 1")
-
-    def __index__(self) -> NoReturn:
-        self._no_value("an index or a range", "fg.where(condition, a, b) to choose between values")
 
     def __float__(self) -> NoReturn:
         self._no_value("float() and the functions of math", advice.for_call())
-
-    def __complex__(self) -> NoReturn:
-        self._no_value("complex()", "real arithmetic")
-
-    def __iter__(self) -> NoReturn:
-        self._no_value("iteration and unpacking", "a traced value as one number")
-
-    def __len__(self) -> NoReturn:
-        self._no_value("len()", "fg.seq_q, fg.seq_k, fg.heads or fg.batch for sizes")
-
-    def __getitem__(self, index: object) -> NoReturn:
-        self._no_value("indexing", "a traced value as one number; it has no elements")
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._no_value("a call", "x * (...) where a product is meant")
-
-    def __round__(self, digits: object = None) -> NoReturn:
-        self._no_value("round()", "fg.floor(x + 0.5)")
-
-    def __trunc__(self) -> NoReturn:
-        self._no_value("trunc()", "fg.where(x < 0, -fg.floor(-x), fg.floor(x))")
-
-    def __ceil__(self) -> NoReturn:
-        self._no_value("ceil()", "-fg.floor(-x)")
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._no_value("a numpy function", "the functions of flashgen, such as fg.exp")
-
-    def __lshift__(self, other: object) -> NoReturn:
-        self._no_value("<<", "x * 2**n")
-
-    def __rshift__(self, other: object) -> NoReturn:
-        self._no_value(">>", "x // 2**n")
-
-    __rlshift__ = __lshift__
-    __rrshift__ = __rshift__
-
-    def __matmul__(self, other: object) -> NoReturn:
-        self._no_value("@", "* for the product of two numbers")
-
-    __rmatmul__ = __matmul__
-
-    def __contains__(self, item: object) -> NoReturn:
-        self._no_value("in", "(x == a) | (x == b)")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
         self._no_value(f".{name}", f"a function of flashgen{advice.for_attribute(name)}")
+
+    __int__ = _without_value("int()", "fg.floor(x), or x // 1")
+    __index__ = _without_value(
+        "an index or a range", "fg.where(condition, a, b) to choose between values"
+    )
+    __complex__ = _without_value("complex()", "real arithmetic")
+    __iter__ = _without_value("iteration and unpacking", "a traced value as one number")
+    __len__ = _without_value("len()", "fg.seq_q, fg.seq_k, fg.heads or fg.batch for sizes")
+    __getitem__ = _without_value("indexing", "a traced value as one number; it has no elements")
+    __call__ = _without_value("a call", "x * (...) where a product is meant")
+    __round__ = _without_value("round()", "fg.floor(x + 0.5)")
+    __trunc__ = _without_value("trunc()", "fg.where(x < 0, -fg.floor(-x), fg.floor(x))")
+    __ceil__ = _without_value("ceil()", "-fg.floor(-x)")
+    __array__ = _without_value("a numpy function", "the functions of flashgen, such as fg.exp")
+    __lshift__ = __rlshift__ = _without_value("<<", "x * 2**n")
+    __rshift__ = __rrshift__ = _without_value(">>", "x // 2**n")
+    __matmul__ = __rmatmul__ = _without_value("@", "* for the product of two numbers")
+    __contains__ = _without_value("in", "(x == a) | (x == b)")
 
     def _no_value(self, use: str, way_out: str) -> NoReturn:
         refuse(
@@ -268,7 +188,7 @@ def as_expr(value: object) -> sympy.Basic:
     """
     if isinstance(value, Traced):
         return value.expr
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+    if is_bool(value):
         return sympy.true if value else sympy.false
     if isinstance(value, numbers.Integral):
         return sympy.Integer(int(value))
@@ -284,10 +204,10 @@ def as_expr(value: object) -> sympy.Basic:
 
 
 def _literal(value: float) -> sympy.Expr:
-    if not math.isfinite(value) or abs(value) > LARGEST_LITERAL:
+    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
         refuse(
             "a number that float32 cannot hold",
-            numbers=f"{value!r}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
+            numbers=f"{value!r}; the largest finite float32 is {FLOAT32_MAX:.8g}",
             way_out="mask_mod to remove scores, instead of adding -inf to them",
         )
     return sympy.Rational(repr(value))
@@ -295,13 +215,8 @@ def _literal(value: float) -> sympy.Expr:
 
 def captures_of(*values: object) -> tuple[Capture, ...]:
     """The captures of all operands, each once, in order of first use."""
-    found: list[Capture] = []
-    for value in values:
-        if isinstance(value, Traced):
-            for capture in value.captures:
-                if not any(capture is other for other in found):
-                    found.append(capture)
-    return tuple(found)
+    traced = [value for value in values if isinstance(value, Traced)]
+    return tuple({id(c): c for value in traced for c in value.captures}.values())
 
 
 def made(expr: sympy.Basic, *operands: object) -> Traced:
@@ -322,16 +237,15 @@ def combine(operator: str, left: object, right: object) -> Traced:
     return made(combined(operator, as_expr(left), as_expr(right)), left, right)
 
 
-def _number(name: str, value: object) -> sympy.Expr:
-    expr = as_expr(value)
-    if is_condition(expr):
-        refuse(
-            f"fg.{name} is for numbers, this is a condition",
-            numbers=f"operand {python_text(expr)}",
-            way_out="fg.where(condition, 1, 0) to make a number of a condition",
-        )
-    return expr
-
-
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
-    return made(function(*(_number(name, value) for value in values)), *values)
+    """``function`` of numbers, which messages call fg.``name``."""
+    exprs = []
+    for expr in map(as_expr, values):
+        if is_condition(expr):
+            refuse(
+                f"fg.{name} is for numbers, this is a condition",
+                numbers=f"operand {python_text(expr)}",
+                way_out="fg.where(condition, 1, 0) to make a number of a condition",
+            )
+        exprs.append(expr)
+    return made(function(*exprs), *values)

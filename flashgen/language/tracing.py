@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -14,7 +14,7 @@ from flashgen.language import advice
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.language.traced import Capture, Traced, Value, as_expr
-from flashgen.language.user_source import SourceLines, is_library, lines_of, shown_path
+from flashgen.language.user_source import SourceLines, lines_of, refuse, shown_path, user_line_in
 
 Mod = Callable[..., object]
 
@@ -133,13 +133,10 @@ def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines
 
 
 def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
-    steps = traceback.walk_tb(error.__traceback__)
-    users = [(frame, line) for frame, line in steps if not is_library(frame)]
     where, way_out = str(lines), advice.LANGUAGE
-    if users:
-        frame, line = users[-1]
-        where = f"{shown_path(frame.f_code.co_filename)}:{line}"
-        way_out = advice.for_call(frame.f_code.co_filename, line)
+    at = user_line_in(error)
+    if at is not None:
+        where, way_out = f"{shown_path(at[0])}:{at[1]}", advice.for_call(*at)
     if isinstance(error, NameError):
         way_out = "define the name, or use fg.Scalar(name) or fg.Tensor(name, dims) for an argument"
     return SpecError(
@@ -148,3 +145,67 @@ def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
         numbers=f"while it was traced with symbols in place of numbers, {role} at {lines}",
         way_out=way_out,
     )
+
+
+class PickledMod:
+    """A mask_mod or score_mod in the form of its traced expression; callable like the function.
+
+    A pickled spec holds it in place of the user's function. A lambda, a closure or a function of a
+    spec file cannot be pickled by reference, and a function that can may have changed when it is
+    loaded. Kernels depend only on the traced expression.
+
+    Attributes:
+        trace: the result of tracing the function.
+    """
+
+    def __init__(self, trace: TracedMod) -> None:
+        self.trace = trace
+
+    def __repr__(self) -> str:
+        return f"<mod from {self.trace.lines}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        trace = self.trace
+        return _rebuilt, (_taken_apart(trace.expr, {}), trace.captures, trace.lines)
+
+    def __call__(self, *arguments: object) -> Traced:
+        """The result for the symbols (score,) b, h, q, k; other arguments are an error."""
+        symbols = (SCORE, B, H, Q, K)[-len(arguments) :]
+        given = tuple(map(as_expr, arguments))
+        if given != symbols:
+            refuse(
+                "a mod from a pickle can only be called with its own symbols",
+                numbers=f"called with ({', '.join(map(python_text, given))})",
+                way_out="the original function, for a call with other arguments",
+            )
+        return Value(self.trace.expr, self.trace.captures)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of an expression. ``plain``: its class reproduces it from its parts."""
+
+    kind: type[sympy.Basic]
+    parts: tuple[Any, ...]
+    plain: bool
+
+
+def _taken_apart(expr: sympy.Basic, known: dict[sympy.Basic, Any]) -> Any:
+    """The tree of an expression; sympy's own pickling would rewrite conditions of a Piecewise."""
+    if not expr.args:
+        return expr
+    if expr not in known:
+        parts = tuple(_taken_apart(part, known) for part in expr.args)
+        known[expr] = _Node(expr.func, parts, expr.func(*expr.args) == expr)
+    return known[expr]
+
+
+def _put_together(node: Any) -> sympy.Basic:
+    if not isinstance(node, _Node):
+        return node
+    parts = [_put_together(part) for part in node.parts]
+    return node.kind(*parts) if node.plain else node.kind(*parts, evaluate=False)
+
+
+def _rebuilt(tree: Any, captures: tuple[Capture, ...], lines: SourceLines) -> PickledMod:
+    return PickledMod(TracedMod(_put_together(tree), captures, lines))

@@ -8,12 +8,18 @@ import linecache
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NoReturn
+
+from flashgen.errors import SpecError
 
 _PACKAGE = __name__.partition(".")[0]
+LIBRARIES = ("sympy", "mpmath", "numpy", "torch")
+"""Packages beside flashgen in whose code the user cannot correct an error."""
 _ROOT_MARKS = ("pyproject.toml", ".git")
 
 
@@ -53,34 +59,40 @@ def shown_path(file: str) -> str:
         return path.name
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame outside flashgen, or None."""
+def user_location(libraries: tuple[str, ...] = ()) -> str:
+    """``file:line`` of the innermost code outside flashgen and ``libraries`` that is running."""
+    frame = user_frame(libraries)
+    if frame is None:
+        return "unknown"
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def user_frame(libraries: tuple[str, ...] = ()) -> FrameType | None:
+    """The innermost frame outside flashgen and ``libraries``, or None."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_ours(frame):
+    while frame is not None and _package_of(frame) in (_PACKAGE, *libraries):
         frame = frame.f_back
     return frame
 
 
-def is_ours(frame: FrameType) -> bool:
-    """True for a frame of flashgen's own code, generated code such as a dataclass's included."""
-    return _package_of(frame) == _PACKAGE
-
-
-def is_library(frame: FrameType) -> bool:
-    """True for a frame of flashgen or of a library, where the user cannot correct an error."""
-    return _package_of(frame) in (_PACKAGE, "sympy", "mpmath", "numpy", "torch")
+def user_line_in(error: Exception) -> tuple[str, int] | None:
+    """The file and line of the innermost code in the traceback that the user can correct."""
+    steps = traceback.walk_tb(error.__traceback__)
+    users = [
+        (frame.f_code.co_filename, line)
+        for frame, line in steps
+        if _package_of(frame) not in (_PACKAGE, *LIBRARIES)
+    ]
+    return users[-1] if users else None
 
 
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def user_location() -> str:
-    """``file:line`` of the user's code that is running now."""
-    frame = user_frame()
-    if frame is None:
-        return "unknown"
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+def refuse(what: str, *, numbers: str, way_out: str) -> NoReturn:
+    """Raises a SpecError that points at the user's line that is running now."""
+    raise SpecError(what, where=user_location(), numbers=numbers, way_out=way_out) from None
 
 
 def code_of(function: Callable[..., object]) -> CodeType | None:
@@ -99,6 +111,14 @@ def code_of(function: Callable[..., object]) -> CodeType | None:
                 return None
             function = inner
     return None
+
+
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of the functions defined in it, at any depth."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from nested_codes(inner)
 
 
 def lines_of(function: Callable[..., object], fallback: str) -> SourceLines:

@@ -241,7 +241,7 @@ class Attention:
         return result if return_lse else result[0]
 
     def _of_dtype(self, dtype: torch.dtype) -> Operator:
-        from flashgen.language.variants import with_dtype
+        from flashgen.language.signature import with_dtype
 
         return operator_of(with_dtype(self.spec, str(dtype).removeprefix("torch.")))
 

@@ -58,7 +58,7 @@ def free_name(spec: AttentionSpec) -> str:
 
     The hash is the same in every process, so that exported programs find their operator.
     """
-    from flashgen.language.digest import digest_of
+    from flashgen.language.spec import digest_of
 
     assert spec.name is not None, "every AttentionSpec has a name"
     name = spec.name

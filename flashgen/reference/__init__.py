@@ -7,7 +7,6 @@ from flashgen.reference.gradients import (
     same_dtype_gradients,
 )
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.judge import judge_gradients
 from flashgen.reference.oracle import attention, same_dtype
 from flashgen.reference.verdict import (
     ABSOLUTE,
@@ -16,6 +15,7 @@ from flashgen.reference.verdict import (
     RMS_FACTOR,
     Verdict,
     compare,
+    judge_gradients,
 )
 
 __all__ = [

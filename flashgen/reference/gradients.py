@@ -15,6 +15,12 @@ and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one)
 
 A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
 
+An element T[i] that the score reads is a variable like the score itself: torch's forward mode gives
+ds'/dT[i] at every position, and where two branches have different slopes it selects the slope of
+the selected value (see `OracleProblem`). Masked positions are then removed, so that an infinite
+slope there is not multiplied by 0. autograd propagates the rest through the reading of the tensor,
+which is linear: each position adds to the element that it read.
+
 dK and dV are sums over the query heads of a group. Where s' is -inf, by the mask or by the score
 function itself, dS and the summands of dT are 0 for any derivative of the score function.
 """
@@ -28,8 +34,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.errors import InputError
+from flashgen.language import SCORE, Element, TensorSymbol, elements_of
 from flashgen.language.spec import AttentionSpec
-from flashgen.reference.captures import added_to_captures, flows_to_captures, learned_of, with_sink
+from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import softmax_times_v
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 
@@ -155,7 +162,7 @@ def errors_of_summands(
         A float64 tensor of the same shape for each learned tensor, in the order of spec.tensors.
     """
     exact, same = (problem_of(spec, q, k, v, exact=exact, **call) for exact in (True, False))
-    total = [torch.zeros(x.shape, dtype=torch.float64) for x in learned_of(exact).values()]
+    total = [torch.zeros(x.shape, dtype=torch.float64) for x in _learned(exact).values()]
     for part, ordinary in zip(exact.blocks(), same.blocks(), strict=True):
         ours = _algorithm_3(exact, part, dout, dlse, kept=False)
         with torch.enable_grad():
@@ -163,10 +170,10 @@ def errors_of_summands(
         squares = tuple(
             (b.double() - a).square() for a, b in zip(ours.flows, theirs.flows, strict=True)
         )
-        added = added_to_captures(exact, part, ours.scores, squares)
+        of_sink = None
         if ours.of_sink is not None and theirs.of_sink is not None:
-            squares_of_sink = (theirs.of_sink.double() - ours.of_sink).square()
-            added = with_sink(exact, part, added, squares_of_sink)
+            of_sink = (theirs.of_sink.double() - ours.of_sink).square()
+        added = _added(exact, part, ours.scores, squares, of_sink)
         for sums, each in zip(total, added, strict=True):
             sums += each.to(sums.device)
     return tuple(sums.sqrt() for sums in total)
@@ -206,18 +213,14 @@ def _algorithm_3(
     if dlse is not None:
         d = d - part.of_rows(dlse).to(problem.work)[..., None]
     ds = p * (dp - d)
-    flows = flows_to_captures(problem, part, raw, ds, dead)
-    captured = added_to_captures(problem, part, raw, flows)
-    of_sink = None
-    if part.sink is not None:
-        of_sink = -weights[..., -1:] * d
-        captured = with_sink(problem, part, captured, of_sink)
+    flows = _flows(problem, part, raw, ds, dead)
+    of_sink = None if part.sink is None else -weights[..., -1:] * d
     if slope is not None:
         ds = ds * slope
     ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return BlockGradients(dq, dk, dv, captured, flows, raw.detach(), of_sink)
+    return BlockGradients(dq, dk, dv, flows, raw.detach(), of_sink)
 
 
 def _autograd(
@@ -239,16 +242,12 @@ def _autograd(
         of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
     leaves = [scores, v] if sink is None else [scores, v, sink]
     ds, dv, *rest = torch.autograd.grad(of, leaves, given)
-    flows = flows_to_captures(problem, part, raw.detach(), ds, dead)
-    captured = added_to_captures(problem, part, raw.detach(), flows)
-    of_sink = rest[0] if rest else None
-    if of_sink is not None:
-        captured = with_sink(problem, part, captured, of_sink)
+    flows = _flows(problem, part, raw.detach(), ds, dead)
     if slope is not None:
         ds = (ds.to(problem.real) * slope).to(problem.work)
     ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return BlockGradients(dq, dk, dv, captured, flows, raw.detach(), of_sink)
+    return BlockGradients(dq, dk, dv, flows, raw.detach(), *rest)
 
 
 @dataclass(frozen=True)
@@ -257,9 +256,8 @@ class BlockGradients:
 
     Attributes:
         dq, dk, dv: contributions of each pair, [n, rows, d], [n, seq_k, d] and [n, seq_k, d_v].
-        captured: contributions to the gradients of the learned tensors, in their shapes.
-        flows: the summands of ``captured``, [n, seq_q, seq_k] for each element that is
-            read.
+        flows: contributions of each score to the elements of learned tensors that it reads,
+            [n, seq_q, seq_k] for each of `_elements`.
         scores: s, before the score function.
         of_sink: contribution of each row to the sink's gradient, [n, seq_q, 1]; None without a
             sink.
@@ -268,18 +266,18 @@ class BlockGradients:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    captured: tuple[Tensor, ...]
     flows: tuple[Tensor, ...]
     scores: Tensor
-    of_sink: Tensor | None
+    of_sink: Tensor | None = None
 
 
 class _Gradients:
     """Sums of the contributions: dq by row, dk and dv over rows and the heads of a group."""
 
     def __init__(self, problem: OracleProblem, dtype: torch.dtype) -> None:
+        self.problem = problem
         self.operands = (problem.q, problem.k, problem.v)
-        self.learned = tuple(learned_of(problem).values())
+        self.learned = tuple(_learned(problem).values())
         device = problem.q.device
         self.sums = [
             torch.zeros(x.shape[0] * x.shape[1], *x.shape[2:], dtype=dtype, device=device)
@@ -292,7 +290,8 @@ class _Gradients:
         self.sums[0][part.pairs, part.rows] = of.dq.to(dtype)
         for total, gradient in zip(self.sums[1:], (of.dk, of.dv), strict=True):
             total[:, part.keys].index_add_(0, part.kv, gradient.to(dtype))
-        for total, gradient in zip(self.captured, of.captured, strict=True):
+        added = _added(self.problem, part, of.scores, of.flows, of.of_sink)
+        for total, gradient in zip(self.captured, added, strict=True):
             total += gradient
 
     def results(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -301,6 +300,72 @@ class _Gradients:
         return tuple(
             total.view(x.shape).to(dtype or x.dtype) for total, x in zip(sums, of, strict=True)
         )
+
+
+def _learned(problem: OracleProblem) -> dict[TensorSymbol, Tensor]:
+    """The learned tensors by symbol, in the order of spec.tensors."""
+    return {x.symbol: problem.values[x.symbol] for x in problem.spec.tensors if x.grad}
+
+
+def _flows(
+    problem: OracleProblem, part: ScoreBlock, scores: Tensor, ds: Tensor, dead: Tensor
+) -> tuple[Tensor, ...]:
+    """The contribution of each position to each element of a learned tensor that the score reads.
+
+    Args:
+        scores: s, before the score function.
+        ds: gradient of s', before the factor ds'/ds; both [n, rows, seq_k].
+        dead: bool of the same shape, true where s' is -inf, by the mask or the score function.
+
+    Returns:
+        A tensor [n, rows, seq_k] in `problem.real` for each of `_elements`.
+    """
+    slopes = (problem.slope_by(element, scores, part) for element in _elements(problem))
+    return tuple((ds.to(problem.real) * slope).masked_fill(dead, 0) for slope in slopes)
+
+
+def _added(
+    problem: OracleProblem,
+    part: ScoreBlock,
+    scores: Tensor,
+    flows: tuple[Tensor, ...],
+    of_sink: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The sums of one block's contributions by element: gradients in the tensors' shapes.
+
+    Args:
+        flows: the result of `_flows`.
+        of_sink: the rows' contributions to the gradient of the sink, [n, rows, 1].
+
+    Returns:
+        A tensor in `problem.real` for each learned tensor, including a learned sink.
+    """
+    real = problem.real
+    leaves = {
+        symbol: tensor.detach().to(real, copy=True).requires_grad_()
+        for symbol, tensor in _learned(problem).items()
+    }
+    total = {symbol: torch.zeros_like(leaf) for symbol, leaf in leaves.items()}
+    if flows:
+        values = {**part.values, SCORE: scores.to(real), **leaves}
+        with torch.enable_grad():
+            read = [evaluate(element, values, real) for element in _elements(problem)]
+        given = [flow.sum_to_size(x.shape) for flow, x in zip(flows, read, strict=True)]
+        found = torch.autograd.grad(read, list(leaves.values()), given, allow_unused=True)
+        total |= {s: x for s, x in zip(leaves, found, strict=True) if x is not None}
+    sink = problem.spec.sink
+    if of_sink is not None and sink.symbol in total:
+        whole = total[sink.symbol]
+        places = torch.zeros_like(part.h) if whole.numel() == 1 else part.h
+        shares = of_sink.sum((1, 2)).to(whole.dtype)
+        given_to = whole.new_zeros(whole.numel()).index_add_(0, places, shares)
+        total[sink.symbol] = whole + given_to.view(whole.shape)
+    return tuple(total.values())
+
+
+def _elements(problem: OracleProblem) -> list[Element]:
+    learned = _learned(problem)
+    return [e for e in elements_of(problem.spec.score) if e.tensor in learned]
 
 
 def _check(problem: OracleProblem, dout: Tensor, dlse: Tensor | None) -> None:

@@ -224,10 +224,6 @@ def _same_kind(function: Callable[[Tensor], Tensor]) -> Rule:
     return lambda run, expr: function(run.value(expr.args[0]))
 
 
-def _not(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    return torch.logical_not(run.value(expr.args[0]))
-
-
 def _if_then_else(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     condition, yes, no = (run.value(arg) for arg in expr.args)
     return torch.where(condition, yes, no)
@@ -269,5 +265,5 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.And: _logic(torch.logical_and),
     sympy.Or: _logic(torch.logical_or),
     sympy.Xor: _logic(torch.logical_xor),
-    sympy.Not: _not,
+    sympy.Not: _same_kind(torch.logical_not),
 }

@@ -318,15 +318,7 @@ def _scalar_values(
     spec: AttentionSpec, scalars: Mapping[str, Number], real: torch.dtype, device: torch.device
 ) -> dict[sympy.Symbol, Tensor]:
     """A 0-dim tensor for the symbol of each scalar, with the value that a kernel receives."""
-    wanted = [scalar.name for scalar in spec.scalars]
-    if sorted(wanted) != sorted(scalars):
-        raise InputError(
-            "the scalars given are not those of the spec",
-            where=f"reference of {spec.name}",
-            numbers=f"given: {', '.join(scalars) or 'none'}; "
-            f"expected: {', '.join(wanted) or 'none'}",
-            way_out="scalars={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
-        )
+    _check_names(spec, "scalars", [scalar.name for scalar in spec.scalars], scalars)
     found = {}
     for scalar in spec.scalars:
         value = SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
@@ -342,15 +334,7 @@ def _tensor_values(
     # The lists of a block layout may be given, but only the live blocks are read.
     unread = LAYOUT_LISTS if spec.block_sparse is not None else ()
     read = [tensor for tensor in spec.tensors if tensor.name not in unread]
-    wanted = [tensor.name for tensor in read]
-    if sorted(wanted) != sorted(name for name in tensors if name not in unread):
-        raise InputError(
-            "the tensors given are not those of the spec",
-            where=f"reference of {spec.name}",
-            numbers=f"given: {', '.join(tensors) or 'none'}; "
-            f"expected: {', '.join(wanted) or 'none'}",
-            way_out="tensors={" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
-        )
+    _check_names(spec, "tensors", [tensor.name for tensor in read], tensors, unread)
     for tensor in read:
         shape, dims = tuple(tensors[tensor.name].shape), ", ".join(map(str, tensor.dims))
         if len(shape) != len(tensor.dims):
@@ -361,6 +345,23 @@ def _tensor_values(
                 way_out="a length for each dimension; 1 where all positions share its elements",
             )
     return {tensor.symbol: tensors[tensor.name] for tensor in read}
+
+
+def _check_names(
+    spec: AttentionSpec,
+    kind: str,
+    wanted: Sequence[str],
+    given: Mapping[str, object],
+    unread: Sequence[str] = (),
+) -> None:
+    """Raises InputError unless exactly the ``wanted`` names are given, those ``unread`` aside."""
+    if sorted(wanted) != sorted(name for name in given if name not in unread):
+        raise InputError(
+            f"the {kind} given are not those of the spec",
+            where=f"reference of {spec.name}",
+            numbers=f"given: {', '.join(given) or 'none'}; expected: {', '.join(wanted) or 'none'}",
+            way_out=f"{kind}={{" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
+        )
 
 
 def _static_layout(

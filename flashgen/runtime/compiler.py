@@ -30,14 +30,14 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
 
 def without_dropout(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` with kernels that drop nothing, for calls whose dropout_p is 0."""
-    from flashgen.language.variants import without_dropout
+    from flashgen.language.signature import without_dropout
 
     return without_dropout(spec)
 
 
 def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     """``spec`` with kernels that compute the gradients of the named tensors only."""
-    from flashgen.language.variants import learning
+    from flashgen.language.signature import learning
 
     return learning(spec, names)
 

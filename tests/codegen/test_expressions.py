@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import flashgen as fg
 from flashgen.analysis import analyse_score, share
 from flashgen.codegen.expressions import CPrinter
+from flashgen.codegen.expressions.cpp_text import float32_literal
 from flashgen.errors import RenderError
 from flashgen.language import (
     HEADS,
@@ -32,7 +33,6 @@ from flashgen.language import (
     trace_mask,
     trace_score,
 )
-from flashgen.language.float_literals import float32_literal
 
 X, Y = sympy.symbols("x y", real=True)
 LIMIT = sympy.Symbol("limit", integer=True)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from ctypes import c_float
+
 import sympy
 
 from flashgen.analysis import evaluate
+from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
 from flashgen.language import Floor, Log2, Sigmoid
-from flashgen.language.float_literals import LARGEST_LITERAL, float32_literal
 
 # Levels of C++ operator precedence; a higher level binds tighter.
 ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)
 
 Text = tuple[str, int]
-
-SIGNS = {
-    sympy.StrictLessThan: "<",
-    sympy.LessThan: "<=",
-    sympy.StrictGreaterThan: ">",
-    sympy.GreaterThan: ">=",
-    sympy.Equality: "==",
-    sympy.Unequality: "!=",
-}
 
 HELPERS = frozenset(
     (
@@ -54,15 +47,28 @@ def inside(text: Text, level: int) -> str:
 
 def literal(expr: sympy.Expr) -> Text:
     value = float(evaluate(expr, {}))
-    if abs(value) > LARGEST_LITERAL:
+    if abs(value) > FLOAT32_MAX:
         raise RenderError(
             "float32 cannot hold a constant of the spec",
             where=str(expr),
-            numbers=f"{value:.8g}; the largest finite float32 is {LARGEST_LITERAL:.8g}",
+            numbers=f"{value:.8g}; the largest finite float32 is {FLOAT32_MAX:.8g}",
             way_out="smaller constants in the spec",
         )
     text = float32_literal(value)
     return text, UNARY if text.startswith("-") else ATOM
+
+
+def float32_literal(value: float) -> str:
+    """The shortest C++ literal of the float32 nearest to ``value``."""
+    if value != value:
+        return "__int_as_float(0x7fc00000)"  # NaN has no literal
+    exact = c_float(value).value
+    text = next(t for d in range(17) if c_float(float(t := f"{exact:.{d}e}")).value == exact)
+    mantissa, exponent = text.split("e")
+    if not -5 < int(exponent) < 9:
+        return f"{mantissa}e{int(exponent)}f"
+    digits = max(1, len(mantissa.partition(".")[2]) - int(exponent))
+    return f"{float(text):.{digits}f}f"
 
 
 def unknown(expr: sympy.Basic) -> RenderError:

@@ -20,7 +20,6 @@ from flashgen.codegen.expressions.cpp_text import (
     LESS,
     OR,
     PLUS,
-    SIGNS,
     UNARY,
     Text,
     inside,
@@ -31,6 +30,7 @@ from flashgen.codegen.expressions.let_names import let_names
 from flashgen.codegen.expressions.predicates import predicate_lets
 from flashgen.language import is_condition, is_int
 from flashgen.language.integer_limits import limits
+from flashgen.language.python_printer import SIGNS
 
 
 class CPrinter(FloatPrinter):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from flashgen.language import POSITION_LIMIT
+from flashgen.dtypes import POSITION_LIMIT
 from flashgen.planner import Plan
 from flashgen.planner.formulas import Formula, counted, evaluate
 from flashgen.planner.proofs.certificate import Certificate, ProofStep, vanishes
