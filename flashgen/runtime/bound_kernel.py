@@ -31,17 +31,6 @@ class BoundKernel:
         blocks: the number of blocks of a persistent kernel, with the reason; None for others.
     """
 
-    __slots__ = (
-        "_launch",
-        "_loaded",
-        "arguments",
-        "block",
-        "blocks",
-        "build",
-        "grid",
-        "smem_bytes",
-    )
-
     def __init__(
         self,
         build: Build,

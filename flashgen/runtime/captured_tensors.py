@@ -8,22 +8,12 @@ import torch
 
 from flashgen.dtypes import INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
-from flashgen.runtime.number_arguments import check_names, refuse
+from flashgen.runtime.number_arguments import refuse
 from flashgen.runtime.packed_sequences import check_packed, entries_of
 from flashgen.runtime.symbolic_sizes import known
 from flashgen.signature import CallSignature, TensorArgument
 
 Tensor = torch.Tensor
-
-
-def captured_of(signature: CallSignature, given: Mapping[str, object]) -> tuple[object, ...]:
-    """The captured tensors in the order of the signature.
-
-    Raises:
-        InputError: a name is missing or superfluous.
-    """
-    check_names(signature, given, signature.tensors)
-    return tuple(given[tensor.name] for tensor in signature.tensors)
 
 
 def check_captured(

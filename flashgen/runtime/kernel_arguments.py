@@ -73,8 +73,6 @@ class KernelArguments:
         maps: the tensor maps, which are the first fields.
     """
 
-    __slots__ = ("_format", "_pieces", "maps", "numbers", "params", "pointers")
-
     def __init__(
         self,
         params: Sequence[ParamField],

@@ -1,4 +1,7 @@
-"""Gradients of learned tensors: the sums that kernels add to, and the gradients made from them."""
+"""Gradients of learned tensors: the sums that kernels add to, and the gradients made from them.
+
+At the end are the parts of the sink's gradient and of LSE that no kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.call import CheckedCall
-from flashgen.signature import CallSignature, GradientTerm
+from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.runtime.packed_sequences import rows_outside
+from flashgen.signature import CallSignature, GradientTerm, TensorArgument
 
 if TYPE_CHECKING:
     from flashgen.planner import Plan
@@ -19,6 +24,9 @@ Tensor = torch.Tensor
 
 SUM_BITS = 62
 """The magnitude of an exact sum is at most 2^62, which leaves a bit for its sign."""
+
+SINK_SUMS = "sink_sums"
+"""The delta kernel's pointer to the contributions of each warp's rows to the sink's gradient."""
 
 _FRACTION_BITS = 23  # fraction bits of a float32; the exponent is above them
 _NOT_FINITE = 255  # the exponent of infinities and NaN
@@ -201,3 +209,58 @@ def _zeros(of: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         name: torch.zeros(given.shape, dtype=dtype, device=given.device)
         for name, given in of.items()
     }
+
+
+def lse_without_keys(signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor) -> Tensor:
+    """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
+    from flashgen.cpu import sinks
+
+    name = _sink(signature).name
+    lse = sinks.lse_without_keys(captured[name], tuple(q.shape[:3]), torch.float32)
+    if signature.packed:
+        lse.masked_fill_(rows_outside(captured, q.shape[2]), -torch.inf)
+    return lse
+
+
+def add_sink_without_keys(
+    signature: CallSignature,
+    gradients: LearnedGradients,
+    captured: Mapping[str, Tensor],
+    dlse: Tensor | None,
+) -> None:
+    """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
+    from flashgen.cpu import sinks
+
+    if signature.sink is not None and signature.sink.grad and dlse is not None:
+        name = signature.sink.name
+        if signature.packed:
+            dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
+        gradients.add(name, sinks.gradient_without_keys(captured[name], dlse.float()))
+
+
+def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:
+    """A buffer for the sums of the delta kernel's warps, [batch, heads_q, row tiles, warps]."""
+    tiles, heads, batch = kernel.grid
+    return q.new_empty((batch, heads, tiles, kernel.build.plan.warps), dtype=torch.float32)
+
+
+def add_sink_sums(
+    signature: CallSignature,
+    gradients: LearnedGradients,
+    captured: Mapping[str, Tensor],
+    warp_sums: Tensor,
+) -> None:
+    """Adds the sums of the delta kernel's warps, in a fixed order.
+
+    Args:
+        warp_sums: the buffer of `sink_sums_for`.
+    """
+    name = _sink(signature).name
+    head_sums, sink = warp_sums.sum((0, 2, 3)), captured[name]
+    total = head_sums if sink.numel() == len(head_sums) else head_sums.sum()
+    gradients.add(name, total.view(sink.shape))
+
+
+def _sink(signature: CallSignature) -> TensorArgument:
+    assert signature.sink is not None, "called for specs with a sink only"
+    return signature.sink

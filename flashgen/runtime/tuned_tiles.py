@@ -27,7 +27,6 @@ from flashgen import config
 from flashgen.call import CheckedCall
 from flashgen.compile.cache import TUNED, CacheWarning
 from flashgen.errors import PlanError
-from flashgen.runtime.compiler import check_tiles, tile
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
@@ -118,6 +117,8 @@ def write(path: Path, winner: Winner) -> bool:
 
 def read(path: Path) -> Winner | None:
     """The stored tiles, or None where the file is missing or, with a `CacheWarning`, unusable."""
+    from flashgen.planner import Tile
+
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -126,7 +127,7 @@ def read(path: Path) -> Winner | None:
         _note(f"{path.name} cannot be read ({error}); the planner's tiles are used")
         return None
     try:
-        tiles = {str(kernel): tile(fields) for kernel, fields in record.pop("tiles").items()}
+        tiles = {str(kernel): Tile(**fields) for kernel, fields in record.pop("tiles").items()}
         winner = Winner(tiles, **record)
     except (AttributeError, KeyError, TypeError):
         _note(f"{path.name} holds no tiles; the planner's are used")
@@ -139,8 +140,13 @@ def read(path: Path) -> Winner | None:
 
 def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str, Tile]) -> bool:
     """Whether a plan with these tiles exists; the file can hold anything."""
+    from flashgen.planner import plan, plan_backward
+
     try:
-        check_tiles(spec, arch, which, tiles)
+        if which == "forward":
+            plan(spec, arch, tile=tiles["forward"])
+        else:
+            plan_backward(spec, arch, deterministic=which == "deterministic", tiles=tiles)
     except (PlanError, KeyError, TypeError) as error:
         _note(f"tuned tiles of {spec.name} are unusable: {error}")
         return False
