@@ -13,7 +13,7 @@ import torch
 
 from flashgen.arch import facts
 from flashgen.dtypes import INT32_MAX
-from flashgen.runtime.symbolic_sizes import known
+from flashgen.runtime.check_basics import known
 
 if TYPE_CHECKING:
     from flashgen.planner import Plan
