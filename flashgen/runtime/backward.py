@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -174,12 +174,13 @@ class PreparedBackward(PreparedCall):
         if self._tables is not None:
             made, done = self._tables.run(self.target, captured, self.launch)
             tensors |= made
-        for kernel, again in _launches(bound):
-            if again and isinstance(sums, ExactSums):
-                tensors |= sums.measured(self._contributions)
-            start = time.perf_counter()
-            counters = kernel.run(self.target, tensors, self.launch)
-            done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
+        for kernel in bound:
+            for turn in range(kernel.build.plan.launches):
+                if turn > 0 and isinstance(sums, ExactSums):
+                    tensors |= sums.measured(self._contributions)
+                start = time.perf_counter()
+                counters = kernel.run(self.target, tensors, self.launch)
+                done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
         return done
 
     def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
@@ -228,13 +229,6 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
     """The tensors that kernels read row by row, by their names in kernels."""
     q, k, v = operands[:3]
     return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
-
-
-def _launches(bound: Iterable[BoundKernel]) -> Iterator[tuple[BoundKernel, bool]]:
-    """Kernels in the order of their launches, and whether each was launched before."""
-    for kernel in bound:
-        for turn in range(kernel.build.plan.launches):
-            yield kernel, turn > 0
 
 
 def reports(record: BackwardRecord) -> tuple[Report, ...]:
