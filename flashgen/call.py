@@ -52,6 +52,22 @@ class OutputGradients(NamedTuple):
     dlse: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one call, forward and backward, for tools.
+
+    Attributes:
+        operands: q, k, v.
+        gradients: the gradients of out and of lse, the second may be None.
+        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
+            `flashgen.ops.run_forward`.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor | None]
+    options: dict[str, Any]
+
+
 class CallOptions(NamedTuple):
     """The arguments of a call that are not tensors. `flashgen.ops.Attention` describes them.
 

@@ -143,19 +143,16 @@ def _measured(
     arch: str,
 ) -> list[Measured]:
     """The choices, checked against the oracle and timed, the fastest first."""
-    from flashgen.tune import Inputs, checked, fastest, on_gpu
+    from flashgen.tune import checked, fastest, on_gpu
 
     sizes, which = parse_shape(arguments.shape), _pass(arguments)
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
     small_call = random_call(spec, arguments, small, device="cuda")
-    small_inputs, inputs = (
-        Inputs(each.operands, each.gradients, each.options) for each in (small_call, call)
-    )
     how = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(spec, tried, small_inputs, which, **how)
+        candidates = checked(spec, tried, small_call, which, **how)
     with busy(f"{spec.name}: measuring"):
-        return fastest(spec, candidates, inputs, which, on_gpu, **how)
+        return fastest(spec, candidates, call, which, on_gpu, **how)
 
 
 def _keep(

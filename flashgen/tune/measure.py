@@ -10,34 +10,17 @@ from typing import Any
 import torch
 
 from flashgen import reference
+from flashgen.call import Inputs
 from flashgen.errors import FlashgenError
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.tune.rank import TileChoice
-
-Tensor = torch.Tensor
 
 LAUNCHES = 20
 ROUNDS = 7
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of one call, forward and backward.
-
-    Attributes:
-        operands: q, k, v.
-        gradients: the gradients of out and of lse, the second may be None.
-        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
-            `flashgen.ops.run_forward`.
-    """
-
-    operands: tuple[Tensor, Tensor, Tensor]
-    gradients: tuple[Tensor, Tensor | None]
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,7 @@ def checked(
         which: "forward", "backward", or "deterministic" for a deterministic backward pass.
     """
     call_of = _caller(spec, inputs, which, backend, arch)
-    judge = _judge(spec, inputs, which)
+    judge = judge_of(spec, inputs, which)
 
     def why_excluded(choice: TileChoice) -> str:
         try:
@@ -140,10 +123,14 @@ def _caller(
     )
 
 
-def _judge(
+def judge_of(
     spec: AttentionSpec, inputs: Inputs, which: str
 ) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
-    """A function from a run to its verdicts; the oracle is computed once for all choices."""
+    """A function from a run to its verdicts; the oracle is computed once for all runs.
+
+    Args:
+        which: "forward", or another pass for the gradients.
+    """
     of = (spec, *inputs.operands)
     if which != "forward":
 
