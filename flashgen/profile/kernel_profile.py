@@ -76,20 +76,10 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """A resource of the GPU and the time for which a launch keeps it busy.
-
-    Attributes:
-        name: the resource's name.
-        seconds: the time at the resource's peak rate, on every SM.
-        amount, unit: the work, and its unit.
-        peak: the peak rate, in units per second.
-    """
+    """A resource of the GPU, and the seconds for which a launch keeps all SMs' share of it busy."""
 
     name: str
     seconds: float
-    amount: float
-    unit: str
-    peak: float
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
 Tensor = torch.Tensor
 
-_TENSOR_FIELDS = ("pointer", "tensormap")
+_TENSORS = ("pointer", "tensormap")
 
 
 def steps(tensor: Tensor) -> tuple[int, ...]:
@@ -45,12 +45,8 @@ def numbers_of(
             Tensors with four dimensions have fields for their strides.
         captured: the captured tensors by name.
     """
-    numbers: dict[str, int | float] = {
-        name: getattr(call, name)
-        for name in (
-            *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
-        )
-    }
+    names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale")
+    numbers: dict[str, int | float] = {name: getattr(call, name) for name in names}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 4:
             for axis, step in zip("bhn", steps(tensor), strict=True):
@@ -88,10 +84,8 @@ class KernelArguments:
         """
         self.params = tuple(params)
         self.maps = tuple((maps or {})[p.name] for p in params if p.ctype == "tensormap")
-        self.pointers = tuple(p.name for p in params if p.ctype in _TENSOR_FIELDS)
-        missing = [
-            p.name for p in params if p.ctype not in _TENSOR_FIELDS and p.name not in numbers
-        ]
+        self.pointers = tuple(p.name for p in params if p.ctype in _TENSORS)
+        missing = [p.name for p in params if p.ctype not in _TENSORS and p.name not in numbers]
         if missing:
             raise LaunchError(
                 "a kernel has a parameter without a value",
@@ -99,7 +93,7 @@ class KernelArguments:
                 numbers=f"known: {', '.join(sorted(numbers))}",
                 way_out="add the field to flashgen.runtime.kernel_arguments.numbers_of",
             )
-        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSOR_FIELDS}
+        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSORS}
         # The structure is packed with null pointers; the bytes between pointers never change.
         others = self.params[len(self.maps) :]
         template = pack(others, [self.numbers.get(p.name) for p in others])
@@ -124,13 +118,6 @@ class KernelArguments:
         for first, last, rest in self._pieces:
             values += [*addresses[first:last], rest]
         return self._format.pack(*values)
-
-    def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
-        """The values of the fields in order, with tensors in place of pointers."""
-        return [
-            tensors[p.name] if p.ctype in _TENSOR_FIELDS else self.numbers[p.name]
-            for p in self.params
-        ]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -41,9 +41,21 @@ class LearnedGradients(abc.ABC):
         pointers: the tensors of sums by the names of kernels' pointers.
     """
 
-    def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        self.pointers: dict[str, Tensor | None] = {}
-        self._of = _learned(signature, captured)
+    def __init__(
+        self, signature: CallSignature, captured: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            dtype: the dtype of the sums, which are contiguous.
+        """
+        self._of = {tensor.name: captured[tensor.name] for tensor in signature.learned}
+        self._totals = {
+            name: torch.zeros(given.shape, dtype=dtype, device=given.device)
+            for name, given in self._of.items()
+        }
+        self.pointers: dict[str, Tensor | None] = {
+            f"dc_{name}": total for name, total in self._totals.items()
+        }
         self._more: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -63,9 +75,7 @@ class FloatSums(LearnedGradients):
     """float32 sums, to which kernels add in the order in which their blocks run."""
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(signature, captured)
-        self._totals = _zeros(self._of, torch.float32)
-        self.pointers |= {f"dc_{name}": total for name, total in self._totals.items()}
+        super().__init__(signature, captured, torch.float32)
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
         total, more = self._totals[name], self._more.get(name)
@@ -81,19 +91,14 @@ class ExactSums(LearnedGradients):
     """
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(signature, captured)
-        self._totals = _zeros(self._of, torch.int64)
+        super().__init__(signature, captured, torch.int64)
         self._greatest = {
             name: torch.zeros((), dtype=torch.int32, device=given.device)
             for name, given in self._of.items()
         }
         self._units: dict[str, Tensor] = {}
         for name in self._of:  # the units are computed later
-            self.pointers |= {
-                f"dc_{name}": self._totals[name],
-                f"greatest_{name}": self._greatest[name],
-                f"root_{name}": None,
-            }
+            self.pointers |= {f"greatest_{name}": self._greatest[name], f"root_{name}": None}
 
     def measured(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
         """Computes the units from the greatest contributions; returns the pointers to their roots.
@@ -196,18 +201,6 @@ def _separating_indices(term: GradientTerm, call: CheckedCall, shape: Sequence[i
         index
         for index, size in zip(term.indices, shape, strict=True)
         if index is not None and ranges[index][0] >= 0 and ranges[index][1] <= size
-    }
-
-
-def _learned(signature: CallSignature, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {tensor.name: captured[tensor.name] for tensor in signature.tensors if tensor.grad}
-
-
-def _zeros(of: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Contiguous zeros in the shapes of ``of``."""
-    return {
-        name: torch.zeros(given.shape, dtype=dtype, device=given.device)
-        for name, given in of.items()
     }
 
 

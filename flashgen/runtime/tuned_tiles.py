@@ -96,20 +96,17 @@ def place(
 
 def write(path: Path, winner: Winner) -> bool:
     """Stores tuned tiles atomically; False, with a `CacheWarning`, where that is impossible."""
-    record = asdict(winner)
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-    except OSError as error:
-        _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
-        return False
-    try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1, sort_keys=True)
+            json.dump(asdict(winner), file, indent=1, sort_keys=True)
         os.replace(temporary, path)
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
         _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
         return False
     return True
