@@ -113,6 +113,11 @@ class CheckedCall:
     dropout_p: float = 0.0
 
     @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """batch, heads_q, heads_kv, seq_q and seq_k."""
+        return self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
+
+    @property
     def is_empty(self) -> bool:
         """True when there is no score to compute, because a size is 0."""
         return 0 in (self.batch, self.heads_q, self.seq_q, self.seq_k)

@@ -17,11 +17,7 @@ _SECTOR = 32  # bytes
 
 
 def profile(arguments: ProfileArguments) -> None:
-    """Executes one spec in the emulator and prints the profile of each kernel.
-
-    Raises:
-        FlashgenError: a stage of the pipeline fails, or matplotlib is missing for ``--plot``.
-    """
+    """Executes one spec in the emulator and prints the profile of each kernel."""
     spec = load_spec(arguments)
     sizes = parse_shape(arguments.shape)
     with busy("loading torch"):

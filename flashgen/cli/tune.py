@@ -22,11 +22,7 @@ SMALL_SEQ = 333
 
 
 def tune(arguments: TuneArguments) -> None:
-    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner.
-
-    Raises:
-        FlashgenError: a stage of the pipeline fails, or no tile fits.
-    """
+    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
     spec = load_spec(arguments)
     sizes = parse_shape(arguments.shape)
     which = _pass(arguments)

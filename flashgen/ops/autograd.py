@@ -116,7 +116,12 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
+        raise InputError(
+            "attention has no forward-mode derivative",
+            where="torch.func.jvp or torch.autograd.forward_ad",
+            numbers="q, k, v or a captured tensor carries a tangent",
+            way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -182,9 +187,7 @@ class Differentiate(torch.autograd.Function):
             "derivatives with the backend torch.nn.attention.SDPBackend.MATH",
         )
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
+    jvp = Attend.jvp
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -226,12 +229,3 @@ def _map(
 attend: Any = super(torch.autograd.Function, Attend).apply
 attend_plain: Any = super(torch.autograd.Function, AttendPlain).apply
 differentiate: Any = super(torch.autograd.Function, Differentiate).apply
-
-
-def refuse_forward_mode() -> NoReturn:
-    raise InputError(
-        "attention has no forward-mode derivative",
-        where="torch.func.jvp or torch.autograd.forward_ad",
-        numbers="q, k, v or a captured tensor carries a tangent",
-        way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
         _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     signature, name = operator.signature, operator.name
     qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
-    _define(signature, name)
+    _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
         operands, p = _forward_values(signature, tensors)
@@ -157,12 +157,11 @@ def register(operator: Operator) -> tuple[Any, Any]:
     return overload, overload_backward
 
 
-def _define(signature: CallSignature, name: str) -> None:
+def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
-    operands = ", ".join(
-        f"Tensor {name}" for name in ("q", "k", "v", *_names_of(signature.tensors))
-    )
-    learned = _names_of(signature.learned)
+    name, signature = operator.name, operator.signature
+    operands = ", ".join(f"Tensor {each}" for each in ("q", "k", "v", *operator.tensors))
+    learned = [tensor.name for tensor in signature.learned]
     gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
     numbers = _SCHEMA + "".join(
         f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}" for scalar in signature.scalars
@@ -178,10 +177,6 @@ def _define(signature: CallSignature, name: str) -> None:
         f"{dropout}, *, {numbers_backward}) -> ({gradients})",
         tags=tags,
     )
-
-
-def _names_of(captures: Iterable[Any]) -> list[str]:
-    return [capture.name for capture in captures]
 
 
 def _forward_values(

@@ -76,7 +76,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """A resource of the GPU, and the seconds for which a launch keeps all SMs' share of it busy."""
+    """A resource of the GPU, and the seconds that a launch takes on every SM at its peak rate."""
 
     name: str
     seconds: float

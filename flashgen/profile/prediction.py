@@ -120,7 +120,7 @@ def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
     drops = any(param.name == "rng" for param in build.source.params)
     if not drops or plan.owns_keys:
         return {}
-    x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+    x, y, z = plan.grid(*p.sizes)
     return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
 
 

@@ -48,10 +48,9 @@ def bind(
 
     plan, params = build.plan, build.source.params
     grouped = any(param.name == "head_bits" for param in params)
-    sizes = (call.batch, call.heads_q, call.heads_kv, call.seq_q, call.seq_k)
-    bits = head_bits(plan, *sizes[1:]) if grouped else 0
+    bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), "head_bits": bits}
-    grid = plan.grid(*sizes, packed=packed, head_bits=bits)
+    grid = plan.grid(*call.sizes, packed=packed, head_bits=bits)
     chosen = None
     if plan.is_persistent:
         chosen = blocks_of_call(plan, call, packed=packed, sms=sms, given=blocks)
@@ -91,8 +90,7 @@ def blocks_of_call(
     """
     from flashgen.planner.schedule.work_tiles import blocks_of
 
-    sizes = (call.batch, call.heads_q, call.heads_kv, call.seq_q, call.seq_k)
-    return blocks_of(plan, math.prod(plan.grid(*sizes, packed=packed)), sms, given)
+    return blocks_of(plan, math.prod(plan.grid(*call.sizes, packed=packed)), sms, given)
 
 
 def heads_of_call(
@@ -108,8 +106,7 @@ def heads_of_call(
 
     layout = captured.get(LAYOUT)
     layout_heads = 1 if layout is None else layout.shape[1]
-    sizes = call.batch, call.heads_q, call.heads_kv, call.seq_q
-    return choose_heads(spec, plan, *sizes, layout_heads=layout_heads)
+    return choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
 
 
 def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, TensorMapSpec]:

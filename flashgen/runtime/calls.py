@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.call import (
-    CallOptions,
-    CheckedCall,
-    LaunchOptions,
-    Operands,
-    OutputGradients,
-)
+from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
 from flashgen.runtime import backward, checks, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.number_arguments import check_names, draw_rng

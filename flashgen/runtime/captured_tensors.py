@@ -1,4 +1,7 @@
-"""Checks of captured tensors, and the kernel parameters that are made from them."""
+"""Checks of captured tensors, and the kernel parameters that are made from them.
+
+The first mistake raises an InputError that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,6 @@ def check_captured(
         captured: a value for each of the signature's tensors.
         q, k: operands that were checked.
         ends: the global positions of the last query and the last key, plus 1.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
     """
     wanted = check_captured_sizes(signature, captured, q, k)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
@@ -62,9 +62,6 @@ def check_captured_sizes(
 
     Returns:
         The sizes that q and k define, by dimension name.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
     """
     for tensor, value in zip(signature.tensors, captured, strict=True):
         _check_kind(tensor, value, q.device)

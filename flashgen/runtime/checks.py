@@ -1,4 +1,7 @@
-"""Checks of a call: all arguments are checked before any launch."""
+"""Checks of a call: all arguments are checked before any launch.
+
+The first mistake raises an InputError that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,7 @@ from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, POSITION_LIMIT
 from flashgen.runtime.block_layouts import check_lists
 from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes
 from flashgen.runtime.check_basics import check_dense, known, refuse
-from flashgen.runtime.number_arguments import (
-    dropout_of,
-    offset_of,
-    scalar_value,
-    scale_of,
-)
+from flashgen.runtime.number_arguments import dropout_of, offset_of, scalar_value, scale_of
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
 from flashgen.signature import CallSignature
 
@@ -25,11 +23,7 @@ Tensor = torch.Tensor
 
 
 def check(signature: CallSignature, operands: Operands, options: CallOptions) -> CheckedCall:
-    """The sizes and numbers of a call.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
-    """
+    """The sizes and numbers of a call."""
     q, k, v, captured, rng = operands
     by_name = {"q": q, "k": k, "v": v}
     for name, value in by_name.items():
@@ -64,9 +58,6 @@ def check_traced(signature: CallSignature, operands: Operands) -> None:
 
     Sizes are compared only where they must be equal, so that a traced graph serves other
     lengths too. Everything else is checked when the graph runs.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
     """
     q, k, v, captured, _ = operands
     for name, value in (("q", q), ("k", k), ("v", v)):

@@ -74,7 +74,6 @@ def empty_rows(model: Tensor, dim: int) -> Tensor:
     attention, so that ``out.transpose(1, 2).flatten(2)`` copies nothing. Otherwise the result is
     contiguous.
 
-
     Args:
         model: a tensor [batch, heads, seq, any length].
         dim: the length of the result's last dimension.

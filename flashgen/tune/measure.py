@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +61,12 @@ def checked(
         except FlashgenError as error:
             return f"{type(error).__name__}: {error.what}"
         found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
-        return "; ".join(found) or max(map(_spills, _builds(run)), default="")
+        for report in (run.report,) if isinstance(run, ForwardRun) else run.reports:
+            if report.kernel is not None:
+                spilled = report.kernel.binary.resources.spill_store_bytes
+                name = report.kernel.source.name
+                found += [f"{name} spills {spilled} B per thread"] if spilled else []
+        return "; ".join(found)
 
     return [Measured(each, refused=why_excluded(each)) for each in choices]
 
@@ -147,14 +152,3 @@ def judge_of(
         return {name: reference.compare(*three) for name, *three in found}
 
     return results
-
-
-def _builds(run: ForwardRun | BackwardRun) -> Iterable[Any]:
-    reports = (run.report,) if isinstance(run, ForwardRun) else run.reports
-    return (report.kernel for report in reports)
-
-
-def _spills(build: Any) -> str:
-    """Why a kernel that spills is not timed; "" where it does not spill."""
-    spilled = build.binary.resources.spill_store_bytes if build is not None else 0
-    return f"{build.source.name} spills {spilled} B per thread" if spilled else ""
