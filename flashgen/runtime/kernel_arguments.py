@@ -25,14 +25,6 @@ Tensor = torch.Tensor
 _TENSORS = ("pointer", "tensormap")
 
 
-def steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of batch, heads and rows in elements; 0 for an axis of length 1."""
-    return tuple(
-        stride if size > 1 else 0
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    )
-
-
 def numbers_of(
     call: CheckedCall,
     tensors: Mapping[str, Tensor | None],
@@ -42,15 +34,16 @@ def numbers_of(
 
     Args:
         tensors: the tensors by their names in kernels: q, k, v, o, do, dq, dk, dv and others.
-            Tensors with four dimensions have fields for their strides.
+            Tensors with four dimensions have fields for the strides of batch, heads and rows in
+            elements, 0 for an axis of length 1.
         captured: the captured tensors by name.
     """
     names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale")
     numbers: dict[str, int | float] = {name: getattr(call, name) for name in names}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 4:
-            for axis, step in zip("bhn", steps(tensor), strict=True):
-                numbers[f"{name}_stride_{axis}"] = step
+            for axis, size, stride in zip("bhn", tensor.shape, tensor.stride(), strict=False):
+                numbers[f"{name}_stride_{axis}"] = stride if size > 1 else 0
     # The kernel compares unsigned 32-bit integers; the field is an int.
     limit = (kept_levels(call.dropout_p) << 16) - 1
     numbers["dropout_limit"] = limit - (1 << 32) if limit >= 1 << 31 else limit
