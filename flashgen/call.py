@@ -52,6 +52,22 @@ class OutputGradients(NamedTuple):
     dlse: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one call, forward and backward, for tools.
+
+    Attributes:
+        operands: q, k, v.
+        gradients: the gradients of out and of lse, the second may be None.
+        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
+            `flashgen.ops.run_forward`.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor | None]
+    options: dict[str, Any]
+
+
 class CallOptions(NamedTuple):
     """The arguments of a call that are not tensors. `flashgen.ops.Attention` describes them.
 
@@ -95,6 +111,11 @@ class CheckedCall:
     scale: float
     scalars: Mapping[str, Number]
     dropout_p: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """batch, heads_q, heads_kv, seq_q and seq_k."""
+        return self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
 
     @property
     def is_empty(self) -> bool:

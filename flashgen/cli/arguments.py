@@ -1,7 +1,7 @@
 """The arguments of the commands: each option is declared once, with its default and its help.
 
 A command is a function of one of these values; `flashgen.cli.program` makes the command line from
-the fields.
+the fields, and its help from the docstring.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CallArguments(SpecArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments(CallArguments):
-    """``flashgen run``."""
+    """Analyse, plan, emit, compile, execute and compare with the float64 oracle."""
 
     q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
     k_offset: Annotated[int, Option(help="Global position of the first key.")] = 0
@@ -79,7 +79,7 @@ class RunArguments(CallArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileArguments(CallArguments):
-    """``flashgen profile``."""
+    """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
 
     lines: Annotated[int, Option(help="Number of lines of the source to show.")] = 8
     plot: Annotated[
@@ -89,7 +89,7 @@ class ProfileArguments(CallArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneArguments(CallArguments):
-    """``flashgen tune``."""
+    """Rank the tiles for a shape; on a GPU measure the best and remember the winner."""
 
     shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "4,16,4096"
     backward: InsteadOfForward = False
@@ -99,7 +99,7 @@ class TuneArguments(CallArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(SpecArguments):
-    """``flashgen plan``."""
+    """Print the tiles, warps and shared memory, and how they are derived."""
 
     shape: Annotated[
         str | None, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches.")
@@ -117,7 +117,7 @@ class PlanArguments(SpecArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(SpecArguments):
-    """``flashgen inspect``."""
+    """Compile a spec and look at the result."""
 
     kernel: Annotated[
         str, Option(help="forward, or of the backward: delta, fused, dkdv or dq.")
@@ -133,7 +133,14 @@ class InspectArguments(SpecArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class EmitArguments:
-    """``flashgen emit``."""
+    """Write the CUDA files of specs, or check that they are up to date.
+
+    With SPECS, every kernel of these specs is a file of the folder.
+
+    Without SPECS, the folder gets three parts, made from every file in specs/ for sm_80 and sm_90a:
+    gallery/, the whole files that its README.md links to; specs/, the functions made from each
+    spec; and DIGESTS, a digest of each kernel.
+    """
 
     specs: Annotated[
         tuple[str, ...],
@@ -152,7 +159,7 @@ class EmitArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheArguments:
-    """``flashgen cache``."""
+    """List or remove compiled kernels."""
 
     show: Annotated[bool, Option("--list", help="Show the kernels (the default).")] = False
     clear: Annotated[bool, Option("--clear", help="Remove every kernel and measured tile.")] = False
@@ -165,3 +172,15 @@ class CacheArguments:
     max_days: Annotated[
         float | None, Option(help="With --prune: keep what was used within these days.")
     ] = 90.0
+
+
+COMMANDS = (
+    RunArguments,
+    ProfileArguments,
+    PlanArguments,
+    TuneArguments,
+    EmitArguments,
+    InspectArguments,
+    CacheArguments,
+)
+"""The commands in the order of the help."""

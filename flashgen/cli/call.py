@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen import config, launch
+from flashgen.call import Inputs
 from flashgen.cli.arguments import CallArguments
 from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape, scalar_values
@@ -17,20 +18,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RandomCall:
+class RandomCall(Inputs):
     """The tensors and numbers of one call.
 
     Attributes:
-        operands: q [B, Hq, Nq, D], k [B, Hkv, Nk, D] and v [B, Hkv, Nk, Dv].
-        gradients: of the output [B, Hq, Nq, Dv], and of LSE [B, Hq, Nq] in float32.
-        options: scalars, tensors, offsets, and dropout's probability and random state where the
-            call has dropout; keyword arguments of `flashgen.ops.run_forward`.
         examples: names of the scalars and tensors that have the spec file's example values.
     """
 
-    operands: tuple[Tensor, Tensor, Tensor]
-    gradients: tuple[Tensor, Tensor]
-    options: dict[str, Any]
     examples: frozenset[str]
 
 

@@ -25,10 +25,6 @@ def emit(arguments: EmitArguments) -> None:
     """Writes whole files of the given specs, or the three parts of `flashgen.cli.generated`.
 
     With ``--check`` it compares them with the files of the folder instead.
-
-    Raises:
-        typer.Exit: with status 1 when a comparison finds a difference.
-        FlashgenError: a spec cannot be loaded, planned or rendered, or an option is wrong.
     """
     folder = arguments.output
     left_over: list[Path] = []

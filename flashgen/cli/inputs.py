@@ -141,14 +141,11 @@ def example_scalars(path: str) -> Mapping[str, Any]:
     """
     file = Path(path if Path(path).is_file() else path.rpartition(":")[0])
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names = [node.target.id]
-        if "example_scalars" not in names:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
-        assert isinstance(node, ast.Assign | ast.AnnAssign)
-        assert node.value is not None
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if "example_scalars" not in [getattr(target, "id", None) for target in targets]:
+            continue
         try:
             found = ast.literal_eval(node.value)
         except ValueError:

@@ -18,11 +18,7 @@ from flashgen.pipeline import Build, build, build_backward
 
 
 def inspect(arguments: InspectArguments) -> None:
-    """Compiles one kernel and prints the parts of the result that the options name.
-
-    Raises:
-        FlashgenError: the kernel does not exist or does not compile, or there is no disassembler.
-    """
+    """Compiles one kernel and prints the parts of the result that the options name."""
     spec = load_spec(arguments)
     arch = arguments.arch or config.arch() or DEFAULT_ARCH
     with busy(f"compiling {spec.name}"):

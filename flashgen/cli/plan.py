@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: PlanArguments) -> None:
-    """Prints the plan, then the predicted times and the proofs that the options name.
-
-    Raises:
-        FlashgenError: no tile fits, an option is wrong, or a claim cannot be proved.
-    """
+    """Prints the plan, then the predicted times and the proofs that the options name."""
     spec = load_spec(arguments)
     arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
     plans: Sequence[Plan]

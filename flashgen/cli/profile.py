@@ -17,11 +17,7 @@ _SECTOR = 32  # bytes
 
 
 def profile(arguments: ProfileArguments) -> None:
-    """Executes one spec in the emulator and prints the profile of each kernel.
-
-    Raises:
-        FlashgenError: a stage of the pipeline fails, or matplotlib is missing for ``--plot``.
-    """
+    """Executes one spec in the emulator and prints the profile of each kernel."""
     spec = load_spec(arguments)
     sizes = parse_shape(arguments.shape)
     with busy("loading torch"):
@@ -124,23 +120,12 @@ def _tensors(profile: Profile) -> None:
     compared = ("tensor", "issued B", "prediction", "counted / prediction")
     titles = (*compared, "distinct B", "sectors", "minimum")
     rows = [
-        (
-            *_compared(each.issued),
-            f"{each.distinct:,}",
-            f"{each.sectors:,}",
-            f"{each.sectors_least:,}",
-        )
+        [*_compared(each.issued), *_counts(each.distinct, each.sectors, each.sectors_least)]
         for each in profile.tensors
     ]
     totals = profile.totals
-    rows.append(
-        (
-            *("all", *_compared(profile.issued)[1:]),
-            f"{profile.distinct.counted:,.0f}",
-            f"{totals.sectors:,}",
-            f"{totals.sectors_least:,}",
-        )
-    )
+    counts = _counts(profile.distinct.counted, totals.sectors, totals.sectors_least)
+    rows.append(["all", *_compared(profile.issued)[1:], *counts])
     listing(titles, rows, titles[1:])
 
 
@@ -172,19 +157,11 @@ def _phases(profile: Profile) -> None:
     rows: list[Sequence[str]] = []
     for phase in profile.phases:
         each = phase.totals
-        rows.append(
-            (
-                phase.number or "-",
-                f"{each.warp_instructions:,}",
-                _share(each.warp_instructions, profile.totals.warp_instructions),
-                f"{each.tensor_multiply_adds:,}",
-                f"{each.global_bytes:,}",
-                f"{each.wavefronts:,}",
-                f"{each.bank_conflicts:,}",
-                f"{each.barriers:,}",
-                phase.title,
-            )
-        )
+        share = _share(each.warp_instructions, profile.totals.warp_instructions)
+        moved = _counts(each.tensor_multiply_adds, each.global_bytes, each.wavefronts)
+        waits = _counts(each.bank_conflicts, each.barriers)
+        first = (phase.number or "-", *_counts(each.warp_instructions), share)
+        rows.append((*first, *moved, *waits, phase.title))
     listing(titles, rows, titles[1:-1])
 
 
@@ -200,6 +177,10 @@ def _lines(profile: Profile, count: int) -> None:
         for each in profile.lines[:count]
     ]
     listing(titles, rows, titles[:-1])
+
+
+def _counts(*values: float) -> list[str]:
+    return [f"{value:,.0f}" for value in values]
 
 
 def _share(part: int, whole: int) -> str:

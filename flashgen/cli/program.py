@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -24,26 +24,25 @@ app = typer.Typer(
     "FLASHGEN_OVERRIDE. Exit status: 0 done, 1 a result is wrong or a file differs, 2 refused.",
 )
 
-A = TypeVar("A")
 
+def command(made_of: type[Any]) -> None:
+    """Registers the command of a dataclass: its fields are the options, its docstring is the help.
 
-def command(function: Callable[[A], None]) -> Callable[[A], None]:
-    """Registers a function of one dataclass as a command, whose options are the fields.
-
-    A FlashgenError is printed as its four lines and ends the program with `REFUSED`.
+    The function and the module have the name of the command. The module is imported when the
+    command runs, so that --help and `plan` do not load torch. A FlashgenError is printed as its
+    four lines and ends the program with `REFUSED`.
     """
-    made_of: type[Any] = get_type_hints(function)["arguments"]
+    name = made_of.__name__.removesuffix("Arguments").lower()
 
     def run(**options: Any) -> None:
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
         try:
-            function(made_of(**given))
+            getattr(import_module(f"flashgen.cli.{name}"), name)(made_of(**given))
         except FlashgenError as error:
             refuse(error)
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
-    app.command(function.__name__, help=function.__doc__)(run)
-    return function
+    app.command(name, help=made_of.__doc__)(run)
 
 
 def signature_of(made_of: type[Any]) -> Signature:
@@ -77,70 +76,8 @@ def program(
     """The options that do not belong to a command: --version."""
 
 
-# Each command imports its module only when it runs, so that --help and `plan` do not load torch.
-
-
-@command
-def run(arguments: declared.RunArguments) -> None:
-    """Analyse, plan, emit, compile, execute and compare with the float64 oracle."""
-    from flashgen.cli.run import run
-
-    run(arguments)
-
-
-@command
-def profile(arguments: declared.ProfileArguments) -> None:
-    """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
-    from flashgen.cli.profile import profile
-
-    profile(arguments)
-
-
-@command
-def plan(arguments: declared.PlanArguments) -> None:
-    """Print the tiles, warps and shared memory, and how they are derived."""
-    from flashgen.cli.plan import plan
-
-    plan(arguments)
-
-
-@command
-def tune(arguments: declared.TuneArguments) -> None:
-    """Rank the tiles for a shape; on a GPU measure the best and remember the winner."""
-    from flashgen.cli.tune import tune
-
-    tune(arguments)
-
-
-@command
-def emit(arguments: declared.EmitArguments) -> None:
-    """Write the CUDA files of specs, or check that they are up to date.
-
-    With SPECS, every kernel of these specs is a file of the folder.
-
-    Without SPECS, the folder gets three parts, made from every file in specs/ for sm_80 and sm_90a:
-    gallery/, the whole files that its README.md links to; specs/, the functions made from each
-    spec; and DIGESTS, a digest of each kernel.
-    """
-    from flashgen.cli.emit import emit
-
-    emit(arguments)
-
-
-@command
-def inspect(arguments: declared.InspectArguments) -> None:
-    """Compile a spec and look at the result."""
-    from flashgen.cli.inspect import inspect
-
-    inspect(arguments)
-
-
-@command
-def cache(arguments: declared.CacheArguments) -> None:
-    """List or remove compiled kernels."""
-    from flashgen.cli.cache import cache
-
-    cache(arguments)
+for made_of in declared.COMMANDS:
+    command(made_of)
 
 
 def main() -> None:

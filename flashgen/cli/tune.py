@@ -22,11 +22,7 @@ SMALL_SEQ = 333
 
 
 def tune(arguments: TuneArguments) -> None:
-    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner.
-
-    Raises:
-        FlashgenError: a stage of the pipeline fails, or no tile fits.
-    """
+    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
     spec = load_spec(arguments)
     sizes = parse_shape(arguments.shape)
     which = _pass(arguments)
@@ -49,14 +45,14 @@ def tune(arguments: TuneArguments) -> None:
     )
     say()
     if reason:
-        _show_ranked(choices, own, arguments.show, timed=by_time(spec))
+        _show_ranked(choices, own, arguments.show)
         for each in choices[0].durations:
             say(f"\n{each}")
         say(f"\nranked by the model, not measured: {reason}")
         return
     tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
     measured = _measured(arguments, spec, tried, call, arch)
-    _show_measured(measured, own, timed=by_time(spec))
+    _show_measured(measured, own)
     _keep(measured, own, spec, arch, which, problem)
 
 
@@ -94,14 +90,12 @@ def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict
     return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
 
 
-def _show_ranked(
-    choices: tuple[TileChoice, ...], own: TileChoice, most: int, *, timed: bool
-) -> None:
+def _show_ranked(choices: tuple[TileChoice, ...], own: TileChoice, most: int) -> None:
     """Prints the best choices, and the planner's own choice whatever its rank."""
     listing(
         ("rank", "kernels and tiles", "predicted", ""),
         [
-            (str(place), _tiles(each.plans), _predicted(each, timed=timed), _whose(each, own))
+            (str(place), _tiles(each.plans), _predicted(each), _whose(each, own))
             for place, each in enumerate(choices, 1)
             if place <= most or each is own
         ],
@@ -113,10 +107,11 @@ def _whose(choice: TileChoice, own: TileChoice) -> str:
     return "the planner's, for all shapes" if choice is own else ""
 
 
-def _predicted(choice: TileChoice, *, timed: bool) -> str:
+def _predicted(choice: TileChoice) -> str:
+    """The predicted time, or clocks per score element where no time is predicted."""
     if math.isnan(choice.seconds):
         return ""
-    return seconds(choice.seconds) if timed else f"{choice.seconds:.4f} clk"
+    return seconds(choice.seconds) if choice.durations else f"{choice.seconds:.4f} clk"
 
 
 def _tiles(plans: tuple[Plan, ...]) -> str:
@@ -143,19 +138,16 @@ def _measured(
     arch: str,
 ) -> list[Measured]:
     """The choices, checked against the oracle and timed, the fastest first."""
-    from flashgen.tune import Inputs, checked, fastest, on_gpu
+    from flashgen.tune import checked, fastest, on_gpu
 
     sizes, which = parse_shape(arguments.shape), _pass(arguments)
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
     small_call = random_call(spec, arguments, small, device="cuda")
-    small_inputs, inputs = (
-        Inputs(each.operands, each.gradients, each.options) for each in (small_call, call)
-    )
     how = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(spec, tried, small_inputs, which, **how)
+        candidates = checked(spec, tried, small_call, which, **how)
     with busy(f"{spec.name}: measuring"):
-        return fastest(spec, candidates, inputs, which, on_gpu, **how)
+        return fastest(spec, candidates, call, which, on_gpu, **how)
 
 
 def _keep(
@@ -184,13 +176,13 @@ def _keep(
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
 
 
-def _show_measured(measured: list[Measured], own: TileChoice, *, timed: bool) -> None:
+def _show_measured(measured: list[Measured], own: TileChoice) -> None:
     listing(
         ("kernels and tiles", "predicted", "measured", ""),
         [
             (
                 _tiles(each.choice.plans),
-                _predicted(each.choice, timed=timed),
+                _predicted(each.choice),
                 seconds(each.seconds) if each.seconds is not None else each.refused,
                 _whose(each.choice, own),
             )

@@ -16,6 +16,7 @@ from flashgen.ops.registration import operator_of
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import check_learned
+from flashgen.runtime.check_basics import is_constant
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.number_arguments import (
     check_names,
@@ -26,7 +27,6 @@ from flashgen.runtime.number_arguments import (
     refuse_dropout,
 )
 from flashgen.runtime.reports import Report
-from flashgen.runtime.symbolic_sizes import is_constant
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec

@@ -15,7 +15,7 @@ import torch
 from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.errors import InputError
 from flashgen.ops.operator import Operator
-from flashgen.ops.vmap import map_backward, map_forward
+from flashgen.ops.vmap import map_call
 
 Tensor = torch.Tensor
 
@@ -116,19 +116,16 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
+        raise InputError(
+            "attention has no forward-mode derivative",
+            where="torch.func.jvp or torch.autograd.forward_ad",
+            numbers="q, k, v or a captured tensor carries a tangent",
+            way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        operator, options, *tensors = arguments
-        tensors.insert(4, options.dropout_p)
-        dims = [*in_dims[2:6], in_dims[1].dropout_p, *in_dims[6:]]
-
-        def call(*tensors: Any) -> Any:
-            of_sample = options._replace(dropout_p=tensors[4])
-            return Attend.apply(operator, of_sample, *tensors[:4], *tensors[5:])  # type: ignore[no-untyped-call]
-
-        return map_forward(operator.signature, call, info.batch_size, dims, tensors)
+        return _map(Attend, info.batch_size, in_dims, arguments, operands=3)
 
 
 class AttendPlain(torch.autograd.Function):
@@ -190,22 +187,41 @@ class Differentiate(torch.autograd.Function):
             "derivatives with the backend torch.nn.attention.SDPBackend.MATH",
         )
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
+    jvp = Attend.jvp
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        operator, options, needed, *tensors = arguments
-        tensors.insert(8, options.dropout_p)
-        dims = [*in_dims[3:11], in_dims[1].dropout_p, *in_dims[11:]]
+        learns = any(arguments[2])
+        return _map(Differentiate, info.batch_size, in_dims, arguments, operands=7, learns=learns)
 
-        def call(*tensors: Any) -> Any:
-            of_sample = options._replace(dropout_p=tensors[8])
-            rest = (*tensors[:8], *tensors[9:])
-            return Differentiate.apply(operator, of_sample, needed, *rest)  # type: ignore[no-untyped-call]
 
-        return map_backward(operator.signature, call, info.batch_size, dims, tensors, any(needed))
+def _map(
+    function: type[torch.autograd.Function],
+    size: int,
+    in_dims: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    operands: int,
+    learns: bool = False,
+) -> Any:
+    """torch.vmap of a function: its tensors are mapped, with a dropout_p that may be a tensor.
+
+    Args:
+        arguments: the operator, the options and further values, then the tensors.
+        operands, learns: as in `map_call`.
+    """
+    operator, options = arguments[:2]
+    first = 3 if function is Differentiate else 2
+    place = operands + 1  # of dropout_p, after rng
+
+    def call(*tensors: Any) -> Any:
+        of_sample = options._replace(dropout_p=tensors[place])
+        rest = (*tensors[:place], *tensors[place + 1 :])
+        return function.apply(operator, of_sample, *arguments[2:first], *rest)  # type: ignore[no-untyped-call]
+
+    tensors, dims = list(arguments[first:]), list(in_dims[first:])
+    tensors.insert(place, options.dropout_p)
+    dims.insert(place, in_dims[1].dropout_p)
+    return map_call(operator.signature, call, size, dims, tensors, operands, learns)
 
 
 # Function.apply first looks for transforms of torch.func, which takes several times as long as the
@@ -213,12 +229,3 @@ class Differentiate(torch.autograd.Function):
 attend: Any = super(torch.autograd.Function, Attend).apply
 attend_plain: Any = super(torch.autograd.Function, AttendPlain).apply
 differentiate: Any = super(torch.autograd.Function, Differentiate).apply
-
-
-def refuse_forward_mode() -> NoReturn:
-    raise InputError(
-        "attention has no forward-mode derivative",
-        where="torch.func.jvp or torch.autograd.forward_ad",
-        numbers="q, k, v or a captured tensor carries a tangent",
-        way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
-    )

@@ -13,7 +13,6 @@ import torch
 from flashgen import config
 from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
 from flashgen.runtime import backends, backward, forward
-from flashgen.runtime.compiler import signature_of
 from flashgen.runtime.number_arguments import (
     check_rng,
     offset_of,
@@ -57,6 +56,8 @@ class Operator:
     overload_backward: Any
 
     def __init__(self, spec: AttentionSpec, name: str) -> None:
+        from flashgen.language.signature import signature_of
+
         signature = signature_of(spec)
         self.spec = spec
         self.signature = signature

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from flashgen.call import Operands, OutputGradients
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.ops.autograd import attend, differentiate
 from flashgen.ops.operator import NEEDED, Operator
-from flashgen.ops.vmap import map_backward, map_forward
+from flashgen.ops.vmap import map_call
 from flashgen.runtime.captured_tensors import check_learned
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.memory_layout import empty_rows
@@ -83,7 +83,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
         _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     signature, name = operator.signature, operator.name
     qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
-    _define(signature, name)
+    _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
         operands, p = _forward_values(signature, tensors)
@@ -136,42 +136,32 @@ def register(operator: Operator) -> tuple[Any, Any]:
     overload = getattr(torch.ops.flashgen, name).default
     overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
 
-    def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-        def call(*given: Any) -> Any:
-            return overload(*given[:3], *given[5:], *given[3:5], **by_name)
+    def rule(called: Any, others: int) -> Any:
+        """The rule of torch.vmap; others: the arguments after the captured tensors."""
 
-        *dims, dims_captured = _sorted(signature, in_dims, 2)
-        *given, captured = _sorted(signature, tensors, 2)
-        return map_forward(
-            signature, call, info.batch_size, (*dims, *dims_captured), (*given, *captured)
-        )
+        def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+            def call(*given: Any) -> Any:
+                last = 3 + others
+                return called(*given[:3], *given[last:], *given[3:last], **by_name)
 
-    def batched_backward(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-        def call(*given: Any) -> Any:
-            return overload_backward(*given[:3], *given[9:], *given[3:9], **by_name)
+            *dims, dims_captured = _sorted(signature, in_dims, others)
+            *given, captured = _sorted(signature, tensors, others)
+            learns = called is overload_backward and any(_needed(operator, by_name))
+            dims, given = [*dims, *dims_captured], [*given, *captured]
+            return map_call(signature, call, info.batch_size, dims, given, others + 1, learns)
 
-        *dims, dims_captured = _sorted(signature, in_dims, 6)
-        *given, captured = _sorted(signature, tensors, 6)
-        return map_backward(
-            signature,
-            call,
-            info.batch_size,
-            (*dims, *dims_captured),
-            (*given, *captured),
-            any(_needed(operator, by_name)),
-        )
+        return batched
 
-    torch.library.register_vmap(qualified, batched, lib=_library)
-    torch.library.register_vmap(qualified_backward, batched_backward, lib=_library)
+    torch.library.register_vmap(qualified, rule(overload, 2), lib=_library)
+    torch.library.register_vmap(qualified_backward, rule(overload_backward, 6), lib=_library)
     return overload, overload_backward
 
 
-def _define(signature: CallSignature, name: str) -> None:
+def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
-    operands = ", ".join(
-        f"Tensor {name}" for name in ("q", "k", "v", *_names_of(signature.tensors))
-    )
-    learned = _names_of(signature.learned)
+    name, signature = operator.name, operator.signature
+    operands = ", ".join(f"Tensor {each}" for each in ("q", "k", "v", *operator.tensors))
+    learned = [tensor.name for tensor in signature.learned]
     gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
     numbers = _SCHEMA + "".join(
         f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}" for scalar in signature.scalars
@@ -187,10 +177,6 @@ def _define(signature: CallSignature, name: str) -> None:
         f"{dropout}, *, {numbers_backward}) -> ({gradients})",
         tags=tags,
     )
-
-
-def _names_of(captures: Iterable[Any]) -> list[str]:
-    return [capture.name for capture in captures]
 
 
 def _forward_values(

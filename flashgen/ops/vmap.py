@@ -18,45 +18,7 @@ Tensor = torch.Tensor
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def map_forward(
-    signature: CallSignature,
-    call: Call,
-    size: int,
-    dims: Sequence[int | None],
-    given: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Computes a mapped call of the operator.
-
-    Args:
-        call: the operator at the next lower level of mapping, with arguments like ``given``.
-        size: length of the mapped dimension.
-        dims: the mapped dimension of each of ``given``; None where all samples share it.
-        given: q, k, v, rng, dropout_p, then the captured tensors.
-
-    Returns:
-        out and lse with the mapped dimension first, and its index, 0, for each.
-    """
-    return _map(signature, call, size, dims, given, operands=3)
-
-
-def map_backward(
-    signature: CallSignature,
-    call: Call,
-    size: int,
-    dims: Sequence[int | None],
-    given: Sequence[Any],
-    learns: bool = False,
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Computes a mapped call of the backward operator; other arguments as in `map_forward`.
-
-    Args:
-        given: q, k, v, out, lse, dout, dlse, rng, dropout_p, then the captured tensors.
-        learns: whether gradients of captured tensors are needed.
-    """
-    return _map(signature, call, size, dims, given, operands=7, learns=learns)
-
-
-def _map(
+def map_call(
     signature: CallSignature,
     call: Call,
     size: int,
@@ -65,6 +27,19 @@ def _map(
     operands: int,
     learns: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Computes a mapped call of the forward or of the backward operator.
+
+    Args:
+        call: the operator at the next lower level of mapping, with arguments like ``given``.
+        size: length of the mapped dimension.
+        dims: the mapped dimension of each of ``given``; None where all samples share it.
+        given: the operands, rng, dropout_p, then the captured tensors.
+        operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse.
+        learns: whether gradients of captured tensors are needed.
+
+    Returns:
+        The results with the mapped dimension first, and its index, 0, for each.
+    """
     first = [
         value.movedim(dim, 0) if dim is not None else value
         for value, dim in zip(given, dims, strict=True)

@@ -6,7 +6,6 @@ coalescing, bank conflicts, work by class, each by step and by line of the emitt
 roofline.
 """
 
-from flashgen.profile.cost_from_counts import counted_cost
 from flashgen.profile.kernel_profile import (
     Phase,
     Profile,
@@ -17,7 +16,7 @@ from flashgen.profile.kernel_profile import (
     TensorTraffic,
 )
 from flashgen.profile.kernel_steps import KernelStep, steps_of
-from flashgen.profile.plot import check_plot, plot
+from flashgen.profile.roofline import check_plot, counted_cost, plot
 from flashgen.profile.run import array_of, problem_of_call, profile_backward, profile_forward
 from flashgen.profile.visited_tiles import walks_of
 

@@ -76,20 +76,10 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class RooflineBound:
-    """A resource of the GPU and the time for which a launch keeps it busy.
-
-    Attributes:
-        name: the resource's name.
-        seconds: the time at the resource's peak rate, on every SM.
-        amount, unit: the work, and its unit.
-        peak: the peak rate, in units per second.
-    """
+    """A resource of the GPU, and the seconds that a launch takes on every SM at its peak rate."""
 
     name: str
     seconds: float
-    amount: float
-    unit: str
-    peak: float
 
 
 @dataclass(frozen=True)

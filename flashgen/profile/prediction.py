@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.analysis import MaskAnalysis
@@ -21,6 +21,7 @@ from flashgen.planner import (
     forward_traffic,
 )
 from flashgen.planner.duration import Duration, duration_of
+from flashgen.planner.quantities import Number
 from flashgen.profile.block_layout_traffic import bytes_of_layout
 from flashgen.profile.visited_tiles import Array, HeadWalk, heads_of, joined
 from flashgen.runtime.bind_arguments import blocks_of_call
@@ -39,20 +40,16 @@ class LaunchPrediction:
 
     Attributes:
         bytes: bytes of the lanes' loads and stores, by the names of the kernel's pointers.
-        added: the part of these bytes that atomics add.
         distinct: bytes, each counted once; None without a prediction.
-        scores: elements of S that are computed.
         multiply_adds: multiply-adds of the tensor cores; None without a prediction.
         clocks: clocks of one SM, by the names of `TERMS`.
         duration: the duration of the launch; None without a prediction.
     """
 
-    bytes: Mapping[str, int]
-    added: int
-    distinct: int | None
-    scores: int
-    multiply_adds: float | None
-    clocks: Mapping[str, float]
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    distinct: int | None = None
+    multiply_adds: float | None = None
+    clocks: Mapping[str, float] = field(default_factory=dict)
     duration: Duration | None = None
 
 
@@ -62,36 +59,44 @@ def predict(
     problem: CheckedCall,
     captured: Mapping[str, Array],
     dlse: bool,
-) -> LaunchPrediction | None:
-    """The predictions for a launch; None where there are none.
+) -> LaunchPrediction:
+    """The predictions for a launch.
 
     There are none for the kernels of min/max tables, nor for packed sequences, whose tiles depend
     on the positions at which the sequences start.
     """
     plan = build.plan
     if plan.kernel == "minmax_table" or spec.packed:
-        return None
+        return LaunchPrediction()
     mask = build.analysis.mask
     heads = heads_of(spec, mask, plan, problem, captured)
     walks = joined(heads, plan, problem)
+    macs: Number | None
     if plan.kernel == "forward":
         moved = _sum(functools.partial(forward_traffic, plan), walks)
-        found = _forward(plan, moved)
+        bytes_ = {name: getattr(moved, name) for name in ("q", "k", "v", "o", "lse")}
+        distinct, macs = moved.compulsory, plan.head_dim + plan.head_dim_v
     else:
         moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
-        found = _backward(plan, moved, dlse)
-    more = _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
+        bytes_ = _backward_bytes(moved, dlse)
+        distinct, macs = None, plan.quantities.get("macs")
+    bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None:
-        more |= bytes_of_layout(mask, plan, heads)
-    distinct = found.distinct
-    if distinct is not None and "rng" in more:
+        bytes_ |= bytes_of_layout(mask, plan, heads)
+    if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
     if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
         distinct = None
-    found = replace(found, bytes={**found.bytes, **more}, distinct=distinct)
-    if plan.of_captured:
-        return found
-    return replace(found, duration=duration_of(plan, walks, uneven=mask.growth != 0))
+    # float32 is split into three parts of tf32, which takes six products.
+    products = 6 if plan.dtype == "float32" else 1
+    at = plan.quantities
+    return LaunchPrediction(
+        bytes=bytes_,
+        distinct=distinct,
+        multiply_adds=None if macs is None else products * macs * moved.scores,
+        clocks={term: float(at[term]) * moved.scores for term in TERMS if term in at},
+        duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
+    )
 
 
 def _of_sink(
@@ -115,7 +120,7 @@ def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
     drops = any(param.name == "rng" for param in build.source.params)
     if not drops or plan.owns_keys:
         return {}
-    x, y, z = plan.grid(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_k)
+    x, y, z = plan.grid(*p.sizes)
     return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
 
 
@@ -136,49 +141,12 @@ def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
     return functools.reduce(operator.add, (traffic(*sizes, visited) for sizes, visited in walks))
 
 
-def _forward(plan: Plan, moved: ForwardTraffic) -> LaunchPrediction:
-    return LaunchPrediction(
-        bytes={"q": moved.q, "k": moved.k, "v": moved.v, "o": moved.o, "lse": moved.lse},
-        added=0,
-        distinct=moved.compulsory,
-        scores=moved.scores,
-        multiply_adds=_factors(plan) * (plan.head_dim + plan.head_dim_v) * moved.scores,
-        clocks=_clocks(plan, moved.scores),
-    )
-
-
-def _backward(plan: Plan, moved: BackwardTraffic, dlse: bool) -> LaunchPrediction:
+def _backward_bytes(moved: BackwardTraffic, dlse: bool) -> dict[str, int]:
+    names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
     lse = moved.lse // 2 if dlse else moved.lse
-    bytes_ = {
-        "q": moved.q,
-        "k": moved.k,
-        "v": moved.v,
-        "o": moved.o,
-        "do": moved.do,
+    return {name: getattr(moved, name) for name in names} | {
         "lse": lse,
         "dlse": moved.lse - lse,
         "rows": moved.rows_read + moved.rows_written,
-        "dq": moved.dq,
-        "dk": moved.dk,
-        "dv": moved.dv,
         "dq_sum": moved.added,
     }
-    macs = plan.quantities.get("macs")
-    return LaunchPrediction(
-        bytes=bytes_,
-        added=moved.added,
-        distinct=None,
-        scores=moved.scores,
-        multiply_adds=None if macs is None else _factors(plan) * macs * moved.scores,
-        clocks=_clocks(plan, moved.scores),
-    )
-
-
-def _factors(plan: Plan) -> int:
-    """Tensor-core products per multiplication: float32 is split into three parts of tf32."""
-    return 6 if plan.dtype == "float32" else 1
-
-
-def _clocks(plan: Plan, scores: int) -> dict[str, float]:
-    at = plan.quantities
-    return {term: float(at[term]) * scores for term in TERMS if term in at}

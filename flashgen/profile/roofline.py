@@ -1,13 +1,34 @@
-"""The time for which the counted work keeps each resource busy, and which one is the bound."""
+"""The time for which the counted work keeps each resource busy: the cost, the roofline, its figure.
+
+The figure is drawn by matplotlib where it is installed.
+"""
 
 from __future__ import annotations
 
-from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, WARP, Arch
 from flashgen.emulator import Totals
 from flashgen.emulator.counters.l2 import L2Traffic
 from flashgen.emulator.counters.recorder import SECTOR_BYTES
+from flashgen.errors import InputError
 from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
-from flashgen.profile.kernel_profile import Roofline, RooflineBound
+from flashgen.planner.models.fitted_sm80 import BARRIER_CLOCKS
+from flashgen.planner.models.registry import model_of
+from flashgen.planner.quantities import Number
+from flashgen.profile.kernel_profile import Profile, Roofline, RooflineBound
+
+_RESOURCES = {
+    "tensor": "tensor cores",
+    "shared": "shared memory",
+    "l2": "L2",
+    "atomics": "atomic additions in L2",
+    "special": "special functions",
+    "issue": "instruction issue",
+}
+"""The resources of the terms of a plan's cost."""
 
 
 def tensor_rate(arch: Arch, dtype: str, path: str = "sm_80") -> int:
@@ -52,34 +73,102 @@ def roofline(
     chip = arch.sms * arch.clock_hz
     at = clocks(arch, dtype, totals, added_bytes, path)
     requested = totals.sectors * SECTOR_BYTES
-    peak = 2.0 * tensor_rate(arch, dtype, path) * chip
-    float_lanes = totals.lanes.get("float", 0)
-    amounts = {
-        "tensor": ("tensor cores", flops, "FLOP"),
-        "shared": ("shared memory", totals.wavefronts, "wavefronts"),
-        "l2": ("L2", requested - added_bytes, "B"),
-        "atomics": ("atomic additions in L2", added_bytes, "B"),
-        "special": ("special functions", totals.lanes.get("special", 0), "results"),
-        "issue": ("instruction issue", totals.warp_instructions, "warp instructions"),
-    }
+    fma_clocks = totals.lanes.get("float", 0) / arch.fp32_per_clock
     bounds = [
-        RooflineBound("HBM", l2.hbm / arch.hbm_bytes_per_s, l2.hbm, "B", arch.hbm_bytes_per_s),
-        RooflineBound(
-            "FMA pipe",
-            float_lanes / (arch.fp32_per_clock * chip),
-            float_lanes,
-            "operations",
-            arch.fp32_per_clock * chip,
-        ),
+        RooflineBound("HBM", l2.hbm / arch.hbm_bytes_per_s),
+        RooflineBound("FMA pipe", fma_clocks / chip),
+        *(RooflineBound(name, at[term] / chip) for term, name in _RESOURCES.items() if at[term]),
     ]
-    for term, (name, amount, unit) in amounts.items():
-        seconds = at[term] / chip
-        if seconds:
-            bounds.append(RooflineBound(name, seconds, amount, unit, amount / seconds))
     return Roofline(
         flops=flops,
         intensity=flops / l2.hbm if l2.hbm else 0.0,
         intensity_l2=flops / requested if requested else 0.0,
-        ridge=peak / arch.hbm_bytes_per_s,
+        ridge=2.0 * tensor_rate(arch, dtype, path) * chip / arch.hbm_bytes_per_s,
         bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
     )
+
+
+def counted_cost(profile: Profile) -> float:
+    """Clocks of one SM for a launch, by the formula of the plan's own "cost".
+
+    The clocks of each resource and the barriers are counted. The plan's formulas add them up: the
+    clocks of the busiest resource, and those of the others that no other warp overlaps. PTX
+    instructions are counted, which the assembler translates to other ones: the share of the matrix
+    products among them is taken from the plan.
+    """
+    plan = profile.plan
+    model = model_of(plan.path, plan.kernel, plan.itemsize)
+    counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
+    at: dict[str, Number] = dict(plan.quantities)
+    share = at["rest"] / (at["products"] + at["rest"])
+    at |= counted
+    at["rest"] = share * counted["issue"] * SCHEDULERS * WARP
+    at["barriers"] = profile.totals.barriers / plan.warps * BARRIER_CLOCKS / plan.blocks_per_sm
+    for formula in model.cost_steps:
+        if formula.name in ("busiest", "alone", "cost"):
+            at[formula.name] = formula(at)
+    return float(at["cost"])
+
+
+def check_plot() -> None:
+    """Imports matplotlib.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "the roofline is drawn by matplotlib, which is not installed",
+            where="option --plot",
+            numbers="no module named matplotlib",
+            way_out="pip install matplotlib, or leave --plot out: the table has all numbers",
+        )
+
+
+def plot(profiles: Sequence[Profile], path: Path) -> None:
+    """Draws the kernels of one call in the roofline of their architecture.
+
+    The slopes are the rates of HBM and L2, the ceiling is the rate of the tensor cores. Each kernel
+    has a full mark at its intensity by HBM bytes and an open mark at its intensity by bytes
+    requested from L2, both at the rate that its bound allows.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    check_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [profile for profile in profiles if profile.roofline.flops]
+    arch, dtype = profiles[0].arch, profiles[0].plan.dtype
+    chip = arch.sms * arch.clock_hz
+    peak = 2.0 * max(tensor_rate(arch, dtype, p.plan.path) for p in profiles) * chip
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
+    rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
+    corners = [peak / rate for rate in rates.values()]
+    span = [min([*corners, *marks]) / 8, 8 * max([*corners, *marks])]
+    for (name, rate), corner in zip(rates.items(), corners, strict=True):
+        label = f"{name} {rate / 1e9:,.0f} GB/s"
+        axes.plot([span[0], corner], [rate * span[0], peak], label=label)
+    axes.axhline(peak, color="black", label=f"tensor cores {peak / 1e12:,.0f} TFLOP/s")
+    for profile in shown:
+        line = profile.roofline
+        label = f"{profile.kernel}: {line.bound.name}"
+        (full,) = axes.plot(line.intensity, line.attainable, "o", label=label)
+        axes.plot(line.intensity_l2, line.attainable, "o", mfc="none", color=full.get_color())
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=span,
+        xlabel="FLOP per byte (full: of HBM, open: requested from L2)",
+        ylabel="attainable FLOP/s",
+        title=f"{arch.product}, {dtype}",
+    )
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)

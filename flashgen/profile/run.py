@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen import emulator
-from flashgen.arch import Arch, facts
+from flashgen.arch import facts
 from flashgen.call import CheckedCall
 from flashgen.codegen import Param
 from flashgen.emulator import Counters, Totals
@@ -17,6 +17,7 @@ from flashgen.emulator.counters.recorder import ATOMIC, BufferTraffic
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, Report, check, run_backward, run_forward
 from flashgen.pipeline import Build, build_minmax_tables
+from flashgen.planner import Plan
 from flashgen.profile.kernel_profile import Profile, Quantity, TensorTraffic
 from flashgen.profile.kernel_steps import lines_of, phases_of
 from flashgen.profile.prediction import TERMS, LaunchPrediction, predict
@@ -89,10 +90,7 @@ def problem_of_call(
             ignored.
         rng: dropout's seed and offset, where the options have none.
     """
-    call: dict[str, Any] = {name: options.get(name) for name in _CALL}
-    for name, value in (("scalars", {}), ("tensors", {}), ("q_offset", 0), ("k_offset", 0)):
-        call[name] = call[name] or value
-    call["dropout_p"] = call["dropout_p"] or 0.0
+    call = {name: options[name] for name in _CALL if options.get(name) is not None}
     return check(spec, *operands, **call if rng is None else call | {"rng": rng})
 
 
@@ -123,7 +121,7 @@ def array_of(tensor: Tensor) -> Any:
     return tensor.detach().to(wide if tensor.is_floating_point() else torch.int64).numpy()
 
 
-def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction | None) -> Profile:
+def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -> Profile:
     """The profile of one launch from its counters."""
     plan, source = build.plan, build.source
     arch = facts(plan.arch)
@@ -154,20 +152,20 @@ def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction | 
             "distinct",
             "B",
             sum(tensor.distinct for tensor in tensors),
-            prediction.distinct if prediction and complete else None,
+            prediction.distinct if complete else None,
         ),
-        work=_work(plan.dtype, plan.path, arch, totals, added, prediction),
+        work=_work(plan, totals, added, prediction),
         totals=totals,
         l2=l2,
         roofline=roofline(arch, plan.dtype, totals, added, l2, plan.path),
         phases=phases_of(source, counters.by_line(outermost=True)),
         lines=lines_of(source, counters.by_line()),
-        duration=prediction.duration if prediction else None,
+        duration=prediction.duration,
     )
 
 
 def _tensors(
-    params: Sequence[Param], buffers: Sequence[BufferTraffic], prediction: LaunchPrediction | None
+    params: Sequence[Param], buffers: Sequence[BufferTraffic], prediction: LaunchPrediction
 ) -> tuple[TensorTraffic, ...]:
     order = [param.name for param in params]
     found = []
@@ -175,7 +173,7 @@ def _tensors(
         # A label lists the indices of the parameters that point into the buffer.
         names = [order[int(label.rpartition(" ")[2])] for label in buffer.label.split(" and ")]
         predicted = None
-        if prediction is not None and all(name in prediction.bytes for name in names):
+        if all(name in prediction.bytes for name in names):
             predicted = sum(prediction.bytes[name] for name in names)
         name = ", ".join(names)
         found.append(
@@ -191,17 +189,11 @@ def _tensors(
 
 
 def _work(
-    dtype: str,
-    path: str,
-    arch: Arch,
-    totals: Totals,
-    added: int,
-    prediction: LaunchPrediction | None,
+    plan: Plan, totals: Totals, added: int, prediction: LaunchPrediction
 ) -> tuple[Quantity, ...]:
     """Multiply-adds, and the clocks of each term of the plan's cost."""
-    at = clocks(arch, dtype, totals, added, path)
-    predicted: Mapping[str, float] = prediction.clocks if prediction else {}
-    macs = prediction.multiply_adds if prediction else None
-    found = [Quantity("multiply-adds", "", totals.tensor_multiply_adds, macs)]
-    found += [Quantity(term, "clk", at[term], predicted.get(term)) for term in TERMS]
+    at = clocks(facts(plan.arch), plan.dtype, totals, added, plan.path)
+    macs = totals.tensor_multiply_adds
+    found = [Quantity("multiply-adds", "", macs, prediction.multiply_adds)]
+    found += [Quantity(term, "clk", at[term], prediction.clocks.get(term)) for term in TERMS]
     return tuple(q for q in found if q.counted or q.predicted)

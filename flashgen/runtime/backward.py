@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,33 +16,24 @@ from flashgen.call import (
     Operands,
     OutputGradients,
 )
-from flashgen.runtime import alignment, sink_gradients
+from flashgen.runtime import learned_gradients, memory_layout
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import bind
-from flashgen.runtime.block_layouts import static_layout
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.runtime.captured_tensors import named, pointers_of
-from flashgen.runtime.checks import check, check_contents, check_gradients
-from flashgen.runtime.compiler import (
-    backward_kernels,
-    gradient_terms,
-    learning,
-    signature_of,
-    without_dropout,
-)
-from flashgen.runtime.cpu_backend import REASON as CPU_REASON
-from flashgen.runtime.cpu_backend import CpuCall
+from flashgen.runtime.captured_tensors import pointers_of
+from flashgen.runtime.checks import check, check_gradients
 from flashgen.runtime.learned_gradients import (
+    SINK_SUMS,
     ExactSums,
     FloatSums,
     LearnedGradients,
     contributions_of,
 )
-from flashgen.runtime.memory_layout import copy_sums, empty_rows, zero_sums
+from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.number_arguments import settled
+from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, plain_torch
 from flashgen.runtime.reports import Report
-from flashgen.runtime.tuned_tiles import remembered
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -52,7 +42,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Inputs = dict[str, Tensor]
 
-_EMPTY = "nothing to launch: a size is 0"
 
 # The tensors that are read row by row: their names in kernels, and the names of their arguments.
 _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
@@ -68,30 +57,8 @@ class BackwardRecord(NamedTuple):
     build_seconds: float = 0.0
 
 
-class PreparedBackward:
-    """A checked backward call, with all choices that do not depend on the contents of tensors.
-
-    It serves all calls with the same options and with tensors of the same shapes, strides, dtypes
-    and device.
-    """
-
-    __slots__ = (
-        "_bound",
-        "_built",
-        "_contributions",
-        "_kernel_arch",
-        "_layout",
-        "_obstacles",
-        "_reason",
-        "_tables",
-        "call",
-        "deterministic",
-        "drops",
-        "launch",
-        "signature",
-        "spec",
-        "target",
-    )
+class PreparedBackward(PreparedCall):
+    """A checked backward call."""
 
     def __init__(
         self,
@@ -108,16 +75,10 @@ class PreparedBackward:
             spec: the spec, in which only tensors whose gradients are needed have grad=True.
             inputs: the tensors q, k, v, o and do.
         """
-        self.drops = call.dropout_p > 0
-        self.spec = spec if self.drops else without_dropout(spec)
-        self.signature = signature_of(spec)
-        self.call = call
-        self.target = target
+        super().__init__(spec, call, target, launch)
         self.deterministic = deterministic
-        self.launch = launch
-        self._layout = static_layout(self.signature, call, target.device)
         self._obstacles = {
-            name: alignment.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
+            name: memory_layout.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
         }
         # Operands with an obstacle are copied to contiguous tensors, which TMA can load.
         by_tma = {
@@ -125,12 +86,11 @@ class PreparedBackward:
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        self._kernel_arch, self._reason = alignment.path_for(target.arch, **by_tma)
+        self._kernel_arch, self._reason = memory_layout.path_for(target.arch, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
         self._tables: MinMaxTables | None = None  # for kernels that read captured tensors
         # With exact sums: the largest number of contributions to an element of each tensor.
         self._contributions: dict[str, int] = {}
-        self._built = 0.0
 
     def run(
         self, operands: Operands, gradients: OutputGradients
@@ -145,11 +105,7 @@ class PreparedBackward:
         dlse = gradients.dlse
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
-        by_name = named(self.signature, captured) if captured else {}
-        if by_name:
-            check_contents(self.signature, by_name, self.call, self.target.device)
-        if self._layout:
-            by_name |= self._layout
+        by_name = self._named(captured) if captured or self._layout else {}
         if self.target.backend == "tiled" and not self.call.is_empty:
             of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
             return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
@@ -159,9 +115,9 @@ class PreparedBackward:
                 gradient.zero_()
         sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
         if self.call.is_empty:
-            sink_gradients.add_without_keys(self.signature, sums, by_name, dlse)
+            learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse)
             zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
-            return zeros, BackwardRecord(self, _EMPTY)
+            return zeros, BackwardRecord(self, EMPTY)
         copies = self._copy_unaligned(read)
         tensors: dict[str, Tensor | None] = {
             **read,
@@ -181,17 +137,17 @@ class PreparedBackward:
             bound = self._bound[copied] = self._bind(tensors, by_name)
         dq_plan: Plan | None = None
         for kernel in bound:
-            if sink_gradients.SUMS in kernel.arguments.pointers:
-                tensors[sink_gradients.SUMS] = sink_gradients.sums_for(kernel, q)
+            if SINK_SUMS in kernel.arguments.pointers:
+                tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
             if "dq_sum" in kernel.arguments.pointers:
                 dq_plan = kernel.build.plan
                 tensors["dq_sum"] = zero_sums(dq, dq_plan)
         launches = self._launch(bound, tensors, sums, by_name)
-        dq_sum, sink_sums = tensors.get("dq_sum"), tensors.get(sink_gradients.SUMS)
+        dq_sum, sink_sums = tensors.get("dq_sum"), tensors.get(SINK_SUMS)
         if dq_plan is not None and dq_sum is not None:
             copy_sums(dq_sum, dq_plan, dq, self.call.scale)
         if sink_sums is not None:
-            sink_gradients.add_sums(self.signature, sums, by_name, sink_sums)
+            learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums)
         built, self._built = self._built, 0.0
         record = BackwardRecord(self, self._reason, tuple(launches), tuple(copies.values()), built)
         return (dq, dk, dv, *sums.gradients()), record
@@ -200,7 +156,7 @@ class PreparedBackward:
         """Copies inputs that kernels cannot read, in place in ``read``; the reason of each copy."""
         copies = {}
         for name, tensor in read.items():
-            why = self._obstacles[name] or alignment.base_obstacle(_READ[name], tensor)
+            why = self._obstacles[name] or memory_layout.base_obstacle(_READ[name], tensor)
             if why is not None:
                 read[name] = tensor.clone(memory_format=torch.contiguous_format)
                 copies[name] = f"{_READ[name]} was copied: {why}"
@@ -218,29 +174,32 @@ class PreparedBackward:
         if self._tables is not None:
             made, done = self._tables.run(self.target, captured, self.launch)
             tensors |= made
-        for kernel, again in _launches(bound):
-            if again and isinstance(sums, ExactSums):
-                tensors |= sums.measured(self._contributions)
-            start = time.perf_counter()
-            counters = kernel.run(self.target, tensors, self.launch)
-            done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
+        for kernel in bound:
+            for turn in range(kernel.build.plan.launches):
+                if turn > 0 and isinstance(sums, ExactSums):
+                    tensors |= sums.measured(self._contributions)
+                start = time.perf_counter()
+                counters = kernel.run(self.target, tensors, self.launch)
+                done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
         return done
 
     def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
+        from flashgen.pipeline import build_backward, gradient_terms
+
         start = time.perf_counter()
-        target, launch, call = self.target, self.launch, self.call
-        if target.backend == "gpu" and launch.plans_itself:
-            which = "deterministic" if self.deterministic else "backward"
-            tiles = remembered(self.spec, self._kernel_arch, which, call, target.index)
-            launch = replace(launch, tiles=tiles)
-        builds = backward_kernels(
-            self.spec, self._kernel_arch, launch, deterministic=self.deterministic
+        call, deterministic, packed = self.call, self.deterministic, self.signature.packed
+        launch = self._tuned("deterministic" if deterministic else "backward")
+        builds = build_backward(
+            self.spec,
+            self._kernel_arch,
+            sram=launch.sram,
+            deterministic=deterministic,
+            tiles=launch.tiles,
         )
         self._built = time.perf_counter() - start
-        packed = self.signature.packed
         bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
         if captured:
-            self._tables = MinMaxTables(self.spec, target.arch, captured, bound)
+            self._tables = MinMaxTables(self.spec, self.target.arch, captured, bound)
         for build in builds:
             if build.plan.kernel == "captured_exact":
                 self._contributions = contributions_of(
@@ -251,9 +210,17 @@ class PreparedBackward:
     def _on_cpu(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
     ) -> tuple[tuple[Tensor, ...], BackwardRecord]:
+        from flashgen import cpu
+
         start = time.perf_counter()
-        cpu_call = CpuCall(self.spec, self.call, self.target.arch, self.launch)
-        results = cpu_call.backward(operands, gradients, captured)
+        q, k, v, _, rng = operands
+        with plain_torch():
+            arguments = self._tile_arguments(captured, rng, backward=True)
+            found = cpu.backward(self.spec, q, k, v, gradients, arguments)
+            results = (
+                *map(in_memory_order_of, (q, k, v), found[:3]),
+                *(gradient.contiguous() for gradient in found[3:]),
+            )
         run = KernelRun(None, None, time.perf_counter() - start)
         return results, BackwardRecord(self, CPU_REASON, (run,))
 
@@ -262,13 +229,6 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
     """The tensors that kernels read row by row, by their names in kernels."""
     q, k, v = operands[:3]
     return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
-
-
-def _launches(bound: Iterable[BoundKernel]) -> Iterator[tuple[BoundKernel, bool]]:
-    """Kernels in the order of their launches, and whether each was launched before."""
-    for kernel in bound:
-        for turn in range(kernel.build.plan.launches):
-            yield kernel, turn > 0
 
 
 def reports(record: BackwardRecord) -> tuple[Report, ...]:
@@ -301,6 +261,8 @@ def prepare(
         InputError: an argument is wrong.
         PlanError: the generation of the GPU is not supported.
     """
+    from flashgen.language.signature import learning, signature_of
+
     signature = signature_of(spec)
     call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)

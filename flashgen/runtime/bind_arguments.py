@@ -1,4 +1,4 @@
-"""Binds a kernel to a call: its arguments by name, its grid and the order of its blocks."""
+"""Binds a kernel to a call: its arguments by name, its tensor maps, its grid and its blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from flashgen.call import CheckedCall
 from flashgen.errors import PlanError
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.runtime.compiler import head_bits, heads_per_tile, persistent_blocks
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.tensor_maps import maps_of
 from flashgen.signature import LAYOUT
+from flashgen.tensormap import TensorMapSpec
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -45,12 +44,13 @@ def bind(
     Raises:
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
+    from flashgen.planner.schedule.block_order import head_bits
+
     plan, params = build.plan, build.source.params
     grouped = any(param.name == "head_bits" for param in params)
-    bits = head_bits(plan, call) if grouped else 0
+    bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), "head_bits": bits}
-    sizes = (call.batch, call.heads_q, call.heads_kv, call.seq_q, call.seq_k)
-    grid = plan.grid(*sizes, packed=packed, head_bits=bits)
+    grid = plan.grid(*call.sizes, packed=packed, head_bits=bits)
     chosen = None
     if plan.is_persistent:
         chosen = blocks_of_call(plan, call, packed=packed, sms=sms, given=blocks)
@@ -88,8 +88,9 @@ def blocks_of_call(
     Raises:
         PlanError: the given number is impossible.
     """
-    sizes = (call.batch, call.heads_q, call.heads_kv, call.seq_q, call.seq_k)
-    return persistent_blocks(plan, math.prod(plan.grid(*sizes, packed=packed)), sms, given)
+    from flashgen.planner.schedule.work_tiles import blocks_of
+
+    return blocks_of(plan, math.prod(plan.grid(*call.sizes, packed=packed)), sms, given)
 
 
 def heads_of_call(
@@ -101,10 +102,55 @@ def heads_of_call(
         plan: a plan with the rows of one head in each tile.
         captured: the captured tensors by name, including those of a block layout.
     """
-    return heads_per_tile(spec, plan, call, layout_heads(captured))
+    from flashgen.planner import choose_heads
 
-
-def layout_heads(captured: Mapping[str, torch.Tensor]) -> int:
-    """The number of heads with a block layout of their own; 1 where they share one or have none."""
     layout = captured.get(LAYOUT)
-    return 1 if layout is None else layout.shape[1]
+    layout_heads = 1 if layout is None else layout.shape[1]
+    return choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
+
+
+def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, TensorMapSpec]:
+    """The tensor maps by the names of their tensors; empty on a path without TMA.
+
+    Args:
+        tensors: q, k, v, and o or do, with 4 dimensions, a contiguous last axis and strides of
+            multiples of 16 B.
+        packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
+            hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.stretches`.
+    """
+    if plan.path != "sm_90a":
+        return {}
+    found = {}
+    for name, (columns, rows, heads) in _boxes(plan).items():
+        tensor = tensors[name]
+        assert tensor is not None, "operands of a kernel are never null"
+        size, width = tensor.shape, tensor.element_size()
+        steps = (
+            tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
+        )
+        made = TensorMapSpec(
+            plan.dtype,
+            (size[3], size[2], size[1], size[0]),
+            tuple(steps),
+            (columns, rows, heads, 1),
+            columns * width,
+        )
+        found[name] = made.stretches() if packed else made
+    return found
+
+
+def _boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """The boxes that TMA copies of each operand: columns, rows and heads."""
+    from flashgen.planner.models.panels_sm90 import GROUP_ROWS, panels_of_kernel
+
+    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
+    (panel, _), (panel_v, _) = panels_of_kernel(plan.kernel, *sizes)
+    # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
+    queries = min(GROUP_ROWS, plan.queries_per_tile) if plan.kernel == "forward" else plan.block_q
+    heads = GROUP_ROWS // queries if plan.heads_per_tile > 1 else 1
+    return {
+        "q": (panel, queries, heads),
+        "k": (panel, plan.block_k, 1),
+        "v": (panel_v, plan.block_k, 1),
+        "o" if plan.kernel == "forward" else "do": (panel_v, queries, heads),
+    }

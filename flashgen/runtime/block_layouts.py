@@ -10,7 +10,7 @@ import torch
 
 from flashgen.call import CheckedCall
 from flashgen.dtypes import POSITION_LIMIT
-from flashgen.runtime.number_arguments import refuse
+from flashgen.runtime.check_basics import check_dense, refuse
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES, BlockLayoutFacts, CallSignature
 
 Tensor = torch.Tensor
@@ -67,13 +67,7 @@ def _check_live(live: object) -> None:
             "a flashgen.Layout or a torch BlockMask",
             "layout=live, true for each block that is computed",
         )
-    if live.layout != torch.strided or live.is_nested:
-        refuse(
-            "layout is not an ordinary dense tensor",
-            "argument layout",
-            f"layout {live.layout}, {live.dtype}",
-            "layout.to_dense()",
-        )
+    check_dense("layout", live)
     if live.dtype != torch.bool or live.dim() != 4:
         refuse(
             "layout is not a bool for each block",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
+from flashgen.launch.params import ParamField
 from flashgen.runtime.backends import Target
 from flashgen.runtime.kernel_arguments import KernelArguments
 
@@ -30,17 +31,6 @@ class BoundKernel:
     Attributes:
         blocks: the number of blocks of a persistent kernel, with the reason; None for others.
     """
-
-    __slots__ = (
-        "_launch",
-        "_loaded",
-        "arguments",
-        "block",
-        "blocks",
-        "build",
-        "grid",
-        "smem_bytes",
-    )
 
     def __init__(
         self,
@@ -100,18 +90,20 @@ class BoundKernel:
         arguments = self.arguments
         maps = iter(arguments.maps)
 
-        def argument(ctype: str, value: Any) -> Any:
-            if ctype == "tensormap":
-                spec = next(maps)
+        def argument(param: ParamField) -> Any:
+            if param.ctype == "pointer":
+                tensor = tensors[param.name]
+                return None if tensor is None else span(tensor)
+            if param.ctype == "tensormap":
+                spec, tensor = next(maps), tensors[param.name]
+                assert tensor is not None, "operands of a kernel are never null"
                 how: dict[str, Any] = {"dims": spec.dims, "strides": spec.strides}
                 how |= {"dtype": spec.dtype, "before": spec.before}
-                return emulator.TensorMap(span(value), spec.box, spec.swizzle, **how)
-            if ctype == "pointer":
-                return None if value is None else span(value)
-            return {"int64": np.int64, "int32": np.int32, "float32": np.float32}[ctype](value)
+                return emulator.TensorMap(span(tensor), spec.box, spec.swizzle, **how)
+            numbers = {"int64": np.int64, "int32": np.int32, "float32": np.float32}
+            return numbers[param.ctype](arguments.numbers[param.name])  # type: ignore[arg-type]
 
-        values = arguments.values(tensors)
-        structure = tuple(map(argument, (param.ctype for param in arguments.params), values))
+        structure = tuple(map(argument, arguments.params))
         return emulator.launch(
             self.build.binary.ptx,
             self.build.source.name,

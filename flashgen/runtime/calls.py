@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.call import (
-    CallOptions,
-    CheckedCall,
-    LaunchOptions,
-    Operands,
-    OutputGradients,
-)
+from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
 from flashgen.runtime import backward, checks, forward
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.captured_tensors import captured_of
-from flashgen.runtime.compiler import signature_of
 from flashgen.runtime.number_arguments import check_names, draw_rng
 from flashgen.runtime.reports import BackwardRun, ForwardRun
-from flashgen.signature import CallSignature
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -70,11 +61,10 @@ def run_forward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    signature = signature_of(spec)
-    if rng is None and isinstance(q, Tensor) and signature.dropout:
+    if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
-    operands = Operands(q, k, v, _captured(signature, tensors), rng)
-    values = _scalars(signature, scalars)
+    captured, values = _captures(spec, tensors, scalars)
+    operands = Operands(q, k, v, captured, rng)
     options = CallOptions(scale, q_offset, k_offset, backend, arch, None, values, dropout_p)
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
     call = forward.prepare(spec, operands, options, launch)
@@ -123,10 +113,9 @@ def run_backward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    signature = signature_of(spec)
-    operands = Operands(q, k, v, _captured(signature, tensors), rng)
+    captured, values = _captures(spec, tensors, scalars)
+    operands = Operands(q, k, v, captured, rng)
     gradients = OutputGradients(out, lse, dout, dlse)
-    values = _scalars(signature, scalars)
     options = CallOptions(
         scale, q_offset, k_offset, backend, arch, deterministic, values, dropout_p
     )
@@ -156,18 +145,26 @@ def check(
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    signature = signature_of(spec)
-    operands = Operands(q, k, v, _captured(signature, tensors), rng)
-    values = _scalars(signature, scalars)
+    from flashgen.language.signature import signature_of
+
+    captured, values = _captures(spec, tensors, scalars)
     options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
-    return checks.check(signature, operands, options)
+    return checks.check(signature_of(spec), Operands(q, k, v, captured, rng), options)
 
 
-def _captured(signature: CallSignature, tensors: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
-    return captured_of(signature, with_layout(signature, tensors or {}))  # type: ignore[return-value]
+def _captures(
+    spec: AttentionSpec,
+    tensors: Mapping[str, Tensor] | None,
+    scalars: Mapping[str, object] | None,
+) -> tuple[tuple[Tensor, ...], tuple[object, ...]]:
+    """The captured tensors and the values of the scalars, in the order of the signature."""
+    from flashgen.language.signature import signature_of
 
-
-def _scalars(signature: CallSignature, scalars: Mapping[str, object] | None) -> tuple[object, ...]:
-    given = scalars or {}
-    check_names(signature, given, signature.scalars)
-    return tuple(given[scalar.name] for scalar in signature.scalars)
+    signature = signature_of(spec)
+    given, numbers = with_layout(signature, tensors or {}), scalars or {}
+    check_names(signature, given, signature.tensors)
+    check_names(signature, numbers, signature.scalars)
+    return (
+        tuple(given[tensor.name] for tensor in signature.tensors),
+        tuple(numbers[scalar.name] for scalar in signature.scalars),
+    )

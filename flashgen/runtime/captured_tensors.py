@@ -1,34 +1,27 @@
-"""Checks of captured tensors, and the kernel parameters that are made from them."""
+"""Checks of captured tensors, and the kernel parameters that are made from them.
+
+The first mistake raises an InputError that names the argument.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from flashgen.dtypes import INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
-from flashgen.runtime.number_arguments import check_names, refuse
+from flashgen.runtime.check_basics import check_dense, known, refuse
 from flashgen.runtime.packed_sequences import check_packed, entries_of
-from flashgen.runtime.symbolic_sizes import known
 from flashgen.signature import CallSignature, TensorArgument
 
 Tensor = torch.Tensor
 
 
-def captured_of(signature: CallSignature, given: Mapping[str, object]) -> tuple[object, ...]:
-    """The captured tensors in the order of the signature.
-
-    Raises:
-        InputError: a name is missing or superfluous.
-    """
-    check_names(signature, given, signature.tensors)
-    return tuple(given[tensor.name] for tensor in signature.tensors)
-
-
 def check_captured(
     signature: CallSignature,
-    captured: Sequence[object],
+    captured: Sequence[Any],
     q: Tensor,
     k: Tensor,
     ends: tuple[int, int],
@@ -39,16 +32,13 @@ def check_captured(
         captured: a value for each of the signature's tensors.
         q, k: operands that were checked.
         ends: the global positions of the last query and the last key, plus 1.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
     """
-    wanted = _check_sizes(signature, captured, q, k)
+    wanted = check_captured_sizes(signature, captured, q, k)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
     lengths = {"seq_q": (q.shape[2], ends[0]), "seq_k": (k.shape[2], ends[1])}
     if signature.packed:  # `check_boundaries` compares with the longest sequence
         lengths = {"seq_q": (1, 1), "seq_k": (1, 1)}
-    for tensor, value in _pairs(signature, captured):
+    for tensor, value in zip(signature.tensors, captured, strict=True):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]
             if size > INT32_MAX:
@@ -62,25 +52,19 @@ def check_captured(
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
     if signature.packed:
         ends = (1, 1)
-    check_layout(signature, captured, (q.shape[2], k.shape[2]), ends)  # type: ignore[arg-type]
+    check_layout(signature, captured, (q.shape[2], k.shape[2]), ends)
 
 
-def check_traced_captured(
-    signature: CallSignature, captured: Sequence[object], q: Tensor, k: Tensor
-) -> None:
+def check_captured_sizes(
+    signature: CallSignature, captured: Sequence[Any], q: Tensor, k: Tensor
+) -> dict[str, int]:
     """Checks captured tensors whose sizes may be symbols: compares only sizes that must be equal.
 
-    Raises:
-        InputError: for the first mistake; the error names the argument.
+    Returns:
+        The sizes that q and k define, by dimension name.
     """
-    _check_sizes(signature, captured, q, k)
-
-
-def _check_sizes(
-    signature: CallSignature, captured: Sequence[object], q: Tensor, k: Tensor
-) -> dict[str, int]:
-    """Checks sizes that must be equal; returns those that q and k define, by dimension name."""
-    check_kinds(signature, captured, q.device)
+    for tensor, value in zip(signature.tensors, captured, strict=True):
+        _check_kind(tensor, value, q.device)
     check_packed(signature, q, captured)
     entries = entries_of(signature, q, captured)
     wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
@@ -88,13 +72,7 @@ def _check_sizes(
     return wanted
 
 
-def check_kinds(signature: CallSignature, captured: Sequence[object], device: torch.device) -> None:
-    """Raises InputError for values other than tensors of the declared rank and dtype."""
-    for tensor, value in zip(signature.tensors, captured, strict=True):
-        _check_kind(tensor, value, device)
-
-
-def check_learned(signature: CallSignature, captured: Sequence[object]) -> None:
+def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
     """Raises InputError for a tensor that requires a gradient and is declared without grad=True."""
     for tensor, value in zip(signature.tensors, captured, strict=True):
         if not tensor.grad and isinstance(value, Tensor) and value.requires_grad:
@@ -107,30 +85,19 @@ def check_learned(signature: CallSignature, captured: Sequence[object]) -> None:
             )
 
 
-def _pairs(
-    signature: CallSignature, captured: Sequence[object]
-) -> tuple[tuple[TensorArgument, Tensor], ...]:
-    return tuple(zip(signature.tensors, captured, strict=True))  # type: ignore[arg-type]
-
-
 def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> None:
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
     if not isinstance(value, Tensor):
-        made = "as_tensor(...," if rank else f"tensor({_example(value)},"
+        example = repr(value) if isinstance(value, int | float) else "0.5"
+        made = "as_tensor(...," if rank else f"tensor({example},"
         refuse(
             f"{name} is not a torch tensor",
             f"argument {name}",
             f"given a {type(value).__name__}; expected dims {dims}, torch.{tensor.dtype}",
             f"torch.{made} dtype=torch.{tensor.dtype}, device={str(device)!r})",
         )
-    if value.is_nested or value.layout != torch.strided or value.is_quantized:
-        refuse(
-            f"{name} is not an ordinary dense tensor",
-            f"argument {name}",
-            f"layout {value.layout}, dtype {value.dtype}",
-            f"{name}.to_padded_tensor(0)" if value.is_nested else f"{name}.to_dense()",
-        )
+    check_dense(name, value)
     if value.dim() != rank:
         refuse(
             f"{name} has {value.dim()} dimensions, not {rank}",
@@ -158,11 +125,11 @@ def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> 
 
 
 def _check_equal_lengths(
-    signature: CallSignature, captured: Sequence[object], wanted: Mapping[str, int]
+    signature: CallSignature, captured: Sequence[Any], wanted: Mapping[str, int]
 ) -> None:
     """Checks lengths that are a number, a size of the call, or that of another tensor."""
     first: dict[str, tuple[str, int]] = {}
-    for tensor, value in _pairs(signature, captured):
+    for tensor, value in zip(signature.tensors, captured, strict=True):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]
             if isinstance(dim, int):
@@ -188,10 +155,6 @@ def _refuse_size(tensor: TensorArgument, value: Tensor, axis: int, expected: str
 
 def _shown(tensor: TensorArgument) -> str:
     return "[" + ", ".join(map(str, tensor.dims)) + "]"
-
-
-def _example(value: object) -> str:
-    return repr(value) if isinstance(value, int | float) else "0.5"
 
 
 def numbers_of_captured(captured: Mapping[str, Tensor]) -> dict[str, int]:

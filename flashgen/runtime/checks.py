@@ -1,4 +1,7 @@
-"""Checks of a call: all arguments are checked before any launch."""
+"""Checks of a call: all arguments are checked before any launch.
+
+The first mistake raises an InputError that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,17 @@ import torch
 from flashgen.call import CallOptions, CheckedCall, Operands, OutputGradients
 from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, POSITION_LIMIT
 from flashgen.runtime.block_layouts import check_lists
-from flashgen.runtime.captured_tensors import check_captured, check_traced_captured
-from flashgen.runtime.number_arguments import (
-    dropout_of,
-    offset_of,
-    refuse,
-    scalar_value,
-    scale_of,
-)
+from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes
+from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.runtime.number_arguments import dropout_of, offset_of, scalar_value, scale_of
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
-from flashgen.runtime.symbolic_sizes import known
 from flashgen.signature import CallSignature
 
 Tensor = torch.Tensor
 
 
 def check(signature: CallSignature, operands: Operands, options: CallOptions) -> CheckedCall:
-    """The sizes and numbers of a call.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
-    """
+    """The sizes and numbers of a call."""
     q, k, v, captured, rng = operands
     by_name = {"q": q, "k": k, "v": v}
     for name, value in by_name.items():
@@ -65,16 +58,13 @@ def check_traced(signature: CallSignature, operands: Operands) -> None:
 
     Sizes are compared only where they must be equal, so that a traced graph serves other
     lengths too. Everything else is checked when the graph runs.
-
-    Raises:
-        InputError: for the first mistake; the error names the argument.
     """
     q, k, v, captured, _ = operands
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_kind(signature, name, value)
     _check_together(signature, q, k, v)
     if captured:
-        check_traced_captured(signature, captured, q, k)
+        check_captured_sizes(signature, captured, q, k)
 
 
 def check_contents(
@@ -142,13 +132,7 @@ def _check_kind(signature: CallSignature, name: str, value: object) -> None:
             f"given a {type(value).__name__}",
             "torch.as_tensor(...)",
         )
-    if value.is_nested or value.layout != torch.strided or value.is_quantized:
-        refuse(
-            f"{name} is not an ordinary dense tensor",
-            f"argument {name}",
-            f"layout {value.layout}, dtype {value.dtype}",
-            f"{name}.to_padded_tensor(0.0)" if value.is_nested else f"{name}.to_dense()",
-        )
+    check_dense(name, value)
     shape = tuple(value.shape)
     if value.dim() != 4:
         axes = "[batch, heads, seq, head_dim]"

@@ -12,29 +12,23 @@ import torch
 
 from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
 from flashgen.errors import InputError
-from flashgen.runtime import alignment
-from flashgen.runtime.alignment import path_for
+from flashgen.runtime import memory_layout
 from flashgen.runtime.backends import Target, target_of
-from flashgen.runtime.bind_arguments import bind, layout_heads
-from flashgen.runtime.block_layouts import static_layout
+from flashgen.runtime.bind_arguments import bind, heads_of_call
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import named, pointers_of
-from flashgen.runtime.checks import check, check_contents
-from flashgen.runtime.compiler import forward_kernel, signature_of, without_dropout
-from flashgen.runtime.cpu_backend import REASON as CPU_REASON
-from flashgen.runtime.cpu_backend import CpuCall
-from flashgen.runtime.memory_layout import empty_rows, rows_before_heads
+from flashgen.runtime.checks import check
+from flashgen.runtime.learned_gradients import lse_without_keys
+from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, plain_torch
 from flashgen.runtime.reports import Report
-from flashgen.runtime.sink_gradients import lse_without_keys
-from flashgen.runtime.tuned_tiles import remembered
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
-_EMPTY = "nothing to launch: a size is 0"
 _NAMES = ("q", "k", "v", "o")
 
 
@@ -65,31 +59,8 @@ class ForwardRecord(NamedTuple):
     tables: list[KernelRun] | tuple[KernelRun, ...] = ()
 
 
-class PreparedForward:
-    """A checked forward call, with all choices that do not depend on the contents of tensors.
-
-    It serves all calls with the same options and with tensors of the same shapes, strides, dtype
-    and device.
-    """
-
-    __slots__ = (
-        "_aligned_reason",
-        "_built",
-        "_is_empty",
-        "_kernel_arch",
-        "_kernels",
-        "_layout",
-        "_lse_model",
-        "_obstacle",
-        "_out_model",
-        "_swapped",
-        "call",
-        "drops",
-        "launch",
-        "signature",
-        "spec",
-        "target",
-    )
+class PreparedForward(PreparedCall):
+    """A checked forward call."""
 
     def __init__(
         self,
@@ -99,27 +70,20 @@ class PreparedForward:
         operands: Operands,
         launch: LaunchOptions = DEFAULT_LAUNCH,
     ) -> None:
+        super().__init__(spec, call, target, launch)
         q, k, v = operands[:3]
-        self.drops = call.dropout_p > 0
-        self.spec = spec if self.drops else without_dropout(spec)
-        self.signature = signature_of(spec)
-        self.call = call
-        self.target = target
-        self.launch = launch
-        self._kernel_arch, self._aligned_reason = path_for(target.arch, q=q, k=k, v=v)
+        self._kernel_arch, self._aligned_reason = memory_layout.path_for(target.arch, q=q, k=k, v=v)
         self._is_empty = call.is_empty
-        self._layout = static_layout(self.signature, call, q.device)
-        self._swapped = rows_before_heads(q)
+        self._swapped = memory_layout.rows_before_heads(q)
         # Tensors of one element: torch.empty_like makes contiguous tensors of the results' shapes
         # from them, in half of the time that torch.empty needs to read a shape.
         batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
         shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
         self._out_model = q.new_empty(()).expand(shape)
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
-        found = map(alignment.stride_obstacle, _NAMES, (q, k, v))
+        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
-        self._built = 0.0
 
     def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardRecord]:
         """Returns out, lse, and a record for `report`."""
@@ -129,11 +93,7 @@ class PreparedForward:
         if self._is_empty:
             return self._without_scores(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
-        by_name = named(self.signature, captured) if captured else {}
-        if by_name:
-            check_contents(self.signature, by_name, self.call, self.target.device)
-        if self._layout:
-            by_name |= self._layout
+        by_name = self._named(captured) if captured or self._layout else {}
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
         out = torch.empty_like(self._out_model)
@@ -190,30 +150,36 @@ class PreparedForward:
     def _kernel(
         self, width: int, tensors: Tensors, captured: Mapping[str, Tensor]
     ) -> ForwardKernel:
+        from flashgen.pipeline import build
+        from flashgen.planner import plan
+
         start = perf_counter()
-        target, launch, call = self.target, self.launch, self.call
-        if target.backend == "gpu" and width == 16 and launch.plans_itself:
-            tiles = remembered(self.spec, self._kernel_arch, "forward", call, target.index)
-            launch = LaunchOptions(tiles=tiles)
-        build, heads = forward_kernel(
-            self.spec, self._kernel_arch, width, call, layout_heads(captured), launch
-        )
+        target, call = self.target, self.call
+        launch = self._tuned("forward") if width == 16 else self.launch
+        options: dict[str, Any] = {
+            "sram": launch.sram,
+            "tile": launch.tiles.get("forward"),
+            "access_bytes": width,
+        }
+        one_head = plan(self.spec, self._kernel_arch, **options)
+        heads = heads_of_call(self.spec, one_head, call, captured)
+        built = build(self.spec, self._kernel_arch, heads_per_tile=heads.heads, **options)
         self._built = perf_counter() - start
         bound = bind(
-            build,
+            built,
             call,
             tensors,
             captured,
             packed=self.signature.packed,
-            sms=target.sms if build.plan.is_persistent else None,
-            blocks=self.launch.blocks,
+            sms=target.sms if built.plan.is_persistent else None,
+            blocks=launch.blocks,
         )
         tables = MinMaxTables(self.spec, target.arch, captured, (bound,)) if captured else None
         kernel = self._kernels[width] = ForwardKernel(bound, heads.reason, tables)
         return kernel
 
     def _unaligned_reason(self, *tensors: Tensor) -> str:
-        bases = map(alignment.base_obstacle, _NAMES, tensors)
+        bases = map(memory_layout.base_obstacle, _NAMES, tensors)
         return self._obstacle or next(text for text in bases if text)
 
     def _without_scores(
@@ -224,14 +190,19 @@ class PreparedForward:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
             lse = lse_without_keys(self.signature, named(self.signature, captured), q)
-        return out, lse, ForwardRecord(self, 0, _EMPTY)
+        return out, lse, ForwardRecord(self, 0, EMPTY)
 
     def _on_cpu(
         self, operands: Operands, captured: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, ForwardRecord]:
+        from flashgen import cpu
+
         start = perf_counter()
-        cpu_call = CpuCall(self.spec, self.call, self.target.arch, self.launch)
-        out, lse = cpu_call.forward(operands, captured)
+        q, k, v, _, rng = operands
+        with plain_torch():
+            arguments = self._tile_arguments(captured, rng, backward=False)
+            out, lse = cpu.forward(self.spec, q, k, v, arguments)
+            out = memory_layout.in_memory_order_of(q, out)
         seconds = perf_counter() - start
         return out, lse, ForwardRecord(self, 0, CPU_REASON, run_seconds=seconds)
 
@@ -239,7 +210,7 @@ class PreparedForward:
 def report(record: ForwardRecord) -> Report:
     """The Report of a forward call."""
     call, kernel, width, reason = record.call, record.kernel, record.width, record.reason
-    backend = "none" if reason is _EMPTY else call.target.backend
+    backend = "none" if reason is EMPTY else call.target.backend
     arch = call.target.arch
     if kernel is None:
         return Report(backend, arch, width, reason, run_seconds=record.run_seconds)
@@ -273,6 +244,8 @@ def prepare(
         InputError: an argument is wrong.
         PlanError: the generation of the GPU is not supported.
     """
+    from flashgen.language.signature import signature_of
+
     call = check(signature_of(spec), operands, options)
     target = target_of(options.backend, options.arch, operands.q.device)
     if launch.blocks is not None and target.backend == "tiled":

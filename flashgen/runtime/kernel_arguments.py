@@ -22,15 +22,7 @@ from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
 Tensor = torch.Tensor
 
-_TENSOR_FIELDS = ("pointer", "tensormap")
-
-
-def steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of batch, heads and rows in elements; 0 for an axis of length 1."""
-    return tuple(
-        stride if size > 1 else 0
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    )
+_TENSORS = ("pointer", "tensormap")
 
 
 def numbers_of(
@@ -42,19 +34,16 @@ def numbers_of(
 
     Args:
         tensors: the tensors by their names in kernels: q, k, v, o, do, dq, dk, dv and others.
-            Tensors with four dimensions have fields for their strides.
+            Tensors with four dimensions have fields for the strides of batch, heads and rows in
+            elements, 0 for an axis of length 1.
         captured: the captured tensors by name.
     """
-    numbers: dict[str, int | float] = {
-        name: getattr(call, name)
-        for name in (
-            *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
-        )
-    }
+    names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale")
+    numbers: dict[str, int | float] = {name: getattr(call, name) for name in names}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 4:
-            for axis, step in zip("bhn", steps(tensor), strict=True):
-                numbers[f"{name}_stride_{axis}"] = step
+            for axis, size, stride in zip("bhn", tensor.shape, tensor.stride(), strict=False):
+                numbers[f"{name}_stride_{axis}"] = stride if size > 1 else 0
     # The kernel compares unsigned 32-bit integers; the field is an int.
     limit = (kept_levels(call.dropout_p) << 16) - 1
     numbers["dropout_limit"] = limit - (1 << 32) if limit >= 1 << 31 else limit
@@ -73,8 +62,6 @@ class KernelArguments:
         maps: the tensor maps, which are the first fields.
     """
 
-    __slots__ = ("_format", "_pieces", "maps", "numbers", "params", "pointers")
-
     def __init__(
         self,
         params: Sequence[ParamField],
@@ -90,10 +77,8 @@ class KernelArguments:
         """
         self.params = tuple(params)
         self.maps = tuple((maps or {})[p.name] for p in params if p.ctype == "tensormap")
-        self.pointers = tuple(p.name for p in params if p.ctype in _TENSOR_FIELDS)
-        missing = [
-            p.name for p in params if p.ctype not in _TENSOR_FIELDS and p.name not in numbers
-        ]
+        self.pointers = tuple(p.name for p in params if p.ctype in _TENSORS)
+        missing = [p.name for p in params if p.ctype not in _TENSORS and p.name not in numbers]
         if missing:
             raise LaunchError(
                 "a kernel has a parameter without a value",
@@ -101,7 +86,7 @@ class KernelArguments:
                 numbers=f"known: {', '.join(sorted(numbers))}",
                 way_out="add the field to flashgen.runtime.kernel_arguments.numbers_of",
             )
-        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSOR_FIELDS}
+        self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSORS}
         # The structure is packed with null pointers; the bytes between pointers never change.
         others = self.params[len(self.maps) :]
         template = pack(others, [self.numbers.get(p.name) for p in others])
@@ -126,13 +111,6 @@ class KernelArguments:
         for first, last, rest in self._pieces:
             values += [*addresses[first:last], rest]
         return self._format.pack(*values)
-
-    def values(self, tensors: Mapping[str, Tensor | None]) -> list[Any]:
-        """The values of the fields in order, with tensors in place of pointers."""
-        return [
-            tensors[p.name] if p.ctype in _TENSOR_FIELDS else self.numbers[p.name]
-            for p in self.params
-        ]
 
 
 @functools.lru_cache(maxsize=1024)

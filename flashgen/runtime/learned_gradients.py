@@ -1,4 +1,7 @@
-"""Gradients of learned tensors: the sums that kernels add to, and the gradients made from them."""
+"""Gradients of learned tensors: the sums that kernels add to, and the gradients made from them.
+
+At the end are the parts of the sink's gradient and of LSE that no kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.call import CheckedCall
-from flashgen.signature import CallSignature, GradientTerm
+from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.runtime.packed_sequences import rows_outside
+from flashgen.signature import CallSignature, GradientTerm, TensorArgument
 
 if TYPE_CHECKING:
     from flashgen.planner import Plan
@@ -19,6 +24,9 @@ Tensor = torch.Tensor
 
 SUM_BITS = 62
 """The magnitude of an exact sum is at most 2^62, which leaves a bit for its sign."""
+
+SINK_SUMS = "sink_sums"
+"""The delta kernel's pointer to the contributions of each warp's rows to the sink's gradient."""
 
 _FRACTION_BITS = 23  # fraction bits of a float32; the exponent is above them
 _NOT_FINITE = 255  # the exponent of infinities and NaN
@@ -33,9 +41,21 @@ class LearnedGradients(abc.ABC):
         pointers: the tensors of sums by the names of kernels' pointers.
     """
 
-    def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        self.pointers: dict[str, Tensor | None] = {}
-        self._of = _learned(signature, captured)
+    def __init__(
+        self, signature: CallSignature, captured: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            dtype: the dtype of the sums, which are contiguous.
+        """
+        self._of = {tensor.name: captured[tensor.name] for tensor in signature.learned}
+        self._totals = {
+            name: torch.zeros(given.shape, dtype=dtype, device=given.device)
+            for name, given in self._of.items()
+        }
+        self.pointers: dict[str, Tensor | None] = {
+            f"dc_{name}": total for name, total in self._totals.items()
+        }
         self._more: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -55,9 +75,7 @@ class FloatSums(LearnedGradients):
     """float32 sums, to which kernels add in the order in which their blocks run."""
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(signature, captured)
-        self._totals = _zeros(self._of, torch.float32)
-        self.pointers |= {f"dc_{name}": total for name, total in self._totals.items()}
+        super().__init__(signature, captured, torch.float32)
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
         total, more = self._totals[name], self._more.get(name)
@@ -73,19 +91,14 @@ class ExactSums(LearnedGradients):
     """
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(signature, captured)
-        self._totals = _zeros(self._of, torch.int64)
+        super().__init__(signature, captured, torch.int64)
         self._greatest = {
             name: torch.zeros((), dtype=torch.int32, device=given.device)
             for name, given in self._of.items()
         }
         self._units: dict[str, Tensor] = {}
         for name in self._of:  # the units are computed later
-            self.pointers |= {
-                f"dc_{name}": self._totals[name],
-                f"greatest_{name}": self._greatest[name],
-                f"root_{name}": None,
-            }
+            self.pointers |= {f"greatest_{name}": self._greatest[name], f"root_{name}": None}
 
     def measured(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
         """Computes the units from the greatest contributions; returns the pointers to their roots.
@@ -191,13 +204,56 @@ def _separating_indices(term: GradientTerm, call: CheckedCall, shape: Sequence[i
     }
 
 
-def _learned(signature: CallSignature, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {tensor.name: captured[tensor.name] for tensor in signature.tensors if tensor.grad}
+def lse_without_keys(signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor) -> Tensor:
+    """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
+    from flashgen.cpu import sinks
+
+    name = _sink(signature).name
+    lse = sinks.lse_without_keys(captured[name], tuple(q.shape[:3]), torch.float32)
+    if signature.packed:
+        lse.masked_fill_(rows_outside(captured, q.shape[2]), -torch.inf)
+    return lse
 
 
-def _zeros(of: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Contiguous zeros in the shapes of ``of``."""
-    return {
-        name: torch.zeros(given.shape, dtype=dtype, device=given.device)
-        for name, given in of.items()
-    }
+def add_sink_without_keys(
+    signature: CallSignature,
+    gradients: LearnedGradients,
+    captured: Mapping[str, Tensor],
+    dlse: Tensor | None,
+) -> None:
+    """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
+    from flashgen.cpu import sinks
+
+    if signature.sink is not None and signature.sink.grad and dlse is not None:
+        name = signature.sink.name
+        if signature.packed:
+            dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
+        gradients.add(name, sinks.gradient_without_keys(captured[name], dlse.float()))
+
+
+def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:
+    """A buffer for the sums of the delta kernel's warps, [batch, heads_q, row tiles, warps]."""
+    tiles, heads, batch = kernel.grid
+    return q.new_empty((batch, heads, tiles, kernel.build.plan.warps), dtype=torch.float32)
+
+
+def add_sink_sums(
+    signature: CallSignature,
+    gradients: LearnedGradients,
+    captured: Mapping[str, Tensor],
+    warp_sums: Tensor,
+) -> None:
+    """Adds the sums of the delta kernel's warps, in a fixed order.
+
+    Args:
+        warp_sums: the buffer of `sink_sums_for`.
+    """
+    name = _sink(signature).name
+    head_sums, sink = warp_sums.sum((0, 2, 3)), captured[name]
+    total = head_sums if sink.numel() == len(head_sums) else head_sums.sum()
+    gradients.add(name, total.view(sink.shape))
+
+
+def _sink(signature: CallSignature) -> TensorArgument:
+    assert signature.sink is not None, "called for specs with a sink only"
+    return signature.sink

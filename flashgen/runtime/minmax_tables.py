@@ -15,7 +15,6 @@ from flashgen.call import LaunchOptions
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.captured_tensors import numbers_of_captured, pointers_of
-from flashgen.runtime.compiler import minmax_span, minmax_table_kernels
 from flashgen.runtime.kernel_arguments import KernelArguments
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ class KernelRun(NamedTuple):
 class MinMaxTables:
     """The kernels that make the tables which other kernels of one call read."""
 
-    __slots__ = ("_kernels",)
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -58,13 +55,15 @@ class MinMaxTables:
             captured: the captured tensors by name, of the shapes and strides of all later calls.
             readers: the kernels that read the tables.
         """
+        from flashgen.pipeline import build_minmax_tables
+
         read = {name for bound in readers for name in bound.arguments.pointers}
         wanted = {name for name in read if name.startswith(_PREFIX)}
         self._kernels: list[tuple[str, BoundKernel, Tensor]] = []
         if not wanted:
             return
         numbers = numbers_of_captured(captured)
-        for build in minmax_table_kernels(spec, arch):
+        for build in build_minmax_tables(spec, arch):
             params = build.source.params
             table = next(p.name for p in params if p.name.startswith(_PREFIX))
             if table in wanted:
@@ -90,8 +89,10 @@ class MinMaxTables:
 
 def _shape(tensor: Tensor, axis: int) -> tuple[int, int, int, int]:
     """Levels, 2 for minimum and maximum, lines along the axis, entries of level 0."""
+    from flashgen.analysis import SPAN
+
     size = tensor.shape[axis]
-    entries = -(-size // minmax_span())
+    entries = -(-size // SPAN)
     return entries.bit_length(), 2, tensor.numel() // size, entries
 
 

@@ -5,42 +5,22 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 
 from flashgen.dropout import kept_levels
 from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, Number
-from flashgen.errors import InputError
+from flashgen.runtime.check_basics import refuse
 from flashgen.signature import LAYOUT_LISTS, CallSignature, ScalarArgument, TensorArgument
+
+if TYPE_CHECKING:
+    from flashgen.language import Scalar
 
 Tensor = torch.Tensor
 
 _KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
-
-
-class ScalarFacts(Protocol):
-    """A run-time scalar: an `fg.Scalar` or a `ScalarArgument`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def minimum(self) -> float | None: ...
-
-
-def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
-    raise InputError(what, where=where, numbers=numbers, way_out=way_out)
-
-
-# The same as torch.compiler.disable, without the import of torch._dynamo: torch.compile leaves the
-# error to Python, or reports this reason where it cannot.
-refuse._torchdynamo_disable = True  # type: ignore[attr-defined]
-refuse._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "an argument of a flashgen operator is wrong; without torch.compile, the error names it"
-)
 
 
 def offset_of(name: str, value: object, length: int) -> int:
@@ -125,7 +105,7 @@ def check_names(
         )
 
 
-def scalar_value(scalar: ScalarFacts, given: object) -> Number:
+def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
     """The Python number for a value that is given for a scalar.
 
     Raises:
@@ -156,7 +136,7 @@ def scalar_value(scalar: ScalarFacts, given: object) -> Number:
     return value
 
 
-def _example(scalar: ScalarFacts) -> str:
+def _example(scalar: Scalar | ScalarArgument) -> str:
     low = scalar.minimum if scalar.minimum is not None else 1
     return {"bool": "True", "int32": str(int(low))}.get(scalar.dtype, str(float(low)))
 

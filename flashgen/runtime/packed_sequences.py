@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from flashgen.runtime.number_arguments import refuse
-from flashgen.runtime.symbolic_sizes import known
+from flashgen.runtime.check_basics import known, refuse
 from flashgen.signature import BOUNDARIES, CallSignature
 
 Tensor = torch.Tensor

@@ -27,7 +27,6 @@ from flashgen import config
 from flashgen.call import CheckedCall
 from flashgen.compile.cache import TUNED, CacheWarning
 from flashgen.errors import PlanError
-from flashgen.runtime.compiler import check_tiles, tile
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
@@ -97,20 +96,17 @@ def place(
 
 def write(path: Path, winner: Winner) -> bool:
     """Stores tuned tiles atomically; False, with a `CacheWarning`, where that is impossible."""
-    record = asdict(winner)
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-    except OSError as error:
-        _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
-        return False
-    try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1, sort_keys=True)
+            json.dump(asdict(winner), file, indent=1, sort_keys=True)
         os.replace(temporary, path)
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
         _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
         return False
     return True
@@ -118,6 +114,8 @@ def write(path: Path, winner: Winner) -> bool:
 
 def read(path: Path) -> Winner | None:
     """The stored tiles, or None where the file is missing or, with a `CacheWarning`, unusable."""
+    from flashgen.planner import Tile
+
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -126,7 +124,7 @@ def read(path: Path) -> Winner | None:
         _note(f"{path.name} cannot be read ({error}); the planner's tiles are used")
         return None
     try:
-        tiles = {str(kernel): tile(fields) for kernel, fields in record.pop("tiles").items()}
+        tiles = {str(kernel): Tile(**fields) for kernel, fields in record.pop("tiles").items()}
         winner = Winner(tiles, **record)
     except (AttributeError, KeyError, TypeError):
         _note(f"{path.name} holds no tiles; the planner's are used")
@@ -139,8 +137,13 @@ def read(path: Path) -> Winner | None:
 
 def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str, Tile]) -> bool:
     """Whether a plan with these tiles exists; the file can hold anything."""
+    from flashgen.planner import plan, plan_backward
+
     try:
-        check_tiles(spec, arch, which, tiles)
+        if which == "forward":
+            plan(spec, arch, tile=tiles["forward"])
+        else:
+            plan_backward(spec, arch, deterministic=which == "deterministic", tiles=tiles)
     except (PlanError, KeyError, TypeError) as error:
         _note(f"tuned tiles of {spec.name} are unusable: {error}")
         return False

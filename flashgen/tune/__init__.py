@@ -1,6 +1,7 @@
 """Tuning: the tiles of a pass ranked by predicted time, and measured where there is a GPU."""
 
-from flashgen.tune.measure import Inputs, Measured, checked, fastest, on_gpu
+from flashgen.call import Inputs
+from flashgen.tune.measure import Measured, checked, fastest, judge_of, on_gpu
 from flashgen.tune.rank import TileChoice, by_time, derived, predicted, rank
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "checked",
     "derived",
     "fastest",
+    "judge_of",
     "on_gpu",
     "predicted",
     "rank",

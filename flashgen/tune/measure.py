@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flashgen import reference
+from flashgen.call import Inputs
 from flashgen.errors import FlashgenError
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.tune.rank import TileChoice
-
-Tensor = torch.Tensor
 
 LAUNCHES = 20
 ROUNDS = 7
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of one call, forward and backward.
-
-    Attributes:
-        operands: q, k, v.
-        gradients: the gradients of out and of lse, the second may be None.
-        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
-            `flashgen.ops.run_forward`.
-    """
-
-    operands: tuple[Tensor, Tensor, Tensor]
-    gradients: tuple[Tensor, Tensor | None]
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,7 @@ def checked(
         which: "forward", "backward", or "deterministic" for a deterministic backward pass.
     """
     call_of = _caller(spec, inputs, which, backend, arch)
-    judge = _judge(spec, inputs, which)
+    judge = judge_of(spec, inputs, which)
 
     def why_excluded(choice: TileChoice) -> str:
         try:
@@ -78,7 +61,12 @@ def checked(
         except FlashgenError as error:
             return f"{type(error).__name__}: {error.what}"
         found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
-        return "; ".join(found) or max(map(_spills, _builds(run)), default="")
+        for report in (run.report,) if isinstance(run, ForwardRun) else run.reports:
+            if report.kernel is not None:
+                spilled = report.kernel.binary.resources.spill_store_bytes
+                name = report.kernel.source.name
+                found += [f"{name} spills {spilled} B per thread"] if spilled else []
+        return "; ".join(found)
 
     return [Measured(each, refused=why_excluded(each)) for each in choices]
 
@@ -140,10 +128,14 @@ def _caller(
     )
 
 
-def _judge(
+def judge_of(
     spec: AttentionSpec, inputs: Inputs, which: str
 ) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
-    """A function from a run to its verdicts; the oracle is computed once for all choices."""
+    """A function from a run to its verdicts; the oracle is computed once for all runs.
+
+    Args:
+        which: "forward", or another pass for the gradients.
+    """
     of = (spec, *inputs.operands)
     if which != "forward":
 
@@ -160,14 +152,3 @@ def _judge(
         return {name: reference.compare(*three) for name, *three in found}
 
     return results
-
-
-def _builds(run: ForwardRun | BackwardRun) -> Iterable[Any]:
-    reports = (run.report,) if isinstance(run, ForwardRun) else run.reports
-    return (report.kernel for report in reports)
-
-
-def _spills(build: Any) -> str:
-    """Why a kernel that spills is not timed; "" where it does not spill."""
-    spilled = build.binary.resources.spill_store_bytes if build is not None else 0
-    return f"{build.source.name} spills {spilled} B per thread" if spilled else ""

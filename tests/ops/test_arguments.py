@@ -134,10 +134,7 @@ def test_the_structure_is_that_of_launch_pack(order):
     addresses = [0 if t[name] is None else t[name].data_ptr() for name in arguments.pointers]
     by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
     assert arguments.packed(addresses) == launch.pack(fields, by_name)
-    values = dict(zip([field.name for field in fields], arguments.values(t), strict=True))
-    assert values["seq_q"] == 5
-    for name in arguments.pointers:
-        assert values[name] is t[name]
+    assert arguments.numbers["seq_q"] == 5
 
 
 @pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "dq"])

@@ -11,8 +11,8 @@ from flashgen.errors import InputError, SpecError
 from flashgen.language import Scalar
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check, run_backward, run_forward
-from flashgen.runtime.alignment import access_bytes
 from flashgen.runtime.backends import choose
+from flashgen.runtime.memory_layout import base_obstacle, stride_obstacle
 
 SPEC = AttentionSpec(head_dim=16, name="plain")
 
@@ -284,25 +284,17 @@ def test_backends_are_chosen_by_call_then_environment_then_device(monkeypatch):
 
 def test_wide_access_needs_every_address_to_be_a_multiple_of_16_bytes():
     buffer = torch.zeros(2, 4, 8, 48).half()
-    q = buffer[..., :16]
-    assert access_bytes(q, q, q)[0] == 16
-    width, reason = access_bytes(q, buffer[..., 4:20], q)
-    assert width == 2
-    assert reason == "k begins 8 B past a multiple of 16 B"
+    assert base_obstacle("k", buffer) is stride_obstacle("k", buffer[..., :16]) is None
+    assert base_obstacle("k", buffer[..., 4:20]) == "k begins 8 B past a multiple of 16 B"
     narrow = torch.zeros(1, 1, 8, 20).half()[..., :16]
-    width, reason = access_bytes(q, q, narrow)
-    assert width == 2
-    assert reason == "the row stride of v is 40 B, not a multiple of 16 B"
+    assert stride_obstacle("v", narrow) == "the row stride of v is 40 B, not a multiple of 16 B"
     # The same stride in elements is 80 bytes in float32.
     narrow = torch.zeros(1, 1, 8, 20)[..., :16]
-    assert access_bytes(narrow, narrow, narrow)[0] == 16
-    assert access_bytes(narrow, narrow[..., 1:9], narrow) == (
-        4,
-        "k begins 4 B past a multiple of 16 B",
-    )
+    assert stride_obstacle("v", narrow) is None
+    assert base_obstacle("k", narrow[..., 1:9]) == "k begins 4 B past a multiple of 16 B"
     # Stepping along an axis of length 1 never happens, so its stride does not count.
     single = torch.zeros(128).half().as_strided((1, 1, 8, 16), (3, 5, 16, 1))
-    assert access_bytes(single, single, single)[0] == 16
+    assert stride_obstacle("q", single) is None
 
 
 @pytest.mark.parametrize("backend", ["tiled", "emulator"])

@@ -16,6 +16,7 @@ from flashgen.emulator.counters.recorder import SECTOR_BYTES
 from flashgen.pipeline import Build, build
 from flashgen.planner import backward_traffic, forward_traffic
 from flashgen.profile import Profile
+from flashgen.profile.prediction import LaunchPrediction
 from flashgen.profile.run import profile_of
 from flashgen.runtime.bound_kernel import span
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
@@ -261,7 +262,7 @@ def profile_of_text(made: Build, text: str):
         check=False,
         profile=True,
     )
-    return profile_of(Build(made.analysis, source, binary), counters, None)
+    return profile_of(Build(made.analysis, source, binary), counters, LaunchPrediction())
 
 
 def test_a_kernel_without_the_swizzle_has_bank_conflicts_where_it_reads_tiles():

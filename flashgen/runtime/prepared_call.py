@@ -1,0 +1,101 @@
+"""What forward and backward calls share once they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen.call import CheckedCall, LaunchOptions
+from flashgen.runtime.backends import DEFAULT_ARCH, Target
+from flashgen.runtime.block_layouts import static_layout
+from flashgen.runtime.captured_tensors import named
+from flashgen.runtime.checks import check_contents
+from flashgen.runtime.tuned_tiles import remembered
+
+if TYPE_CHECKING:
+    from flashgen.cpu import TileArguments
+    from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+EMPTY = "nothing to launch: a size is 0"
+CPU_REASON = "tiled algorithms on torch tensors: no kernel"
+
+
+class PreparedCall:
+    """A checked call, with all choices that do not depend on the contents of tensors.
+
+    It serves all calls with the same options and with tensors of the same shapes, strides, dtypes
+    and device.
+    """
+
+    _kernel_arch: str
+    """The architecture whose kernels can read the operands."""
+
+    def __init__(
+        self, spec: AttentionSpec, call: CheckedCall, target: Target, launch: LaunchOptions
+    ) -> None:
+        from flashgen.language.signature import signature_of
+        from flashgen.language.signature import without_dropout
+
+        self.drops = call.dropout_p > 0
+        # Calls whose dropout_p is 0 have kernels that drop nothing.
+        self.spec = spec if self.drops else without_dropout(spec)
+        self.signature = signature_of(spec)
+        self.call = call
+        self.target = target
+        self.launch = launch
+        self._layout = static_layout(self.signature, call, target.device)
+        self._built = 0.0  # seconds of building kernels for the call that runs
+
+    def _named(self, captured: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The captured tensors and those of a static block layout by name, contents checked."""
+        by_name = named(self.signature, captured)
+        check_contents(self.signature, by_name, self.call, self.target.device)
+        return by_name | self._layout
+
+    def _tuned(self, which: str) -> LaunchOptions:
+        """The options of the launch, on a GPU with the tuned tiles of this pass."""
+        target, launch = self.target, self.launch
+        if target.backend != "gpu" or not launch.plans_itself:
+            return launch
+        tiles = remembered(self.spec, self._kernel_arch, which, self.call, target.index)
+        return replace(launch, tiles=tiles)
+
+    def _tile_arguments(
+        self, captured: Mapping[str, Tensor], rng: Tensor | None, *, backward: bool
+    ) -> TileArguments:
+        """The arguments of the tiled algorithms on the CPU, with the tiles of a plan."""
+        from flashgen.cpu import TileArguments
+        from flashgen.planner import plan, plan_backward
+
+        call, arch, sram, tiles = self.call, self.target.arch, self.launch.sram, self.launch.tiles
+        block_q = block_k = None  # the tiles of DEFAULT_ARCH
+        if arch != DEFAULT_ARCH or not self.launch.plans_itself:
+            if backward:
+                chosen = plan_backward(self.spec, arch, sram=sram, tiles=tiles).of_keys
+            else:
+                chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
+            block_q, block_k = chosen.block_q, chosen.block_k
+        return TileArguments(
+            scale=call.scale,
+            q_offset=call.q_offset,
+            k_offset=call.k_offset,
+            scalars=call.scalars,
+            tensors=captured,
+            dropout_p=call.dropout_p,
+            rng=rng,
+            block_q=block_q,
+            block_k=block_k,
+        )
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """A context without recording of gradients and without autocast: products keep their dtype."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
