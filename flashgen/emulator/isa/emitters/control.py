@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.isa.semantics import control  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.ptx.syntax import Instruction, LabelRef, Sym
 
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.isa.registry import runtime
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.memory import (
     ELEMENT,
@@ -26,12 +25,12 @@ from flashgen.emulator.state.memory import (
 from flashgen.emulator.state.wave import Wave
 
 Array = npt.NDArray[Any]
+_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
 
 
 # ---- shared memory
 
 
-@runtime
 def load_shared(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -57,7 +56,6 @@ def load_shared(
     return out
 
 
-@runtime
 def store_shared(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
@@ -90,7 +88,6 @@ def _local_index(
     return (thread * limit + address) >> SHIFT[size]  # type: ignore[no-any-return]
 
 
-@runtime
 def load_local(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -100,7 +97,6 @@ def load_local(
     return machine.local.view[size].take(index)
 
 
-@runtime
 def store_local(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
@@ -115,7 +111,6 @@ def store_local(
 # ---- global memory
 
 
-@runtime
 def load_global(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -137,7 +132,6 @@ def load_global(
     return out
 
 
-@runtime
 def store_global(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
@@ -161,7 +155,6 @@ def store_global(
 # ---- parameters and generic addresses
 
 
-@runtime
 def load_parameter(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -186,48 +179,44 @@ def spaces(address: Any) -> Array:
     return np.asarray(shared * 1 + local * 2)
 
 
-@runtime
-def space_is(address: Any, kind: int) -> Any:
-    """isspacep: whether a generic address lies in the space with number ``kind`` of `spaces`."""
-    return spaces(address) == kind
-
-
 _LOADS = (load_global, load_shared, load_local)
 _STORES = (store_global, store_shared, store_local)
-BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
 
 
-@runtime
+def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:
+    """Splits an access to generic addresses by space.
+
+    Returns:
+        For each space that the active lanes access: its number (see `spaces`), the addresses in
+        this space, and the lanes.
+    """
+    kinds = spaces(address)
+    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
+    present = np.unique(here).tolist()
+    if len(present) == 1:
+        return [(present[0], address - _BASES[present[0]], lanes)]
+    every = active(cohort, lanes)
+    return [
+        (kind, spread(address - _BASES[kind], cohort.n), spread(kinds == kind, cohort.n) & every)
+        for kind in present
+    ]
+
+
 def load_generic(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
-    kinds = spaces(address)
-    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
-    present = np.unique(here)
-    if len(present) == 1:
-        kind = int(present[0])
-        return _LOADS[kind](machine, cohort, address - BASES[kind], lanes, size, pc)  # type: ignore[no-any-return]
+    parts = by_space(cohort, address, lanes)
+    found = [_LOADS[kind](machine, cohort, at, part, size, pc) for kind, at, part in parts]
+    if len(found) == 1:
+        return found[0]
     out = np.zeros((cohort.n, 32), ELEMENT[size])
-    for kind in present:
-        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
-        got = _LOADS[kind](machine, cohort, spread(address - BASES[kind], cohort.n), part, size, pc)
+    for (_, _, part), got in zip(parts, found, strict=True):
         out[part] = got[part]
     return out
 
 
-@runtime
 def store_generic(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
-    kinds = spaces(address)
-    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
-    present = np.unique(here)
-    if len(present) == 1:
-        kind = int(present[0])
-        _STORES[kind](machine, cohort, address - BASES[kind], value, lanes, size, pc)
-        return
-    for kind in present:
-        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
-        _STORES[kind](
-            machine, cohort, spread(address - BASES[kind], cohort.n), value, part, size, pc
-        )
+    for kind, at, part in by_space(cohort, address, lanes):
+        _STORES[kind](machine, cohort, at, value, part, size, pc)
