@@ -61,12 +61,9 @@ class Modifiers:
 
     def type(self) -> str:
         """Removes and returns the last type modifier; '' if there is none."""
-        for word in reversed(self.left):
-            if word in TYPE_BYTES:
-                # Search from the end: cvt.f32.f32 contains the same word twice.
-                place = len(self.left) - 1 - self.left[::-1].index(word)
-                del self.left[place]
-                return word
+        for place in reversed(range(len(self.left))):
+            if self.left[place] in TYPE_BYTES:
+                return self.left.pop(place)
         return ""
 
 

@@ -83,8 +83,3 @@ def dependent_launch(g: Generator, ins: Instruction) -> None:
     """griddepcontrol has no effect: each launch runs alone and to its end."""
     if not g.mods.take("wait", "launch_dependents"):
         raise g.unknown()
-
-
-@emits("pmevent")
-def no_effect(g: Generator, ins: Instruction) -> None:
-    g.mods.left.clear()

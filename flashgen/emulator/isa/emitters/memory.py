@@ -217,8 +217,8 @@ def is_space(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"spaces({g.read(ins.operands[1], 'i8')}) == {kind}", "b1")
 
 
-@emits("prefetch", "prefetchu", "discard", "applypriority")
-def hint(g: Generator, ins: Instruction) -> None:
+@emits("prefetch", "prefetchu", "discard", "applypriority", "pmevent")
+def no_effect(g: Generator, ins: Instruction) -> None:
     g.mods.left.clear()
 
 

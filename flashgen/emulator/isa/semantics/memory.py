@@ -28,6 +28,12 @@ Array = npt.NDArray[Any]
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
 
 
+def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
+    """A value of all lanes (n, 32), or one entry per active lane."""
+    every = spread(value, cohort.n)
+    return every if lanes is None else every[spread(lanes, cohort.n)]
+
+
 # ---- shared memory
 
 
@@ -41,18 +47,15 @@ def load_shared(
     index = where >> SHIFT[size]
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
-    if lanes is None:
-        machine.counters.shared_read_bytes += 32 * cohort.n * size
-        if machine.shared_races:
-            machine.shared_races.read(cohort, where, size, pc, None)
-        return view.take(index)  # type: ignore[no-any-return]
-    lanes = spread(lanes, cohort.n)
-    chosen = spread(index, cohort.n)[lanes]
-    machine.counters.shared_read_bytes += len(chosen) * size
     if machine.shared_races:
         machine.shared_races.read(cohort, where, size, pc, lanes)
+    if lanes is None:
+        machine.counters.shared_read_bytes += 32 * cohort.n * size
+        return view.take(index)  # type: ignore[no-any-return]
+    chosen = _of_lanes(cohort, index, lanes)
+    machine.counters.shared_read_bytes += len(chosen) * size
     out = np.zeros((cohort.n, 32), ELEMENT[size])
-    out[lanes] = view.take(chosen)
+    out[spread(lanes, cohort.n)] = view.take(chosen)
     return out
 
 
@@ -66,13 +69,9 @@ def store_shared(
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
     if machine.shared_races:
         machine.shared_races.write(cohort, where, size, pc, lanes)
-    index = where >> SHIFT[size]
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        lanes = spread(lanes, cohort.n)
-        index, value = index[lanes], value[lanes]
+    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
     machine.counters.shared_write_bytes += index.size * size
-    machine.shared.view[size][index] = value
+    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
 
 
 # ---- local memory
@@ -100,12 +99,8 @@ def load_local(
 def store_local(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
-    index = _local_index(machine, cohort, address, lanes, size, pc)
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        lanes = spread(lanes, cohort.n)
-        index, value = index[lanes], value[lanes]
-    machine.local.view[size][index] = value
+    index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
+    machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
 
 
 # ---- global memory
@@ -146,10 +141,7 @@ def store_global(
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
         machine.global_races.write(cohort, offset, size, pc, lanes)
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        value = value[spread(lanes, cohort.n)]
-    machine.memory.flat.view[size][offset >> SHIFT[size]] = value
+    machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 
 # ---- parameters and generic addresses
@@ -191,8 +183,7 @@ def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, A
         this space, and the lanes.
     """
     kinds = spaces(address)
-    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
-    present = np.unique(here).tolist()
+    present = np.unique(kinds if lanes is None else _of_lanes(cohort, kinds, lanes)).tolist()
     if len(present) == 1:
         return [(present[0], address - _BASES[present[0]], lanes)]
     every = active(cohort, lanes)
