@@ -105,11 +105,13 @@ def relation(word: str, left: Array, right: Array) -> Array:
 
 
 @pytest.mark.parametrize("word", [*FLOAT_COMPARE])
-def test_setp_f32_is_false_or_true_on_nan_as_its_name_says(word: str) -> None:
+def test_setp_and_set_of_f32_are_false_or_true_on_nan_as_their_name_says(word: str) -> None:
     left, right = pairs(EDGES_F32)
     body = f".reg .pred p; setp.{word}.f32 p, %a, %b; selp.b32 %d, 1, 0, p;"
     agree(probe(body, "u4", left, right), relation(word, left, right), left, right)
     agree(probe(body, "u4", left, right, typed=False), relation(word, left, right), left, right)
+    ones = probe(f"set.{word}.u32.f32 %d, %a, %b;", "u4", left, right)
+    agree(ones, relation(word, left, right) * np.uint32(M32), left, right)
 
 
 @pytest.mark.parametrize("word", ["lt", "geu", "ne", "equ"])

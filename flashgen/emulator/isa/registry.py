@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from flashgen.emulator.isa.semantics import (
+    atomics,
+    control,
+    convert,
+    floats,
+    halves,
+    integers,
+    memory,
+    mma,
+    warp,
+)
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction, Operand, Pair, Sink, Vec
 
 Emitter = Callable[[Any, Instruction], None]
 """Writes the code of an instruction: (generator, instruction)."""
 EMITTERS: dict[str, Emitter] = {}
-RUNTIME: dict[str, Any] = {
-    code: np.dtype(code)
-    for code in ("b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16")
-}
-RUNTIME["where"] = np.where
-RUNTIME["np"] = np
+# What generated code finds by name: numpy, dtypes, and the functions of `semantics`.
+RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
+for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
+    RUNTIME[_code] = np.dtype(_code)
+for _module in (atomics, control, convert, floats, halves, integers, memory, mma, warp):
+    RUNTIME.update(inspect.getmembers(_module, inspect.isfunction))
 
 
 def emits(*opcodes: str) -> Callable[[Emitter], Emitter]:
     """Registers the emitter of some opcodes."""
 
     def register(emitter: Emitter) -> Emitter:
-        for opcode in opcodes:
-            EMITTERS[opcode] = emitter
+        EMITTERS.update(dict.fromkeys(opcodes, emitter))
         return emitter
 
     return register
-
-
-def runtime(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function callable by its name from generated code."""
-    RUNTIME[function.__name__] = function
-    return function
 
 
 class Modifiers:
@@ -56,12 +61,9 @@ class Modifiers:
 
     def type(self) -> str:
         """Removes and returns the last type modifier; '' if there is none."""
-        for word in reversed(self.left):
-            if word in TYPE_BYTES:
-                # Search from the end: cvt.f32.f32 contains the same word twice.
-                place = len(self.left) - 1 - self.left[::-1].index(word)
-                del self.left[place]
-                return word
+        for place in reversed(range(len(self.left))):
+            if self.left[place] in TYPE_BYTES:
+                return self.left.pop(place)
         return ""
 
 

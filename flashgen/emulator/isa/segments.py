@@ -7,20 +7,16 @@ from typing import Any, NamedTuple
 
 from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
 from flashgen.emulator.isa.emitters import (  # noqa: F401  (each registers its emitters)
-    atomics,
     barriers,
-    bits,
     comparisons,
     control,
     convert,
     copies,
     floats,
     integers,
-    mbarriers,
     memory,
     mma,
     warp,
-    wgmma,
 )
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.ptx.program import PtxProgram

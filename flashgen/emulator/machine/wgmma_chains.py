@@ -8,13 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics.wgmma import (
-    SharedOperand,
-    WgmmaForm,
-    add_half,
-    add_single,
-    multiply,
-)
+from flashgen.emulator.isa.semantics.mma import add_half, add_single
+from flashgen.emulator.isa.semantics.wgmma import SharedOperand, WgmmaForm, multiply
 
 Array = npt.NDArray[Any]
 

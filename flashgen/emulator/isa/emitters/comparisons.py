@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.emulator.isa.emitters.floats import is_float
+from flashgen.emulator.isa.emitters.warp import raw_dtype
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits, split_pair
 from flashgen.emulator.ptx.register_types import DTYPE
@@ -11,42 +12,25 @@ from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Oper
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-_COMPARISONS = [
-    "equ",
-    "neu",
-    "ltu",
-    "leu",
-    "gtu",
-    "geu",
-    "num",
-    "nan",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "lo",
-    "ls",
-    "hi",
-    "hs",
-]
+# The comparisons that a NaN makes true, and the opposites that it makes false.
+_UNORDERED = {"equ": "ne", "neu": "eq", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
+_COMPARISONS = (*_UNORDERED, "num", "nan", *_ORDERED, *_UNSIGNED)
 
 
-def compare_halves(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
-    x, y = g.read(a, "u2"), g.read(b, "u2")
-    body = compared(g, word, "f4", "x", "y")
-    return f"half_compare({x}, {y}, {kind!r}, lambda x, y: {body})"
+def compare_halves(g: Generator, word: str, kind: str, x: str, y: str) -> str:
+    return f"half_compare({x}, {y}, {kind!r}, lambda x, y: {compared(g, word, 'f4', 'x', 'y')})"
 
 
 def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
     """An expression for ``a word b``."""
     if kind == "pred":
         raise g.unknown("a comparison of predicates")
+    if word in _UNSIGNED and kind[0] != "f":
+        kind = "u" + kind[1:]
     ftz = bool(g.mods.take("ftz"))
-    if kind in ("f16", "bf16"):
-        return compare_halves(g, word, kind, a, b)
     dtype = DTYPE[kind]
+    if kind in ("f16", "bf16"):
+        return compare_halves(g, word, kind, g.read(a, "u2"), g.read(b, "u2"))
     x, y = g.read(a, dtype), g.read(b, dtype)
     if ftz and dtype == "f4":
         x = x if isinstance(a, Imm) else f"flush({x})"
@@ -58,17 +42,12 @@ def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
     if dtype[0] == "f":
         if word in ("num", "nan"):
             both = f"(np.isnan({x}) | np.isnan({y}))"
-            return both if word == "nan" else f"~{both}"
+            return both if word == "nan" else f"(~{both})"
         if word == "ne":
             # An ordered comparison is false if an operand is a NaN.
             return f"(({x} < {y}) | ({x} > {y}))"
-        if word == "neu":
-            return f"({x} != {y})"
-        if word == "equ":
-            return f"~(({x} < {y}) | ({x} > {y}))"
-        if word in ("ltu", "leu", "gtu", "geu"):
-            opposite = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}[word]
-            return f"~({x} {opposite} {y})"
+        if word in _UNORDERED:
+            return f"(~{compared(g, _UNORDERED[word], dtype, x, y)})"
     sign = _ORDERED.get(word) or _UNSIGNED.get(word)
     if sign is None:
         raise g.unknown(f"the comparison {word}")
@@ -82,11 +61,9 @@ def set_predicate(g: Generator, ins: Instruction) -> None:
     if not word:
         raise g.unknown("no comparison")
     if kind in ("f16x2", "bf16x2"):
-        set_predicate_pair(g, ins, word, kind)
+        set_predicate_pair(g, ins, word, kind.removesuffix("x2"))
         return
-    if word in _UNSIGNED and kind[0] != "f":
-        kind = "u" + kind[1:]
-    combine = g.mods.take("and", "or", "xor")
+    combine = g.mods.take(*_LOGIC)
     first, second = split_pair(ins.operands[0])
     value = comparison(g, word, kind, ins.operands[1], ins.operands[2])
     if not combine and isinstance(second, Sink):
@@ -106,17 +83,15 @@ def set_predicate(g: Generator, ins: Instruction) -> None:
 
 def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> None:
     """Compares two pairs; the low halves set the first predicate, the high halves the second."""
-    combine = g.mods.take("and", "or", "xor")
-    g.mods.take("ftz")
-    if "ftz" in ins.mods:
+    combine = g.mods.take(*_LOGIC)
+    if g.mods.take("ftz"):
         raise g.unknown("flushing")
     a, b = (g.let(g.read(o, "u4")) for o in ins.operands[1:3])
     extra = g.let(g.read(ins.operands[3], "b1")) if combine else ""
-    body = compared(g, word, "f4", "x", "y")
     values = []
     for shift in (0, 16):
-        low = [f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (a, b)]
-        text = f"half_compare({low[0]}, {low[1]}, {kind!r}, lambda x, y: {body})"
+        x, y = (f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (a, b))
+        text = compare_halves(g, word, kind, x, y)
         values.append(g.let(f"{text} {_LOGIC[combine]} {extra}" if combine else text))
     for operand, value in zip(split_pair(ins.operands[0]), values, strict=True):
         g.write(operand, value, "b1")
@@ -127,11 +102,9 @@ def set_value(g: Generator, ins: Instruction) -> None:
     source = g.mods.type()
     to = g.mods.type()
     word = g.mods.take(*_COMPARISONS)
-    combine = g.mods.take("and", "or", "xor")
+    combine = g.mods.take(*_LOGIC)
     if source in ("f16x2", "bf16x2") or to in ("f16", "bf16", "f16x2", "bf16x2"):
         raise g.unknown("half-precision set")
-    if word in _UNSIGNED and source[0] != "f":
-        source = "u" + source[1:]
     value = comparison(g, word, source, ins.operands[1], ins.operands[2])
     if combine:
         value = f"({value} {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')})"
@@ -146,12 +119,7 @@ def set_value(g: Generator, ins: Instruction) -> None:
 def select(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to, a, b, p = ins.operands
-    dtype = DTYPE[kind]
-    if kind[0] in "bus":
-        dtype = g.integer(to, TYPE_BYTES[kind])
-        held = getattr(to, "index", None)
-        if held is not None and g.program.dtype[held][1:] == str(TYPE_BYTES[kind]):
-            dtype = g.program.dtype[held]
+    dtype = raw_dtype(g, to, TYPE_BYTES[kind]) if kind[0] in "bus" else DTYPE[kind]
     if isinstance(p, Not):
         a, b, p = b, a, p.reg
     x = bits_or(g, a, dtype)

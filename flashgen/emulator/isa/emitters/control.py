@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.isa.semantics import control  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.ptx.syntax import Instruction, LabelRef, Sym
 
 
@@ -84,8 +83,3 @@ def dependent_launch(g: Generator, ins: Instruction) -> None:
     """griddepcontrol has no effect: each launch runs alone and to its end."""
     if not g.mods.take("wait", "launch_dependents"):
         raise g.unknown()
-
-
-@emits("pmevent")
-def no_effect(g: Generator, ins: Instruction) -> None:
-    g.mods.left.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.isa.semantics import convert  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
 
@@ -23,7 +22,7 @@ def convert_number(g: Generator, ins: Instruction) -> None:
         raise g.unknown("only one type")
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
-    relu = bool(mods.take("relu"))
+    clamps = bool(mods.take("relu"))
     integral = mods.take(*_INTEGER_ROUNDING)
     rounding = mods.take("rn", "rz", "rm", "rp", "rna")
     if pair:
@@ -31,87 +30,71 @@ def convert_number(g: Generator, ins: Instruction) -> None:
             raise g.unknown("this pair conversion")
         high, low = (g.read(o, "f4") for o in ins.operands[1:3])
         kind = pair.removesuffix("x2")
-        value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {relu})"
+        value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {clamps})"
         g.write(ins.operands[0], value, "u4")
         return
-    if relu and source != "f32":
+    if clamps and source != "f32":
         raise g.unknown("relu of this source")
+    dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
-    if relu:
-        value = g.let(value)
-        zero = g.literal(0, "f4")
-        value = f"where(np.isnan({value}), {value}, np.maximum({value}, {zero}))"
-    if _is_float(source):
-        text, dtype = _from_float(g, value, source, to, ftz, saturates, integral, rounding)
-    else:
-        text, dtype = _from_integer(g, value, source, to, saturates, rounding)
-    g.write(ins.operands[0], text, dtype)
+    if not _is_float(source):
+        value = _from_integer(g, value, source, to, saturates, rounding)
+        g.write(ins.operands[0], value, dtype)
+        return
+    if clamps:
+        value = f"relu({value})"
+    if ftz and source == "f32":
+        value = f"flush({value})"
+    if source == "bf16":
+        value = f"bf16_to_f32({value})"
+    if not _is_float(to):
+        if not integral:
+            raise g.unknown("float to integer without a rounding mode")
+        g.write(ins.operands[0], f"float_to_integer({value}, {integral!r}, {dtype})", dtype)
+        return
+    if integral:
+        value = f"round_to_integral({value}, {integral!r})"
+    if saturates:
+        value = f"saturate({value})"
+    value = _rounded(value, "f4" if source == "bf16" else DTYPE[source], to, rounding)
+    if ftz and to == "f32":
+        value = f"flush({value})"
+    g.write(ins.operands[0], value, dtype)
 
 
 def _is_float(kind: str) -> bool:
     return "f" in kind
 
 
-def _from_float(
-    g: Generator,
-    value: str,
-    source: str,
-    to: str,
-    ftz: bool,
-    saturates: bool,
-    integral: str,
-    rounding: str,
-) -> tuple[str, str]:
+def _rounded(value: str, held: str, to: str, rounding: str) -> str:
+    """A float of dtype ``held`` as the float type ``to``."""
     dtype = DTYPE[to]
-    if ftz and source == "f32":
-        value = f"flush({value})"
-    if source == "bf16":
-        value = f"bf16_to_f32({value})"
-    held = "f4" if source == "bf16" else DTYPE[source]
-    if not _is_float(to):
-        if not integral:
-            raise g.unknown("float to integer without a rounding mode")
-        return f"float_to_integer({value}, {integral!r}, {dtype})", dtype
-    if integral:
-        value = f"round_to_integral({value}, {integral!r})"
-    if saturates:
-        value = f"saturate({value})"
     if to == "tf32":
-        return f"to_tf32({value}, {rounding!r})", "f4"
+        return f"to_tf32({value}, {rounding!r})"
     if to == "bf16":
-        return (value if source == "bf16" else f"to_bf16({value}, {rounding or 'rn'!r})"), "u2"
-    if to == "f16":
-        return (value if held == "f2" else f"to_f16({value}, {rounding or 'rn'!r})"), "f2"
-    if held == "f8" and to == "f32":
-        value = f"f64_to_f32({value}, {rounding or 'rn'!r})"
-    elif held != dtype:
-        value = f"{value}.astype({dtype})"
-    if ftz and to == "f32":
-        value = f"flush({value})"
-    return value, dtype
+        return f"to_bf16({value}, {rounding or 'rn'!r})"
+    if int(held[1:]) > int(dtype[1:]):
+        return f"round_directed({value}, {rounding or 'rn'!r}, {dtype})"
+    return value if held == dtype else f"{value}.astype({dtype})"
 
 
 def _from_integer(
     g: Generator, value: str, source: str, to: str, saturates: bool, rounding: str
-) -> tuple[str, str]:
+) -> str:
     dtype = DTYPE[to]
     if not _is_float(to):
         if saturates:
-            return f"saturate_integer({value}, {dtype})", dtype
+            return f"saturate_integer({value}, {dtype})"
         wide, size = TYPE_BYTES[to], TYPE_BYTES[source]
         if wide > size:
             # Extended by the sign of the source.
-            return f"{value}.astype({DTYPE[source][0]}{wide}).view({dtype})", dtype
-        return f"{value}.astype({dtype})", dtype
-    if to == "f64":
-        if rounding not in ("", "rn"):
-            raise g.unknown("directed rounding to f64")
-        return f"integer_to_f64({value})", dtype
+            return f"{value}.astype({DTYPE[source][0]}{wide}).view({dtype})"
+        return f"{value}.astype({dtype})"
     if to == "f32":
         text = f"integer_to_f32({value}, {rounding or 'rn'!r})"
-        return (f"saturate({text})" if saturates else text), dtype
+        return f"saturate({text})" if saturates else text
     if rounding not in ("", "rn"):
-        raise g.unknown("directed rounding of an integer to a half")
-    if to == "bf16":
-        return f"to_bf16({value}.astype(f8), 'rn')", "u2"
-    return f"to_f16({value}.astype(f8), 'rn')", "f2"
+        raise g.unknown(
+            f"directed rounding {'to f64' if to == 'f64' else 'of an integer to a half'}"
+        )
+    return _rounded(f"{value}.astype(f8)", "f8", to, "rn")

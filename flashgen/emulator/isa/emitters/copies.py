@@ -1,62 +1,138 @@
-"""Emitters of cp.async; bulk copies go to `bulk_copies`."""
+"""Emitters of cp.async, cp.async.bulk and cp.reduce.async.bulk, with tensor maps and without."""
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.emitters.bulk_copies import bulk
-from flashgen.emulator.isa.emitters.memory import (
-    address,
-    take_hints,
-)
+from flashgen.emulator.isa.emitters.memory import address, take_hints
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
 from flashgen.emulator.ptx.instructions import as_immediate
-from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg
+from flashgen.emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
+from flashgen.emulator.state.memory import PARAM_WINDOW
+
+_REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
+_TYPES = ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64")
 
 
 @emits("cp")
 def copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if "async" in mods.left and mods.take("bulk"):
-        mods.take("async")
-        bulk(g, ins)
-        return
     if not mods.take("async") or "mbarrier" in mods.left:
         raise g.unknown("cp.async that an mbarrier waits for")
-    if mods.take("commit_group"):
-        g.emit(f"E.copies.commit(C, {g.lanes()})")
+    if mods.take("bulk"):
+        bulk(g, ins)
         return
     if mods.take("wait_all"):
         g.emit(f"E.copies.commit(C, {g.lanes()})")
         g.emit(f"E.copies.wait(C, None, {g.lanes()})")
         return
-    if mods.take("wait_group"):
-        count = as_immediate(ins.operands[0])
-        if count is None:
-            raise g.unknown("a computed number of groups")
-        g.emit(f"E.copies.wait(C, {count}, {g.lanes()})")
+    if _group(g, ins, "copies"):
         return
     small = mods.take("ca", "cg")
     if not small or not mods.take("shared", "shared::cta") or not mods.take("global"):
         raise g.unknown()
-    policy = take_hints(g)
-    operands = list(ins.operands)
-    if policy:
-        operands.pop()
+    operands = _without_policy(g, ins)
     size = as_immediate(operands[2])
-    if size not in ((16,) if small == "cg" else (4, 8, 16)):
+    if size is None or size not in ((16,) if small == "cg" else (4, 8, 16)):
         raise g.unknown("this copy size")
     to = address(g, operands[0], "shared")
     source = address(g, operands[1], "global")
-    read = str(size)
-    if len(operands) > 3:
-        read = _source_bytes(g, operands[3], str(size))
+    read = _source_bytes(g, operands[3], size) if len(operands) > 3 else size
     g.require_defined()
     g.emit(f"E.copies.issue(C, {to}, {source}, {g.lanes()}, {size}, {read}, {g.pc})")
 
 
-def _source_bytes(g: Generator, operand: Operand, size: str) -> str:
+def _group(g: Generator, ins: Instruction, of: str) -> bool:
+    """Emits commit_group or wait_group of the copies ``E.copies`` or ``E.bulk``, if it is one."""
+    if g.mods.take("commit_group"):
+        g.emit(f"E.{of}.commit(C, {g.lanes()})")
+        return True
+    if g.mods.take("wait_group"):
+        # .read only waits for the reads of a copy; the emulator completes the copy in both cases.
+        if of == "bulk":
+            g.mods.take("read")
+        left = as_immediate(ins.operands[0])
+        if left is None:
+            raise g.unknown("a computed number of groups")
+        g.emit(f"E.{of}.wait(C, {left}, {g.lanes()})")
+        return True
+    return False
+
+
+def _without_policy(g: Generator, ins: Instruction) -> list[Operand]:
+    """Removes cache hints; returns the operands other than the cache policy."""
+    return ins.operands[:-1] if take_hints(g) else ins.operands
+
+
+def _source_bytes(g: Generator, operand: Operand, size: int) -> str:
     """The source size operand, or the predicate that ignores the source."""
     if isinstance(operand, Reg) and g.program.dtype[operand.index] == "b1":
         return f"where({g.read(operand, 'b1')}, 0, {size})"
     number = as_immediate(operand)
     return str(number) if number is not None else f"{g.read(operand, 'u4')}.astype(i8)"
+
+
+def bulk(g: Generator, ins: Instruction) -> None:
+    """Emits cp.async.bulk in all forms; the modifiers async and bulk are already consumed."""
+    mods = g.mods
+    if _group(g, ins, "bulk"):
+        return
+    if mods.take("prefetch"):
+        mods.left.clear()
+        return
+    operation = mods.take(*_REDUCTIONS) if mods.take("reduce") else ""
+    for word in ("multicast::cluster", "cta_group::1", "cta_group::2"):
+        if mods.take(word):
+            raise g.unknown("copies to several blocks of a cluster")
+    operands = _without_policy(g, ins)
+    into = bool(mods.take("mbarrier::complete_tx::bytes"))
+    if not into and not mods.take("bulk_group"):
+        raise g.unknown("a bulk copy without mbarrier or group")
+    spaces = [m for m in mods.left if m.split("::")[0] in ("shared", "global")]
+    for space in spaces:
+        mods.take(space)
+    wanted = (("shared::cluster", "global"), ("shared::cta", "global"))
+    if tuple(spaces) not in (wanted if into else (("global", "shared::cta"),)):
+        raise g.unknown("a bulk copy between these state spaces")
+    if mods.take("tensor"):
+        _tensor(g, operands, into, operation)
+    else:
+        _plain(g, operands, into, operation)
+
+
+def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+    mods = g.mods
+    rank = mods.take("1d", "2d", "3d", "4d", "5d")
+    mods.take("tile")
+    if len(operands) != (3 if into else 2):
+        raise g.unknown("im2col copies, or masks of blocks")
+    tensor, shared = (operands[1], operands[0]) if into else (operands[0], operands[1])
+    if not isinstance(tensor, Mem) or len(tensor.coordinates) != int(rank[:1] or 0):
+        raise g.unknown("a number of coordinates that differs from its dimension")
+    at = address(g, shared, "shared")
+    tensor_map = address(g, tensor, "")
+    if isinstance(tensor.base, Sym):
+        tensor_map = f"({tensor_map} + {PARAM_WINDOW})"
+    barrier = address(g, operands[2], "shared") if into else "None"
+    coordinates = "".join(g.read(c, "i4") + ", " for c in tensor.coordinates)
+    g.require_defined()
+    g.emit(
+        f"E.bulk.tensor(C, {g.lanes()}, {g.pc}, {at}, {tensor_map}, ({coordinates}), {barrier}, "
+        f"{operation or None!r})"
+    )
+
+
+def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+    kind = g.mods.take(*_TYPES)
+    g.mods.take("noftz")
+    if bool(kind) != bool(operation) or len(operands) != (4 if into else 3):
+        raise g.unknown("with these operands")
+    to, source, size = operands[:3]
+    shared, device = (to, source) if into else (source, to)
+    at, other = address(g, shared, "shared"), address(g, device, "global")
+    count = f"{g.read(size, 'u4')}.astype(i8)"
+    barrier = address(g, operands[3], "shared") if into else "None"
+    reduction = (operation, kind) if operation else None
+    g.require_defined()
+    g.emit(
+        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, {reduction!r})"
+    )

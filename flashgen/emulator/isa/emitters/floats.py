@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.isa.semantics import floats, halves  # noqa: F401  (register the run-time functions)
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand
 
-_FLOATS = {"f16", "bf16", "f16x2", "bf16x2", "f32", "f64", "f32x2"}
 _HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
-_SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_FLOATS = {*_HALVES, "f32", "f64", "f32x2"}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*"}
 
 
 def is_float(kind: str) -> bool:
@@ -43,87 +42,63 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     operands = ", ".join(g.read(o, raw) for o in ins.operands[1:])
     function = "half_op2" if pair else "half_op"
     value = f"{function}({ins.op!r}, {kind.removesuffix('x2')!r}, {flags!r}, {operands})"
-    if pair:
-        g.write(ins.operands[0], value, "u4")
-    else:
-        g.write(ins.operands[0], f"({value}).view({DTYPE[kind]})", DTYPE[kind])
+    g.write(ins.operands[0], value if pair else f"({value}).view({DTYPE[kind]})", DTYPE[kind])
 
 
-def binary_float(g: Generator, ins: Instruction, kind: str) -> None:
-    """add, sub, mul, div, min and max."""
-    mods = g.mods
+def float_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
+    """add, sub, mul, div, min, max, abs, neg, fma; mad is the same as fma since sm_20."""
+    mods, op = g.mods, ins.op
     if kind == "f32x2":
         raise g.unknown("pairs of f32")
     if kind in _HALVES:
-        if ins.op == "div":
+        if op == "div":
             raise g.unknown("half division")
         half_arithmetic(g, ins, kind)
         return
     dtype = DTYPE[kind]
     ftz = bool(mods.take("ftz"))
+    values = sources(g, ins.operands[1:], dtype, ftz)
+    if op in ("abs", "neg"):
+        (value,) = values
+        g.write(ins.operands[0], f"np.abs({value})" if op == "abs" else f"-{value}", dtype)
+        return
     saturates = bool(mods.take("sat"))
     rounding = mods.take("rn", "rz", "rm", "rp") or "rn"
-    a, b, *more = sources(g, ins.operands[1:], dtype, ftz)
-    if ins.op in ("min", "max"):
+    if rounding != "rn" and dtype != "f4":
+        raise g.unknown("directed rounding of f64")
+    if op in ("fma", "mad"):
+        a, b, c = values
+        value = f"fma{kind[1:]}({a}, {b}, {c})"
+        if rounding != "rn":
+            value = f"directed('fma', {rounding!r}, {a}, {b}, {c})"
+    else:
+        value = _binary(g, op, rounding, values)
+    finish(g, ins.operands[0], value, dtype, ftz, saturates)
+
+
+def _binary(g: Generator, op: str, rounding: str, values: list[str]) -> str:
+    """The result of add, sub, mul, div, min or max as an expression."""
+    mods = g.mods
+    if op in ("min", "max"):
         if mods.take("xorsign"):
             raise g.unknown("xorsign")
-        function = {"min": "minimum", "max": "maximum"}[ins.op]
-        if mods.take("NaN"):
-            function += "_nan"
-        if mods.take("abs") or more:
+        propagates = mods.take("NaN")
+        if mods.take("abs") or len(values) != 2:
             raise g.unknown("three operands or .abs")
-        value = f"{function}({a}, {b})"
-    elif ins.op == "div":
+    a, b = values
+    if op in ("min", "max"):
+        value = f"{op}imum({a}, {b})"
+        return f"or_nan({value}, {a}, {b})" if propagates else value
+    if op == "div":
         form = mods.take("approx", "full")
         if rounding != "rn":
-            if dtype != "f4":
-                raise g.unknown("directed rounding of f64")
-            value = f"directed_quotient({rounding!r}, {a}, {b})"
-        else:
-            value = f"quick_quotient({a}, {b})" if form == "approx" else f"{a} / {b}"
-    elif rounding != "rn":
-        if dtype != "f4":
-            raise g.unknown("directed rounding of f64")
-        if ins.op == "sub":
-            value = f"directed('add', {rounding!r}, {a}, -{b})"
-        else:
-            value = f"directed({ins.op!r}, {rounding!r}, {a}, {b})"
-    else:
-        value = f"{a} {_SIGNS[ins.op]} {b}"
-    finish(g, ins.operands[0], value, dtype, ftz, saturates)
-
-
-def multiply_add_float(g: Generator, ins: Instruction, kind: str) -> None:
-    """fma, and mad, which is the same for floats since sm_20."""
-    mods = g.mods
-    if kind in _HALVES:
-        half_arithmetic(g, ins, kind)
-        return
-    if kind == "f32x2":
-        raise g.unknown("pairs of f32")
-    dtype = DTYPE[kind]
-    ftz = bool(mods.take("ftz"))
-    saturates = bool(mods.take("sat"))
-    rounding = mods.take("rn", "rz", "rm", "rp") or "rn"
-    a, b, c = sources(g, ins.operands[1:], dtype, ftz)
-    if rounding != "rn":
-        if dtype != "f4":
-            raise g.unknown("directed rounding of f64")
-        value = f"directed('fma', {rounding!r}, {a}, {b}, {c})"
-    else:
-        value = f"fma{kind[1:]}({a}, {b}, {c})"
-    finish(g, ins.operands[0], value, dtype, ftz, saturates)
-
-
-def unary_float(g: Generator, ins: Instruction, kind: str) -> None:
-    """abs and neg."""
-    if kind in _HALVES:
-        half_arithmetic(g, ins, kind)
-        return
-    dtype = DTYPE[kind]
-    ftz = bool(g.mods.take("ftz"))
-    (value,) = sources(g, ins.operands[1:], dtype, ftz)
-    g.write(ins.operands[0], f"np.abs({value})" if ins.op == "abs" else f"-{value}", dtype)
+            return f"directed_quotient({rounding!r}, {a}, {b})"
+        return f"quick_quotient({a}, {b})" if form == "approx" else f"{a} / {b}"
+    if rounding == "rn":
+        return f"{a} {_SIGNS[op]} {b}"
+    if op == "sub":
+        return f"directed('add', {rounding!r}, {a}, -{b})"
+    return f"directed({op!r}, {rounding!r}, {a}, {b})"
 
 
 # ---- functions of one argument
@@ -132,10 +107,10 @@ _FUNCTIONS = {
     "ex2": "np.exp2({x})",
     "lg2": "np.log2({x})",
     "rcp": "{one} / {x}",
-    "rsqrt": "reciprocal_root({x})",
+    "rsqrt": "(1.0 / np.sqrt({x}.astype(f8))).astype({dtype})",
     "sqrt": "np.sqrt({x})",
-    "sin": "sine({x})",
-    "cos": "cosine({x})",
+    "sin": "np.sin({x}.astype(f8)).astype({dtype})",
+    "cos": "np.cos({x}.astype(f8)).astype({dtype})",
     "tanh": "np.tanh({x})",
 }
 
@@ -164,7 +139,7 @@ def function(g: Generator, ins: Instruction) -> None:
         return
     (x,) = sources(g, ins.operands[1:2], dtype, ftz)
     one = g.constant_one(dtype)
-    value = _FUNCTIONS[ins.op].format(x=x, one=one)
+    value = _FUNCTIONS[ins.op].format(x=x, one=one, dtype=dtype)
     if directed and ins.op == "rcp":
         value = f"directed_quotient({rounding!r}, {one}, {x})"
     elif directed:
@@ -179,9 +154,18 @@ def copy_sign(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"np.copysign({b}, {a})", dtype)
 
 
+_PROPERTIES = {
+    "finite": "np.isfinite({x})",
+    "infinite": "np.isinf({x})",
+    "number": "~np.isnan({x})",
+    "notanumber": "np.isnan({x})",
+    "normal": "np.isfinite({x}) & (np.abs({x}) >= np.finfo({dtype}).tiny)",
+    "subnormal": "({x} != 0) & (np.abs({x}) < np.finfo({dtype}).tiny)",
+}
+
+
 @emits("testp")
 def test(g: Generator, ins: Instruction) -> None:
-    kinds = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
-    what = g.mods.take(*kinds)
+    text = _PROPERTIES[g.mods.take(*_PROPERTIES)]
     dtype = DTYPE[g.mods.type()]
-    g.write(ins.operands[0], f"test_property({g.read(ins.operands[1], dtype)}, {what!r})", "b1")
+    g.write(ins.operands[0], text.format(x=g.read(ins.operands[1], dtype), dtype=dtype), "b1")

@@ -1,12 +1,11 @@
-"""Emitters of ld, st, mov, cvta, prefetch, fences and other instructions that move data."""
+"""Emitters of ld, st, atom, mov, cvta, prefetch, fences and other instructions that move data."""
 
 from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits, items_of
-from flashgen.emulator.isa.semantics import memory as access  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.ptx.register_types import DTYPE
-from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction, Mem, Operand, Reg, Sink, Sym, Vec
+from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
 from flashgen.emulator.state.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -14,6 +13,8 @@ SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "
 ORDERS = ("weak", "relaxed", "acquire", "release", "volatile", "acq_rel", "mmio")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 HINTS = ("ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc", "unified")
+HINT_PREFIXES = ("L1::evict", "L1::no_allocate", "L2::evict", "L2::64B", "L2::128B", "L2::256B")
+# State space of an access -> the run-time functions that execute it
 FUNCTION = {
     "global": "global",
     "const": "global",
@@ -26,15 +27,8 @@ FUNCTION = {
 def take_hints(g: Generator) -> bool:
     """Removes cache hints; returns whether the instruction has a cache-policy operand."""
     mods = g.mods
-    while mods.take(*HINTS):
-        pass
     policy = bool(mods.take("L2::cache_hint"))
-    mods.left = [
-        m
-        for m in mods.left
-        if not m.startswith(("L1::evict", "L1::no_allocate", "L2::evict", "L2::64B", "L2::128B"))
-        and not m.startswith("L2::256B")
-    ]
+    mods.left = [m for m in mods.left if m not in HINTS and not m.startswith(HINT_PREFIXES)]
     return policy
 
 
@@ -44,23 +38,18 @@ def address(g: Generator, operand: Operand, space: str) -> str:
         raise g.unknown("a memory operand without brackets")
     base = operand.base
     if isinstance(base, Sym):
-        constant = g.address_of(base) + operand.offset
-        return g.literal(constant, "i8")
-    if isinstance(base, Reg):
-        held = g.program.dtype[base.index]
-        if held[1:] == "4":
-            # 32-bit addresses wrap: compilers use negative bases with positive offsets.
-            text = g.read(base, "u4")
-            if operand.offset:
-                return f"({text} + {g.literal(operand.offset, 'u4')}).astype(i8)"
-            return f"{text}.astype(i8)"
-        else:
-            text = g.read(base, "i8")
-    else:
+        return g.literal(g.address_of(base) + operand.offset, "i8")
+    if isinstance(base, Imm):
         text = g.literal(base.value, "i8")
-    if operand.offset:
-        return f"({text} + {operand.offset})"
-    return text
+    elif g.program.dtype[base.index][1:] == "4":
+        # 32-bit addresses wrap: compilers use negative bases with positive offsets.
+        text = g.read(base, "u4")
+        if operand.offset:
+            text = f"({text} + {g.literal(operand.offset, 'u4')})"
+        return f"{text}.astype(i8)"
+    else:
+        text = g.read(base, "i8")
+    return f"({text} + {operand.offset})" if operand.offset else text
 
 
 def space_of(g: Generator) -> str:
@@ -85,17 +74,23 @@ def vector_of(g: Generator, operand: Operand) -> tuple[Operand, ...]:
     return items
 
 
+def take_access(g: Generator, memory: Operand) -> tuple[str, bool]:
+    """The state space of an access, and whether it has a cache-policy operand.
+
+    Removes the modifiers of the access that have no effect in the emulator.
+    """
+    space = implied_space(g, space_of(g), memory)
+    g.mods.take(*ORDERS)
+    g.mods.take(*SCOPES)
+    return space, take_hints(g)
+
+
 @emits("ld", "ldu")
 def load(g: Generator, ins: Instruction) -> None:
-    mods = g.mods
-    kind = mods.type()
-    space = implied_space(g, space_of(g), ins.operands[1])
+    kind = g.mods.type()
+    space, _ = take_access(g, ins.operands[1])
     items = vector_of(g, ins.operands[0])
-    mods.take(*ORDERS)
-    mods.take(*SCOPES)
-    take_hints(g)
-    each = TYPE_BYTES[kind]
-    size = each * len(items)
+    size = TYPE_BYTES[kind] * len(items)
     if size > 16 or kind == "pred":
         raise g.unknown("an access wider than 16 bytes")
     where = address(g, ins.operands[1], space)
@@ -112,57 +107,53 @@ def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> N
     if len(items) == 1:
         g.write(items[0], f"{value}.view({dtype})", dtype)
         return
-    parts = g.let(f"{value}.reshape({value}.shape + (1,)).view({dtype})")
+    write_parts(g, f"{value}.reshape({value}.shape + (1,)).view({dtype})", items, dtype)
+
+
+def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str) -> None:
+    """Assigns the elements along the last axis of an expression."""
+    parts = g.let(parts)
     for place, item in enumerate(items):
         g.write(item, f"{parts}[..., {place}]", dtype)
 
 
-def packed(g: Generator, items: tuple[Operand, ...], kind: str) -> str:
-    """An expression for the value to store."""
-    dtype = DTYPE[kind]
-    unsigned = "c16" if TYPE_BYTES[kind] == 16 else f"u{TYPE_BYTES[kind]}"
-    values = [g.read(item, dtype) for item in items]
-    if len(items) == 1:
-        return values[0] if dtype == unsigned else f"{values[0]}.view({unsigned})"
-    return f"interleave(C.n, {dtype}, {', '.join(values)})"
-
-
 @emits("st")
 def store(g: Generator, ins: Instruction) -> None:
-    mods = g.mods
-    kind = mods.type()
-    space = implied_space(g, space_of(g), ins.operands[0])
+    kind = g.mods.type()
+    space, _ = take_access(g, ins.operands[0])
     items = vector_of(g, ins.operands[1])
-    mods.take(*ORDERS)
-    mods.take(*SCOPES)
-    take_hints(g)
     size = TYPE_BYTES[kind] * len(items)
     if size > 16 or space in ("param", "const"):
         raise g.unknown("an access of this width or space")
     where = address(g, ins.operands[0], space)
-    value = packed(g, items, kind)
+    dtype, unsigned = DTYPE[kind], "c16" if size == 16 else f"u{size}"
+    if len(items) > 1:
+        value = joined(g, items, dtype, unsigned)
+    else:
+        value = g.read(items[0], dtype) + ("" if dtype == unsigned else f".view({unsigned})")
     g.require_defined()
     g.emit(f"store_{FUNCTION[space]}(E, C, {where}, {value}, {g.lanes()}, {size}, {g.pc})")
+
+
+def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:
+    """Items of dtype ``part`` side by side as one value of dtype ``whole``."""
+    return f"join_parts({whole}, {part}, {', '.join(g.read(item, part) for item in items)})"
 
 
 @emits("mov")
 def move(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to, source = ins.operands
+    dtype, size = DTYPE[kind], TYPE_BYTES[kind]
     if isinstance(source, Vec):
-        pack(g, to, source.items, kind)
+        g.write(to, joined(g, source.items, f"u{size // len(source.items)}", dtype), dtype)
         return
     if isinstance(to, Vec):
-        value = g.let(g.read(source, DTYPE[kind]))
-        part = f"u{TYPE_BYTES[kind] // len(to.items)}"
-        if TYPE_BYTES[kind] // len(to.items) == 0:
+        part = size // len(to.items)
+        if not part:
             raise g.unknown("parts smaller than a byte")
-        parts = g.let(f"parts_of({value}, {part})")
-        for place, item in enumerate(to.items):
-            if not isinstance(item, Sink):
-                g.write(item, f"{parts}[..., {place}]", part)
+        write_parts(g, f"parts_of({g.read(source, dtype)}, u{part})", to.items, f"u{part}")
         return
-    dtype = DTYPE[kind]
     if isinstance(to, Reg) and isinstance(source, Reg):
         held, held_source = (g.program.dtype[r.index] for r in (to, source))
         if held == held_source:
@@ -170,10 +161,39 @@ def move(g: Generator, ins: Instruction) -> None:
     g.write(to, g.read(source, dtype), dtype)
 
 
-def pack(g: Generator, to: Operand, items: tuple[Operand, ...], kind: str) -> None:
-    part = f"u{TYPE_BYTES[kind] // len(items)}"
-    values = ", ".join(g.read(item, part) for item in items)
-    g.write(to, f"join_parts({DTYPE[kind]}, {part}, {values})", DTYPE[kind])
+_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+@emits("atom", "red")
+def atomic(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    operation = mods.take(*_ATOMIC)
+    kind = mods.take("f16x2", "bf16x2") or mods.type()
+    vector = mods.take("v2", "v4", "v8")
+    returns = ins.op == "atom"
+    memory, *values = ins.operands[1:] if returns else ins.operands
+    space, policy = take_access(g, memory)
+    mods.take("noftz")
+    if policy:
+        values.pop()
+    if not operation or space not in FUNCTION or (vector and kind != "f32"):
+        raise g.unknown("this operation")
+    where = address(g, memory, space)
+    results = items_of(ins.operands[0])
+    # One atomic per element of a vector.
+    for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
+        dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
+        given = "".join(g.read(operand, dtype) + ", " for operand in operands)
+        g.require_defined()
+        at = f"({where} + {place * TYPE_BYTES[kind]})" if place else where
+        text = (
+            f"atomic(E, C, {FUNCTION[space]!r}, {(operation, kind)!r}, {at}, ({given}), "
+            f"{g.lanes()}, {g.pc})"
+        )
+        if returns:
+            unpack(g, g.let(text), (results[place],), kind)
+        else:
+            g.emit(text)
 
 
 @emits("cvta")
@@ -181,8 +201,7 @@ def convert_address(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to_space = g.mods.take("to")
     space = space_of(g)
-    windows = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
-    base = windows.get(space, 0)
+    base = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}.get(space, 0)
     value = g.read(ins.operands[1], DTYPE[kind])
     if base:
         value = f"{value} {'-' if to_space else '+'} {g.literal(base, DTYPE[kind])}"
@@ -195,11 +214,11 @@ def is_space(g: Generator, ins: Instruction) -> None:
     kind = {"global": 0, "shared": 1, "local": 2}.get(space)
     if kind is None:
         raise g.unknown("this space")
-    g.write(ins.operands[0], f"space_is({g.read(ins.operands[1], 'i8')}, {kind})", "b1")
+    g.write(ins.operands[0], f"spaces({g.read(ins.operands[1], 'i8')}) == {kind}", "b1")
 
 
-@emits("prefetch", "prefetchu", "discard", "applypriority")
-def hint(g: Generator, ins: Instruction) -> None:
+@emits("prefetch", "prefetchu", "discard", "applypriority", "pmevent")
+def no_effect(g: Generator, ins: Instruction) -> None:
     g.mods.left.clear()
 
 

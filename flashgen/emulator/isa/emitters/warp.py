@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits, split_pair
-from flashgen.emulator.isa.semantics import warp  # noqa: F401  (registers the run-time functions)
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 
 
-def raw_dtype(g: Generator, operand: Operand) -> str:
-    """The dtype with which a 32-bit value can be assigned to ``operand`` without a view."""
-    if isinstance(operand, Reg) and g.program.dtype[operand.index][1:] == "4":
+def raw_dtype(g: Generator, operand: Operand, size: int) -> str:
+    """The dtype with which ``size`` bytes can be assigned to ``operand`` without a view."""
+    if isinstance(operand, Reg) and g.program.dtype[operand.index][1:] == str(size):
         return g.program.dtype[operand.index]
-    return "u4"
+    return f"u{size}"
 
 
 @emits("shfl")
@@ -23,7 +22,7 @@ def shuffle(g: Generator, ins: Instruction) -> None:
     mode = g.mods.take("up", "down", "bfly", "idx")
     g.mods.type()
     to, inside = split_pair(ins.operands[0])
-    dtype = raw_dtype(g, to)
+    dtype = raw_dtype(g, to, 4)
     value = g.read(ins.operands[1], dtype)
     lane, clamp = (g.read(o, "u4") for o in ins.operands[2:4])
     both = g.let(f"shuffle(C, {mode!r}, {value}, {lane}, {clamp})")

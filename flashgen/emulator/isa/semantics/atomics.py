@@ -5,6 +5,7 @@ Lanes that access the same address are served one after the other, by warp and l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import ATOMIC
-from flashgen.emulator.isa.registry import runtime
 from flashgen.emulator.isa.semantics.floats import maximum, minimum
 from flashgen.emulator.isa.semantics.halves import half_op, half_op2
-from flashgen.emulator.isa.semantics.memory import BASES, spaces
+from flashgen.emulator.isa.semantics.memory import by_space
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES
 from flashgen.emulator.state.cohort import Cohort, active, spread
@@ -25,7 +25,6 @@ from flashgen.emulator.state.wave import Wave
 Array = npt.NDArray[Any]
 
 
-@runtime
 def atomic(
     machine: Wave,
     cohort: Cohort,
@@ -53,18 +52,13 @@ def atomic(
     out = np.zeros((cohort.n, 32), dtype)
     if not chosen.any():
         return out
-    where = spread(address, cohort.n)
     if space == "generic":
-        kinds = np.unique(spaces(where)[chosen])
-        if len(kinds) > 1:
-            for k in kinds:
-                part = chosen & (spaces(where) == k)
-                own = ("global", "shared", "local")[k]
-                got = atomic(machine, cohort, own, operation, address - BASES[k], values, part, pc)
-                out[part] = got[part]
-            return out
-        space = ("global", "shared", "local")[int(kinds[0])]
-        where = where - BASES[int(kinds[0])]
+        for number, at, part in by_space(cohort, address, chosen):
+            own = ("global", "shared", "local")[number]
+            got = atomic(machine, cohort, own, operation, at, values, part, pc)
+            out[part] = got[part]
+        return out
+    where = spread(address, cohort.n)
     if space == "global":
         offset = locate(machine, cohort, where, chosen, size, pc, True)
         machine.counters.global_read_bytes += offset.size * size
@@ -116,31 +110,26 @@ def _turns(index: Array) -> Array:
     return turn
 
 
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+    "exch": lambda old, new: new,
+    "cas": lambda old, expected, new: np.where(old == expected, new, old),
+    "inc": lambda old, last: np.where(old >= last, 0, old + 1),
+    "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - 1),
+}
+
+
 def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
     """The new values of a read-modify-write."""
-    new = values[0]
     if kind in ("f16", "bf16"):
-        return half_op(operation, kind, "", old, new)
+        return half_op(operation, kind, "", old, *values)
     if kind in ("f16x2", "bf16x2"):
-        return half_op2(operation, kind[:-2], "", old, new)
-    is_float = kind[0] == "f"
-    if operation == "add":
-        return old + new
-    if operation == "exch":
-        return new
-    if operation == "cas":
-        return np.where(old == new, values[1], old)
-    if operation == "min":
-        return minimum(old, new) if is_float else np.minimum(old, new)
-    if operation == "max":
-        return maximum(old, new) if is_float else np.maximum(old, new)
-    if operation == "and":
-        return old & new
-    if operation == "or":
-        return old | new
-    if operation == "xor":
-        return old ^ new
-    one, zero = old.dtype.type(1), old.dtype.type(0)
-    if operation == "inc":
-        return np.where(old >= new, zero, old + one)
-    return np.where((old == zero) | (old > new), new, old - one)
+        return half_op2(operation, kind[:-2], "", old, *values)
+    if kind[0] == "f" and operation in ("min", "max"):
+        return (minimum if operation == "min" else maximum)(old, *values)
+    return _OPERATIONS[operation](old, *values)

@@ -1,4 +1,4 @@
-"""Traps, and operands that must be the same in all lanes of a warp."""
+"""Traps, and addresses in a cluster."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ from typing import Any
 import numpy as np
 
 from flashgen.emulator.errors import Trapped
-from flashgen.emulator.isa.registry import runtime
 from flashgen.emulator.state.cohort import Cohort, active, first_bad
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
 
-@runtime
-def uniform_value(value: Any, cohort: Cohort) -> Any:
-    """The value of lane 0 of each row, as int64."""
-    array = value.astype("i8")
-    return array[:, :1] if array.ndim and array.shape[1] == 32 else array
-
-
-@runtime
 def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) -> None:
-    chosen = active(cohort, lanes)
-    if not chosen.any():
+    if not active(cohort, lanes).any():
         return
-    row, lane = (int(i) for i in np.argwhere(chosen)[0])
+    row, lane = first_bad(cohort, lanes, True)
     machine.fail(
         Trapped,
         what,
@@ -38,7 +28,6 @@ def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) ->
     )
 
 
-@runtime
 def require_rank(machine: Wave, cohort: Cohort, rank: Any, lanes: Any, pc: int) -> None:
     bad = np.asarray(rank) != 0
     if not (bad & active(cohort, lanes)).any():

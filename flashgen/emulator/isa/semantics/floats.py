@@ -9,20 +9,17 @@ sums", 2008).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flashgen.emulator.isa.registry import runtime
-
-Array = npt.NDArray[Any]
 TINY = np.float32(2.0**-126)  # the smallest normal float32
 _HALF = np.uint64(1 << 63)
 _SHIFT = np.uint64(35)
+_SINGLE = np.dtype("f4")
 
 
-@runtime
 def flush(x: Any) -> Any:
     """Subnormal float32 values become zeros of the same sign."""
     if not np.any((np.abs(x) < TINY) & (x != 0)):
@@ -30,14 +27,12 @@ def flush(x: Any) -> Any:
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
 
 
-@runtime
 def saturate(x: Any) -> Any:
     """Clamps to [0, 1]; a NaN becomes +0."""
     one, zero = x.dtype.type(1), x.dtype.type(0)
     return np.where(x > zero, np.minimum(x, one), zero)
 
 
-@runtime
 def fma32(a: Any, b: Any, c: Any) -> Any:
     """a * b + c of float32 with a single rounding to nearest even."""
     product = a.astype(np.float64) * b.astype(np.float64)
@@ -74,7 +69,6 @@ def odd_sum(product: Any, c: Any) -> Any:
     return to_odd(total, sum_error(product, c, total))
 
 
-@runtime
 def fma64(a: Any, b: Any, c: Any) -> Any:
     """a * b + c of float64 with a single rounding."""
     high = a * b
@@ -98,31 +92,21 @@ def _product_error(a: Any, b: Any, product: Any) -> Any:
     return np.where(np.isfinite(error), error, 0.0)
 
 
-@runtime
 def directed(op: str, mode: str, a: Any, b: Any, c: Any = None) -> Any:
     """add, mul or fma of float32 rounded towards zero (rz), down (rm) or up (rp)."""
     x, y = a.astype(np.float64), b.astype(np.float64)
-    if op == "add":
-        total, error = x + y, sum_error(x, y, x + y)
-    elif op == "mul":
-        total, error = x * y, np.float64(0)
-    elif op == "fma":
-        z = c.astype(np.float64)
-        total = x * y + z
-        error = sum_error(x * y, z, total)
-    else:
-        raise ValueError(op)
-    result = round_directed(to_odd(total, error), mode)
-    if mode == "rm" and op != "mul":
+    if op == "mul":
+        return round_directed(x * y, mode)
+    if op == "fma":
+        x, y = x * y, c.astype(np.float64)
+    result = round_directed(odd_sum(x, y), mode)
+    if mode == "rm":
         # An exact zero is negative in this mode, unless both terms are +0.
-        left = x * y if op == "fma" else x
-        right = c.astype(np.float64) if op == "fma" else y
-        plus = (left == 0) & (right == 0) & ~np.signbit(left) & ~np.signbit(right)
-        result = np.where((total == 0) & ~plus, np.float32(-0.0), result)
+        plus = (x == 0) & (y == 0) & ~np.signbit(x) & ~np.signbit(y)
+        result = np.where((x + y == 0) & ~plus, np.float32(-0.0), result)
     return result
 
 
-@runtime
 def directed_quotient(mode: str, a: Any, b: Any) -> Any:
     """a / b of float32 in a directed rounding mode."""
     x, y = a.astype(np.float64), b.astype(np.float64)
@@ -133,7 +117,6 @@ def directed_quotient(mode: str, a: Any, b: Any) -> Any:
     return round_directed(to_odd(quotient, rest), mode)
 
 
-@runtime
 def directed_root(mode: str, a: Any) -> Any:
     """Square root of float32 in a directed rounding mode."""
     x = a.astype(np.float64)
@@ -144,81 +127,66 @@ def directed_root(mode: str, a: Any) -> Any:
     return round_directed(to_odd(root, rest), mode)
 
 
-def round_directed(value: Any, mode: str) -> Any:
-    """float64 to float32 in a directed rounding mode."""
-    near = value.astype(np.float32)
+def round_directed(value: Any, mode: str, to: Any = _SINGLE) -> Any:
+    """A wider float as ``to``, float32 or float16, in any rounding mode."""
+    near = value.astype(to)
     if mode == "rn":
         return near
-    back = near.astype(np.float64)
-    up = np.nextafter(near, np.float32(np.inf))
-    down = np.nextafter(near, np.float32(-np.inf))
-    # np.isinf(near): an overflow; its neighbour is the largest finite number.
-    too_high, too_low = back > value, back < value
+    back = near.astype(value.dtype)
+    return neighbour(near, value, back > value, back < value, mode)
+
+
+def neighbour(near: Any, value: Any, too_high: Any, too_low: Any, mode: str) -> Any:
+    """``near``, or where it lies on the wrong side of ``value`` for ``mode``, the number beside it.
+
+    The neighbour of an overflow is the largest finite number.
+    """
     if mode == "rz":
         too_high, too_low = too_high & (value > 0), too_low & (value < 0)
     elif mode == "rm":
         too_low = np.zeros_like(too_low)
     else:
         too_high = np.zeros_like(too_high)
+    up = np.nextafter(near, near.dtype.type(np.inf))
+    down = np.nextafter(near, near.dtype.type(-np.inf))
     return np.where(too_high, down, np.where(too_low, up, near))
 
 
-@runtime
 def minimum(a: Any, b: Any) -> Any:
     """The smaller one; a NaN only when both are; -0 is smaller than +0."""
-    result = np.fmin(a, b)
-    if np.count_nonzero(result) != np.size(result):
-        either = np.signbit(a) | np.signbit(b)
-        zero = np.where(either, a.dtype.type(-0.0), a.dtype.type(0.0))
-        result = np.where((a == 0) & (b == 0), zero, result)
-    return result
+    return _signed_zero(np.fmin(a, b), a, b, np.logical_or)
 
 
-@runtime
 def maximum(a: Any, b: Any) -> Any:
     """The larger one; a NaN only when both are; +0 is larger than -0."""
-    result = np.fmax(a, b)
-    if np.count_nonzero(result) != np.size(result):
-        both = np.signbit(a) & np.signbit(b)
-        zero = np.where(both, a.dtype.type(-0.0), a.dtype.type(0.0))
-        result = np.where((a == 0) & (b == 0), zero, result)
-    return result
+    return _signed_zero(np.fmax(a, b), a, b, np.logical_and)
 
 
-@runtime
-def minimum_nan(a: Any, b: Any) -> Any:
-    return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), minimum(a, b))
+def _signed_zero(result: Any, a: Any, b: Any, negative: Callable[..., Any]) -> Any:
+    """``result``, but of two zeros the one that is negative if the signs of the two say so."""
+    if np.count_nonzero(result) == np.size(result):
+        return result
+    sign = negative(np.signbit(a), np.signbit(b))
+    zero = np.where(sign, a.dtype.type(-0.0), a.dtype.type(0.0))
+    return np.where((a == 0) & (b == 0), zero, result)
 
 
-@runtime
-def maximum_nan(a: Any, b: Any) -> Any:
-    return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), maximum(a, b))
+def or_nan(result: Any, a: Any, b: Any) -> Any:
+    """``result``, but a NaN where an operand is one."""
+    return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), result)
 
 
-@runtime
+def relu(x: Any) -> Any:
+    """Negative values become +0; a NaN stays."""
+    return np.where(np.isnan(x), x, np.maximum(x, x.dtype.type(0)))
+
+
 def exp2_flushed(x: Any) -> Any:
     """ex2.approx.ftz: results below the normal range are zero."""
     result = np.exp2(x)
     return result * (result >= TINY)
 
 
-@runtime
-def reciprocal_root(x: Any) -> Any:
-    wide = x.astype(np.float64)
-    return (1.0 / np.sqrt(wide)).astype(x.dtype)
-
-
-@runtime
-def sine(x: Any) -> Any:
-    return np.sin(x.astype(np.float64)).astype(x.dtype)
-
-
-@runtime
-def cosine(x: Any) -> Any:
-    return np.cos(x.astype(np.float64)).astype(x.dtype)
-
-
-@runtime
 def quick_quotient(a: Any, b: Any) -> Any:
     """div.approx: divisors beyond 2**126 give zero, as PTX documents."""
     result = a / b
@@ -227,19 +195,3 @@ def quick_quotient(a: Any, b: Any) -> Any:
         return result
     zero = np.where(np.isinf(a) | np.isnan(a) | np.isnan(b), np.float32(np.nan), result * 0)
     return np.where(huge & ~np.isinf(b), zero, result)
-
-
-@runtime
-def test_property(x: Any, what: str) -> Any:
-    tiny = np.finfo(x.dtype).tiny
-    if what == "finite":
-        return np.isfinite(x)
-    if what == "infinite":
-        return np.isinf(x)
-    if what == "number":
-        return ~np.isnan(x)
-    if what == "notanumber":
-        return np.isnan(x)
-    if what == "normal":
-        return np.isfinite(x) & (np.abs(x) >= tiny)
-    return (x != 0) & (np.abs(x) < tiny)

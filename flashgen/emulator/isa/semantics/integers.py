@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-from flashgen.emulator.isa.registry import runtime
-
-Array = npt.NDArray[Any]
-WIDER = {1: "2", 2: "4", 4: "8"}
 
 
-@runtime
 def multiply_high(a: Any, b: Any) -> Any:
     """The upper half of the product, in the operands' dtype."""
     kind, size = a.dtype.kind, a.dtype.itemsize
     if size < 8:
-        wide = np.dtype(kind + WIDER[size])
+        wide = np.dtype(f"{kind}{2 * size}")
         return ((a.astype(wide) * b.astype(wide)) >> wide.type(8 * size)).astype(a.dtype)
     x, y = a.astype(np.uint64), b.astype(np.uint64)
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -31,7 +25,6 @@ def multiply_high(a: Any, b: Any) -> Any:
     return high.astype(a.dtype)
 
 
-@runtime
 def divide(a: Any, b: Any) -> Any:
     """Quotient rounded towards zero; a division by zero gives all ones, as the hardware does."""
     safe = np.where(b == 0, b.dtype.type(1), b)
@@ -39,24 +32,20 @@ def divide(a: Any, b: Any) -> Any:
     if a.dtype.kind == "i":
         remainder = a - quotient * safe
         quotient = quotient + ((remainder != 0) & ((a < 0) != (safe < 0))).astype(a.dtype)
-    ones = np.array(-1).astype(a.dtype)[()]
-    return np.where(b == 0, ones, quotient)
+    return np.where(b == 0, ~a.dtype.type(0), quotient)
 
 
-@runtime
 def remainder(a: Any, b: Any) -> Any:
     """Remainder with the sign of the dividend; a itself for a division by zero."""
     return np.where(b == 0, a, a - divide(a, b) * b)
 
 
-@runtime
 def saturating_add(a: Any, b: Any, sign: int) -> Any:
     wide = a.astype(np.int64) + sign * b.astype(np.int64)
     limit = np.iinfo(a.dtype)
     return np.clip(wide, limit.min, limit.max).astype(a.dtype)
 
 
-@runtime
 def shift_left(a: Any, count: Any) -> Any:
     """Shift of an unsigned value; counts beyond the width give 0."""
     bits = a.dtype.itemsize * 8
@@ -65,7 +54,6 @@ def shift_left(a: Any, count: Any) -> Any:
     return (a << amount) * inside.astype(a.dtype)
 
 
-@runtime
 def shift_right(a: Any, count: Any) -> Any:
     """Shift that fills with zeros or the sign; counts beyond the width act as the width."""
     bits = a.dtype.itemsize * 8
@@ -75,7 +63,6 @@ def shift_right(a: Any, count: Any) -> Any:
     return (a >> amount) * (count < np.uint32(bits)).astype(a.dtype)
 
 
-@runtime
 def add_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
     """Sum of unsigned numbers and a carry bit; and the carry out."""
     first = a + b
@@ -84,17 +71,11 @@ def add_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
     return total, out.astype(np.uint32)
 
 
-@runtime
 def subtract_borrow(a: Any, b: Any, borrow: Any) -> tuple[Any, Any]:
     take = borrow.astype(a.dtype)
     total = a - b - take
     out = (a < b) | ((a == b) & (take != 0))
     return total, out.astype(np.uint32)
-
-
-@runtime
-def population_count(a: Any) -> Any:
-    return np.bitwise_count(a).astype(np.uint32)
 
 
 def _highest_bit(a: Any) -> Any:
@@ -107,12 +88,10 @@ def _highest_bit(a: Any) -> Any:
     return np.bitwise_count(filled).astype(np.int32) - np.int32(1)
 
 
-@runtime
 def leading_zeros(a: Any) -> Any:
     return (np.int32(a.dtype.itemsize * 8 - 1) - _highest_bit(a)).astype(np.uint32)
 
 
-@runtime
 def find_bit(a: Any, as_shift: bool) -> Any:
     """bfind: the highest bit that differs from the sign; 0xffffffff if there is none."""
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
@@ -123,7 +102,6 @@ def find_bit(a: Any, as_shift: bool) -> Any:
     return place.astype(np.int32).view(np.uint32)
 
 
-@runtime
 def reverse_bits(a: Any) -> Any:
     kind = a.dtype.type
     result, bits = a, a.dtype.itemsize * 8
@@ -137,7 +115,6 @@ def reverse_bits(a: Any) -> Any:
     return result
 
 
-@runtime
 def extract_bits(a: Any, start: Any, length: Any) -> Any:
     """bfe: ``length`` bits from ``start``, sign-extended for signed values."""
     bits = a.dtype.itemsize * 8
@@ -145,21 +122,15 @@ def extract_bits(a: Any, start: Any, length: Any) -> Any:
     length = (length & np.uint32(0xFF)).astype(np.int64)
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     raw = a.view(unsigned)
-    mask = low_bits(length, unsigned)
-    value = shift_right(raw, start.astype(np.uint32)) & mask
+    value = shift_right(raw, start.astype(np.uint32)) & low_bits(length, unsigned)
     if a.dtype.kind == "u":
         return value
     top = np.minimum(start + length - 1, bits - 1)
     sign = (raw >> np.maximum(top, 0).astype(unsigned)) & unsigned.type(1)
     negative = (sign != 0) & (length > 0)
-    return np.where(negative, value | ~mask_from(start, length, bits, unsigned), value).view(
-        a.dtype
-    )
-
-
-def mask_from(start: Any, length: Any, bits: int, unsigned: Any) -> Any:
-    """Bits of the field that lie inside the register."""
-    return low_bits(np.clip(bits - start, 0, length), unsigned)
+    # Bits of the field that lie inside the register.
+    inside = low_bits(np.clip(bits - start, 0, length), unsigned)
+    return np.where(negative, value | ~inside, value).view(a.dtype)
 
 
 def low_bits(count: Any, unsigned: Any) -> Any:
@@ -167,11 +138,9 @@ def low_bits(count: Any, unsigned: Any) -> Any:
     bits = unsigned.itemsize * 8
     one = np.asarray(np.minimum(count, bits - 1)).astype(unsigned)
     mask = (unsigned.type(1) << one) - unsigned.type(1)
-    ones = np.array(-1).astype(unsigned)[()]
-    return np.where(count >= bits, ones, mask)
+    return np.where(count >= bits, ~unsigned.type(0), mask)
 
 
-@runtime
 def insert_bits(a: Any, b: Any, start: Any, length: Any) -> Any:
     """bfi: the low ``length`` bits of ``a`` into ``b`` at ``start``."""
     start = start & np.uint32(0xFF)
@@ -180,7 +149,6 @@ def insert_bits(a: Any, b: Any, start: Any, length: Any) -> Any:
     return (shift_left(a, start) & mask) | (b & ~mask)
 
 
-@runtime
 def make_mask(start: Any, length: Any, wrap: bool) -> Any:
     """bmsk: ``length`` ones from bit ``start``."""
     if wrap:
@@ -188,52 +156,28 @@ def make_mask(start: Any, length: Any, wrap: bool) -> Any:
     return shift_left(low_bits(length.astype(np.int64), np.dtype("u4")), start)
 
 
-@runtime
 def extend_sign(a: Any, count: Any, wrap: bool) -> Any:
     """szext: keeps the low ``count`` bits, extended by zero or by the sign."""
-    count = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.int64)
-    mask = low_bits(count, np.dtype("u4"))
-    raw = a.view(np.uint32)
-    value = raw & mask
-    if a.dtype.kind == "u":
-        return value
-    sign = (raw >> np.maximum(count - 1, 0).astype(np.uint32)) & np.uint32(1)
-    return np.where((sign != 0) & (count > 0), value | ~mask, value).view(np.int32)
+    count = count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))
+    return extract_bits(a, np.uint32(0), count)
 
 
-@runtime
+def _joined(low: Any, high: Any) -> Any:
+    return (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
+
+
 def funnel(a: Any, b: Any, count: Any, left: bool, wrap: bool) -> Any:
     """shf: shifts the 64 bits b:a; the upper word when shifting left, the lower one otherwise."""
     count = count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))
-    both = (b.astype(np.uint64) << np.uint64(32)) | a.astype(np.uint64)
+    both = _joined(a, b)
     amount = count.astype(np.uint64)
     if left:
         return ((both << amount) >> np.uint64(32)).astype(np.uint32)
     return (both >> amount).astype(np.uint32)
 
 
-@runtime
 def logic3(a: Any, b: Any, c: Any, table: int) -> Any:
     """lop3: any function of three bits, from its truth table."""
-    known = {
-        0x80: lambda: a & b & c,
-        0xFE: lambda: a | b | c,
-        0x96: lambda: a ^ b ^ c,
-        0xC0: lambda: a & b,
-        0xFC: lambda: a | b,
-        0x3C: lambda: a ^ b,
-        0xF8: lambda: a | (b & c),
-        0xEA: lambda: (a & b) | c,
-        0xE2: lambda: (b & c) | (~b & a),
-        0xCA: lambda: (a & b) | (~a & c),
-        0x78: lambda: a ^ (b & c),
-        0x6A: lambda: (a & b) ^ c,
-    }
-    found = known.get(table)
-    return found() if found else _logic3(a, b, c, table)
-
-
-def _logic3(a: Any, b: Any, c: Any, table: int) -> Any:
     result: Any = np.uint32(0)
     for bit in range(8):
         if table >> bit & 1:
@@ -244,47 +188,39 @@ def _logic3(a: Any, b: Any, c: Any, table: int) -> Any:
     return result
 
 
-@runtime
 def permute_bytes(a: Any, b: Any, selector: Any, mode: str) -> Any:
     """prmt: four bytes chosen from b:a."""
-    both = (b.astype(np.uint64) << np.uint64(32)) | a.astype(np.uint64)
-    two = selector.astype(np.uint64) & np.uint64(3)
+    both = _joined(a, b)
+    selector = selector.astype(np.uint64)
     result: Any = np.uint64(0)
     for place in range(4):
-        if mode == "":
-            nibble = (selector.astype(np.uint64) >> np.uint64(4 * place)) & np.uint64(15)
-            chosen, sign = nibble & np.uint64(7), nibble >> np.uint64(3)
-        else:
-            chosen, sign = _prmt_mode(mode, two, place), np.uint64(0)
-        byte = (both >> (chosen * np.uint64(8))) & np.uint64(0xFF)
-        byte = np.where(sign != 0, (byte >> np.uint64(7)) * np.uint64(0xFF), byte)
+        nibble = (selector >> np.uint64(4 * place)) & np.uint64(15)
+        chosen = _PERMUTATIONS[mode](selector & np.uint64(3), np.uint64(place)) if mode else nibble
+        byte = (both >> ((chosen & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
+        if not mode:
+            # Bit 3 of a selector replicates the sign of the byte.
+            byte = np.where(nibble & np.uint64(8), (byte >> np.uint64(7)) * np.uint64(0xFF), byte)
         result = result | (byte << np.uint64(8 * place))
     return result.astype(np.uint32)
 
 
-def _prmt_mode(mode: str, two: Any, place: int) -> Any:
-    p = np.uint64(place)
-    if mode == "f4e":
-        return (two + p) & np.uint64(7)
-    if mode == "b4e":
-        return (two + np.uint64(8) - p) & np.uint64(7)
-    if mode == "rc8":
-        return two
-    if mode == "ecl":
-        return np.maximum(two, p)
-    if mode == "ecr":
-        return np.minimum(two, p)
-    return (two & np.uint64(1)) * np.uint64(2) + (p & np.uint64(1))
+# The modes of prmt: the number of a byte of b:a, modulo 8, from the selector and the byte's place.
+_PERMUTATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "f4e": lambda selector, place: selector + place,
+    "b4e": lambda selector, place: selector + np.uint64(8) - place,
+    "rc8": lambda selector, place: selector,
+    "ecl": np.maximum,
+    "ecr": np.minimum,
+    "rc16": lambda selector, place: (
+        (selector & np.uint64(1)) * np.uint64(2) + (place & np.uint64(1))
+    ),
+}
 
 
-@runtime
-def dot4(a: Any, b: Any, c: Any, a_signed: bool, b_signed: bool) -> Any:
-    """dp4a: the dot product of four bytes each, plus ``c``."""
+def dot4(a: Any, b: Any, c: Any, a_type: Any, b_type: Any) -> Any:
+    """dp4a: the dot product of four bytes each, of the given dtypes, plus ``c``."""
     total = c.astype(np.int64)
-    for place in range(4):
-        x = (a >> np.uint32(8 * place)).astype(np.uint8)
-        y = (b >> np.uint32(8 * place)).astype(np.uint8)
-        left = x.view(np.int8).astype(np.int64) if a_signed else x.astype(np.int64)
-        right = y.view(np.int8).astype(np.int64) if b_signed else y.astype(np.int64)
-        total = total + left * right
+    for shift in range(0, 32, 8):
+        x, y = ((v >> np.uint32(shift)).astype(np.uint8) for v in (a, b))
+        total = total + x.view(a_type).astype(np.int64) * y.view(b_type).astype(np.int64)
     return total.astype(np.uint32)

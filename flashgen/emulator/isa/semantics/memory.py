@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.isa.registry import runtime
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.memory import (
     ELEMENT,
@@ -26,12 +25,18 @@ from flashgen.emulator.state.memory import (
 from flashgen.emulator.state.wave import Wave
 
 Array = npt.NDArray[Any]
+_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
+
+
+def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
+    """A value of all lanes (n, 32), or one entry per active lane."""
+    every = spread(value, cohort.n)
+    return every if lanes is None else every[spread(lanes, cohort.n)]
 
 
 # ---- shared memory
 
 
-@runtime
 def load_shared(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -42,22 +47,18 @@ def load_shared(
     index = where >> SHIFT[size]
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
-    if lanes is None:
-        machine.counters.shared_read_bytes += 32 * cohort.n * size
-        if machine.shared_races:
-            machine.shared_races.read(cohort, where, size, pc, None)
-        return view.take(index)  # type: ignore[no-any-return]
-    lanes = spread(lanes, cohort.n)
-    chosen = spread(index, cohort.n)[lanes]
-    machine.counters.shared_read_bytes += len(chosen) * size
     if machine.shared_races:
         machine.shared_races.read(cohort, where, size, pc, lanes)
+    if lanes is None:
+        machine.counters.shared_read_bytes += 32 * cohort.n * size
+        return view.take(index)  # type: ignore[no-any-return]
+    chosen = _of_lanes(cohort, index, lanes)
+    machine.counters.shared_read_bytes += len(chosen) * size
     out = np.zeros((cohort.n, 32), ELEMENT[size])
-    out[lanes] = view.take(chosen)
+    out[spread(lanes, cohort.n)] = view.take(chosen)
     return out
 
 
-@runtime
 def store_shared(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
@@ -68,13 +69,9 @@ def store_shared(
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
     if machine.shared_races:
         machine.shared_races.write(cohort, where, size, pc, lanes)
-    index = where >> SHIFT[size]
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        lanes = spread(lanes, cohort.n)
-        index, value = index[lanes], value[lanes]
+    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
     machine.counters.shared_write_bytes += index.size * size
-    machine.shared.view[size][index] = value
+    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
 
 
 # ---- local memory
@@ -90,7 +87,6 @@ def _local_index(
     return (thread * limit + address) >> SHIFT[size]  # type: ignore[no-any-return]
 
 
-@runtime
 def load_local(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -100,22 +96,16 @@ def load_local(
     return machine.local.view[size].take(index)
 
 
-@runtime
 def store_local(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
-    index = _local_index(machine, cohort, address, lanes, size, pc)
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        lanes = spread(lanes, cohort.n)
-        index, value = index[lanes], value[lanes]
-    machine.local.view[size][index] = value
+    index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
+    machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
 
 
 # ---- global memory
 
 
-@runtime
 def load_global(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -137,7 +127,6 @@ def load_global(
     return out
 
 
-@runtime
 def store_global(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
@@ -152,16 +141,12 @@ def store_global(
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
         machine.global_races.write(cohort, offset, size, pc, lanes)
-    value = spread(value, cohort.n)
-    if lanes is not None:
-        value = value[spread(lanes, cohort.n)]
-    machine.memory.flat.view[size][offset >> SHIFT[size]] = value
+    machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 
 # ---- parameters and generic addresses
 
 
-@runtime
 def load_parameter(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
@@ -186,48 +171,43 @@ def spaces(address: Any) -> Array:
     return np.asarray(shared * 1 + local * 2)
 
 
-@runtime
-def space_is(address: Any, kind: int) -> Any:
-    """isspacep: whether a generic address lies in the space with number ``kind`` of `spaces`."""
-    return spaces(address) == kind
-
-
 _LOADS = (load_global, load_shared, load_local)
 _STORES = (store_global, store_shared, store_local)
-BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
 
 
-@runtime
+def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:
+    """Splits an access to generic addresses by space.
+
+    Returns:
+        For each space that the active lanes access: its number (see `spaces`), the addresses in
+        this space, and the lanes.
+    """
+    kinds = spaces(address)
+    present = np.unique(kinds if lanes is None else _of_lanes(cohort, kinds, lanes)).tolist()
+    if len(present) == 1:
+        return [(present[0], address - _BASES[present[0]], lanes)]
+    every = active(cohort, lanes)
+    return [
+        (kind, spread(address - _BASES[kind], cohort.n), spread(kinds == kind, cohort.n) & every)
+        for kind in present
+    ]
+
+
 def load_generic(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
 ) -> Array:
-    kinds = spaces(address)
-    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
-    present = np.unique(here)
-    if len(present) == 1:
-        kind = int(present[0])
-        return _LOADS[kind](machine, cohort, address - BASES[kind], lanes, size, pc)  # type: ignore[no-any-return]
+    parts = by_space(cohort, address, lanes)
+    found = [_LOADS[kind](machine, cohort, at, part, size, pc) for kind, at, part in parts]
+    if len(found) == 1:
+        return found[0]
     out = np.zeros((cohort.n, 32), ELEMENT[size])
-    for kind in present:
-        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
-        got = _LOADS[kind](machine, cohort, spread(address - BASES[kind], cohort.n), part, size, pc)
+    for (_, _, part), got in zip(parts, found, strict=True):
         out[part] = got[part]
     return out
 
 
-@runtime
 def store_generic(
     machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
 ) -> None:
-    kinds = spaces(address)
-    here = kinds if lanes is None else spread(kinds, cohort.n)[spread(lanes, cohort.n)]
-    present = np.unique(here)
-    if len(present) == 1:
-        kind = int(present[0])
-        _STORES[kind](machine, cohort, address - BASES[kind], value, lanes, size, pc)
-        return
-    for kind in present:
-        part = spread(kinds == kind, cohort.n) & active(cohort, lanes)
-        _STORES[kind](
-            machine, cohort, spread(address - BASES[kind], cohort.n), value, part, size, pc
-        )
+    for kind, at, part in by_space(cohort, address, lanes):
+        _STORES[kind](machine, cohort, at, value, part, size, pc)

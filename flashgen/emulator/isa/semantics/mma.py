@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
-from flashgen.emulator.isa.registry import runtime
+from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.state.cohort import Cohort, spread
 from flashgen.emulator.state.wave import Wave
 
@@ -34,23 +34,17 @@ def register_chunks(register: Any, n: int) -> Array:
     return register.view(CHUNK)  # type: ignore[no-any-return]
 
 
-class _Scratch(threading.local):
-    """Buffers that are reused by all calls of a thread, because mapping new pages is slow."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Array] = {}
-
-
-_SCRATCH = _Scratch()
+# Buffers by role that are reused by all calls of a thread, because mapping new pages is slow.
+_SCRATCH = threading.local()
 
 
 def scratch(role: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array that is valid until the next call with the same role."""
     size = math.prod(shape) * dtype.itemsize
-    buffer = _SCRATCH.buffers.get(role)
-    if buffer is None or len(buffer) < size:
-        buffer = _SCRATCH.buffers[role] = np.empty(size, np.uint8)
-    found: Array = buffer[:size].view(dtype).reshape(shape)
+    buffers = vars(_SCRATCH)
+    if role not in buffers or len(buffers[role]) < size:
+        buffers[role] = np.empty(size, np.uint8)
+    found: Array = buffers[role][:size].view(dtype).reshape(shape)
     return found
 
 
@@ -67,15 +61,8 @@ def half_to_single(bits: Array) -> Array:
     return value
 
 
-ELEMENTS = {
-    "f16": "u2",
-    "bf16": "u2",
-    "tf32": "u4",
-    "s8": "i1",
-    "u8": "u1",
-    "e4m3": "u1",
-    "e5m2": "u1",
-}
+# Elements of operands as they lie in memory: floats as bits.
+ELEMENTS = {**DTYPE, "f16": "u2", "tf32": "u4", "e4m3": "u1", "e5m2": "u1"}
 
 
 def _small_floats() -> dict[str, Array]:
@@ -118,7 +105,6 @@ def multiply_rounding_once(x: Array, y: Array, out: Array) -> None:
         out[...] = np.matmul(x.astype(np.float64), y.astype(np.float64))
 
 
-@runtime
 def multiply_matrices(
     cohort: Cohort, kind_a: str, kind_b: str, tiles: tuple[int, int, int], a: Any, b: Any
 ) -> Array:
@@ -132,18 +118,11 @@ def multiply_matrices(
     n = cohort.n
     m_tiles, n_tiles, depth = tiles
     left = scratch("a", (n, m_tiles, 2, 8, depth), CHUNK)
-    place = 0
-    for m in range(m_tiles):
-        for k in range(depth):
-            for half in range(2):
-                left[:, m, half, :, k] = register_chunks(a[place], n)
-                place += 1
+    for register, (m, k, half) in zip(a, np.ndindex(m_tiles, depth, 2), strict=True):
+        left[:, m, half, :, k] = register_chunks(register, n)
     right = scratch("b", (n, n_tiles, 8, depth), CHUNK)
-    place = 0
-    for tile in range(n_tiles):
-        for k in range(depth):
-            right[:, tile, :, k] = register_chunks(b[place], n)
-            place += 1
+    for register, (tile, k) in zip(b, np.ndindex(n_tiles, depth), strict=True):
+        right[:, tile, :, k] = register_chunks(register, n)
     rows = left.reshape(n, 16 * m_tiles, depth).view(ELEMENTS[kind_a])
     columns = right.view(ELEMENTS[kind_b]).reshape(n, n_tiles, 4, 2, -1).transpose(0, 4, 1, 3, 2)
     product = scratch("d", (n, 16 * m_tiles, 8 * n_tiles), np.dtype("f4"))
@@ -161,99 +140,100 @@ def multiply_matrices(
     return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)
 
 
-@runtime
+def add_single(product: Array, start: Any) -> list[Array]:
+    """Accumulators of float32, a register per slice of ``product``; ``start`` None is zero."""
+    out = list(product)
+    for place, old in enumerate(start or ()):
+        if old.ndim or old != 0:
+            out[place] += old
+    return out
+
+
+def add_half(product: Array, start: Any) -> list[Array]:
+    """Accumulators of float16 in pairs, half as many registers; ``start`` None is zero."""
+    pairs = product.reshape(-1, 2, 2, *product.shape[1:])  # columns of 8, row half, parity
+    out = []
+    for number in range(2 * len(pairs)):
+        pair = np.stack(list(pairs[number // 2, number % 2]), axis=-1)
+        if start is not None:
+            old = np.ascontiguousarray(np.broadcast_to(start[number], pair.shape[:2]))
+            pair += old.view(np.float16).reshape(pair.shape).astype(np.float32)
+        out.append(pair.astype(np.float16).view(np.uint32)[..., 0])
+    return out
+
+
 def mma_group(
     cohort: Cohort, kind: str, tiles: tuple[int, int, int], a: Any, b: Any, c: Any
 ) -> list[Array]:
     """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
     product = multiply_matrices(cohort, kind, kind, tiles, a, b)
-    flat = product.reshape(-1, cohort.n, 32)
-    out = list(flat)
-    for place, start in enumerate(c):
-        if start.ndim or start != 0:
-            out[place] += start
-    return out
+    return add_single(product.reshape(-1, cohort.n, 32), c)
 
 
-@runtime
-def mma_half(cohort: Cohort, kind: str, depth: int, a: Any, b: Any, c: Any) -> list[Array]:
+def mma_half(
+    cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any
+) -> list[Array]:
     """One tile with a float16 accumulator: two registers of two halves each."""
-    product = multiply_matrices(cohort, kind, kind, (1, 1, depth), a, b)[0, 0]
-    out = []
-    for half in range(2):
-        pair = np.empty((cohort.n, 32, 2), np.float32)
-        pair[..., 0], pair[..., 1] = product[2 * half], product[2 * half + 1]
-        start = np.ascontiguousarray(np.broadcast_to(c[half], (cohort.n, 32)))
-        pair += start.view(np.float16).astype(np.float32).reshape(cohort.n, 32, 2)
-        out.append(pair.astype(np.float16).view(np.uint32)[..., 0])
-    return out
+    return add_half(multiply_matrices(cohort, *kinds, (1, 1, depth), a, b)[0, 0], c)
 
 
-@runtime
 def mma_integer(cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any) -> Any:
     """One tile of 8-bit integers: float32 holds the products of one step exactly."""
     product = multiply_matrices(cohort, *kinds, (1, 1, depth), a, b)[0, 0]
     return [product[i].astype(np.int32) + c[i] for i in range(4)]
 
 
-@runtime
 def load_matrix(
     machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, transposed: bool, pc: int
 ) -> Array:
     """ldmatrix: registers (n, count, 32) from rows of 16 bytes at the addresses of the lanes."""
-    n = cohort.n
-    rows = spread(address, n)[:, : 8 * count]
-    if lanes is not None:
-        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
-    check_matrix(machine, cohort, rows, pc)
-    where = rows + machine.shared_base(cohort)
-    machine.counters.shared_read_bytes += n * count * 128
-    if machine.recorder is not None:
-        machine.recorder.matrices(rows, pc)
+    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
+    machine.counters.shared_read_bytes += cohort.n * count * 128
     if machine.shared_races:
         machine.shared_races.read(cohort, where, 16, pc, None)
-    data = machine.shared.view[16].take(where >> 4)
-    if transposed:
-        tiles = data.view(np.uint16).reshape(n, count, 8, 8).transpose(0, 1, 3, 2)
-        data = np.ascontiguousarray(tiles)
-    return data.view(np.uint32).reshape(n, count, 32)
+    data = machine.shared.view[16].take(where >> 4).view(np.uint32).reshape(cohort.n, count, 32)
+    return _transposed(data) if transposed else data
 
 
-@runtime
 def store_matrix(
     machine: Wave, cohort: Cohort, address: Any, values: Any, lanes: Any, transposed: bool, pc: int
 ) -> None:
     """stmatrix: registers of 8 x 8 matrices to rows of 16 bytes at the addresses of the lanes."""
     n, count = cohort.n, len(values)
-    rows = spread(address, n)[:, : 8 * count]
-    if lanes is not None:
-        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
-    check_matrix(machine, cohort, rows, pc)
-    where = rows + machine.shared_base(cohort)
+    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
     machine.counters.shared_write_bytes += n * count * 128
-    if machine.recorder is not None:
-        machine.recorder.matrices(rows, pc)
     if machine.shared_races:
         machine.shared_races.write(cohort, where, 16, pc, None)
     data = np.stack([spread(value, n) for value in values], axis=1)
     if transposed:
-        tiles = data.view(np.uint16).reshape(n, count, 8, 8).transpose(0, 1, 3, 2)
-        data = np.ascontiguousarray(tiles).view(np.uint32)
+        data = _transposed(data)
     machine.shared.view[16][where >> 4] = data.reshape(n, -1).view(CHUNK)
 
 
-def check_matrix(machine: Wave, cohort: Cohort, rows: Array, pc: int) -> None:
+def _matrix_rows(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, pc: int
+) -> Array:
+    """Where in the wave's shared memory the rows of ``count`` matrices lie, in bytes (n, rows)."""
+    n = cohort.n
+    rows = spread(address, n)[:, : 8 * count]
+    if lanes is not None:
+        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
     both = int(np.bitwise_or.reduce(rows, axis=None))
-    if 0 <= both <= machine.shared_size - 16 and not both & 15:
-        return
-    padded = np.zeros((cohort.n, 32), np.int64)
-    padded[:, : rows.shape[1]] = rows
-    check_window(machine, cohort, padded, None, 16, pc, machine.shared_size, "shared")
+    if not 0 <= both <= machine.shared_size - 16 or both & 15:
+        padded = np.zeros((n, 32), np.int64)
+        padded[:, : rows.shape[1]] = rows
+        check_window(machine, cohort, padded, None, 16, pc, machine.shared_size, "shared")
+    if machine.recorder is not None:
+        machine.recorder.matrices(rows, pc)
+    return rows + machine.shared_base(cohort)
 
 
-@runtime
+def _transposed(matrices: Array) -> Array:
+    """The transposes of 8 x 8 matrices of 16-bit elements, each held by a warp: (..., 32)."""
+    tiles = matrices.view(np.uint16).reshape(*matrices.shape[:-1], 8, 8).swapaxes(-1, -2)
+    return np.ascontiguousarray(tiles).view(np.uint32).reshape(matrices.shape)
+
+
 def move_matrix(value: Any, n: int) -> Array:
-    """movmatrix: the transpose of an 8 x 8 matrix of 16-bit elements held by a warp."""
-    full = np.ascontiguousarray(np.broadcast_to(value, (n, 32)))
-    tiles = full.view(np.uint16).reshape(n, 8, 8).transpose(0, 2, 1)
-    return np.ascontiguousarray(tiles).view(np.uint32).reshape(n, 32)
+    """movmatrix: the transpose of a matrix."""
+    return _transposed(np.ascontiguousarray(spread(value, n)))

@@ -1,4 +1,4 @@
-"""Exchanges between the lanes of a warp: shfl, vote, match, redux."""
+"""Exchanges between the lanes of a warp: shfl, vote, match, redux, elect."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.registry import runtime
-from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.cohort import Cohort, active, spread
 
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
-BITS = (np.uint64(1) << np.arange(32, dtype=np.uint64)).astype(np.uint64)
+_REDUCTIONS = {
+    "add": np.add,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "and": np.bitwise_and,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 
-def _full(value: Any, n: int) -> Array:
-    return np.broadcast_to(value, (n, 32))
-
-
-@runtime
 def shuffle(cohort: Cohort, mode: str, value: Any, lane: Any, clamp: Any) -> tuple[Any, Any]:
     """shfl: the value of another lane, and whether that lane is in the segment.
 
     ``clamp`` holds the segment mask in bits 8 to 12 and the highest (or lowest) lane in 0 to 4.
     """
-    if lane.ndim == 0 and clamp.ndim == 0:
-        source, inside = _source(mode, int(lane), int(clamp))
-        if value.ndim == 0 or value.shape[1] == 1:
-            return value, inside
-        if (source == source[0]).all():
-            first = int(source[0])
-            return value[:, first : first + 1], inside
-        if mode == "bfly" and inside.all():
-            return _butterfly(value, int(lane) & 31), np.True_
-        return value.take(source, axis=1), inside
-    source, inside = _source_lanes(mode, _full(lane, cohort.n), _full(clamp, cohort.n))
+    source, found = _source_lanes(mode, lane, clamp)
+    inside = found.reshape(-1, 32)
     if value.ndim == 0 or value.shape[1] == 1:
         return value, inside
-    return np.take_along_axis(_full(value, cohort.n), source, axis=1), inside
+    if source.ndim == 2:
+        n = cohort.n
+        return np.take_along_axis(spread(value, n), spread(source, n), axis=1), inside
+    # The same source lanes in all warps.
+    if (source == source[0]).all():
+        first = int(source[0])
+        return value[:, first : first + 1], inside
+    if mode == "bfly" and inside.all():
+        return _butterfly(value, int(lane) & 31), np.True_
+    return value.take(source, axis=1), inside
 
 
 def _butterfly(value: Array, mask: int) -> Array:
@@ -49,140 +50,80 @@ def _butterfly(value: Array, mask: int) -> Array:
     return value.take(LANES ^ mask, axis=1)
 
 
-def _source(mode: str, lane: int, clamp: int) -> tuple[Array, Array]:
-    source, inside = _source_lanes(mode, np.array([lane]), np.array([clamp]))
-    return np.broadcast_to(source, (1, 32))[0], np.broadcast_to(inside, (1, 32))
-
-
-def _source_lanes(mode: str, lane: Array, clamp: Array) -> tuple[Array, Array]:
+def _source_lanes(mode: str, lane: Any, clamp: Any) -> tuple[Array, Array]:
+    """The lane that each lane reads, and whether it is in the segment: (32,) or (rows, 32)."""
     b = lane.astype(np.int64) & 31
     c = clamp.astype(np.int64) & 31
     segment = (clamp.astype(np.int64) >> 8) & 31
-    highest = (LANES & segment) | (c & ~segment)
     lowest = LANES & segment
+    limit = lowest | (c & ~segment)
     if mode == "up":
         source = LANES - b
-        inside = source >= highest
     elif mode == "down":
         source = LANES + b
-        inside = source <= highest
     elif mode == "bfly":
         source = LANES ^ b
-        inside = source <= highest
     else:
         source = lowest | (b & ~segment)
-        inside = source <= highest
+    inside = source >= limit if mode == "up" else source <= limit
     source, inside = np.broadcast_arrays(source, inside)
     return np.where(inside, source, LANES), inside
 
 
-def _bits(lanes: Any) -> Array:
-    """Lane flags (n, 32) as a word per row, (n, 1)."""
-    words = np.packbits(lanes, axis=1, bitorder="little")
-    return np.ascontiguousarray(words).view(np.uint32)
+def _bits(lanes: Array) -> Array:
+    """Flags of 32 lanes along the last axis as one word."""
+    words = np.packbits(lanes, axis=-1, bitorder="little")
+    return np.ascontiguousarray(words).view(np.uint32)[..., 0]
 
 
-def _members(mask: Any, n: int) -> Array:
-    """The member mask of each lane as flags (n, 32 or 1, 32)."""
+def _members(cohort: Cohort, mask: Any) -> Array:
+    """The active lanes of member masks: (n, 1, 32) for one mask per warp, else (n, 32, 32)."""
     bits = (np.asarray(mask)[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return bits.astype(bool)
+    members: Array = active(cohort, cohort.mask)[:, None, :] & bits.astype(bool)
+    return members
 
 
-@runtime
 def vote(cohort: Cohort, mode: str, predicate: Any, mask: Any) -> Any:
     """vote: ballot gives uint32, all / any / uni a predicate, over the active lanes of the mask."""
-    n = cohort.n
-    active = np.ones((n, 32), bool) if cohort.mask is None else cohort.mask
-    flags = _full(predicate, n)
-    if np.ndim(mask) < 2 or mask.shape[1] == 1:
-        members = active & np.broadcast_to(_members(mask, n).reshape(-1, 32), (n, 32))
-        return _vote_uniform(mode, flags, members)
-    # Groups of lanes vote among themselves.
-    groups = active[:, None, :] & _members(mask, n)
-    wanted = np.broadcast_to(flags[:, None, :], groups.shape)
+    members = _members(cohort, mask)
+    agree = members & spread(predicate, cohort.n)[:, None, :]
     if mode == "ballot":
-        return ((groups & wanted) * BITS).sum(axis=2).astype(np.uint32)
-    every = (~groups | wanted).all(axis=2)
-    some = (groups & wanted).any(axis=2)
+        return _bits(agree)
+    every, some = (agree == members).all(axis=2), agree.any(axis=2)
     return every if mode == "all" else some if mode == "any" else every | ~some
 
 
-def _vote_uniform(mode: str, flags: Array, members: Array) -> Any:
-    if mode == "ballot":
-        return _bits(flags & members)
-    every = (flags | ~members).all(axis=1, keepdims=True)
-    some = (flags & members).any(axis=1, keepdims=True)
-    return every if mode == "all" else some if mode == "any" else every | ~some
-
-
-@runtime
 def active_mask(cohort: Cohort) -> Any:
-    return np.uint32(0xFFFFFFFF) if cohort.mask is None else _bits(cohort.mask)
+    return np.uint32(0xFFFFFFFF) if cohort.mask is None else _bits(cohort.mask[:, None, :])
 
 
-@runtime
 def match(cohort: Cohort, every: bool, value: Any, mask: Any) -> tuple[Any, Any]:
     """match.any: lanes with an equal value; match.all: the mask if all are equal, else 0."""
-    n = cohort.n
-    active = np.ones((n, 32), bool) if cohort.mask is None else cohort.mask
-    values = _full(value, n)
-    members = _members(mask, n)
-    if members.ndim < 3:
-        members = np.broadcast_to(members.reshape(-1, 1, 32), (n, 32, 32))
-    else:
-        members = np.broadcast_to(members, (n, 32, 32))
+    values = spread(value, cohort.n)
+    members = _members(cohort, mask)
     equal = values[:, :, None] == values[:, None, :]
-    among = members & active[:, None, :]
     if not every:
-        return ((equal & among) * BITS).sum(axis=2).astype(np.uint32), np.True_
-    same = (equal | ~among).all(axis=2)
-    word = (among * BITS).sum(axis=2).astype(np.uint32)
-    return np.where(same, word, np.uint32(0)), same
+        return _bits(equal & members), np.True_
+    same = (equal | ~members).all(axis=2)
+    return np.where(same, _bits(members), np.uint32(0)), same
 
 
-@runtime
 def reduce_lanes(cohort: Cohort, operation: str, value: Any, mask: Any) -> Any:
     """redux: a reduction over the member lanes."""
-    n = cohort.n
-    active = np.ones((n, 32), bool) if cohort.mask is None else cohort.mask
-    values = _full(value, n)
-    flags = _members(mask, n)
-    neutral = {
-        "add": 0,
-        "or": 0,
-        "xor": 0,
-        "and": -1,
-        "min": np.iinfo(value.dtype).max,
-        "max": np.iinfo(value.dtype).min,
-    }[operation]
+    limits = np.iinfo(value.dtype)
+    neutral = {"and": -1, "min": limits.max, "max": limits.min}.get(operation, 0)
     fill = np.array(neutral).astype(value.dtype)
-    function = {
-        "add": np.add,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "and": np.bitwise_and,
-        "min": np.minimum,
-        "max": np.maximum,
-    }[operation]
-    if flags.ndim < 3 or flags.shape[1] == 1:
-        members = active & np.broadcast_to(flags.reshape(-1, 32), (n, 32))
-        chosen = np.where(members, values, fill)
-        return function.reduce(chosen, axis=1, keepdims=True, dtype=value.dtype)
-    groups = active[:, None, :] & np.broadcast_to(flags, (n, 32, 32))
-    chosen = np.where(groups, values[:, None, :], fill)
-    return function.reduce(chosen, axis=2, dtype=value.dtype)
+    chosen = np.where(_members(cohort, mask), spread(value, cohort.n)[:, None, :], fill)
+    return _REDUCTIONS[operation].reduce(chosen, axis=2, dtype=value.dtype)
 
 
-@runtime
 def elect(cohort: Cohort, mask: Any) -> tuple[Any, Any]:
     """elect.sync: the lowest active member lane, and whether this lane is it."""
-    n = cohort.n
-    active = np.ones((n, 32), bool) if cohort.mask is None else cohort.mask
-    flags = _members(mask, n)
-    if flags.ndim < 3 or flags.shape[1] == 1:
-        members = active & np.broadcast_to(flags.reshape(-1, 32), (n, 32))
-        first: Array = np.argmax(members, axis=1)[:, None]
-    else:
-        # Groups of lanes elect among themselves.
-        first = np.argmax(active[:, None, :] & flags, axis=2)
+    first = np.argmax(_members(cohort, mask), axis=2)
     return first.astype(np.uint32), first == LANES
+
+
+def uniform_value(value: Any, cohort: Cohort) -> Any:
+    """The value of lane 0 of each row, as int64."""
+    array = value.astype("i8")
+    return array[:, :1] if array.ndim and array.shape[1] == 32 else array

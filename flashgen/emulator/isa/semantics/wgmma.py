@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.registry import runtime
 from flashgen.emulator.isa.semantics.descriptors import (
     CHUNK_BYTES,
     PATTERN_BYTES,
@@ -205,34 +204,3 @@ def _sharers(arena: Array, b: list[SharedOperand]) -> int:
     firsts = np.flatnonzero(np.concatenate([[True], ~same]))
     count = len(arena) // len(firsts)
     return count if (firsts == np.arange(len(firsts)) * count).all() else 1
-
-
-def add_half(product: Array, start: list[Any] | None) -> list[Array]:
-    """Accumulators of float16 in pairs, N / 4 registers of 32 bits; ``start`` None is zero."""
-    pairs = product.reshape(-1, 2, 2, *product.shape[1:])  # columns of 8, row half, parity
-    out = []
-    for number in range(2 * len(pairs)):
-        pair = np.stack(list(pairs[number // 2, number % 2]), axis=-1)
-        if start is not None:
-            old = np.ascontiguousarray(np.broadcast_to(start[number], pair.shape[:2]))
-            pair += old.view(np.float16).reshape(pair.shape).astype(np.float32)
-        out.append(pair.astype(np.float16).view(np.uint32)[..., 0])
-    return out
-
-
-def add_single(product: Array, start: list[Any] | None) -> list[Array]:
-    """Accumulators of float32, N / 2 registers; ``start`` None is zero."""
-    out = list(product)
-    for place, old in enumerate(start or ()):
-        if old.ndim or old != 0:
-            out[place] += old
-    return out
-
-
-@runtime
-def all_defined(values: Any) -> Any:
-    """Lanes in which all of the given definedness values are true."""
-    whole = values[0]
-    for value in values[1:]:
-        whole = whole & value
-    return whole
