@@ -39,8 +39,7 @@ class PreparedCall:
     def __init__(
         self, spec: AttentionSpec, call: CheckedCall, target: Target, launch: LaunchOptions
     ) -> None:
-        from flashgen.language.signature import signature_of
-        from flashgen.language.signature import without_dropout
+        from flashgen.language.signature import signature_of, without_dropout
 
         self.drops = call.dropout_p > 0
         # Calls whose dropout_p is 0 have kernels that drop nothing.
