@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from flashgen.codegen.source import Param
 
@@ -89,17 +88,18 @@ def _with_used_locals(lines: list[str]) -> list[str]:
         statement = [later.pop()]
         while not _code(statement[-1][0]).endswith(";"):
             statement.append(later.pop())
-        names = {local[2], *_NEXT_LOCAL.findall(_code(line))}
-        block = list(takewhile(lambda each: _is_within(each[0], local[1]), reversed(later)))
-        if any(_is_mentioned(name, block) for name in names):
+        names = (local[2], *_NEXT_LOCAL.findall(_code(line)))
+        if any(_is_mentioned(name, local[1], later) for name in names):
             later += reversed(statement)
     return [line for line, _ in reversed(later)]
 
 
-def _is_mentioned(name: str, block: list[tuple[str, set[str]]]) -> bool:
-    """Whether a block mentions a local of its own, not one of an inner block with that name."""
+def _is_mentioned(name: str, indent: str, later: list[tuple[str, set[str]]]) -> bool:
+    """Whether the rest of a block mentions a local of its own, not one of an inner block."""
     inner: str | None = None  # the indentation of a block that declares the name again
-    for line, words in block:
+    for line, words in reversed(later):
+        if not _is_within(line, indent):
+            return False
         if inner is not None and _is_within(line, inner):
             continue
         local = _LOCAL.match(line)

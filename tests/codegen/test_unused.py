@@ -47,8 +47,8 @@ extern "C" __global__ void kernel(const __grid_constant__ Params p) {
 }
 """
 PARAMS = (
-    Param("data", "pointer", "int* data;", "[size]"),
-    Param("size", "int32", "int size;", ""),
+    Param("data", "int*", "[size]"),
+    Param("size", "int"),
 )
 
 
