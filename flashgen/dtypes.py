@@ -49,8 +49,7 @@ class ScalarDtype:
     """The rules of one dtype of run-time scalars.
 
     Attributes:
-        field: type of the kernel's parameter, by its name in `flashgen.launch.pack`.
-        c_type: the same type in CUDA C++.
+        c_type: the type of the kernel's parameter in CUDA C++.
         schema: type of the argument in the schema of the torch operator.
         accepted: the accepted values, in words.
         example: a value as Python source.
@@ -59,7 +58,6 @@ class ScalarDtype:
         stored: the number that a kernel receives for a converted value.
     """
 
-    field: str
     c_type: str
     schema: str
     accepted: str
@@ -110,7 +108,6 @@ def _rounded(value: Number) -> float:
 
 SCALAR_DTYPES = {
     "int32": ScalarDtype(
-        field="int32",
         c_type="int",
         schema="SymInt",
         accepted=f"a whole number within +-{SCALAR_LIMIT:,}",
@@ -120,7 +117,6 @@ SCALAR_DTYPES = {
         stored=int,
     ),
     "float32": ScalarDtype(
-        field="float32",
         c_type="float",
         schema="float",
         accepted=f"a finite number within float32's +-{FLOAT32_MAX:.3g}",
@@ -130,7 +126,6 @@ SCALAR_DTYPES = {
         stored=_rounded,
     ),
     "bool": ScalarDtype(
-        field="int32",
         c_type="int",
         schema="bool",
         accepted="True or False",

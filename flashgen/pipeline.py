@@ -57,16 +57,7 @@ class ForwardRequest:
     heads_per_tile: int = 1
 
     def plan(self) -> Plan:
-        return plan(
-            self.spec,
-            self.arch,
-            sram=self.sram,
-            policy=self.policy,
-            access_bytes=self.access_bytes,
-            spare_registers=self.spare_registers,
-            tile=self.tile,
-            heads_per_tile=self.heads_per_tile,
-        )
+        return plan(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -86,14 +77,8 @@ class BackwardRequest:
     tiles: tuple[tuple[str, Tile], ...] = ()
 
     def plan(self) -> BackwardPlan:
-        return plan_backward(
-            self.spec,
-            self.arch,
-            sram=self.sram,
-            deterministic=self.deterministic,
-            spare_registers=dict(self.spare_registers),
-            tiles=dict(self.tiles),
-        )
+        pairs = {"spare_registers": dict(self.spare_registers), "tiles": dict(self.tiles)}
+        return plan_backward(**vars(self) | pairs)
 
 
 @dataclass(frozen=True)

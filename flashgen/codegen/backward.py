@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.analysis import Analysis, WalkedAxis
-from flashgen.codegen.backward_sm90 import backward_sm90
 from flashgen.codegen.captured import captured
 from flashgen.codegen.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
-from flashgen.codegen.sink import empty_row
 from flashgen.codegen.source import Source
 from flashgen.codegen.walk import ScoreCode, walk_of
+from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
+from flashgen.planner.models.panels_sm90 import queries_of_sums
 
 
 def walk_of_kernel(role: str) -> WalkedAxis:
@@ -34,47 +34,54 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         return _delta(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
-    if plan.path == "sm_90a":
-        return backward_sm90(spec, analysis, plan)
-    by_queries = plan.owns_keys
-    functions = SpecFunctions(spec, analysis, QUERIES if by_queries else KEYS)
+    hopper = plan.path == "sm_90a"
+    functions = SpecFunctions(spec, analysis, QUERIES if plan.owns_keys else KEYS)
     # A kernel that walks the queries of several heads names its current head and tile so.
-    renamed = {"h": "next_h", "tile": "next_tile"} if by_queries else {}
-    score = ScoreCode.of(functions, slope=True)
-    common: dict[str, Any] = {
-        "qk_tail": plan.itemsize == 2 and 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
-        "pv_tail": 8 in (plan.head_dim % 16, plan.head_dim_v % 16),
-        "transposed": by_queries,
-    }
+    renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
+    score = ScoreCode.of(functions, slope=True, element="s[n][e]" if hopper else "s[g][n][e]")
     walk = walk_of(functions, **renamed)
-    code = KernelCode(functions, walk, score)
-    if not by_queries:
-        return kernel(
-            "sm80/backward_dq.cu.j2",
-            spec,
-            plan,
-            code,
-            **common | {"pv_tail": plan.head_dim % 16 == 8},
-            uneven=plan.head_dim % (16 * plan.column_warps) != 0,
-        )
-    fused = plan.kernel == "fused"
+    fields: dict[str, Any] = {}
+    if hopper:
+        # Past the last query P and dP - delta are 0 without a mask, unless the score function
+        # changes them; past the last key they are not.
+        row = functions.mask.row
+        ends = not walk.row_has_lo or (row is not None and row.hi is not None)
+        fields = panels_of_plan(plan) | {
+            "products": products_of(plan, _shapes_of_products(plan)),
+            # With a score function or dropout, P and dS are computed together, after dP arrived.
+            "one_pass": bool(score.call or spec.dropout),
+            "dq_shares_queries": queries_of_sums(plan.block_q, plan.head_dim) < plan.block_q,
+            "row_has_hi": ends or bool(score.call),
+        }
+    exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None
     return kernel(
-        "sm80/backward_dkdv.cu.j2",
+        f"{'sm90' if hopper else 'sm80'}/backward_{'dkdv' if plan.owns_keys else 'dq'}.cu.j2",
         spec,
         plan,
-        code,
-        **common,
-        fused=fused,
-        uses_h=fused or spec.dropout or score.uses_h or walk.uses_h,
-        exchanges="P and dS" if plan.score_warps > 1 else "dS" if fused else None,
-        dq_uneven=plan.head_dim % (16 * plan.warps // plan.dq_row_warps) != 0,
+        KernelCode(functions, walk, score),
+        exchanges=exchanges,
+        **fields,
     )
+
+
+def _shapes_of_products(plan: Plan) -> set[tuple[str, int]]:
+    """The names of the products of a Hopper kernel, each with a number of columns."""
+    if not plan.owns_keys:
+        return {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim)}
+    columns = [plan.head_dim, plan.head_dim_v]
+    if plan.score_warps > 1:  # warpgroups share the panels of dK and of dV
+        panels = panels_of_plan(plan)
+        columns = [panels[f"panel{v}"] * panels[f"panels{v}"] // 2 for v in ("", "_v")]
+    shapes = {("multiply_rows", plan.block_q // plan.score_warps)}
+    shapes |= {("multiply_columns", each) for each in columns}
+    if plan.kernel == "fused":
+        shapes.add(("multiply_queries", queries_of_sums(plan.block_q, plan.head_dim)))
+    return shapes
 
 
 def _delta(spec: AttentionSpec, plan: Plan) -> Source:
     vectors = plan.head_dim_v * plan.itemsize // 16
     lanes = delta_lanes(vectors)
-    empty, why = empty_row(spec)
     return kernel(
         "common/delta.cu.j2",
         spec,
@@ -82,9 +89,7 @@ def _delta(spec: AttentionSpec, plan: Plan) -> Source:
         None,
         lanes=lanes,
         uneven=vectors % lanes != 0,
-        sink=spec.sink if plan.sink_bytes else None,
-        empty=empty,
-        empty_why=why,
+        has_sink=spec.sink is not None,
     )
 
 

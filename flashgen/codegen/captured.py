@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
 from flashgen import language as fx
 from flashgen.analysis import Analysis, kind_of_sum
-from flashgen.codegen.backward_sm90 import panels_of_plan
 from flashgen.codegen.functions import SpecFunction, SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
 from flashgen.codegen.readers import SUMS
 from flashgen.codegen.source import Source
 from flashgen.codegen.walk import ScoreCode, walk_of
-from flashgen.codegen.wgmma import products_of
-from flashgen.language import Element
+from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
@@ -55,23 +51,17 @@ class ExactSumVariable:
     tensor: str
 
 
-def _index_symbols(*elements: Element) -> set[sympy.Basic]:
-    return {symbol for e in elements for index in e.indices for symbol in index.free_symbols}
-
-
 @dataclass(frozen=True)
 class Partials:
     """The function that returns all derivatives: its call, and the names of its results.
 
     Attributes:
-        quad_sums, column_sums: whether a sum over the lanes of a row, or over the rows of a warp,
-            occurs.
+        quad_sums: whether a sum over the lanes of a row occurs.
     """
 
     call: str
     fields: str
     quad_sums: bool
-    column_sums: bool
 
 
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -105,11 +95,11 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         )
         for n, element in enumerate(elements)
     ]
-    placed = _index_symbols(*elements)
-    by_kind: dict[str, list[Element]] = {part.kind: [] for part in parts}
-    for element, part in zip(elements, parts, strict=True):
-        by_kind[part.kind].append(element)
-    in_loop = _index_symbols(*by_kind.get("element", ()))
+    kinds = {part.kind for part in parts}
+    fields: dict[str, Any] = {"exchanges": None}
+    if hopper:
+        products = products_of(plan, {("multiply_rows", plan.block_k)})
+        fields |= panels_of_plan(plan) | {"products": products}
     return kernel(
         "sm90/backward_learned.cu.j2" if hopper else "sm80/backward_learned.cu.j2",
         spec,
@@ -122,29 +112,11 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             partials=Partials(
                 derivatives.call(score=f"{fragment}[2 * r + c] * p.scale"),
                 ", ".join(part.sum for part in parts),
-                quad_sums=not by_kind.keys().isdisjoint(("row", "block")),
-                column_sums=not by_kind.keys().isdisjoint(("column", "block")),
+                quad_sums=not kinds.isdisjoint(("row", "block")),
             ),
         ),
         parts=parts,
         exact=exact,
-        transposed=False,
-        **(_sm90(plan) if hopper else _sm80(plan)),
-        has_rows="row" in by_kind,
-        part_uses_q=fx.Q in derivatives.uses or fx.Q in in_loop,
-        part_uses_k=fx.K in derivatives.uses or fx.K in placed,
-        part_uses_score=fx.SCORE in placed,
-        uses_k=score.uses_k or fx.K in derivatives.uses or fx.K in placed,
+        has_rows="row" in kinds,
+        **fields,
     )
-
-
-def _sm80(plan: Plan) -> dict[str, Any]:
-    """Fields of the code path alone."""
-    tails = (plan.head_dim % 16, plan.head_dim_v % 16)
-    return {"qk_tail": plan.itemsize == 2 and 8 in tails, "pv_tail": False}
-
-
-def _sm90(plan: Plan) -> dict[str, Any]:
-    """Fields of the code path alone."""
-    products = products_of(plan, {("multiply_rows", plan.block_k)})
-    return {**panels_of_plan(plan), "products": products, "exchanges": None, "fused": False}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import sympy
@@ -18,8 +18,8 @@ from flashgen import language as fx
 from flashgen.analysis import Analysis, CodeBlock, Interval, MaskAnalysis, ScoreAnalysis
 from flashgen.codegen.conditions import returned
 from flashgen.codegen.expressions import CPrinter
-from flashgen.codegen.readers import Reader, extreme, reader
-from flashgen.codegen.text import COLUMNS, comment, comments, function_text, wrap_code
+from flashgen.codegen.readers import extreme, reader
+from flashgen.codegen.text import DeviceFunction, comment, comments
 from flashgen.language import python_text
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.language.tensor import MOST_DIMS
@@ -123,44 +123,25 @@ QUERIES = Direction(
 
 
 @dataclass(frozen=True)
-class SpecFunction:
-    """One device function of the emitted file.
+class SpecFunction(DeviceFunction):
+    """A function made from the spec; ``uses`` holds the symbols that determine its parameters."""
 
-    ``uses`` holds the symbols in its expressions, which determine its parameters.
-    """
-
-    name: str
-    returns: str
-    comment: tuple[str, ...]
-    body: tuple[str, ...]
     uses: frozenset[sympy.Symbol]
-    takes_params: bool
 
-    @property
-    def parameters(self) -> str:
-        params = ["const Params& p"] if self.takes_params else []
-        return ", ".join(params + [text for s, text in PARAMETERS.items() if s in self.uses])
-
-    @property
-    def signature(self) -> str:
-        head = "__device__ __forceinline__"
-        line = f"{head} {self.returns} {self.name}({self.parameters}) {{"
-        if len(line) <= COLUMNS:
-            return line
-        return f"{head} {self.returns} {self.name}(\n    {self.parameters}) {{"
-
-    @property
-    def text(self) -> str:
-        return function_text(self.comment, self.signature, self.body)
-
-    def call(self, **replaced: str) -> str:
-        """C++ of a call in the kernel; ``replaced`` gives other text for single arguments."""
-        args = ["p"] if self.takes_params else []
-        for symbol, text in PARAMETERS.items():
-            if symbol in self.uses:
-                name = text.split()[1]
-                args.append(replaced.get(name, name))
-        return f"{self.name}({', '.join(args)})"
+    @staticmethod
+    def of(
+        name: str,
+        returns: str,
+        comment: Sequence[str],
+        body: Sequence[str],
+        uses: Set[sympy.Symbol],
+    ) -> SpecFunction:
+        """The function with the parameters that its body needs, in the order of PARAMETERS."""
+        params = ["const Params& p"] if _TAKES_PARAMS.search(" ".join(body)) else []
+        params += [text for symbol, text in PARAMETERS.items() if symbol in uses]
+        return SpecFunction(
+            name, returns, tuple(params), tuple(comment), tuple(body), frozenset(uses)
+        )
 
 
 class SpecFunctions:
@@ -188,7 +169,7 @@ class SpecFunctions:
         return tuple(t for t in self.spec.read_tensors if t.symbol in used)
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[DeviceFunction, ...]:
         """The functions that read these tensors and their min/max tables."""
         by_symbol = {tensor.symbol: tensor for tensor in self.tensors}
         extremes = sorted(self.printer.extremes, key=lambda each: (each[0].name, *each[1:]))
@@ -213,15 +194,8 @@ class SpecFunctions:
         body: Sequence[str],
     ) -> SpecFunction:
         free = set().union(*(expr.free_symbols for expr in exprs)) if exprs else set()
-        uses = frozenset(free & (set(PARAMETERS) - set(self.direction.ends)))
-        return SpecFunction(
-            name=name,
-            returns=returns,
-            comment=tuple(why),
-            body=tuple(line for text in body for line in wrap_code(text, indent=2)),
-            uses=uses,
-            takes_params=_TAKES_PARAMS.search(" ".join(body)) is not None,
-        )
+        uses = free & (PARAMETERS.keys() - self.direction.ends.keys())
+        return SpecFunction.of(name, returns, why, body, uses)
 
     # The user's functions.
 
@@ -313,14 +287,8 @@ class SpecFunctions:
             "}",
             "return tile_end;",
         )
-        return SpecFunction(
-            name="next_live_tile",
-            returns="int",
-            comment=tuple(comment(why)),
-            body=tuple(line for text in body for line in wrap_code(text, indent=2)),
-            uses=may.uses | {TILE, TILE_END},
-            takes_params=may.takes_params,
-        )
+        uses = may.uses | {TILE, TILE_END}
+        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses)
 
     def tile_must(self) -> SpecFunction:
         why = "True: every element of the tile is kept (interval arithmetic over its corners)."

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from flashgen.analysis import SPAN
 from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunction, SpecFunctions
-from flashgen.codegen.maps import Maps
-from flashgen.codegen.packed import Packed, first_row, of_tma
-from flashgen.codegen.params import params_of
-from flashgen.codegen.readers import SUMS, place_of_sum, reader
-from flashgen.codegen.rows import rows_of
-from flashgen.codegen.sink import logit_of
-from flashgen.codegen.source import ELEMENTS, Source, kernel_name
+from flashgen.codegen.params import SINK_SUMS, WORK_TILES, params_of
+from flashgen.codegen.readers import (
+    SUMS,
+    param_of_table,
+    params_of_gradient,
+    params_of_tensor,
+    place_of_sum,
+    reader,
+)
+from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
 from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
-from flashgen.codegen.walk import ScoreCode, WalkCode, owned_by_block
-from flashgen.language import Tensor
+from flashgen.codegen.walk import ScoreCode, WalkCode
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-
-# Up to this head dim each step of P V in float32 accumulates in separate registers before it is
-# added to O. Beyond it O leaves no registers for that, and the rounding of Q K^T, whose sums are
-# as long in PyTorch, dominates the error.
-OWN_SUMS_UP_TO = 128
 
 
 @dataclass(frozen=True)
@@ -54,67 +51,88 @@ class KernelCode:
 
 
 def kernel(
-    template: str,
-    spec: AttentionSpec,
-    plan: Plan,
-    code: KernelCode | None,
-    *,
-    sink: Tensor | None = None,
-    **fields: object,
+    template: str, spec: AttentionSpec, plan: Plan, code: KernelCode | None, **fields: object
 ) -> Source:
     """One emitted file.
 
     Args:
         code: None for a kernel that evaluates neither mask nor score.
-        sink: the sink of the spec, for a kernel that reads it outside the spec's functions.
         fields: the fields that only this template has.
 
     Raises:
         RenderError: the template uses a field that is missing.
     """
     name = kernel_name(spec, plan.kernel, plan.heads_per_tile)
-    read = code.functions.tensors if code else ()
+    tensors = code.functions.tensors if code else ()
     readers = code.functions.readers if code else ()
     tables = code.functions.tables if code else ()
-    if sink is not None and sink.name not in {each.tensor.name for each in readers}:
-        read, readers = (*read, sink), (*readers, reader(sink))
+    sink, logit = spec.sink if plan.sink_bytes else None, None
+    if sink is not None:
+        logit = f"read_{sink.name}(p, {head_of(plan)})" if sink.dims else f"read_{sink.name}(p)"
+        if sink.name not in {tensor.name for tensor in tensors}:
+            tensors, readers = (*tensors, sink), (*readers, reader(sink))
+    params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
+    params += [param for tensor in tensors for param in params_of_tensor(tensor)]
+    params += [param_of_table(tensor, axis) for tensor, axis in tables]
+    params.append(SINK_SUMS)
     if plan.of_captured:
-        sums = SUMS[plan.kernel]
-        readers += tuple(place_of_sum(tensor, sums) for tensor in read if tensor.grad)
-    uneven = code is not None and code.walk.uneven
-    params = params_of(spec, plan.kernel, plan.path, read, tables, uneven=uneven)
-    packed = Packed.of(params, owns_keys=plan.owns_keys) if spec.packed and code else None
+        learned, sums = [tensor for tensor in tensors if tensor.grad], SUMS[plan.kernel]
+        readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
+        params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
-    spec_section = (*(each.text for each in readers), *(each.text for each in printed))
-    parameter = "packed" if packed else "p"
-    if code is not None:
-        fields |= owned_by_block(code.walk, parameter, persistent=plan.is_persistent)
-    maps = [param.name for param in params if param.ctype == "tensormap"]
-    rows = rows_of(plan)
+    packed = spec.packed and code is not None
+    return rendered(
+        template,
+        spec,
+        plan,
+        name,
+        params,
+        spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
+        element=ELEMENTS[plan.dtype],
+        span=SPAN,
+        sparse=spec.block_sparse if code else None,
+        walk=code.walk if code else None,
+        score=code.score if code else None,
+        partials=code.partials if code else None,
+        forward=plan.kernel == "forward",
+        fused=plan.kernel == "fused",
+        dropout=spec.dropout,
+        packed=packed,
+        parameter="packed" if packed else "p",
+        maps=[param.name for param in params if param.ctype == "tensormap"],
+        sink=logit,
+        **fields,
+    )
+
+
+def rendered(
+    template: str,
+    spec: AttentionSpec,
+    plan: Plan,
+    name: str,
+    params: Sequence[Param],
+    *,
+    spec_section: tuple[str, ...] = (),
+    **fields: object,
+) -> Source:
+    """The file of a template, without what its kernel does not use.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
     text = render_template(
         template,
         name=name,
         banner="\n".join(banner(spec, plan, template)),
         plan=plan,
-        element=ELEMENTS[plan.dtype],
         params=params,
-        span=SPAN if tables else None,
-        sparse=spec.block_sparse if code else None,
         spec_section=spec_section,
-        walk=code.walk if code else None,
-        score=code.score if code else None,
-        partials=code.partials if code else None,
-        rows=rows,
-        forward=plan.kernel == "forward",
-        own_sums=plan.kernel == "forward" and plan.head_dim_v <= OWN_SUMS_UP_TO,
-        dropout=spec.dropout,
-        packed=packed,
-        parameter=parameter,
-        first_row=partial(first_row, packed is not None),
-        **of_tma(packed is not None),
-        maps=Maps.of(maps),
-        sink=logit_of(sink, rows.head),
         **fields,
     )
-    text, params = used(simplified(text), params)
-    return Source(name, f"{name}_{plan.arch}.cu", tidy(text), params, plan, spec_section)
+    text, kept = used(simplified(text), params)
+    return Source(name, f"{name}_{plan.arch}.cu", tidy(text), kept, plan, spec_section)
+
+
+def head_of(plan: Plan) -> str:
+    """C++ of the query head of a warp's rows; h is the first head of the tile."""
+    return "head" if plan.heads_per_tile > 1 else "h"

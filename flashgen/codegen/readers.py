@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flashgen.codegen.source import Param
-from flashgen.codegen.text import COLUMNS, comment, function_text, wrap_code
+from flashgen.codegen.text import COLUMNS, DeviceFunction, comment
 from flashgen.language import Tensor
 
 # The names of the index parameters, one per dimension, in order.
@@ -30,54 +28,39 @@ EXACT_SUM = "unsigned long long"
 SUMS = {"captured": "float", "captured_exact": EXACT_SUM}
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A device function that reads a captured tensor or its min/max table or finds an address."""
-
-    tensor: Tensor
-    returns: str
-    comment: tuple[str, ...]
-    signature: str
-    body: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return function_text(self.comment, self.signature, self.body)
-
-
-def reader(tensor: Tensor) -> Reader:
+def reader(tensor: Tensor) -> DeviceFunction:
     """``read_bias(p, i, j)``: the element at the nearest index inside the tensor."""
     _, returns, convert = _TYPES[tensor.dtype]
     why = f"The spec's {tensor.name}"
     if tensor.dims:
         why += ": an index outside it means its nearest element"
     place, before = _place(f"c_{tensor.name}", tensor)
-    return Reader(
-        tensor=tensor,
+    return DeviceFunction(
+        name=f"read_{tensor.name}",
         returns=returns,
+        parameters=_parameters(tensor),
         comment=tuple(comment(f"{why}.")),
-        signature=_signature(returns, f"read_{tensor.name}", tensor),
         body=(*before, f"return {convert.format(f'__ldg({place})')};"),
     )
 
 
-def place_of_sum(tensor: Tensor, kind: str) -> Reader:
+def place_of_sum(tensor: Tensor, kind: str) -> DeviceFunction:
     """``sum_of_bias(p, i, j)``: the address of the gradient of ``read_bias(p, i, j)``.
 
     Args:
         kind: the type of the sum, one of SUMS.
     """
     place, before = _place(f"dc_{tensor.name}", tensor)
-    return Reader(
-        tensor=tensor,
+    return DeviceFunction(
+        name=f"sum_of_{tensor.name}",
         returns=f"{kind}*",
+        parameters=_parameters(tensor),
         comment=tuple(comment(f"The address at which the gradient of {tensor.name} is summed.")),
-        signature=_signature(f"{kind}*", f"sum_of_{tensor.name}", tensor),
         body=(*before, f"return {place};"),
     )
 
 
-def extreme(tensor: Tensor, axis: int, least: bool) -> Reader:
+def extreme(tensor: Tensor, axis: int, least: bool) -> DeviceFunction:
     """``least_ids_1(p, lo, hi, i)``: a bound of the elements lo to hi along an axis.
 
     The function reads the min/max table. The indices on the other axes, in order, come last.
@@ -88,7 +71,6 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> Reader:
     others = [other for other in range(len(tensor.dims)) if other != axis]
     indices = INDICES[: len(others)]
     line, lines = _line(name, others, indices)
-    parameters = ["const Params& p", "int lo", "int hi", *(f"int {i}" for i in indices)]
     what = f"The {kind} element of {name} from lo to hi along {tensor.dims[axis]}, in whole spans."
     body = [
         f"const int first = inside(lo, {size}) / SPAN;",
@@ -100,13 +82,12 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> Reader:
         f" + ((2 * level + {0 if least else 1}) * lines + {line}) * entries;",
         f"return {pick}(__ldg(table + first), __ldg(table + last + 1 - (1 << level)));",
     ]
-    return Reader(
-        tensor=tensor,
+    return DeviceFunction(
+        name=f"{kind}_{name}_{axis}",
         returns=returns,
+        parameters=("const Params& p", "int lo", "int hi", *(f"int {i}" for i in indices)),
         comment=tuple(comment(what)),
-        signature=f"__device__ __forceinline__ {returns} {kind}_{name}_{axis}"
-        f"({', '.join(parameters)}) {{",
-        body=tuple(line for text in body for line in wrap_code(text, indent=2)),
+        body=tuple(body),
     )
 
 
@@ -126,8 +107,7 @@ def param_of_table(tensor: Tensor, axis: int, *, written: bool = False) -> Param
     const = "" if written else "const "
     return Param(
         f"m_{tensor.name}_{axis}",
-        "pointer",
-        f"{const}{_TYPES[tensor.dtype][1]}* m_{tensor.name}_{axis};",
+        f"{const}{_TYPES[tensor.dtype][1]}*",
         f"[levels, 2, lines, entries]: min, max of {tensor.name} along {tensor.dims[axis]}",
     )
 
@@ -137,10 +117,8 @@ def stored_and_read(tensor: Tensor) -> tuple[str, str]:
     return _TYPES[tensor.dtype][:2]
 
 
-def _signature(returns: str, name: str, tensor: Tensor) -> str:
-    parameters = ["const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)])]
-    head, tail = f"__device__ __forceinline__ {returns} {name}(", f"{', '.join(parameters)}) {{"
-    return head + tail if len(head + tail) <= COLUMNS else f"{head}\n    {tail}"
+def _parameters(tensor: Tensor) -> tuple[str, ...]:
+    return ("const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)]))
 
 
 def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
@@ -151,39 +129,29 @@ def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
         f"inside({i}, p.c_{tensor.name}_size_{axis}) * p.{field}_stride_{axis}"
         for axis, i in enumerate(INDICES[: len(tensor.dims)])
     )
-    return f"p.{field} + offset", wrap_code(
-        f"const long long offset = {' + '.join(terms)};", indent=2
-    )
+    return f"p.{field} + offset", [f"const long long offset = {' + '.join(terms)};"]
 
 
 def params_of_tensor(tensor: Tensor) -> list[Param]:
     """The fields of ``struct Params`` for a captured tensor: its address, sizes and strides."""
-    name, stored = tensor.name, _TYPES[tensor.dtype][0]
-    declaration, what = f"const {stored}* c_{name};", f"{_shape(tensor)}, the spec's {name}"
-    if len(f"  {declaration}  // {what}") > COLUMNS:
-        what = _shape(tensor)
-    pointer = Param(f"c_{name}", "pointer", declaration, what)
-    return [
-        pointer,
-        *_strides(f"c_{name}", tensor),
-        *(
-            Param(f"c_{name}_size_{axis}", "int32", f"int c_{name}_size_{axis};", str(dim))
-            for axis, dim in enumerate(tensor.dims)
-        ),
-    ]
+    name, stored = f"c_{tensor.name}", _TYPES[tensor.dtype][0]
+    pointer = Param(name, f"const {stored}*", f"{_shape(tensor)}, the spec's {tensor.name}")
+    if len(pointer.line) > COLUMNS:
+        pointer = Param(name, f"const {stored}*", _shape(tensor))
+    sizes = (Param(f"{name}_size_{axis}", "int", str(dim)) for axis, dim in enumerate(tensor.dims))
+    return [pointer, *_strides(name, tensor), *sizes]
 
 
 def params_of_gradient(tensor: Tensor, kind: str) -> list[Param]:
     """The fields for the gradient of a learned tensor; ``kind`` is the type of the sums."""
     name = f"dc_{tensor.name}"
     what = f"{_shape(tensor)}, zeros before the launch"
-    params = [Param(name, "pointer", f"{kind}* {name};", what), *_strides(name, tensor)]
+    params = [Param(name, f"{kind}*", what), *_strides(name, tensor)]
     if kind == EXACT_SUM:
-        greatest, root = f"greatest_{tensor.name}", f"root_{tensor.name}"
         what = "bits of the largest |x| that is added, 0 before the launch"
-        params.append(Param(greatest, "pointer", f"unsigned* {greatest};", what))
+        params.append(Param(f"greatest_{tensor.name}", "unsigned*", what))
         what = "square root of the number of units in 1; null: not computed yet"
-        params.append(Param(root, "pointer", f"const float* {root};", what))
+        params.append(Param(f"root_{tensor.name}", "const float*", what))
     return params
 
 
@@ -191,8 +159,7 @@ def _strides(field: str, tensor: Tensor) -> list[Param]:
     return [
         Param(
             f"{field}_stride_{axis}",
-            "int64",
-            f"long long {field}_stride_{axis};",
+            "long long",
             f"elements to the next along {dim}" if isinstance(dim, str) else "",
         )
         for axis, dim in enumerate(tensor.dims)

@@ -10,28 +10,44 @@ from flashgen.planner import Plan
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
+_CTYPES = {"long long": "int64", "int": "int32", "float": "float32", "TensorMap": "tensormap"}
+
+
 @dataclass(frozen=True)
 class Param:
-    """One field of the kernel's ``struct Params``, in order.
+    """One field of the kernel's ``struct Params``.
 
-    ``ctype`` is "pointer", "int64", "int32", "float32", or "tensormap" for the 128-byte
-    descriptor by which TMA copies the tensor of that name.
+    Attributes:
+        name: the name by which launchers know it.
+        cpp_type: its type in C++.
+        what: a shape, or the meaning of a number; "" where the name says it.
+        cpp_name: its name in C++ where that is another one.
     """
 
     name: str
-    ctype: str
-    declaration: str
-    what: str
+    cpp_type: str
+    what: str = ""
+    cpp_name: str = ""
+
+    @property
+    def ctype(self) -> str:
+        """ "pointer", "int64", "int32", "float32", or "tensormap" for a descriptor of TMA."""
+        return _CTYPES.get(self.cpp_type, "pointer")
 
     @property
     def field(self) -> str:
         """The name of the field in C++."""
-        return self.declaration.rpartition(" ")[2].removesuffix(";")
+        return self.cpp_name or self.name
 
     @property
-    def comment(self) -> str:
-        """The comment after the declaration: a shape, or the meaning of a number."""
-        return f"  // {self.what}" if self.what else ""
+    def declaration(self) -> str:
+        """The field in the struct, without its comment."""
+        return f"{self.cpp_type} {self.field};"
+
+    @property
+    def line(self) -> str:
+        """The line of the struct."""
+        return f"  {self.declaration}" + (f"  // {self.what}" if self.what else "")
 
 
 @dataclass(frozen=True)

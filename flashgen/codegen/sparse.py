@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
-
 from flashgen import language as fx
 from flashgen.codegen.functions import KEYS, TILE, TILE_END, SpecFunction, SpecFunctions
-from flashgen.codegen.text import comment, wrap_code
+from flashgen.codegen.text import comment
 from flashgen.language.block_layout import TENSORS
 
 
@@ -68,7 +66,8 @@ class LayoutFunctions:
             "  if (tile == listed) return tile;",
             "}",
         )
-        made = self._function("next_common_tile", "int", why, body, self._listed.uses | live.uses)
+        uses = self._listed.uses | live.uses
+        made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses)
         self.functions += (made,)
         return made
 
@@ -76,14 +75,14 @@ class LayoutFunctions:
         """The function that is true if both the mask and the block layout keep a score."""
         why = "Whether the score's block is live. Negative positions are in block 0."
         body = ("return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
-        uses = frozenset({fx.B, fx.H, fx.Q, fx.K})
-        inside = self._function("in_layout", "bool", why, body, uses)
+        uses = {fx.B, fx.H, fx.Q, fx.K}
+        inside = SpecFunction.of("in_layout", "bool", comment(why), body, uses)
         self.functions += (inside,)
         if mask is None:
             return inside
         body = (f"return {mask.call()} && {inside.call()};",)
         why = "Whether the mask and the block layout both keep a score."
-        both = self._function("mask_and_layout", "bool", why, body, uses)
+        both = SpecFunction.of("mask_and_layout", "bool", comment(why), body, uses)
         self.functions += (both,)
         return both
 
@@ -122,7 +121,7 @@ class LayoutFunctions:
         )
         direction = self._make.direction
         uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
-        return self._function("next_listed_tile", "int", why, body, frozenset(uses))
+        return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses)
 
     def _layout_full(self) -> SpecFunction:
         direction = self._make.direction
@@ -140,24 +139,7 @@ class LayoutFunctions:
         )
         why = "True: every block that the tile touches is live. The lanes check different blocks."
         uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE}
-        return self._function("layout_full", "bool", why, body, frozenset(uses))
+        return SpecFunction.of("layout_full", "bool", comment(why), body, uses)
 
     def _what(self) -> str:
         return "block's queries" if self._owned is _QUERIES else "block's keys"
-
-    def _function(
-        self,
-        name: str,
-        returns: str,
-        why: str,
-        body: tuple[str, ...],
-        uses: frozenset[sympy.Symbol],
-    ) -> SpecFunction:
-        return SpecFunction(
-            name=name,
-            returns=returns,
-            comment=tuple(comment(why)),
-            body=tuple(line for text in body for line in wrap_code(text, indent=2)),
-            uses=uses,
-            takes_params=True,
-        )

@@ -1,16 +1,42 @@
-"""Line breaking of comments and statements in emitted files."""
+"""Device functions of emitted files, and line breaking of comments and statements."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 COLUMNS = 100
 
 
-def function_text(comment: Sequence[str], signature: str, body: Sequence[str]) -> str:
-    """One device function of the emitted file, without a final newline."""
-    return "\n".join([*comment, signature, *(f"  {line}".rstrip() for line in body), "}"])
+@dataclass(frozen=True)
+class DeviceFunction:
+    """One device function of the emitted file.
+
+    Attributes:
+        returns, parameters: the C++ type of its result, and its parameters with their types.
+        comment: the lines above it.
+        body: its statements, or parts of them that stand on separate lines.
+    """
+
+    name: str
+    returns: str
+    parameters: tuple[str, ...]
+    comment: tuple[str, ...]
+    body: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The function, without a final newline."""
+        head = f"__device__ __forceinline__ {self.returns} {self.name}("
+        tail = f"{', '.join(self.parameters)}) {{"
+        signature = head + tail if len(head + tail) <= COLUMNS else f"{head}\n    {tail}"
+        body = (f"  {line}" for text in self.body for line in wrap_code(text, indent=2))
+        return "\n".join([*self.comment, signature, *body, "}"])
+
+    def call(self, **replaced: str) -> str:
+        """C++ of a call in the kernel; ``replaced`` gives other text for single arguments."""
+        names = (parameter.split()[-1] for parameter in self.parameters)
+        return f"{self.name}({', '.join(replaced.get(name, name) for name in names)})"
 
 
 def comment(text: str, indent: str = "") -> list[str]:

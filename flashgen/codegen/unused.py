@@ -1,8 +1,9 @@
-"""Removes unused helpers, constants and parameters from an emitted file.
+"""Removes unused helpers, constants, parameters and locals from an emitted file.
 
-Templates hold all helpers of a hardware unit and all fields that a kind of kernel may take. Which
-of them one kernel uses depends on the spec and on the plan; it is read from the text itself: a
-declaration stays if its name can be reached from the kernel.
+Templates hold all helpers of a hardware unit, all fields that a kind of kernel may take, and all
+locals that its steps may need. Which of them one kernel uses depends on the spec and on the plan;
+it is read from the text itself: a declaration stays if its name can be reached from the kernel, and
+a local of the kernel if a later line of its block mentions it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ _FUNCTION = re.compile(r"__device__ __forceinline__ .*?(\w+)\(")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed)\.(\w+)")
+_KERNEL = 'extern "C" __global__'
+_LOCAL = re.compile(
+    r"( +)(?:(?:const|constexpr) [\w<>*& ]+?|unsigned)[ *&](\w+)(?:\[[^=]*\])?(?: =|;|\()"
+)
+_NEXT_LOCAL = re.compile(r", (\w+) = ")
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,28 @@ class _Piece:
     @property
     def code(self) -> str:
         """The lines without comments, which may mention unused names."""
-        return "\n".join(line.partition("//")[0] for line in self.lines)
+        return "\n".join(map(_code, self.lines))
+
+
+def _code(line: str) -> str:
+    return line.partition("//")[0].rstrip()
 
 
 def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
-    """The file without unused helpers, constants and fields of ``struct Params``.
+    """The file without unused helpers, constants, locals and fields of ``struct Params``.
 
     Args:
         text: a kernel and what it may use. Declarations begin at the left margin.
         params: the fields of the text's ``struct Params``, in order.
     """
-    pieces = list(_pieces(text.splitlines()))
+    head, kernel, body = text.partition(_KERNEL)
+    lines = [*head.splitlines(), *_with_used_locals((kernel + body).splitlines())]
+    pieces = list(_pieces(lines))
     reached = _reached(pieces)
     mentioned = set(_FIELD.findall("\n".join(p.code for p in pieces if p.name in reached)))
     kept = tuple(param for param in params if param.field in mentioned)
     unused = {param.declaration for param in params} - {param.declaration for param in kept}
-    lines: list[str] = []
+    lines = []
     heading: tuple[str, ...] = ()  # the comment of a group whose first declarations are unused
     for piece in pieces:
         if piece.name not in reached:
@@ -63,6 +75,43 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
         lines += [line for line in piece.lines if line.partition("  //")[0].strip() not in unused]
         heading = ()
     return "\n".join(lines) + "\n", kept
+
+
+def _with_used_locals(lines: list[str]) -> list[str]:
+    """The lines of a kernel without the locals that no later line of their block mentions."""
+    later: list[tuple[str, set[str]]] = []  # lines and their words, the last line first
+    for line in reversed(lines):
+        later.append((line, set(_WORD.findall(_code(line)))))
+        local = _LOCAL.match(line)
+        if local is None or line.endswith("{"):
+            continue
+        statement = [later.pop()]
+        while not _code(statement[-1][0]).endswith(";"):
+            statement.append(later.pop())
+        names = (local[2], *_NEXT_LOCAL.findall(_code(line)))
+        if any(_is_mentioned(name, local[1], later) for name in names):
+            later += reversed(statement)
+    return [line for line, _ in reversed(later)]
+
+
+def _is_mentioned(name: str, indent: str, later: list[tuple[str, set[str]]]) -> bool:
+    """Whether the rest of a block mentions a local of its own, not one of an inner block."""
+    inner: str | None = None  # the indentation of a block that declares the name again
+    for line, words in reversed(later):
+        if not _is_within(line, indent):
+            return False
+        if inner is not None and _is_within(line, inner):
+            continue
+        local = _LOCAL.match(line)
+        inner = local[1] if local is not None and local[2] == name else None
+        if inner is None and name in words:
+            return True
+    return False
+
+
+def _is_within(line: str, indent: str) -> bool:
+    """Whether a line is in a block with this indentation, which directives need not have."""
+    return line.startswith(indent) or line.lstrip()[:1] in ("", "#")
 
 
 def _reached(pieces: list[_Piece]) -> set[str | None]:

@@ -40,15 +40,9 @@ class WalkCode:
     row: str | None
     row_outside: str
     row_has_lo: bool
+    row_has_q: bool
     mask: str | None
     mask_costly: bool  # the mask reads memory, or divides a position of one row or column
-    uses_h: bool
-    uses_q: bool
-    uses_k: bool
-    uses_lo: bool  # the first position of the tile that the block owns
-    uses_hi: bool
-    seeks_lo: bool  # the functions that find the walked tiles use that position
-    seeks_hi: bool
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
@@ -56,7 +50,7 @@ class WalkCode:
 
 def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
     """The walk of a kernel. ``renamed``: the kernel's names of the functions' h and tile."""
-    mask, along = make.mask, make.direction
+    mask = make.mask
     bounded = mask.reach.lo is not None or mask.reach.hi is not None
     reach = make.tile_reach() if bounded else None
     may = None if mask.reach_exact else make.tile_may()
@@ -76,35 +70,23 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
     functions = tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
     if layout is not None:
         functions += layout.functions
-    tile_uses = set().union(*(f.uses for f in (reach, full, may, must) if f is not None))
-    all_uses = tile_uses | (layout.uses if layout else set())
-    seeks = set().union(*(f.uses for f in (reach, may) if f is not None))
-    seeks |= layout.uses if layout else set()
+    of_tiles = [f for f in (reach, full, may, must) if f is not None]
     has_lo = by_row and mask.row is not None and mask.row.lo is not None
-    outside = "8 * n + e >= hi"
-    if has_lo:
-        outside = f"8 * n + e < lo || {outside}"
     return WalkCode(
         functions=functions,
-        counts=along.counts,
+        counts=make.direction.counts,
         reach=reach.call(**renamed) if reach else None,
         full=full.call(**renamed) if full else None,
         next=visit.call(**renamed) if visit else None,
         next_why=NEXT_LISTED if layout else NEXT_LIVE,
         full_tile=_full_tile(make, full, must, layout, renamed),
         row=element.call() if by_row else None,
-        row_outside=outside,
+        row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
+        row_has_q=by_row and fx.Q in element.uses,
         mask=None if by_row else element.call(),
         mask_costly=not by_row and (layout is not None or _is_costly(mask.expr)),
-        uses_h=fx.H in element.uses,
-        uses_q=fx.Q in element.uses,
-        uses_k=fx.K in element.uses,
-        uses_lo=along.owned_lo in all_uses,
-        uses_hi=along.owned_hi in all_uses,
-        seeks_lo=along.owned_lo in seeks,
-        seeks_hi=along.owned_hi in seeks,
-        by_head=fx.H in tile_uses,
+        by_head=any(fx.H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
     )
@@ -123,60 +105,37 @@ def _full_tile(
     layout: LayoutFunctions | None,
     renamed: dict[str, str],
 ) -> str:
-    by_mask = _full_by_mask(make, full, must, renamed)
-    if layout is None or by_mask == "false":
-        return by_mask
-    return f"{by_mask}\n        && {layout.full.call(**renamed)}"
-
-
-def _full_by_mask(
-    make: SpecFunctions,
-    full: SpecFunction | None,
-    must: SpecFunction | None,
-    renamed: dict[str, str],
-) -> str:
+    """C++ of the condition that every element of a tile exists and is kept."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
     if make.direction is KEYS:
-        # Queries past the end need no mask: their rows are not stored.
-        keys = "k_start + BLOCK_K <= p.seq_k"
-        if full is not None:
-            return "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
-        return keys if must is None else f"{keys} && {must.call(**renamed)}"
+        # Queries past the end need no mask: their rows are not stored. Keys in full exist.
+        conditions = [] if full else ["k_start + BLOCK_K <= p.seq_k"]
+        inside = "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
+    else:
+        conditions = ["whole"]
+        inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
     if full is not None:
-        return "whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
-    return "whole" if must is None else f"whole && {must.call(**renamed)}"
-
-
-def owned_by_block(walk: WalkCode, parameter: str, *, persistent: bool) -> dict[str, str]:
-    """C++ of a block's tile and head, from its number, in `planner.schedule.block_order`.
-
-    Args:
-        parameter: the name of the kernel's parameter.
-        persistent: whether a block processes several work tiles, which then have the numbers.
-    """
-    number, numbers, head_group = "blockIdx.x", "gridDim.x", "blockIdx.y"
-    bits = f"{parameter}.head_bits"
-    if persistent:
-        number, numbers, bits = "number", f"{parameter}.tiles_per_group", "bits"
-        head_group = f"batch_head % {parameter}.head_groups"
-    fields = {"block_number": number, "block_tile": number, "block_head": head_group}
-    if walk.uneven:
-        in_order = f"({numbers} - 1 - {number})" if walk.last_tile_first else number
-        fields["block_tile"] = f"({in_order} >> {bits})"
-        fields["block_head"] = f"{head_group} << {bits} | ({number} & ((1 << {bits}) - 1))"
-    return fields
+        conditions.append(inside)
+    if must is not None:
+        conditions.append(must.call(**renamed))
+    by_mask = " && ".join(conditions)
+    return f"{by_mask}\n        && {layout.full.call(**renamed)}" if layout else by_mask
 
 
 @dataclass(frozen=True)
 class ScoreCode:
-    """The score function's part of the main loop; ``call`` is None for the identity."""
+    """The score function's part of the main loop.
+
+    Attributes:
+        call: C++ of the call; None for the identity.
+        value: C++ of the score: of the call's result, or the element of Q K^T itself.
+    """
 
     functions: tuple[SpecFunction, ...]
     call: str | None
-    uses_h: bool
+    value: str
     uses_q: bool
-    uses_k: bool
 
     @staticmethod
     def of(
@@ -188,8 +147,8 @@ class ScoreCode:
     ) -> ScoreCode:
         """The score's C++ for ``element`` of Q K^T at ``head``; ``slope`` adds the derivative."""
         if make.score.identity:
-            return ScoreCode((), None, False, False, False)
+            return ScoreCode((), None, element, uses_q=False)
         function = make.score_mod_and_slope() if slope else make.score_mod()
         call = function.call(score=f"{element} * p.scale", h=head)
-        uses = (symbol in function.uses for symbol in (fx.H, fx.Q, fx.K))
-        return ScoreCode((function,), call, *uses)
+        value = "scored.value" if slope else "value"
+        return ScoreCode((function,), call, value, fx.Q in function.uses)

@@ -51,7 +51,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
         environment().get_template("common/math.cuh.j2").render(),
         f"constexpr int BLOCK_K = {BLOCK_K};",
         "struct Params { int " + ", ".join(fields) + "; };",
-        *(line for f in emitted for line in (f.signature, *("  " + b for b in f.body), "}")),
+        *(function.text for function in emitted),
         'extern "C" __global__ void run(const int* in, int* out) {',
         f"  const Params p = {{{', '.join(map(str, fields.values()))}}};",
         *(f"  const int {n} = in[{i * LANES} + threadIdx.x];" for i, n in enumerate(lanes)),
@@ -98,8 +98,8 @@ def test_only_the_part_that_needs_a_value_waits_for_it() -> None:
 def test_no_emitted_line_is_too_long_and_none_ends_inside_a_cast(name: str) -> None:
     make = functions_of(name)
     functions = [make.tile_may(), make.tile_must(), make.tile_reach(), make.mask_mod()]
-    for line in (line for function in functions for line in function.body):
-        assert len(line) <= COLUMNS - 2, line
+    for line in (line for function in functions for line in function.text.splitlines()):
+        assert len(line) <= COLUMNS, line
         assert not line.rstrip().endswith(("&&", "||", "int64(", "int(")), line
 
 

@@ -47,8 +47,8 @@ extern "C" __global__ void kernel(const __grid_constant__ Params p) {
 }
 """
 PARAMS = (
-    Param("data", "pointer", "int* data;", "[size]"),
-    Param("size", "int32", "int size;", ""),
+    Param("data", "int*", "[size]"),
+    Param("size", "int"),
 )
 
 
@@ -81,3 +81,29 @@ def test_every_field_and_declaration_of_an_emitted_file_is_used(name: str) -> No
             assert len(names) > 3
             for name in names:
                 assert len(re.findall(rf"\b{name}\b", code)) > 1, f"{source.filename}: {name}"
+
+
+def test_a_local_stays_where_a_later_line_of_its_block_mentions_it() -> None:
+    kernel = """\
+extern "C" __global__ void kernel(const __grid_constant__ Params p) {
+  const int gone = p.size;
+  const int chain =
+      p.size;
+  const int* outer = p.data;  // used by first
+  {
+    const int outer = 1;
+    *p.data = outer;
+  }
+  const int hidden = 2;
+  {
+    const int first = *outer, hidden = chain;
+    *p.data = first + hidden;  // gone
+  }
+}
+"""
+    text, _ = used(TEXT.partition("extern")[0] + kernel, PARAMS)
+    assert "gone =" not in text
+    assert "const int hidden = 2" in text  # a second name of a statement is not followed
+    for stays in ("chain =\n      p.size;", "const int* outer", "const int outer = 1"):
+        assert stays in text
+    assert "outer" not in used(text.replace("*outer", "0"), PARAMS)[0].partition("{\n    const")[0]
