@@ -4,9 +4,16 @@
 predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 """
 
-from flashgen.planner.api import feasible, plan, plan_backward, plan_minmax_table
+from flashgen.planner.api import (
+    feasible,
+    plan,
+    plan_backward,
+    plan_forward,
+    plan_minmax_table,
+)
+from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.requests import NO_TILES
+from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.planner.schedule.heads_per_tile import HeadsPerTile, choose_heads
 from flashgen.planner.tile import Tile
 from flashgen.planner.traffic.backward import BackwardTraffic, backward_traffic
@@ -15,10 +22,12 @@ from flashgen.planner.traffic.forward import ForwardTraffic, forward_traffic
 __all__ = [
     "NO_TILES",
     "BackwardPlan",
+    "BackwardPlanRequest",
     "BackwardTraffic",
     "ForwardTraffic",
     "HeadsPerTile",
     "Plan",
+    "PlanRequest",
     "Tile",
     "backward_traffic",
     "choose_heads",
@@ -26,5 +35,7 @@ __all__ = [
     "forward_traffic",
     "plan",
     "plan_backward",
+    "plan_forward",
     "plan_minmax_table",
+    "plan_schemes",
 ]

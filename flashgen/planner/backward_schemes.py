@@ -56,6 +56,7 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
     return ("captured_exact" if deterministic else "captured",)
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.planner.plan_backward`."""
     spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
