@@ -146,6 +146,7 @@ class SequenceProblem:
         first, self._entries = sequence or (0, q.shape[0])
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
+        self.backward = backward
         planned = tiles_of(spec, backward=backward)
         self.queries = TileAxis(q.shape[2], arguments.block_q or planned[0], arguments.q_offset)
         self.keys = TileAxis(k.shape[2], arguments.block_k or planned[1], arguments.k_offset)
@@ -266,7 +267,8 @@ class ChunkScores:
         # Arrays cannot be keys of a cache.
         make = TileWalk if places or layout else _walk
         mask = problem.programs.analysis.mask
-        self._walk = make(mask, (*known, *places), problem.queries, problem.keys, layout)
+        axes = problem.queries, problem.keys, problem.backward
+        self._walk = make(mask, (*known, *places), *axes, layout)
 
     def _layout(self) -> BlockLayoutTiles | None:
         """The block layout of this chunk's pairs; one where all pairs share it."""
@@ -277,18 +279,18 @@ class ChunkScores:
             places.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
             for places, size in zip(self.chunk.batch_and_head, live.shape[:2], strict=True)
         )
-        return BlockLayoutTiles(live[b, h].numpy(), sparse.block_q, sparse.block_k)
+        blocks = live[b, h].numpy()
+        if self.problem.backward:
+            return BlockLayoutTiles(blocks.swapaxes(1, 2), sparse.block_k, sparse.block_q)
+        return BlockLayoutTiles(blocks, sparse.block_q, sparse.block_k)
 
-    def key_runs(self, start: int, stop: int) -> list[TileRun]:
-        """The keys that the query positions [start, stop) reach, as tiles and joined tiles."""
-        return self._walk.key_runs(start, stop, self._most(stop - start))
+    def runs(self, start: int, stop: int) -> list[TileRun]:
+        """The tiles that the positions [start, stop) visit, as tiles and joined tiles.
 
-    def query_runs(self, start: int, stop: int) -> list[TileRun]:
-        """The query positions that reach the keys [start, stop), as tiles and joined tiles."""
-        return self._walk.query_runs(start, stop, self._most(stop - start))
-
-    def _most(self, across: int) -> int:
-        return budget() // (self.chunk.pairs * self.problem.sizes.group * across)
+        In the forward pass queries visit keys, in the backward pass keys visit queries.
+        """
+        most = budget() // (self.chunk.pairs * self.problem.sizes.group * (stop - start))
+        return self._walk.runs(start, stop, most)
 
     def score(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
         """s' of s, [pairs, rows, group, keys]; it may be a view that repeats elements."""

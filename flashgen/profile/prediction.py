@@ -82,7 +82,7 @@ def predict(
         found = _backward(plan, moved, dlse)
     more = _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None:
-        more |= bytes_of_layout(mask, plan, heads)
+        more |= bytes_of_layout(plan, heads)
     distinct = found.distinct
     if distinct is not None and "rng" in more:
         distinct += RNG_BYTES
