@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from flashgen.planner.formulas import Formula
-from flashgen.planner.models.forward_sm80 import MAX_STEP, ROW_GROUPS, WARP_COUNTS
-from flashgen.planner.models.kernel_model import MMA_ROWS, STEP
+from flashgen.planner.models.kernel_model import (
+    MAX_STEP,
+    MMA_ROWS,
+    ROW_GROUPS,
+    STEP,
+    WARP_COUNTS,
+)
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import best_occupancy, cost, excesses
 from flashgen.planner.tile import Tile
