@@ -12,8 +12,7 @@ from flashgen.planner.models.kernel_model import (
 )
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import best_occupancy, cost, excesses
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 # In the paper, M counts elements, and four tiles of M/4 elements must be on chip: Q, K, V and O.
 BC = Formula("Bc", "ceil(M/e/(4*d))")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.quantities import ITEMSIZE
-from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import Tile
 
 POLICIES = ("derived", "paper")
 TILED_BACKWARD_KERNELS = ("dkdv", "dq", "fused", "captured", "captured_exact")

@@ -12,8 +12,7 @@ from flashgen.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP
 from flashgen.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.planner.quantities import Number
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import flashgen as fg
 from flashgen.arch import facts, known
 from flashgen.planner import BackwardPlan, Plan, plan, plan_backward
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem, problem_of
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 DTYPES = ("float16", "bfloat16", "float32")
 UNEQUAL = ((192, 128), (8, 256), (256, 8), (40, 64), (128, 64), (64, 128))
