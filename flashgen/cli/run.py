@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
     from flashgen.planner import Plan
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
     from flashgen.reference import Verdict
 
 

@@ -149,7 +149,7 @@ def _full_by_mask(
 
 
 def owned_by_block(walk: WalkCode, parameter: str, *, persistent: bool) -> dict[str, str]:
-    """C++ of a block's tile and head, from its number, in `planner.schedule.block_order`.
+    """C++ of a block's tile and head, from its number, in `planner.schedule`.
 
     Args:
         parameter: the name of the kernel's parameter.

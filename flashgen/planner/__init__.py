@@ -14,10 +14,14 @@ from flashgen.planner.api import (
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
-from flashgen.planner.schedule.heads_per_tile import HeadsPerTile, choose_heads
+from flashgen.planner.schedule import HeadsPerTile, choose_heads
 from flashgen.planner.tile_problem import Tile
-from flashgen.planner.traffic.backward import BackwardTraffic, backward_traffic
-from flashgen.planner.traffic.forward import ForwardTraffic, forward_traffic
+from flashgen.planner.traffic import (
+    BackwardTraffic,
+    ForwardTraffic,
+    backward_traffic,
+    forward_traffic,
+)
 
 __all__ = [
     "NO_TILES",

@@ -18,7 +18,7 @@ from flashgen.planner.requests import (
     BackwardPlanRequest,
     PlanRequest,
 )
-from flashgen.planner.schedule.heads_per_tile import why_walks_differ
+from flashgen.planner.schedule import why_walks_differ
 from flashgen.planner.search import cheapest, is_feasible, obstacles_to_sharing, shapes, tiles_of
 from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 

@@ -184,7 +184,7 @@ class Plan:
             packed: the batch entries are sequences of one packed tensor; seq_q and seq_k are the
                 sums of their lengths.
             head_bits: logarithm to base 2 of the number of interleaved heads, from
-                `flashgen.planner.schedule.block_order.head_bits`; 0: head by head.
+                `flashgen.planner.schedule.head_bits`; 0: head by head.
 
         Returns:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,

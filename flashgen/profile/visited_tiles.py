@@ -15,7 +15,7 @@ from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.launch_sizes import LaunchSizes
+from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile.listed_blocks import ListedBlocks
 from flashgen.signature import LAYOUT
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
     from flashgen.pipeline import Build
     from flashgen.planner import HeadsPerTile, Plan
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
 
 
 def bind(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
     from flashgen.pipeline import Build
     from flashgen.planner import HeadsPerTile, Plan, Tile
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
 
 # ---- specs -------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
 
 def head_bits(plan: Plan, call: CheckedCall) -> int:
     """Logarithm to base 2 of the number of heads in a head group."""
-    from flashgen.planner.schedule.block_order import head_bits
+    from flashgen.planner.schedule import head_bits
 
     return head_bits(plan, call.heads_q, call.heads_kv, call.seq_q, call.seq_k)
 
@@ -132,12 +132,12 @@ def head_bits(plan: Plan, call: CheckedCall) -> int:
 def persistent_blocks(
     plan: Plan, work_tiles: int, sms: int | None, given: int | None
 ) -> LaunchBlocks:
-    """The number of blocks of a persistent kernel, as `planner.schedule.work_tiles.blocks_of`.
+    """The number of blocks of a persistent kernel, as `planner.schedule.blocks_of`.
 
     Raises:
         PlanError: as `blocks_of`.
     """
-    from flashgen.planner.schedule.work_tiles import blocks_of
+    from flashgen.planner.schedule import blocks_of
 
     return blocks_of(plan, work_tiles, sms, given)
 
