@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from flashgen.planner.derivation import DerivationLine, Refusal, line_of
+from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
 from flashgen.planner.models.kernel_model import KEY_KERNELS, SMEM_OF_SM
 from flashgen.planner.quantities import Number, Quantities
-from flashgen.planner.search import Excess, best_occupancy, cost, costs, excesses, larger
+from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
 from flashgen.planner.tile_problem import Tile, TileProblem
 
 # The derivation line of each constraint, by the name that `Excess` has for it.
@@ -117,7 +117,7 @@ def refusals(problem: TileProblem, tile: Tile) -> tuple[Refusal, ...]:
             assert best is not None, "it fits with one block per SM"
             change += f", blocks per SM {best.blocks}"
             broken = Excess("cost", cost(problem, best), cost(problem, tile), "clk")
-        found.append(Refusal(change, broken.quantity, broken.needs, broken.limit, broken.unit))
+        found.append(Refusal(**vars(broken), change=change))
     return tuple(found)
 
 

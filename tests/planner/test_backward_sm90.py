@@ -6,16 +6,12 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-import sympy
 
 import flashgen as fg
 from flashgen.planner import Plan, feasible, plan_backward
 from flashgen.planner.formulas import evaluate
-from flashgen.planner.models.backward_sm90 import MODELS
 from flashgen.planner.models.panels_sm90 import panels_of_kernel
-from flashgen.planner.quantities import QUANTITIES
 from flashgen.planner.search import excesses, larger
-from flashgen.planner.symbolic import SYMBOLS, expression
 from tests.support.plan_problems import UNEQUAL, backward_of, learned, problem_behind
 
 KIB = 1024
@@ -49,22 +45,6 @@ def test_every_printed_line_is_its_own_arithmetic():
             if line.relation == "<=":
                 assert line.name == ("block_q" if each.owns_keys else "block_k")
                 assert getattr(each, line.name) <= line.value
-
-
-@pytest.mark.parametrize("kernel", MODELS.values(), ids=lambda kernel: kernel.name)
-def test_the_register_bound_is_the_register_formula_solved(kernel):
-    bound = expression(kernel.registers).subs(
-        SYMBOLS[kernel.walks], expression(kernel.register_bound)
-    )
-    assert sympy.simplify(bound - SYMBOLS["register_limit"]) == 0
-
-
-@pytest.mark.parametrize("kernel", MODELS.values(), ids=lambda kernel: kernel.name)
-def test_formulas_mention_only_quantities_with_a_meaning(kernel):
-    bounds = (kernel.smem, kernel.smem_bound, kernel.registers, kernel.register_bound)
-    for formula in (*kernel.sizes, *bounds, *kernel.cost_steps):
-        assert expression(formula).free_symbols == {SYMBOLS[name] for name in formula.names}
-        assert set(formula.names) <= set(QUANTITIES)
 
 
 def test_every_refusal_of_a_larger_tile_is_true():

@@ -8,9 +8,9 @@ import sympy
 from flashgen.planner.formulas import Formula, evaluate
 from flashgen.planner.models import backward_sm80, forward_sm80, kernel_model
 from flashgen.planner.models.kernel_model import KernelModel
+from flashgen.planner.proofs.plan_constraints import SYMBOLS, expression
 from flashgen.planner.quantities import QUANTITIES
 from flashgen.planner.search import best_occupancy, cost, excesses, larger, quantities
-from flashgen.planner.symbolic import SYMBOLS, expression
 from flashgen.planner.tile_problem import PATHS
 from tests.support.plan_problems import every_plan, plan_of, problem_behind
 
