@@ -62,6 +62,21 @@ def learned(head_dim: int, head_dim_v: int, dtype: str = "float16") -> fg.Attent
     )
 
 
+@functools.cache
+def every_hopper_kernel() -> tuple[Plan, ...]:
+    """The plans of the backward kernels of path sm_90a, those for learned tensors among them."""
+    found = []
+    for head_dim, head_dim_v in (*((d, d) for d in range(8, 257, 24)), *UNEQUAL):
+        for deterministic in (False, True):
+            plain = spec_of(head_dim, head_dim_v, "float16")
+            found += plan_backward(plain, "sm_90a", deterministic=deterministic).kernels[1:]
+            of_learned = plan_backward(
+                learned(head_dim, head_dim_v), "sm_90a", deterministic=deterministic
+            )
+            found.append(of_learned.kernels[-1])
+    return tuple(found)
+
+
 def problem_behind(plan: Plan) -> tuple[TileProblem, Tile]:
     """The search's view of a plan that was made with the architecture's own M."""
     make = learned if plan.of_captured else spec_of
