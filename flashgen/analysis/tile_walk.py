@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ import sympy
 from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.intervals import Interval
 from flashgen.analysis.mask import MaskAnalysis
+from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.symbols import SIZES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,6 +23,17 @@ EMPTY, MIXED, FULL = 0, 1, 2
 
 _MOST_KEPT = 1 << 14
 """The number of runs that a walk caches, about 2 MiB."""
+
+
+def numbers_of(
+    spec: AttentionSpec, sizes: tuple[int, int, int, int], scalars: Mapping[str, Number]
+) -> dict[sympy.Symbol, Number]:
+    """The values of batch, heads, seq_q and seq_k, and of a call's scalars, by symbol."""
+    stored = {
+        scalar.expr: SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
+        for scalar in spec.scalars
+    }
+    return {**dict(zip(SIZES, sizes, strict=True)), **stored}
 
 
 @dataclass(frozen=True)

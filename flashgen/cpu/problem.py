@@ -12,14 +12,14 @@ import numpy as np
 import sympy
 import torch
 
-from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk
+from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk, numbers_of
 from flashgen.cpu.chunks import Chunk, Sizes, Workspace, budget, chunks
 from flashgen.cpu.program import BoundProgram, Program
 from flashgen.cpu.spec_programs import programs_of
 from flashgen.dropout import keep_mask, keep_scale
-from flashgen.dtypes import SCALAR_DTYPES, Number
+from flashgen.dtypes import Number
 from flashgen.errors import PlanError
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
+from flashgen.language import B, H, TensorSymbol
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.spec import AttentionSpec
@@ -209,7 +209,8 @@ class SequenceProblem:
 
     def chunks(self) -> Iterator[ChunkScores]:
         """The chunks, with their mods bound."""
-        numbers = self._numbers()
+        sizes = self._entries, self.sizes.heads_q, self.sizes.seq_q, self.sizes.seq_k
+        numbers = numbers_of(self._spec, sizes, self._arguments.scalars)
         q = torch.arange(self.sizes.seq_q).add_(self.queries.offset).view(1, -1, 1, 1)
         k = torch.arange(self.sizes.seq_k).add_(self.keys.offset).view(1, 1, 1, -1)
         tile = min(self.queries.block, len(q[0])) * min(self.keys.block, k.shape[3])
@@ -220,17 +221,6 @@ class SequenceProblem:
             rng = self._arguments.dropout_p, seed, offset
         for chunk in chunks(self.sizes, tile):
             yield ChunkScores(self, chunk, numbers, q, k, rng)
-
-    def _numbers(self) -> dict[sympy.Symbol, Number]:
-        sizes = self.sizes
-        lengths = (self._entries, sizes.heads_q, sizes.seq_q, sizes.seq_k)
-        numbers: dict[sympy.Symbol, Number] = dict(
-            zip((BATCH, HEADS, SEQ_Q, SEQ_K), lengths, strict=True)
-        )
-        for scalar in self._spec.scalars:
-            value = self._arguments.scalars[scalar.name]
-            numbers[scalar.expr] = SCALAR_DTYPES[scalar.dtype].stored(value)
-        return numbers
 
 
 class ChunkScores:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from flashgen.analysis import MaskAnalysis
-from flashgen.analysis.tile_walk import EMPTY, TileAxis, TileWalk
+from flashgen.analysis.tile_walk import EMPTY, TileAxis, TileWalk, numbers_of
 from flashgen.call import CheckedCall
-from flashgen.dtypes import SCALAR_DTYPES
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.language import B, H
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.traffic import LaunchSizes
@@ -107,12 +106,8 @@ def heads_of(
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
     used = {symbol for part in parts if part is not None for symbol in part.free_symbols}
-    known: dict[Any, Any] = dict(
-        zip((BATCH, HEADS, SEQ_Q, SEQ_K), (p.batch, p.heads_q, p.seq_q, p.seq_k), strict=True)
-    )
-    scalars = dict(p.scalars)
-    for scalar in spec.scalars:
-        known[scalar.expr] = SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
+    sizes = p.batch, p.heads_q, p.seq_q, p.seq_k
+    known: dict[Any, Any] = {**numbers_of(spec, sizes, dict(p.scalars))}
     known |= {t.symbol: captured[t.name] for t in spec.tensors if t.name in captured}
     known = {symbol: value for symbol, value in known.items() if symbol in used}
     if live is not None:
