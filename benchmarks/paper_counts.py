@@ -22,7 +22,8 @@ from flashgen.emulator.counters.recorder import AccessTrace
 from flashgen.ops import run_backward, run_forward
 from flashgen.pipeline import Build
 from flashgen.planner import Plan, plan, plan_backward
-from flashgen.planner.duration import duration
+from flashgen.planner.duration import duration_of
+from flashgen.planner.traffic import LaunchSizes
 
 ARCH = "sm_80"
 
@@ -138,11 +139,11 @@ def predicted_seconds(
 ) -> float:
     """Forward and backward by the plan's model: work against HBM, kernel by kernel."""
     backward = plan_backward(spec, ARCH, deterministic=deterministic)
-    sizes = (batch, heads, heads, n, n)
+    launch = [(LaunchSizes(batch, heads, heads, n, n), None)]
     kernels = (plan(spec, ARCH), *backward.kernels)
     moved = sum(around_dq(each, n, each.itemsize).hbm for each in kernels) * batch * heads
     rate = facts(ARCH).hbm_bytes_per_s
-    return sum(duration(each, *sizes).seconds for each in kernels) + moved / rate
+    return sum(duration_of(each, launch).seconds for each in kernels) + moved / rate
 
 
 def _counts(build: Build, counters: Counters, heads: int) -> Counts:

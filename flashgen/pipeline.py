@@ -19,12 +19,13 @@ from flashgen.language import B, H, K, Q
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import (
     NO_TILES,
-    BackwardPlan,
+    BackwardPlanRequest,
     Plan,
+    PlanRequest,
     Tile,
-    plan,
-    plan_backward,
+    plan_forward,
     plan_minmax_table,
+    plan_schemes,
 )
 from flashgen.signature import GradientTerm
 
@@ -44,44 +45,6 @@ SPARE_REGISTERS = (0, 16, 32, 64, 96, 88)
 
 
 @dataclass(frozen=True)
-class ForwardRequest:
-    """A forward kernel to emit or to compile; `emit` documents the fields."""
-
-    spec: AttentionSpec
-    arch: str
-    sram: int | None = None
-    policy: str = "derived"
-    access_bytes: int | None = None
-    spare_registers: int = 0
-    tile: Tile | None = None
-    heads_per_tile: int = 1
-
-    def plan(self) -> Plan:
-        return plan(**vars(self))
-
-
-@dataclass(frozen=True)
-class BackwardRequest:
-    """The backward kernels to emit or to compile.
-
-    Attributes:
-        spare_registers, tiles: pairs of a kernel's name and its value, so that requests are
-            hashable; `emit` documents the other fields.
-    """
-
-    spec: AttentionSpec
-    arch: str
-    sram: int | None = None
-    deterministic: bool = False
-    spare_registers: tuple[tuple[str, int], ...] = ()
-    tiles: tuple[tuple[str, Tile], ...] = ()
-
-    def plan(self) -> BackwardPlan:
-        pairs = {"spare_registers": dict(self.spare_registers), "tiles": dict(self.tiles)}
-        return plan_backward(**vars(self) | pairs)
-
-
-@dataclass(frozen=True)
 class Kernels:
     """The emitted files of one spec; those of the backward pass are made at their first use.
 
@@ -93,7 +56,7 @@ class Kernels:
     analysis: Analysis
     minmax_tables: tuple[Source, ...]
     forward: Source
-    _backward: BackwardRequest = field(repr=False, compare=False)
+    _backward: BackwardPlanRequest = field(repr=False, compare=False)
 
     @functools.cached_property
     def backward(self) -> tuple[Source, ...]:
@@ -164,7 +127,7 @@ def emit(
         PlanError: no tile fits the architecture, or no tile has this number of heads.
         RenderError: a template and the plan disagree.
     """
-    request = ForwardRequest(
+    request = PlanRequest(
         spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
     )
     forward = _emit_forward(request)
@@ -172,13 +135,13 @@ def emit(
         _analysed(spec, codegen.walk_of_kernel("forward")),
         _emit_minmax_tables(spec, arch),
         forward,
-        BackwardRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)),
+        BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)),
     )
 
 
-def _emit_forward(request: ForwardRequest) -> Source:
+def _emit_forward(request: PlanRequest) -> Source:
     analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
-    chosen = request.plan()
+    chosen = plan_forward(request)
     config.log(1, str(chosen))
     if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
         config.log(3, str(analysis))
@@ -199,8 +162,8 @@ def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
     )
 
 
-def _emit_backward(request: BackwardRequest) -> tuple[Source, ...]:
-    chosen, spec = request.plan(), request.spec
+def _emit_backward(request: BackwardPlanRequest) -> tuple[Source, ...]:
+    chosen, spec = plan_schemes(request), request.spec
     config.log(1, str(chosen))
     sources = tuple(
         codegen.backward(spec, _analysed(spec, codegen.walk_of_kernel(kernel.kernel)), kernel)
@@ -254,14 +217,14 @@ def build(
         CompileError: NVRTC is missing or rejects the source.
     """
     return _build_forward(
-        ForwardRequest(
+        PlanRequest(
             spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
         )
     )
 
 
 @functools.lru_cache(maxsize=512)
-def _build_forward(request: ForwardRequest) -> Build:
+def _build_forward(request: PlanRequest) -> Build:
     analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
     for spare in SPARE_REGISTERS if request.tile is None else (0,):
@@ -313,11 +276,13 @@ def build_backward(
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_backward(BackwardRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)))
+    return _build_backward(
+        BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
+    )
 
 
 @functools.lru_cache(maxsize=512)
-def _build_backward(request: BackwardRequest) -> tuple[Build, ...]:
+def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
     fixed = dict(request.tiles)
     spare: dict[str, int] = {}
     best: tuple[Build, ...] | None = None

@@ -8,18 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.evaluate import evaluate
-from flashgen.analysis.intervals import FAR, Interval, WalkedAxis, full, reach, row_interval
-from flashgen.analysis.mask import MaskAnalysis, TileClass, analyse_mask, classify
+from flashgen.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
+from flashgen.analysis.mask import MaskAnalysis, analyse_mask, classify
 from flashgen.analysis.minmax_table import SPAN
-from flashgen.analysis.score import (
-    ScoreAnalysis,
-    analyse_score,
-    derivative,
-    kind_of_sum,
-)
+from flashgen.analysis.score import ScoreAnalysis, analyse_score, derivative, kind_of_sum
 from flashgen.analysis.sharing import CodeBlock, is_costly, share, share_evaluated
 from flashgen.analysis.tile_classes import may, must
-from flashgen.language.integer_limits import limits
 from flashgen.language.spec import AttentionSpec
 
 
@@ -38,14 +32,12 @@ def analyse(spec: AttentionSpec, walk: WalkedAxis | None = None) -> Analysis:
 
 
 __all__ = [
-    "FAR",
     "SPAN",
     "Analysis",
     "CodeBlock",
     "Interval",
     "MaskAnalysis",
     "ScoreAnalysis",
-    "TileClass",
     "WalkedAxis",
     "analyse",
     "analyse_mask",
@@ -56,7 +48,6 @@ __all__ = [
     "full",
     "is_costly",
     "kind_of_sum",
-    "limits",
     "may",
     "must",
     "reach",

@@ -90,14 +90,6 @@ def _choose(expr: sympy.Basic, env: Env) -> Any:
     return result
 
 
-def _folded(python: Callable[[Any, Any], Any], numpy: Callable[[Any, Any], Any]) -> Any:
-    def fold(*args: Any) -> Any:
-        arrays = any(isinstance(arg, np.ndarray) for arg in args)
-        return reduce(numpy if arrays else python, args)
-
-    return fold
-
-
 def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
     def call(*args: Any) -> Any:
         arrays = any(isinstance(arg, np.ndarray) for arg in args)
@@ -106,10 +98,8 @@ def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
     return call
 
 
-def _sigmoid(x: Any) -> Any:
-    return (
-        0.5 * (1 + np.tanh(0.5 * x)) if isinstance(x, np.ndarray) else 0.5 * (1 + math.tanh(x / 2))
-    )
+def _folded(python: Callable[[Any, Any], Any], numpy: Callable[[Any, Any], Any]) -> Any:
+    return _either(lambda *args: reduce(python, args), lambda *args: reduce(numpy, args))
 
 
 def _power(x: Any, n: Any) -> Any:
@@ -157,7 +147,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.tanh: _either(math.tanh, np.tanh),
     sympy.sin: _either(_scalar(math.sin), np.sin),
     sympy.cos: _either(_scalar(math.cos), np.cos),
-    Sigmoid: _sigmoid,
+    Sigmoid: _either(lambda x: 0.5 * (1 + math.tanh(x / 2)), lambda x: 0.5 * (1 + np.tanh(x / 2))),
     Floor: _either(_floor, np.floor),
     sympy.StrictLessThan: lambda a, b: a < b,
     sympy.LessThan: lambda a, b: a <= b,

@@ -7,14 +7,13 @@ the queries that a tile of keys reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import sympy
 
 from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
-from flashgen.analysis.ranges import Range, range_of
-from flashgen.analysis.tile_bounds import End, TileBounds, linear
+from flashgen.analysis.ranges import Range, greatest, least, range_of
+from flashgen.analysis.tile_bounds import End, TileBounds, linear, pick_known
 from flashgen.analysis.tile_classes import bounds, exactly_at_least, may, must
 from flashgen.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
 from flashgen.language.integer_limits import fits, limits
@@ -30,11 +29,6 @@ class Interval:
 
     lo: End
     hi: End
-
-    def substitute(self, changes: dict[sympy.Symbol, sympy.Expr]) -> Interval:
-        return Interval(
-            *(None if end is None else end.xreplace(changes) for end in (self.lo, self.hi))
-        )
 
 
 EVERYTHING = Interval(None, None)
@@ -57,8 +51,7 @@ class WalkedAxis:
 
     def lowered(self, mask: sympy.Basic) -> Node:
         """The tree of ``mask``, with functions of the walked position resolved into cases."""
-        both = bounds()
-        return lower(mask, both, lambda atom: self.symbol in atom.free_symbols)
+        return lower(mask, bounds(), lambda atom: self.symbol in atom.free_symbols)
 
 
 def row_interval(mask: sympy.Basic, walk: WalkedAxis | None = None) -> Interval | None:
@@ -78,10 +71,7 @@ def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, 
     walk = walk or WalkedAxis()
     tree = walk.lowered(mask)
     row = _row(tree, walk)
-    if row is None:
-        return _reach(tree, walk, walk.tile), False
-    lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
-    return Interval(lo.lo, hi.hi), _union_is_hull(row, walk)
+    return _reach(tree, walk, walk.tile), row is not None and _union_is_hull(row, walk)
 
 
 def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | None, bool]:
@@ -91,14 +81,10 @@ def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | 
     """
     walk = walk or WalkedAxis()
     tree = walk.lowered(mask)
-    row = _row(tree, walk)
-    if row is None:
-        return _full(tree, walk), False
-    lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
-    if (row.lo is not None and lo.hi is None) or (row.hi is not None and hi.lo is None):
-        return None, False
-    monotone = all(_direction(end, walk) is not None for end in _ends(row))
-    return Interval(lo.hi, hi.lo), monotone
+    row, found = _row(tree, walk), _full(tree, walk)
+    if row is None or found is None:
+        return found, False
+    return found, all(_direction(end, walk) is not None for end in _ends(row))
 
 
 # One row.
@@ -112,9 +98,8 @@ def _row(node: Node, walk: WalkedAxis) -> Interval | None:
         return _solve(node.expr, walk)
     if not isinstance(node, AllOf | AnyOf):
         return None
-    conditions = [_row_condition(part, walk) for part in node.parts]
-    rows = [_row(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
-    facts = [c for c in conditions if c is not None]
+    facts, others = _split_conditions(node, walk)
+    rows = [_row(part, walk) for part in others]
     solved = [row for row in rows if row is not None]
     if len(solved) < len(rows):
         return None
@@ -150,34 +135,24 @@ def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
     if len(atoms) != 1:
         return None
     ((atom, weight),) = atoms.items()
-    solved = None
-    if weight.is_positive:
-        solved = _above(atom, -FloorDiv(rest, weight), walk)
-    elif weight.is_negative:
-        solved = _below(atom, FloorDiv(rest, -weight), walk)
+    above = bool(weight.is_positive)  # atom >= bound, else atom <= bound
+    if not above and not weight.is_negative:
+        return None
+    bound = -FloorDiv(rest, weight) if above else FloorDiv(rest, -weight)
+    solved: Interval | None
+    if atom == walk.symbol:
+        solved = Interval(bound, None) if above else Interval(None, sympy.expand_mul(bound + 1))
+    elif _is_division(atom, walk):
+        x, divisor = atom.args
+        multiple = divisor * bound
+        solved = _solve(
+            sympy.expand_mul(x - multiple if above else multiple + divisor - 1 - x), walk
+        )
+    else:
+        return None
     if solved is None or not all(end is None or fits(end) for end in (solved.lo, solved.hi)):
         return None
     return solved
-
-
-def _above(atom: sympy.Expr, bound: sympy.Expr, walk: WalkedAxis) -> Interval | None:
-    """``atom >= bound``."""
-    if atom == walk.symbol:
-        return Interval(bound, None)
-    if not _is_division(atom, walk):
-        return None
-    x, divisor = atom.args
-    return _solve(sympy.expand_mul(x - divisor * bound), walk)
-
-
-def _below(atom: sympy.Expr, bound: sympy.Expr, walk: WalkedAxis) -> Interval | None:
-    """``atom <= bound``."""
-    if atom == walk.symbol:
-        return Interval(None, sympy.expand_mul(bound + 1))
-    if not _is_division(atom, walk):
-        return None
-    x, divisor = atom.args
-    return _solve(sympy.expand_mul(divisor * bound + divisor - 1 - x), walk)
 
 
 def _is_division(atom: sympy.Expr, walk: WalkedAxis) -> bool:
@@ -189,7 +164,7 @@ def _is_division(atom: sympy.Expr, walk: WalkedAxis) -> bool:
 
 def _intersection(rows: list[Interval]) -> Interval:
     return Interval(
-        _pick(Maximum, [row.lo for row in rows]), _pick(Minimum, [row.hi for row in rows])
+        pick_known(Maximum, [row.lo for row in rows]), pick_known(Minimum, [row.hi for row in rows])
     )
 
 
@@ -200,17 +175,10 @@ def _same_direction(rows: list[Interval]) -> Interval | None:
     if len(rows) == 1:
         return rows[0]
     if all(row.lo is None for row in rows):
-        highs = [row.hi for row in rows]
-        return EVERYTHING if None in highs else Interval(None, Maximum(*highs))
+        return Interval(None, greatest(*(row.hi for row in rows)))
     if all(row.hi is None for row in rows):
-        lows = [row.lo for row in rows]
-        return EVERYTHING if None in lows else Interval(Minimum(*lows), None)
+        return Interval(least(*(row.lo for row in rows)), None)
     return None
-
-
-def _pick(pick: Callable[..., sympy.Expr], ends: list[End]) -> End:
-    known = [end for end in ends if end is not None]
-    return pick(*known) if known else None
 
 
 def _when(condition: sympy.Basic, yes: Interval, no: Interval) -> Interval:
@@ -236,11 +204,8 @@ def _either(condition: sympy.Basic, a: End, b: End, infinite: sympy.Expr) -> End
 
 
 def _range(end: End, tile: TileBounds) -> Range:
-    return Range(None, None) if end is None else _defined(range_of(end, tile))
-
-
-def _defined(x: Range) -> Range:
-    return x if x.defined == sympy.true else Range(None, None)
+    found = Range(None, None) if end is None else range_of(end, tile)
+    return found if found.defined == sympy.true else Range(None, None)
 
 
 def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
@@ -254,22 +219,21 @@ def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
         possible = sympy.And(*(may(fact, walk.tile) for fact in facts))
         return _when(possible, found, NOTHING)
     if isinstance(node, AnyOf):
-        parts = [_reach(part, walk, tile) for part in node.parts]
-        return _hull(parts)
+        return _hull([_reach(part, walk, tile) for part in node.parts])
     return EVERYTHING
 
 
 def _hull(parts: list[Interval]) -> Interval:
     parts = [part for part in parts if part != NOTHING]
-    lows, highs = [part.lo for part in parts], [part.hi for part in parts]
     if not parts:
         return NOTHING
-    return Interval(
-        None if None in lows else Minimum(*lows), None if None in highs else Maximum(*highs)
-    )
+    return Interval(least(*(part.lo for part in parts)), greatest(*(part.hi for part in parts)))
 
 
-def _split_conditions(node: AllOf, walk: WalkedAxis) -> tuple[list[sympy.Basic], list[Node]]:
+def _split_conditions(
+    node: AllOf | AnyOf, walk: WalkedAxis
+) -> tuple[list[sympy.Basic], list[Node]]:
+    """The parts that are conditions on the row alone, and the others."""
     facts, others = [], []
     for part in node.parts:
         condition = _row_condition(part, walk)
@@ -306,9 +270,9 @@ def _full(node: Node, walk: WalkedAxis) -> Interval | None:
         known = [part for part in parts if part is not None]
         return _intersection(known) if len(known) == len(parts) else None
     if isinstance(node, AnyOf):
-        conditions = [_row_condition(part, walk) for part in node.parts]
-        always = sympy.Or(*(must(c, walk.tile) for c in conditions if c is not None))
-        rest = [_full(p, walk) for p, c in zip(node.parts, conditions, strict=True) if c is None]
+        facts, others = _split_conditions(node, walk)
+        always = sympy.Or(*(must(fact, walk.tile) for fact in facts))
+        rest = [_full(part, walk) for part in others]
         # A part without a closed form only adds to the union.
         known = [part for part in rest if part is not None and part != NOTHING]
         union = _same_direction(known) if known else None
@@ -383,15 +347,3 @@ def _never_negative(expr: sympy.Expr, walk: WalkedAxis) -> bool:
     everywhere = bounds({walk.fixed: (None, None)})
     low = range_of(sympy.expand(expr), everywhere).lo
     return low is not None and limits(low)[0] >= 0
-
-
-__all__ = [
-    "EVERYTHING",
-    "FAR",
-    "NOTHING",
-    "Interval",
-    "WalkedAxis",
-    "full",
-    "reach",
-    "row_interval",
-]

@@ -77,8 +77,6 @@ def lower(
         return AllOf(parts) if both else AnyOf(parts)
     if isinstance(condition, Relational):
         return _relation(condition.negated if negate else condition, tile, split)
-    if condition in (sympy.true, sympy.false):
-        return Fact(sympy.Not(condition) if negate else condition)
     return Fact(sympy.Not(condition) if negate else condition)
 
 
@@ -95,13 +93,8 @@ def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], b
         if equal:
             return AllOf((_at_least_0(gap, tile, split), _at_least_0(-gap, tile, split)))
         return AnyOf((_at_least_0(gap - 1, tile, split), _at_least_0(-gap - 1, tile, split)))
-    if isinstance(rel, sympy.Ge):
-        return _at_least_0(gap, tile, split)
-    if isinstance(rel, sympy.Gt):
-        return _at_least_0(gap - 1, tile, split)
-    if isinstance(rel, sympy.Le):
-        return _at_least_0(-gap, tile, split)
-    return _at_least_0(-gap - 1, tile, split)
+    excess = {sympy.Ge: gap, sympy.Gt: gap - 1, sympy.Le: -gap, sympy.Lt: -gap - 1}
+    return _at_least_0(excess[rel.func], tile, split)
 
 
 def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form
+from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form, pick_known
 from flashgen.language import (
     Element,
     Floor,
@@ -86,17 +86,12 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, Minimum | sympy.Min):
-        return Range(least(*(p.lo for p in parts)), _known(Minimum, [p.hi for p in parts]), defined)
+        lo, hi = least(*(p.lo for p in parts)), pick_known(Minimum, (p.hi for p in parts))
+        return Range(lo, hi, defined)
     if isinstance(expr, Maximum | sympy.Max):
-        return Range(
-            _known(Maximum, [p.lo for p in parts]), greatest(*(p.hi for p in parts)), defined
-        )
+        lo, hi = pick_known(Maximum, (p.lo for p in parts)), greatest(*(p.hi for p in parts))
+        return Range(lo, hi, defined)
     return _function(expr, parts, defined)
-
-
-def _known(pick: Callable[..., sympy.Expr], ends: list[End]) -> End:
-    known = [end for end in ends if end is not None]
-    return pick(*known) if known else None
 
 
 def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Range:
@@ -214,7 +209,7 @@ def _pieces(
                 pieces.append((weight, Range(*ends)))
                 break
         else:
-            pieces.append((weight, _atom_range(atom, tile)))
+            pieces.append((weight, range_of(atom, tile)))
     return pieces
 
 
@@ -229,12 +224,6 @@ def _step_between(a: sympy.Expr, b: sympy.Expr, tile: TileBounds) -> sympy.Expr 
     return step
 
 
-def _atom_range(atom: sympy.Expr, tile: TileBounds) -> Range:
-    if isinstance(atom, sympy.Mul):
-        return _product(atom.args, tile)
-    return range_of(atom, tile)
-
-
 def _within_form(
     atoms: Mapping[sympy.Expr, sympy.Expr], lo: End, hi: End, tile: TileBounds
 ) -> tuple[End, End]:
@@ -247,9 +236,7 @@ def _within_form(
     if factor < 0:
         below, above = above, below
     below, above = _times(sympy.Integer(factor), below), _times(sympy.Integer(factor), above)
-    lo = below if lo is None else lo if below is None else Maximum(lo, below)
-    hi = above if hi is None else hi if above is None else Minimum(hi, above)
-    return lo, hi
+    return pick_known(Maximum, (lo, below)), pick_known(Minimum, (hi, above))
 
 
 def _product(factors: tuple[sympy.Expr, ...], tile: TileBounds) -> Range:
@@ -347,9 +334,7 @@ def _quotient(expr: sympy.Expr, tile: TileBounds) -> Range:
         if d.lo is None or d.hi is None:
             return Range(None, None, sympy.false)
         nonzero = sympy.And(x.defined, d.defined, sympy.Or(d.lo > 0, d.hi < 0))
-        far = Maximum(
-            x.hi, -x.lo
-        )  # a quotient by an integer is no farther from 0 than the dividend
+        far = Maximum(x.hi, -x.lo)  # no quotient by an integer is farther from 0 than its dividend
         return Range(-far, far, nonzero)
     ends = FloorDiv(x.lo, divisor), FloorDiv(x.hi, divisor)
     if divisor.is_nonnegative:

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.analysis.sharing import CodeBlock, share
-from flashgen.language import (
-    SCORE,
-    Element,
-    K,
-    Q,
-    TensorSymbol,
-    elements_of,
-)
+from flashgen.language import SCORE, Element, K, Q, TensorSymbol, elements_of
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def share(*results: sympy.Basic, name_costly: bool = False) -> CodeBlock:
     """
 
     def is_named(expr: sympy.Basic, count: int) -> bool:
-        return count > 1 or (name_costly and _is_read_or_division(expr))
+        return count > 1 or (name_costly and isinstance(expr, Element | FloorDiv | FloorMod))
 
     return _Sharing(results, is_named).block()
 
@@ -179,10 +179,6 @@ def _is_offset(expr: sympy.Basic) -> bool:
         and len(expr.args) == 2
         and (expr.args[0].is_number and isinstance(expr.args[1], sympy.Symbol))
     )
-
-
-def _is_read_or_division(expr: sympy.Basic) -> bool:
-    return isinstance(expr, Element | FloorDiv | FloorMod)
 
 
 def _worth_a_name(expr: sympy.Basic) -> bool:

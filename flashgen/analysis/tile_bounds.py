@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import sympy
 
@@ -31,6 +31,12 @@ class TileBounds:
         return any(symbol in self.ends for symbol in expr.free_symbols)
 
 
+def pick_known(pick: Callable[..., sympy.Expr], ends: Iterable[End]) -> End:
+    """The minimum or maximum of the ends that exist; None where none does."""
+    known = [end for end in ends if end is not None]
+    return pick(*known) if known else None
+
+
 def linear(expr: sympy.Expr, tile: TileBounds) -> tuple[dict[sympy.Expr, sympy.Expr], sympy.Expr]:
     """``expr`` as a sum of varying atoms times coefficients that do not vary, and a rest."""
     atoms: dict[sympy.Expr, sympy.Expr] = {}
@@ -50,13 +56,10 @@ def linear(expr: sympy.Expr, tile: TileBounds) -> tuple[dict[sympy.Expr, sympy.E
         else:
             atom = sympy.Mul(*varying)
             atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient
-    kept = {atom: sympy.expand_mul(weight) for atom, weight in atoms.items()}
-    ordered = sorted((item for item in kept.items() if item[1] != 0), key=_atom_key)
-    return dict(ordered), rest
-
-
-def _atom_key(item: tuple[sympy.Expr, sympy.Expr]) -> Any:
-    return sympy.default_sort_key(item[0])
+    weights = {
+        atom: sympy.expand_mul(atoms[atom]) for atom in sorted(atoms, key=sympy.default_sort_key)
+    }
+    return {atom: weight for atom, weight in weights.items() if weight != 0}, rest
 
 
 def normal_form(atoms: Mapping[sympy.Expr, sympy.Expr]) -> tuple[Form, int] | None:

@@ -15,7 +15,7 @@ from sympy.core.relational import Relational
 
 from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
 from flashgen.analysis.ranges import range_of
-from flashgen.analysis.tile_bounds import End, Form, TileBounds, linear, normal_form
+from flashgen.analysis.tile_bounds import End, Form, TileBounds, linear, normal_form, pick_known
 from flashgen.language import CORNERS, FloorDiv, FloorMod, Maximum, Minimum, is_int
 from flashgen.language.integer_limits import fits
 
@@ -176,19 +176,14 @@ def _tighten(
             if low is not None and high is not None and (low, high) != (natural.lo, natural.hi)
         )
         narrowed = (
-            _tightest(Maximum, natural.lo, lows[form]),
-            _tightest(Minimum, natural.hi, highs[form]),
+            pick_known(Maximum, [natural.lo, *lows[form]]),
+            pick_known(Minimum, [natural.hi, *highs[form]]),
         )
         if single:
             ends[form[0][0]] = narrowed
         else:
             forms[form] = narrowed
     return replace(tile, ends=ends, forms=forms), left
-
-
-def _tightest(pick: Callable[..., sympy.Expr], natural: End, others: list[sympy.Expr]) -> End:
-    ends = others if natural is None else [natural, *others]
-    return pick(*ends) if ends else None
 
 
 def _bound(part: Node, tile: TileBounds, single: bool) -> tuple[Form, sympy.Expr, bool] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,12 @@ import numpy as np
 import sympy
 
 from flashgen.analysis.evaluate import evaluate
+from flashgen.analysis.intervals import Interval
 from flashgen.analysis.mask import MaskAnalysis
+from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -19,6 +23,17 @@ EMPTY, MIXED, FULL = 0, 1, 2
 
 _MOST_KEPT = 1 << 14
 """The number of runs that a walk caches, about 2 MiB."""
+
+
+def numbers_of(
+    spec: AttentionSpec, sizes: tuple[int, int, int, int], scalars: Mapping[str, Number]
+) -> dict[sympy.Symbol, Number]:
+    """The values of batch, heads, seq_q and seq_k, and of a call's scalars, by symbol."""
+    stored = {
+        scalar.expr: SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
+        for scalar in spec.scalars
+    }
+    return {**dict(zip((BATCH, HEADS, SEQ_Q, SEQ_K), sizes, strict=True)), **stored}
 
 
 @dataclass(frozen=True)
@@ -65,51 +80,48 @@ class BlockLayoutTiles:
     """Classifies tiles by a block-sparse layout, for several (batch, head) pairs together.
 
     Args:
-        live: whether each block is live, numpy bool [pairs or 1, rows, columns].
-        block_q, block_k: positions per block.
+        live: whether each block is live, numpy bool [pairs or 1, owned, walked].
+        owned_block, walked_block: positions per block along the two axes of a walk.
     """
 
-    def __init__(self, live: Array, block_q: int, block_k: int) -> None:
+    def __init__(self, live: Array, owned_block: int, walked_block: int) -> None:
         self.live = live
-        self.block_q = block_q
-        self.block_k = block_k
+        self.owned_block = owned_block
+        self.walked_block = walked_block
 
     def of_tiles(
-        self, q: tuple[Array | np.int64, ...], k: tuple[Array | np.int64, ...]
+        self, owned: tuple[np.int64, np.int64], walked: tuple[Array, Array]
     ) -> tuple[Array, Array]:
         """Whether some block and whether every block in each tile with these corners is live.
-
-        One of the two axes has a single tile. Prefix sums along the other axis give the results of
-        all tiles at once.
 
         Returns:
             Two bool arrays [pairs or 1, tiles].
         """
-        rows = [np.clip(end // self.block_q, 0, self.live.shape[1] - 1) for end in q]
-        columns = [np.clip(end // self.block_k, 0, self.live.shape[2] - 1) for end in k]
-        if np.ndim(rows[0]) == 0:
-            owned, (first, last) = self.live[:, rows[0] : rows[1] + 1], columns
-            axis = 1
-        else:
-            owned, (first, last) = self.live[:, :, columns[0] : columns[1] + 1], rows
-            axis = 2
+        top, bottom = (self._places(end // self.owned_block, axis=1) for end in owned)
+        first, last = (self._places(end // self.walked_block, axis=2) for end in walked)
+        blocks = self.live[:, top : bottom + 1]
         found = []
-        for lines in (owned.any(axis), ~owned.all(axis)):
+        for lines in (blocks.any(axis=1), ~blocks.all(axis=1)):
             counts = np.cumsum(np.pad(lines, ((0, 0), (1, 0))), axis=1)
             found.append(counts[:, last + 1] > counts[:, first])
         return found[0], ~found[1]
+
+    def _places(self, blocks: Any, axis: int) -> Any:
+        return np.clip(blocks, 0, self.live.shape[axis] - 1)
 
 
 class TileWalk:
     """The tiles of one problem, classified for several (batch, head) pairs together.
 
-    A tile is empty if it is empty for every pair, and full if it is full for every pair.
+    A walk owns a tile along one axis and visits tiles along the other. A tile is empty if it is
+    empty for every pair, and full if it is full for every pair.
 
     Args:
         mask: the analysis of the mask.
         env: the values of the sizes and scalars that the mask uses, and of b and h (numpy int64
             [pairs, 1]) if the mask depends on them.
         queries, keys: the two axes.
+        owns_keys: whether tiles of keys are owned and query tiles visited, not the reverse.
         layout: the block-sparse layout of the same pairs; None without one.
     """
 
@@ -119,64 +131,58 @@ class TileWalk:
         env: Iterable[tuple[sympy.Symbol, Any]],
         queries: TileAxis,
         keys: TileAxis,
+        owns_keys: bool = False,
         layout: BlockLayoutTiles | None = None,
     ) -> None:
         self.mask = mask
         self.layout = layout
         self.env = {symbol: _exact(value) for symbol, value in env}
-        self.queries = queries
-        self.keys = keys
-        self._q_corners = queries.corners()
-        self._k_corners = keys.corners()
+        self.owned, self.walked = (keys, queries) if owns_keys else (queries, keys)
+        q, k = (Q_LO, Q_HI), (K_LO, K_HI)
+        self._owned_ends, self._walked_ends = (k, q) if owns_keys else (q, k)
+        self._walked_corners = self.walked.corners()
         self._room = _MOST_KEPT
-        self._kept: dict[tuple[str, int, int], list[TileRun]] = {}
+        self._kept: dict[tuple[int, int], list[TileRun]] = {}
 
-    def of_queries(self, start: int, stop: int) -> Array:
-        """The class of every key tile for the query rows [start, stop)."""
-        lo, hi = start + self.queries.offset, stop + self.queries.offset - 1
-        return self._classes((np.int64(lo), np.int64(hi)), self._k_corners, len(self._k_corners[0]))
-
-    def of_keys(self, start: int, stop: int) -> Array:
-        """The class of every query tile for the keys [start, stop)."""
-        lo, hi = start + self.keys.offset, stop + self.keys.offset - 1
-        return self._classes(self._q_corners, (np.int64(lo), np.int64(hi)), len(self._q_corners[0]))
-
-    def key_runs(self, start: int, stop: int, most: int) -> list[TileRun]:
-        """The key tiles that the rows [start, stop) reach, in runs of at most ``most`` keys."""
-        return self._runs("keys", start, stop, most)
-
-    def query_runs(self, start: int, stop: int, most: int) -> list[TileRun]:
-        """The query tiles that reach the keys [start, stop), in runs of at most ``most`` rows."""
-        return self._runs("queries", start, stop, most)
-
-    def _runs(self, axis: str, start: int, stop: int, most: int) -> list[TileRun]:
-        runs = self._kept.get((axis, start, most))
-        if runs is None:
-            if axis == "keys":
-                runs = _joined(self.of_queries(start, stop), self.keys, most)
-            else:
-                runs = _joined(self.of_keys(start, stop), self.queries, most)
-            self._room -= 1 + len(runs)
-            if self._room >= 0:
-                self._kept[axis, start, most] = runs
-        return runs
-
-    def _classes(
-        self, q: tuple[Array | np.int64, ...], k: tuple[Array | np.int64, ...], count: int
-    ) -> Array:
+    def classes(self, start: int, stop: int) -> Array:
+        """The class of every walked tile for the owned positions [start, stop)."""
+        count = len(self._walked_corners[0])
         if self.mask.always and self.layout is None:
             return np.full(count, FULL)
-        corners = {Q_LO: q[0], Q_HI: q[1], K_LO: k[0], K_HI: k[1]}
-        values = {**self.env, **corners}
-        with np.errstate(
-            all="ignore"
-        ):  # `may` and `must` classify tiles with undefined values as mixed
+        values = self._values(start, stop)
+        values |= zip(self._walked_ends, self._walked_corners, strict=True)
+        with np.errstate(all="ignore"):  # tiles with undefined values are classified as mixed
             some = _each(evaluate(self.mask.may, values), count)
             every = _each(evaluate(self.mask.must, values), count)
         if self.layout is not None:
-            live, all_live = self.layout.of_tiles(q, k)
+            owned = values[self._owned_ends[0]], values[self._owned_ends[1]]
+            live, all_live = self.layout.of_tiles(owned, self._walked_corners)
             some, every = some & live, every & all_live
         return np.where(some.any(axis=0), np.where(every.all(axis=0), FULL, MIXED), EMPTY)
+
+    def runs(self, start: int, stop: int, most: int) -> list[TileRun]:
+        """The walked tiles that are not empty, in runs of at most ``most`` positions."""
+        runs = self._kept.get((start, most))
+        if runs is None:
+            runs = _joined(self.classes(start, stop), self.walked, most)
+            self._room -= 1 + len(runs)
+            if self._room >= 0:
+                self._kept[start, most] = runs
+        return runs
+
+    def ends(self, interval: Interval, start: int, stop: int) -> tuple[int | None, int | None]:
+        """The ends of an interval of walked positions, counted from 0; None: unbounded."""
+        values = self._values(start, stop)
+        lo, hi = (
+            None if end is None else int(np.max(evaluate(end, values))) - self.walked.offset
+            for end in (interval.lo, interval.hi)
+        )
+        return lo, hi
+
+    def _values(self, start: int, stop: int) -> dict[sympy.Symbol, Any]:
+        """The values of the symbols of bounds for the owned positions [start, stop)."""
+        owned = (np.int64(position + self.owned.offset) for position in (start, stop - 1))
+        return {**self.env, **dict(zip(self._owned_ends, owned, strict=True))}
 
 
 def _exact(value: Any) -> Any:

@@ -174,7 +174,7 @@ def _key_tile(
     # Batched products are fast only where the result is contiguous.
     dk_sum, dv_sum = work.matrix("dk", *k.shape), work.matrix("dv", *v.shape)
     beta = 0  # the first product overwrites the workspace
-    for run in part.query_runs(keys.start, keys.stop):
+    for run in part.runs(keys.start, keys.stop):
         rows = slice(run.start, run.stop)
         grouped = slice(run.start * group, run.stop * group)
         q, dout = of.q[:, grouped], of.dout[:, grouped]

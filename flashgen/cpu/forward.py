@@ -112,7 +112,7 @@ def _query_tile(
     lowest = torch.finfo(problem.real).min
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
-    for run in of.key_runs(rows.start, rows.stop):
+    for run in of.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
         bits = None if run.full else of.mask_bits(rows, keys)

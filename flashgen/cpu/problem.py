@@ -12,14 +12,14 @@ import numpy as np
 import sympy
 import torch
 
-from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk
+from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk, numbers_of
 from flashgen.cpu.chunks import Chunk, Sizes, Workspace, budget, chunks
 from flashgen.cpu.program import BoundProgram, Program
 from flashgen.cpu.spec_programs import programs_of
 from flashgen.dropout import keep_mask, keep_scale
-from flashgen.dtypes import SCALAR_DTYPES, Number
+from flashgen.dtypes import Number
 from flashgen.errors import PlanError
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, TensorSymbol
+from flashgen.language import B, H, TensorSymbol
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan, plan_backward
@@ -146,6 +146,7 @@ class SequenceProblem:
         self.sparse = spec.block_sparse
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
+        self.backward = backward
         planned = tiles_of(spec, backward=backward)
         self.queries = TileAxis(q.shape[2], arguments.block_q or planned[0], arguments.q_offset)
         self.keys = TileAxis(k.shape[2], arguments.block_k or planned[1], arguments.k_offset)
@@ -204,7 +205,8 @@ class SequenceProblem:
 
     def chunks(self) -> Iterator[ChunkScores]:
         """The chunks, with their mods bound."""
-        numbers = self._numbers()
+        sizes = self._entries, self.sizes.heads_q, self.sizes.seq_q, self.sizes.seq_k
+        numbers = numbers_of(self._spec, sizes, self._arguments.scalars)
         q = torch.arange(self.sizes.seq_q).add_(self.queries.offset).view(1, -1, 1, 1)
         k = torch.arange(self.sizes.seq_k).add_(self.keys.offset).view(1, 1, 1, -1)
         tile = min(self.queries.block, len(q[0])) * min(self.keys.block, k.shape[3])
@@ -215,17 +217,6 @@ class SequenceProblem:
             rng = self._arguments.dropout_p, seed, offset
         for chunk in chunks(self.sizes, tile):
             yield ChunkScores(self, chunk, numbers, q, k, rng)
-
-    def _numbers(self) -> dict[sympy.Symbol, Number]:
-        sizes = self.sizes
-        lengths = (self._entries, sizes.heads_q, sizes.seq_q, sizes.seq_k)
-        numbers: dict[sympy.Symbol, Number] = dict(
-            zip((BATCH, HEADS, SEQ_Q, SEQ_K), lengths, strict=True)
-        )
-        for scalar in self._spec.scalars:
-            value = self._arguments.scalars[scalar.name]
-            numbers[scalar.expr] = SCALAR_DTYPES[scalar.dtype].stored(value)
-        return numbers
 
 
 class ChunkScores:
@@ -262,7 +253,8 @@ class ChunkScores:
         # Arrays cannot be keys of a cache.
         make = TileWalk if places or layout else _walk
         mask = problem.programs.analysis.mask
-        self._walk = make(mask, (*known, *places), problem.queries, problem.keys, layout)
+        axes = problem.queries, problem.keys, problem.backward
+        self._walk = make(mask, (*known, *places), *axes, layout)
 
     def _layout(self) -> BlockLayoutTiles | None:
         """The block layout of this chunk's pairs; one where all pairs share it."""
@@ -273,18 +265,18 @@ class ChunkScores:
             places.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
             for places, size in zip(self.chunk.batch_and_head, live.shape[:2], strict=True)
         )
-        return BlockLayoutTiles(live[b, h].numpy(), sparse.block_q, sparse.block_k)
+        blocks = live[b, h].numpy()
+        if self.problem.backward:
+            return BlockLayoutTiles(blocks.swapaxes(1, 2), sparse.block_k, sparse.block_q)
+        return BlockLayoutTiles(blocks, sparse.block_q, sparse.block_k)
 
-    def key_runs(self, start: int, stop: int) -> list[TileRun]:
-        """The keys that the query positions [start, stop) reach, as tiles and joined tiles."""
-        return self._walk.key_runs(start, stop, self._most(stop - start))
+    def runs(self, start: int, stop: int) -> list[TileRun]:
+        """The tiles that the positions [start, stop) visit, as tiles and joined tiles.
 
-    def query_runs(self, start: int, stop: int) -> list[TileRun]:
-        """The query positions that reach the keys [start, stop), as tiles and joined tiles."""
-        return self._walk.query_runs(start, stop, self._most(stop - start))
-
-    def _most(self, across: int) -> int:
-        return budget() // (self.chunk.pairs * self.problem.sizes.group * across)
+        In the forward pass queries visit keys, in the backward pass keys visit queries.
+        """
+        most = budget() // (self.chunk.pairs * self.problem.sizes.group * (stop - start))
+        return self._walk.runs(start, stop, most)
 
     def score(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
         """s' of s, [pairs, rows, group, keys]; it may be a view that repeats elements."""

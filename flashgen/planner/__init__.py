@@ -4,21 +4,34 @@
 predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 """
 
-from flashgen.planner.api import feasible, plan, plan_backward, plan_minmax_table
+from flashgen.planner.api import (
+    feasible,
+    plan,
+    plan_backward,
+    plan_forward,
+    plan_minmax_table,
+)
+from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.requests import NO_TILES
-from flashgen.planner.schedule.heads_per_tile import HeadsPerTile, choose_heads
-from flashgen.planner.tile import Tile
-from flashgen.planner.traffic.backward import BackwardTraffic, backward_traffic
-from flashgen.planner.traffic.forward import ForwardTraffic, forward_traffic
+from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
+from flashgen.planner.schedule import HeadsPerTile, choose_heads
+from flashgen.planner.tile_problem import Tile
+from flashgen.planner.traffic import (
+    BackwardTraffic,
+    ForwardTraffic,
+    backward_traffic,
+    forward_traffic,
+)
 
 __all__ = [
     "NO_TILES",
     "BackwardPlan",
+    "BackwardPlanRequest",
     "BackwardTraffic",
     "ForwardTraffic",
     "HeadsPerTile",
     "Plan",
+    "PlanRequest",
     "Tile",
     "backward_traffic",
     "choose_heads",
@@ -26,5 +39,7 @@ __all__ = [
     "forward_traffic",
     "plan",
     "plan_backward",
+    "plan_forward",
     "plan_minmax_table",
+    "plan_schemes",
 ]

@@ -18,10 +18,9 @@ from flashgen.planner.requests import (
     BackwardPlanRequest,
     PlanRequest,
 )
-from flashgen.planner.schedule.heads_per_tile import why_walks_differ
+from flashgen.planner.schedule import why_walks_differ
 from flashgen.planner.search import cheapest, is_feasible, obstacles_to_sharing, shapes, tiles_of
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem, problem_of
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 
 def plan(
@@ -63,20 +62,20 @@ def plan(
         PlanError: the architecture is unknown, an option is invalid, or no tile (or not the given
             tile) fits.
     """
-    width = 16 if access_bytes is None else access_bytes
-    request = PlanRequest(spec, arch, sram, policy, width, spare_registers, tile, heads_per_tile)
-    request.check()
-    return _plan(request)
+    return plan_forward(
+        PlanRequest(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(request: PlanRequest) -> Plan:
+def plan_forward(request: PlanRequest) -> Plan:
+    """See `plan`."""
     spec, tile = request.spec, request.tile
     problem = problem_of(
         spec,
         facts(request.arch),
         request.sram,
-        request.access_bytes,
+        request.access_bytes or 16,
         request.spare_registers,
         heads_per_tile=request.heads_per_tile,
     )
@@ -119,19 +118,8 @@ def plan_backward(
         PlanError: the architecture is unknown, an option is wrong, or no tile, or not a given
             tile, fits.
     """
-    request = BackwardPlanRequest(
-        spec,
-        arch,
-        sram,
-        deterministic,
-        tuple(sorted(spare_registers.items())),
-        tuple(sorted(tiles.items())),
-    )
-    request.check()
-    return _plan_backward(request)
-
-
-_plan_backward = functools.lru_cache(maxsize=1024)(plan_schemes)
+    pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
+    return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
 
 
 def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:

@@ -21,8 +21,7 @@ from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import BackwardPlanRequest
 from flashgen.planner.search import cheapest, is_feasible
 from flashgen.planner.streaming_kernels import plan_delta
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem, problem_of
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
 
@@ -56,6 +55,7 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
     return ("captured_exact" if deterministic else "captured",)
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.planner.plan_backward`."""
     spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)

@@ -50,20 +50,25 @@ class DerivationLine:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why a larger tile was not chosen.
+class Excess:
+    """A limit that a tile exceeds.
 
     Attributes:
-        change: what is larger about the tile.
         quantity: the quantity that exceeds its limit; "cost" when the tile fits but costs more.
         needs, limit, unit: the tile's value, and the limit or the chosen tile's cost.
     """
 
-    change: str
     quantity: str
     needs: Number
     limit: Number
     unit: str
+
+
+@dataclass(frozen=True)
+class Refusal(Excess):
+    """Why a larger tile was not chosen; ``change`` says what is larger about it."""
+
+    change: str
 
     def __str__(self) -> str:
         needs, limit = counted(self.needs), counted(self.limit)

@@ -17,14 +17,12 @@ from flashgen.arch import facts
 from flashgen.planner.derivation import DerivationLine, line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
-from flashgen.planner.launch_sizes import LaunchSizes, Visited
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
-from flashgen.planner.schedule.block_order import head_bits
-from flashgen.planner.traffic.forward import LSE_BYTES
+from flashgen.planner.schedule import SLOTS, head_bits
+from flashgen.planner.traffic import LSE_BYTES, LaunchSizes, Visited, walks_of_head
 
-SLOTS = Formula("slots", "sms*blocks")
 QUANTISATION = Formula("quantisation", "makespan*slots/steps")
 WORK = Formula("work", "cost*scores/sms", "clk")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
@@ -60,41 +58,19 @@ class Duration:
         return "\n".join(lines)
 
 
-def duration(
-    plan: Plan,
-    batch: int,
-    heads_q: int,
-    heads_kv: int,
-    seq_q: int,
-    seq_k: int,
-    visited: Visited | None = None,
-    *,
-    uneven: bool = False,
+def duration_of(
+    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool = False
 ) -> Duration:
-    """The predicted duration of one launch of a kernel with these sizes.
+    """The predicted duration of one launch of a kernel.
 
     Args:
-        visited: for each tile that a block owns, the tiles that it visits, as in `forward_traffic`,
-            the same for every batch entry and head; None for all tiles.
+        walks: the parts of the launch, each with its own sizes and visited tiles, which are as in
+            `forward_traffic` and `backward_traffic`. Interleaved heads are heads of one part.
         uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
             are interleaved.
 
     Raises:
-        ValueError: ``visited`` is for another number of tiles.
-    """
-    sizes = LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k)
-    return duration_of(plan, [(sizes, visited)], uneven=uneven)
-
-
-def duration_of(
-    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool = False
-) -> Duration:
-    """The predicted duration of one launch whose heads visit different tiles.
-
-    Args:
-        walks: the parts of the launch, each with its own sizes and visited tiles. Interleaved heads
-            are heads of one part.
-        uneven: as for `duration`.
+        ValueError: visited tiles are for another number of tiles.
     """
     arch = facts(plan.arch)
     parts, rows = [], 0
@@ -163,18 +139,10 @@ def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None
     """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
     if plan.kernel in ("delta", "minmax_table"):
         return [1] * tiles
-    times = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
-    if visited is None:
-        length, block = (
-            (sizes.seq_q, plan.block_q) if plan.owns_keys else (sizes.seq_k, plan.block_k)
-        )
-        return [-(-length // block) * times] * tiles
-    found = [len(list(each)) for each in visited]
-    if len(found) == tiles * times:  # the tiles of each head of the group
-        return [sum(found[tile::tiles]) for tile in range(tiles)]
-    if len(found) != tiles:
-        raise ValueError(f"visited has {len(found)} tiles, the launch has {tiles}")
-    return [length * times for length in found]
+    group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
+    walks = walks_of_head(plan, sizes, visited)
+    times = group * tiles // len(walks)  # more than 1 where the heads of a group walk alike
+    return [times * sum(map(len, walks[tile::tiles])) for tile in range(tiles)]
 
 
 def _bytes(plan: Plan, sizes: LaunchSizes) -> int:

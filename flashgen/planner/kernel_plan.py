@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
 from flashgen.planner.models.fitted_common import MASK_LOOP_HEAD_DIM
 from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS, MMA_ROWS
-from flashgen.planner.models.registry import model_of
 from flashgen.planner.quantities import Quantities
-from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import PATHS, Tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Tiles, warps and shared-memory layout of one kernel, with their derivation.
 
@@ -68,18 +67,18 @@ class Plan:
     block_q: int
     block_k: int
     warps: int
-    stages: int
-    access_bytes: int
-    smem_q: int
-    smem_k: int
-    smem_v: int
-    smem_bytes: int
+    stages: int = 1
+    access_bytes: int = 16
+    smem_q: int = 0
+    smem_k: int = 0
+    smem_v: int = 0
+    smem_bytes: int = 0
     registers: int
     registers_needed: int
     blocks_per_sm: int
     cost: float
     derivation: tuple[DerivationLine, ...] = field(repr=False)
-    refused: tuple[Refusal, ...] = field(repr=False)
+    refused: tuple[Refusal, ...] = field(repr=False, default=())
     notes: tuple[str, ...] = field(repr=False)
     quantities: Quantities = field(repr=False, compare=False)
     kernel: str = "forward"
@@ -151,7 +150,7 @@ class Plan:
     @property
     def other_warps(self) -> int:
         """Warps of a thread block that do not compute: the producer warpgroup."""
-        return model_of(self.path, self.kernel, self.itemsize).other_warps if self.block_k else 0
+        return PATHS[self.path][self.kernel, self.itemsize].other_warps if self.block_k else 0
 
     @property
     def producer_registers(self) -> int:
@@ -185,7 +184,7 @@ class Plan:
             packed: the batch entries are sequences of one packed tensor; seq_q and seq_k are the
                 sums of their lengths.
             head_bits: logarithm to base 2 of the number of interleaved heads, from
-                `flashgen.planner.schedule.block_order.head_bits`; 0: head by head.
+                `flashgen.planner.schedule.head_bits`; 0: head by head.
 
         Returns:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from flashgen.planner.formulas import Formula
-from flashgen.planner.models.forward_sm80 import MAX_STEP, ROW_GROUPS, WARP_COUNTS
-from flashgen.planner.models.kernel_model import MMA_ROWS, STEP
+from flashgen.planner.models.kernel_model import (
+    MAX_STEP,
+    MMA_ROWS,
+    ROW_GROUPS,
+    STEP,
+    WARP_COUNTS,
+)
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import best_occupancy, cost, excesses
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 # In the paper, M counts elements, and four tiles of M/4 elements must be on chip: Q, K, V and O.
 BC = Formula("Bc", "ceil(M/e/(4*d))")

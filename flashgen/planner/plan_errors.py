@@ -10,8 +10,7 @@ from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.formulas import counted
 from flashgen.planner.search import excesses, fits, quantities, shapes, smallest
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 
 def no_tile_fits(problem: TileProblem, spec: AttentionSpec, *, given_sram: bool) -> PlanError:

@@ -1,4 +1,4 @@
-"""From a chosen tile to a plan: each constraint with its numbers, and why no larger tile."""
+"""From a chosen tile to a plan: its constraints, why no larger tile, and its shared memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from flashgen.planner.derivation import DerivationLine, Refusal, line_of
+from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
-from flashgen.planner.models.kernel_model import SMEM_OF_SM
+from flashgen.planner.models import forward_sm80
+from flashgen.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
+from flashgen.planner.models.kernel_model import KEY_KERNELS, SMEM_OF_SM
 from flashgen.planner.quantities import Number, Quantities
-from flashgen.planner.search import Excess, best_occupancy, cost, costs, excesses, larger
-from flashgen.planner.shared_memory import tile_offsets
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
+from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 # The derivation line of each constraint, by the name that `Excess` has for it.
 _LINE_OF = {
@@ -52,7 +53,7 @@ def plan_of_tile(
         score_warps=tile.score_warps,
         stages=int(at["stages"]),
         access_bytes=problem.access_bytes,
-        **tile_offsets(problem.path, problem.kernel, at),
+        **_tile_offsets(problem.path, problem.kernel, at),
         smem_bytes=int(at["smem"]),
         sink_bytes=problem.sink_bytes,
         heads_per_tile=problem.heads_per_tile,
@@ -116,5 +117,82 @@ def refusals(problem: TileProblem, tile: Tile) -> tuple[Refusal, ...]:
             assert best is not None, "it fits with one block per SM"
             change += f", blocks per SM {best.blocks}"
             broken = Excess("cost", cost(problem, best), cost(problem, tile), "clk")
-        found.append(Refusal(change, broken.quantity, broken.needs, broken.limit, broken.unit))
+        found.append(Refusal(**vars(broken), change=change))
     return tuple(found)
+
+
+def _tile_offsets(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
+    """Byte offsets of a kernel's tiles in dynamic shared memory, by the names of `Plan`'s fields.
+
+    Sizes of tiles are multiples of 128 bytes, because block sizes are multiples of 16 rows and head
+    dims of 8 elements: the swizzle of the sm_80 path works on aligned groups.
+
+    Args:
+        at: the quantities of the chosen tile, "smem" among them.
+    """
+    if kernel == "forward":
+        if path == "sm_90a":
+            smem_k = int(at["e"] * at["block_q"] * max(at["depth"], at["depth_v"]))
+            size_of_k = int(at["stages"] * at["e"] * at["block_k"] * at["depth"])
+        else:
+            smem_k = int(forward_sm80.K_OFFSET(at))
+            size_of_k = int(at["e"] * at["block_k"] * at["d_qk"])
+        return {"smem_k": smem_k, "smem_v": smem_k + size_of_k}
+    offsets, end = {}, 0
+    sizes = _sizes_sm90(kernel, at) if path == "sm_90a" else _sizes_sm80(kernel, at)
+    for name, size in sizes.items():
+        if size and name.startswith("smem"):
+            offsets[name] = end
+        end += size
+    assert end == at["smem"], "the tiles are those that the model counts"
+    return offsets
+
+
+def _sizes_sm80(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
+    """Bytes of each tile of a backward kernel, in their order."""
+    e, block_q, block_k = int(at["e"]), int(at["block_q"]), int(at["block_k"])
+    q, k = e * block_q * int(at["d_qk"]), e * block_k * int(at["d_qk"])
+    do, v = e * block_q * int(at["d_v"]), e * block_k * int(at["d_v"])
+    if kernel not in KEY_KERNELS:
+        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v}
+    scores = e * block_q * block_k
+    exchanged = at["exchanged"]
+    return {
+        "smem_k": k,
+        "smem_v": v,
+        "smem_q": 2 * q,
+        "smem_do": do,
+        "smem_rows": 2 * ROW_BYTES * block_q,
+        "smem_p": scores if exchanged else 0,
+        "smem_ds": scores if exchanged or kernel == "fused" else 0,
+    }
+
+
+def _sizes_sm90(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
+    """Bytes of each tile of a backward kernel, in their order."""
+    size = {name: int(value) for name, value in at.items() if isinstance(value, int)}
+    e, stages, depth, depth_v = size["e"], size["stages"], size["depth"], size["depth_v"]
+    block_q, block_k = size["block_q"], size["block_k"]
+    queries, keys = e * block_q, e * block_k
+    if kernel not in KEY_KERNELS:
+        return {
+            "smem_q": queries * depth,
+            "smem_do": queries * depth_v,
+            "smem_k": stages * keys * depth,
+            "smem_v": stages * keys * depth_v,
+            "smem_rows": TILE_BYTES * stages,
+            "barriers": 8 * (1 + 4 * stages),
+        }
+    exchanged = size["exchanged"]
+    scores = SCORE_BUFFERS * block_q * keys
+    return {
+        "smem_k": keys * depth,
+        "smem_v": keys * depth_v,
+        "smem_q": stages * queries * depth,
+        "smem_do": ALIGNED * -(-stages * queries * depth_v // ALIGNED),
+        "smem_p": scores if exchanged else 0,
+        "smem_ds": scores if exchanged or kernel == "fused" else 0,
+        "sums": 4 * block_q * depth if kernel == "fused" else 0,  # of dQ
+        "smem_rows": stages * (block_q * size["query_bytes"] + TILE_BYTES),
+        "barriers": 8 * (1 + 4 * stages),
+    }

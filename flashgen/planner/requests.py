@@ -9,7 +9,7 @@ from types import MappingProxyType
 from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.quantities import ITEMSIZE
-from flashgen.planner.tile import Tile
+from flashgen.planner.tile_problem import Tile
 
 POLICIES = ("derived", "paper")
 TILED_BACKWARD_KERNELS = ("dkdv", "dq", "fused", "captured", "captured_exact")
@@ -19,23 +19,22 @@ NO_SPARE_REGISTERS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of `flashgen.planner.plan`; their meanings are there."""
+    """The arguments of `flashgen.planner.plan`; their meanings are there.
+
+    Raises:
+        PlanError: an option is wrong, or two options contradict each other.
+    """
 
     spec: AttentionSpec
     arch: str
-    sram: int | None
-    policy: str
-    access_bytes: int
-    spare_registers: int
-    tile: Tile | None
-    heads_per_tile: int
+    sram: int | None = None
+    policy: str = "derived"
+    access_bytes: int | None = None
+    spare_registers: int = 0
+    tile: Tile | None = None
+    heads_per_tile: int = 1
 
-    def check(self) -> None:
-        """Checks the options.
-
-        Raises:
-            PlanError: an option is wrong, or two options contradict each other.
-        """
+    def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise PlanError(
                 "there is no such planning policy",
@@ -44,14 +43,14 @@ class PlanRequest:
                 way_out=" or ".join(f'policy="{name}"' for name in POLICIES),
             )
         itemsize = ITEMSIZE[self.spec.dtype]
-        if self.access_bytes not in (16, itemsize):
+        if self.access_bytes not in (None, 16, itemsize):
             raise PlanError(
                 "global memory is accessed in whole vectors or element by element",
                 where="plan(access_bytes=...)",
                 numbers=f"given {self.access_bytes!r}; {self.spec.dtype} has {itemsize} bytes",
                 way_out=f"access_bytes=16 or access_bytes={itemsize}",
             )
-        check_sram(self.sram)
+        _check_sram(self.sram)
         heads = self.heads_per_tile
         if not isinstance(heads, int) or isinstance(heads, bool) or heads <= 0:
             raise PlanError(
@@ -71,22 +70,23 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class BackwardPlanRequest:
-    """The arguments of `flashgen.planner.plan_backward`; their meanings are there."""
+    """The arguments of `flashgen.planner.plan_backward`; their meanings are there.
+
+    Mappings are pairs of a kernel's name and its value, so that requests are hashable.
+
+    Raises:
+        PlanError: an option is wrong.
+    """
 
     spec: AttentionSpec
     arch: str
-    sram: int | None
-    deterministic: bool
-    spare_registers: tuple[tuple[str, int], ...]
-    tiles: tuple[tuple[str, Tile], ...]
+    sram: int | None = None
+    deterministic: bool = False
+    spare_registers: tuple[tuple[str, int], ...] = ()
+    tiles: tuple[tuple[str, Tile], ...] = ()
 
-    def check(self) -> None:
-        """Checks the options.
-
-        Raises:
-            PlanError: an option is wrong.
-        """
-        check_sram(self.sram)
+    def __post_init__(self) -> None:
+        _check_sram(self.sram)
         for option in ("spare_registers", "tiles"):
             given = {name for name, _ in getattr(self, option)}
             unknown = sorted(given - set(TILED_BACKWARD_KERNELS))
@@ -99,12 +99,8 @@ class BackwardPlanRequest:
                 )
 
 
-def check_sram(sram: object) -> None:
-    """Checks a size of shared memory in bytes; None stands for the architecture's own.
-
-    Raises:
-        PlanError: the size is not a positive integer.
-    """
+def _check_sram(sram: object) -> None:
+    """Checks a size of shared memory in bytes; None stands for the architecture's own."""
     if sram is not None and (not isinstance(sram, int) or isinstance(sram, bool) or sram <= 0):
         raise PlanError(
             "the SRAM size is a positive number of bytes",

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
+from flashgen.planner.derivation import Excess
 from flashgen.planner.formulas import tidy
 from flashgen.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP
 from flashgen.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.planner.quantities import Number
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem
-
-
-@dataclass(frozen=True)
-class Excess:
-    """A constraint that a tile violates: the quantity, the tile's value, and the limit."""
-
-    quantity: str
-    needs: Number
-    limit: Number
-    unit: str
+from flashgen.planner.tile_problem import Tile, TileProblem
 
 
 def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:

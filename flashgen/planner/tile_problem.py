@@ -1,4 +1,4 @@
-"""The problem that the search solves: a kernel, its operands and the machine, as numbers."""
+"""The problem that the search solves: a kernel, its operands and the machine; and its tiles."""
 
 from __future__ import annotations
 
@@ -8,16 +8,59 @@ from dataclasses import dataclass
 from flashgen.arch import SMEM_RESERVED, Arch
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models import (
+    backward_sm80,
+    backward_sm90,
     fitted_sm80,
-    spec_instructions,
-    spec_registers_sm80,
-    spec_registers_sm90,
+    forward_sm80,
+    forward_sm90,
+    spec_terms,
 )
 from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
-from flashgen.planner.models.forward_sm80 import COPY_WARPS
-from flashgen.planner.models.kernel_model import VECTOR, KernelModel
-from flashgen.planner.models.registry import model_of
+from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.planner.quantities import ITEMSIZE, Number
+
+PATHS: dict[str, dict[tuple[str, int], KernelModel]] = {
+    "sm_80": forward_sm80.MODELS | backward_sm80.MODELS,
+    "sm_90a": forward_sm90.MODELS | backward_sm90.MODELS,
+}
+"""By code path: the cost models by kernel and bytes per operand element."""
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """A candidate of the search. Tiles are ordered, so that ties between costs are reproducible.
+
+    Attributes:
+        step: rows of the walked side per step of the main loop.
+        warps: computing warps per thread block.
+        row_groups: groups of 16 rows per warp, of the side that the block owns.
+        blocks: resident blocks per SM.
+        column_warps: warps that own the same rows, each with a share of the gradients' columns.
+        score_warps: the number of these warps that share their scores; 1 where each warp computes
+            all scores.
+    """
+
+    step: int
+    warps: int
+    row_groups: int
+    blocks: int
+    column_warps: int = 1
+    score_warps: int = 1
+
+    @property
+    def owned(self) -> int:
+        """Rows of the side that the block owns."""
+        return MMA_ROWS * self.row_groups * self.warps // self.column_warps
+
+    @property
+    def unit(self) -> int:
+        """The number of rows of which a step is a multiple."""
+        return STEP * self.score_warps
+
+    @property
+    def exchanged(self) -> int:
+        """Tiles that warps exchange through shared memory: P and dS, or none."""
+        return 2 if self.score_warps > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +107,7 @@ class TileProblem:
     @functools.cached_property
     def model(self) -> KernelModel:
         """The cost model of the kernel."""
-        return model_of(self.path, self.kernel, self.itemsize)
+        return PATHS[self.path][self.kernel, self.itemsize]
 
     @functools.cached_property
     def given(self) -> dict[str, Number]:
@@ -103,7 +146,7 @@ class TileProblem:
     @functools.cached_property
     def copy_warps(self) -> Number:
         """Warps that are needed to copy a row in one pass."""
-        return COPY_WARPS(self.given)
+        return forward_sm80.COPY_WARPS(self.given)
 
 
 def problem_of(
@@ -118,17 +161,16 @@ def problem_of(
     """The problem of one kernel of a spec. Arguments as in `flashgen.planner.plan`."""
     limit = arch.smem_per_block if sram is None else sram
     path, path_note = _path(spec, arch, access_bytes)
-    if path == "sm_80":
-        extra = spec_registers_sm80.extra(spec, arch, kernel)
-        pending, searching = spec_registers_sm80.pending(spec, kernel), 0
+    pending, searching = 0.0, 0
+    if kernel == "forward" or path == "sm_80":  # a spec adds the same to both forward kernels
+        extra = spec_terms.extra_sm80(spec, arch, kernel)
     else:
-        searching = spec_registers_sm90.searching(spec, kernel, spare_registers)
-        if kernel == "forward":  # a spec adds the same registers on both paths
-            extra = spec_registers_sm80.extra(spec, arch, kernel)
-            pending = 0.0
-        else:
-            extra = spec_registers_sm90.extra(spec, kernel)
-            pending = spec_registers_sm90.pending(spec)
+        extra = spec_terms.extra_sm90(spec, kernel)
+    if kernel != "forward":  # its formulas have a constant of their own
+        of_path = spec_terms.pending_sm80 if path == "sm_80" else spec_terms.pending_sm90
+        pending = of_path(spec)
+    if path != "sm_80":
+        searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(
         kernel=kernel,
         arch=arch,
@@ -145,8 +187,8 @@ def problem_of(
         extra_registers=extra + spare_registers,
         pending=pending,
         searching=searching,
-        score_ops=spec_instructions.of_score(spec, kernel),
-        dropout_ops=spec_instructions.of_dropout(spec, kernel),
+        score_ops=spec_terms.score_instructions(spec, kernel),
+        dropout_ops=spec_terms.dropout_instructions(spec, kernel),
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         block_layout=spec.block_sparse.described if spec.block_sparse else "",
         heads_per_tile=heads_per_tile,

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis import MaskAnalysis, evaluate
-from flashgen.analysis.tile_walk import EMPTY, FULL
+from flashgen.analysis import evaluate
+from flashgen.analysis.tile_walk import EMPTY, FULL, TileWalk
 from flashgen.arch import WARP
 from flashgen.language import K, Q
 from flashgen.planner import Plan
 from flashgen.planner.models.backward_sm90 import WALKING_WARPS
 from flashgen.profile.listed_blocks import ListedBlocks
-from flashgen.profile.visited_tiles import AlikeHeads, OwnedSide, Visit
+from flashgen.profile.visited_tiles import AlikeHeads, Visit
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,20 +30,20 @@ INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
 
 
-def bytes_of_layout(mask: MaskAnalysis, plan: Plan, heads: Iterable[AlikeHeads]) -> dict[str, int]:
+def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads]) -> dict[str, int]:
     """Bytes that a launch reads of the layout, by the names of the kernel's pointers."""
     counts = entries = blocks = 0
     searching, _ = _searching_warps(plan)
     for each in heads:
-        if each.side is None or each.listed is None or each.visits is None:
+        if each.walk is None or each.listed is None or each.visits is None:
             return {}
         pairs = each.batch * each.heads_q
         times = pairs // plan.heads_per_tile
         for visit in each.visits:
-            reads = _reads_of_lists(each.side, each.listed, visit)
+            reads = _reads_of_lists(each.walk, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
-            by_warps, by_lanes = _reads_of_tiles(mask, each.side, plan, each.listed, visit)
+            by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit)
             blocks += times * by_warps + pairs * by_lanes
     if plan.path == "sm_90a" and plan.kernel == "forward":
         # All producer warps search for the first tile, but only one of them for the next.
@@ -63,11 +63,11 @@ def _searching_warps(plan: Plan) -> tuple[int, int]:
     return plan.warps, plan.warps
 
 
-def _reads_of_lists(side: OwnedSide, listed: ListedBlocks, visit: Visit) -> list[tuple[int, int]]:
+def _reads_of_lists(walk: TileWalk, listed: ListedBlocks, visit: Visit) -> list[tuple[int, int]]:
     """The counts and entries that a warp reads in each search for the next tile."""
-    here = side.owned, visit.start, visit.stop, side.walked
-    exact = side.walk.mask.reach_exact
-    may = None if exact else side.classes_of(visit.start, visit.stop) != EMPTY
+    here = walk.owned, visit.start, visit.stop, walk.walked
+    exact = walk.mask.reach_exact
+    may = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
     starts = _search_starts(visit, listed.tiles(*here), may)
     return [listed.reads(*here, tile) for tile in starts]
 
@@ -95,7 +95,7 @@ def _search_starts(visit: Visit, listed: Array, may: Array | None) -> Iterator[i
 
 
 def _reads_of_tiles(
-    mask: MaskAnalysis, side: OwnedSide, plan: Plan, listed: ListedBlocks, visit: Visit
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit
 ) -> tuple[int, int]:
     """Blocks read of the layout itself, for the tiles that a thread block visits.
 
@@ -103,20 +103,20 @@ def _reads_of_tiles(
         The number of blocks that its warps read for whole tiles, and the number of blocks that
         lanes read for the elements of a head.
     """
-    lines = listed.lines(side.owned, visit.start, visit.stop)
-    unmasked = _unmasked(mask, side, plan, visit)
-    block = side.walked.block
+    lines = listed.lines(walk.owned, visit.start, visit.stop)
+    unmasked = _unmasked(walk, plan, visit)
+    block = walk.walked.block
     elements = 0
     shared = 0
     for tile in visit.tiles:
         if unmasked[tile]:
             start = tile * block
-            stop = min(start + block, side.walked.length)
-            live = listed.live[np.ix_(lines, listed.places(side.walked, start, stop))]
+            stop = min(start + block, walk.walked.length)
+            live = listed.live[np.ix_(lines, listed.places(walk.walked, start, stop))]
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
-        elements += _unmasked_elements(mask, side, plan, visit, tile)
+        elements += _unmasked_elements(walk, plan, visit, tile)
     return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
 
 
@@ -129,9 +129,9 @@ def _until_one_is_not_live(live: Array) -> int:
     return int(np.count_nonzero(goes_on & there))
 
 
-def _unmasked(mask: MaskAnalysis, side: OwnedSide, plan: Plan, visit: Visit) -> Array:
+def _unmasked(walk: TileWalk, plan: Plan, visit: Visit) -> Array:
     """Whether the kernel finds each tile full by the mask, and then reads the layout: bool."""
-    owned, walked = side.owned, side.walked
+    mask, owned, walked = walk.mask, walk.owned, walk.walked
     starts = np.arange(0, walked.length, walked.block)
     whole = starts + walked.block <= walked.length
     if plan.owns_keys:
@@ -139,22 +139,20 @@ def _unmasked(mask: MaskAnalysis, side: OwnedSide, plan: Plan, visit: Visit) -> 
     if mask.always:
         return whole
     if mask.full is not None and mask.full_exact:
-        lo, hi = side.bounds(mask.full, visit.start, visit.stop)
+        lo, hi = walk.ends(mask.full, visit.start, visit.stop)
         inside = starts + walked.block <= (walked.length if hi is None else hi)
         return whole & inside & (starts >= (0 if lo is None else lo))
-    found: Array = whole & (side.classes_of(visit.start, visit.stop) == FULL)
+    found: Array = whole & (walk.classes(visit.start, visit.stop) == FULL)
     return found
 
 
-def _unmasked_elements(
-    mask: MaskAnalysis, side: OwnedSide, plan: Plan, visit: Visit, tile: int
-) -> int:
+def _unmasked_elements(walk: TileWalk, plan: Plan, visit: Visit, tile: int) -> int:
     """The elements that the mask keeps, among the elements for which the kernel evaluates it.
 
     Keys past the end are excluded, except where the mask is evaluated in a loop over all elements.
     Queries past the end are included, except where the block owns keys.
     """
-    owned, walked = side.owned, side.walked
+    owned, walked = walk.owned, walk.walked
     start = tile * walked.block
     end = start + walked.block
     if not plan.loops_over_masks:
@@ -162,9 +160,9 @@ def _unmasked_elements(
     walked_here = np.arange(start, end) + walked.offset
     stop = visit.stop if plan.owns_keys else visit.start + owned.block
     owned_here = np.arange(visit.start, stop) + owned.offset
-    if mask.always:
+    if walk.mask.always:
         return len(walked_here) * len(owned_here)
     q, k = (walked_here, owned_here) if plan.owns_keys else (owned_here, walked_here)
     with np.errstate(all="ignore"):
-        kept = evaluate(mask.expr, {**side.walk.env, Q: q[:, None], K: k[None, :]})
+        kept = evaluate(walk.mask.expr, {**walk.env, Q: q[:, None], K: k[None, :]})
     return int(np.count_nonzero(np.broadcast_to(kept, (len(q), len(k)))))

@@ -82,7 +82,7 @@ def predict(
         distinct, macs = None, plan.quantities.get("macs")
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None:
-        bytes_ |= bytes_of_layout(mask, plan, heads)
+        bytes_ |= bytes_of_layout(plan, heads)
     if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
     if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):

@@ -16,8 +16,8 @@ from flashgen.emulator.counters.recorder import SECTOR_BYTES
 from flashgen.errors import InputError
 from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
 from flashgen.planner.models.fitted_sm80 import BARRIER_CLOCKS
-from flashgen.planner.models.registry import model_of
 from flashgen.planner.quantities import Number
+from flashgen.planner.tile_problem import PATHS
 from flashgen.profile.kernel_profile import Profile, Roofline, RooflineBound
 
 _RESOURCES = {
@@ -97,7 +97,7 @@ def counted_cost(profile: Profile) -> float:
     products among them is taken from the plan.
     """
     plan = profile.plan
-    model = model_of(plan.path, plan.kernel, plan.itemsize)
+    model = PATHS[plan.path][plan.kernel, plan.itemsize]
     counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
     at: dict[str, Number] = dict(plan.quantities)
     share = at["rest"] / (at["products"] + at["rest"])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flashgen.analysis import Interval, MaskAnalysis, evaluate
-from flashgen.analysis.tile_walk import EMPTY, TileAxis, TileWalk
+from flashgen.analysis import MaskAnalysis
+from flashgen.analysis.tile_walk import EMPTY, TileAxis, TileWalk, numbers_of
 from flashgen.call import CheckedCall
-from flashgen.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H
+from flashgen.language import B, H
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.launch_sizes import LaunchSizes
+from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile.listed_blocks import ListedBlocks
 from flashgen.signature import LAYOUT
 
@@ -42,46 +42,12 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class OwnedSide:
-    """A walk over tiles, as seen from the side that thread blocks own.
-
-    Attributes:
-        owned, walked: the axis whose tiles blocks own, and the axis that they walk.
-        classes_of: the class of every walked tile for the owned positions [start, stop).
-        corners: the symbols of the first and the last owned position.
-    """
-
-    walk: TileWalk
-    owned: TileAxis
-    walked: TileAxis
-    classes_of: Callable[[int, int], Array]
-    corners: tuple[Any, Any]
-
-    @classmethod
-    def of(cls, walk: TileWalk, plan: Plan) -> OwnedSide:
-        """The side that the blocks of a kernel own."""
-        if plan.owns_keys:
-            return cls(walk, walk.keys, walk.queries, walk.of_keys, (K_LO, K_HI))
-        return cls(walk, walk.queries, walk.keys, walk.of_queries, (Q_LO, Q_HI))
-
-    def bounds(self, interval: Interval, start: int, stop: int) -> tuple[int | None, int | None]:
-        """The ends of an interval of walked positions, counted from 0; None: unbounded."""
-        ends = start + self.owned.offset, stop - 1 + self.owned.offset
-        values = {**self.walk.env, **dict(zip(self.corners, ends, strict=True))}
-        lo, hi = (
-            None if end is None else int(np.max(evaluate(end, values))) - self.walked.offset
-            for end in (interval.lo, interval.hi)
-        )
-        return lo, hi
-
-
-@dataclass(frozen=True)
 class AlikeHeads:
     """Query heads that visit the same tiles.
 
     Attributes:
         batch, heads_q, heads_kv: the numbers of batch entries, of query heads and of key heads.
-        side: the classes of their tiles by the mask; None where every tile is visited.
+        walk: the classes of their tiles by the mask; None where every tile is visited.
         listed: the live blocks of their block-sparse layout; None without one.
         visits: the tiles of each thread block of one of the heads; None for all tiles.
     """
@@ -89,7 +55,7 @@ class AlikeHeads:
     batch: int
     heads_q: int
     heads_kv: int
-    side: OwnedSide | None = None
+    walk: TileWalk | None = None
     listed: ListedBlocks | None = None
     visits: list[Visit] | None = None
 
@@ -140,13 +106,8 @@ def heads_of(
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
     used = {symbol for part in parts if part is not None for symbol in part.free_symbols}
-    known: dict[Any, Any] = dict(
-        zip((BATCH, HEADS, SEQ_Q, SEQ_K), (p.batch, p.heads_q, p.seq_q, p.seq_k), strict=True)
-    )
-    scalars = dict(p.scalars)
-    for scalar in spec.scalars:
-        value = scalars[scalar.name]
-        known[scalar.expr] = float(np.float32(value)) if scalar.dtype == "float32" else value
+    sizes = p.batch, p.heads_q, p.seq_q, p.seq_k
+    known: dict[Any, Any] = {**numbers_of(spec, sizes, dict(p.scalars))}
     known |= {t.symbol: captured[t.name] for t in spec.tensors if t.name in captured}
     known = {symbol: value for symbol, value in known.items() if symbol in used}
     if live is not None:
@@ -157,8 +118,8 @@ def heads_of(
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         queries, keys = plan.queries_per_tile, plan.block_k
         axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
-        side = OwnedSide.of(TileWalk(mask, (known | places).items(), *axes), plan)
-        return AlikeHeads(batch, heads_q, heads_kv, side, listed, _visits(side, listed))
+        walk = TileWalk(mask, (known | places).items(), *axes, plan.owns_keys)
+        return AlikeHeads(batch, heads_q, heads_kv, walk, listed, _visits(walk, listed))
 
     if not {B, H} & used:
         return [alike(p.batch, p.heads_q, p.heads_kv, 0, 0)]
@@ -193,25 +154,25 @@ def _listed_blocks(
     return ListedBlocks(one, sparse.block_q, sparse.block_k)
 
 
-def _visits(side: OwnedSide, listed: ListedBlocks | None) -> list[Visit]:
+def _visits(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
     """For each tile that a block owns, the tiles that its main loop visits.
 
     They are the tiles within the reach, a range; where the reach is not exact, those that may have
     an unmasked element; with a block-sparse layout, those that have a live block.
     """
-    mask, walked = side.walk.mask, side.walked
+    mask, walked = walk.mask, walk.walked
     found = []
-    for start, stop in side.owned.tiles():
-        lo, hi = side.bounds(mask.reach, start, stop)
+    for start, stop in walk.owned.tiles():
+        lo, hi = walk.ends(mask.reach, start, stop)
         first = max(lo or 0, 0)
         last = walked.length if hi is None else min(hi, walked.length)
         end = -(-last // walked.block) if first < last else 0
         tiles = list(range(first // walked.block, end))
         if not mask.reach_exact:
-            may = side.classes_of(start, stop) != EMPTY
+            may = walk.classes(start, stop) != EMPTY
             tiles = [tile for tile in tiles if may[tile]]
         if listed is not None:
-            live = listed.tiles(side.owned, start, stop, walked)
+            live = listed.tiles(walk.owned, start, stop, walked)
             tiles = [tile for tile in tiles if live[tile]]
         found.append(Visit(start, stop, first // walked.block, end, tiles))
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
     from flashgen.pipeline import Build
     from flashgen.planner import HeadsPerTile, Plan
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
 
 
 def bind(
@@ -44,7 +44,7 @@ def bind(
     Raises:
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
-    from flashgen.planner.schedule.block_order import head_bits
+    from flashgen.planner.schedule import head_bits
 
     plan, params = build.plan, build.source.params
     grouped = any(param.name == "head_bits" for param in params)
@@ -88,7 +88,7 @@ def blocks_of_call(
     Raises:
         PlanError: the given number is impossible.
     """
-    from flashgen.planner.schedule.work_tiles import blocks_of
+    from flashgen.planner.schedule import blocks_of
 
     return blocks_of(plan, math.prod(plan.grid(*call.sizes, packed=packed)), sms, given)
 

@@ -18,7 +18,7 @@ from flashgen.runtime.kernel_arguments import KernelArguments
 
 if TYPE_CHECKING:
     from flashgen.pipeline import Build
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
 
 Tensor = torch.Tensor
 Grid = tuple[int, int, int]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashgen.compile import Binary
     from flashgen.pipeline import Build
     from flashgen.planner import Plan
-    from flashgen.planner.schedule.work_tiles import LaunchBlocks
+    from flashgen.planner.schedule import LaunchBlocks
 
 Tensor = torch.Tensor
 

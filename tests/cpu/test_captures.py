@@ -242,7 +242,7 @@ def visited(spec: AttentionSpec, q: Tensor, k: Tensor, **options: Any) -> list[l
     """Of each chunk of one batch entry, the runs of keys of its first tile of queries."""
     given = arguments(spec, q, block_q=16, block_k=16, **options)
     problem = SequenceProblem(spec, q, k, given)
-    return [part.key_runs(0, 16) for part in problem.chunks()]
+    return [part.runs(0, 16) for part in problem.chunks()]
 
 
 def test_lengths_and_prefixes_skip_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_tiles_are_classified_as_their_elements_say(name: str) -> None:
     (part,) = problem.chunks()
     for start, stop in problem.queries.tiles():
         seen = torch.zeros(70, dtype=torch.bool)
-        for run in part.key_runs(start, stop):
+        for run in part.runs(start, stop):
             keys = slice(run.start, run.stop)
             seen[keys] = True
             if run.full:

@@ -71,7 +71,8 @@ def test_tiles_are_classified_as_their_elements_say(path: Path, offsets: tuple[i
     env |= {scalar.expr: given["scalars"][scalar.name] for scalar in spec.scalars}
     tensors = {tensor.symbol: given["tensors"][tensor.name] for tensor in spec.tensors}
     arrays = {symbol: tensor.numpy() for symbol, tensor in tensors.items()}
-    walk = TileWalk(analyse(spec).mask, {**env, **arrays}.items(), queries, keys)
+    mask, known = analyse(spec).mask, {**env, **arrays}
+    by_query, by_key = (TileWalk(mask, known.items(), queries, keys, by) for by in (False, True))
     values = {symbol: torch.tensor(value) for symbol, value in env.items()} | tensors
     values[Q] = torch.arange(150)[:, None] + offsets[0]
     values[K] = torch.arange(210)[None, :] + offsets[1]
@@ -81,27 +82,27 @@ def test_tiles_are_classified_as_their_elements_say(path: Path, offsets: tuple[i
         return FULL if tile.all() else MIXED if tile.any() else EMPTY
 
     exact = not spec.tensors and path.stem not in ("natten_2d", "block_diffusion")
-    by_rows, by_keys = [], []
+    rows = []
     for start, stop in queries.tiles():
         wanted = [kind(keep[start:stop, a:b]) for a, b in keys.tiles()]
-        for found, right in zip(walk.of_queries(start, stop).tolist(), wanted, strict=True):
+        rows.append(by_query.classes(start, stop))
+        for found, right in zip(rows[-1].tolist(), wanted, strict=True):
             assert found == right or (not exact and found == MIXED)
-        by_rows.append(walk.of_queries(start, stop))
-    for start, stop in keys.tiles():
-        by_keys.append(walk.of_keys(start, stop))
-    assert (np.array(by_rows) == np.array(by_keys).T).all()
+    columns = [by_key.classes(*ends) for ends in keys.tiles()]
+    assert (np.array(rows) == np.array(columns).T).all()
 
 
 def test_neighbouring_tiles_of_one_class_are_joined_up_to_a_length() -> None:
-    walk = TileWalk(analyse(spec_of()).mask, (), TileAxis(64, 16, 0), TileAxis(100, 10, 0))
-    runs = walk.key_runs(48, 64, 30)
+    axes = TileAxis(64, 16, 0), TileAxis(100, 10, 0)
+    runs = TileWalk(analyse(spec_of()).mask, (), *axes).runs(48, 64, 30)
     assert [(run.start, run.stop, run.full) for run in runs] == [
         (0, 30, True),
         (30, 40, True),
         (40, 70, False),
     ]
-    assert [(run.start, run.stop) for run in walk.query_runs(50, 60, 16)] == [(48, 64)]
-    assert walk.query_runs(70, 80, 16) == []
+    by_key = TileWalk(analyse(spec_of()).mask, (), *axes, owns_keys=True)
+    assert [(run.start, run.stop) for run in by_key.runs(50, 60, 16)] == [(48, 64)]
+    assert by_key.runs(70, 80, 16) == []
 
 
 def test_causal_computes_about_half_of_the_scores(masks: list[int]) -> None:
@@ -202,15 +203,14 @@ def test_any_mask_gives_what_the_oracle_gives(
 
 
 def test_blocks_are_the_plans_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Counter[tuple[str, int, int]] = Counter()
-    for name in ("key_runs", "query_runs"):
-        original = getattr(TileWalk, name)
+    seen: Counter[tuple[int, int]] = Counter()
+    original = TileWalk.runs
 
-        def counted(self: TileWalk, *args: int, name: str = name, original: Any = original) -> Any:
-            seen[name, self.queries.block, self.keys.block] += 1
-            return original(self, *args)
+    def counted(self: TileWalk, *args: int) -> Any:
+        seen[self.owned.block, self.walked.block] += 1
+        return original(self, *args)
 
-        monkeypatch.setattr(TileWalk, name, counted)
+    monkeypatch.setattr(TileWalk, "runs", counted)
     spec = spec_of(head_dim=32)
     q, k, v = Case(300, 300, 1, 1, 1, "float32", 32).tensors()
     both(spec, q, k, v, torch.ones_like(q))
@@ -218,9 +218,9 @@ def test_blocks_are_the_plans_unless_given(monkeypatch: pytest.MonkeyPatch) -> N
     back = {kernel.kernel: kernel for kernel in plan_backward(spec, "sm_80").kernels}
     chosen = back["fused"] if "fused" in back else back["dkdv"]
     assert set(seen) == {
-        ("key_runs", ahead.block_q, ahead.block_k),
-        ("query_runs", chosen.block_q, chosen.block_k),
+        (ahead.block_q, ahead.block_k),
+        (chosen.block_k, chosen.block_q),
     }
     seen.clear()
     both(spec, q, k, v, torch.ones_like(q), block_q=40, block_k=24)
-    assert set(seen) == {("key_runs", 40, 24), ("query_runs", 40, 24)}
+    assert set(seen) == {(40, 24), (24, 40)}

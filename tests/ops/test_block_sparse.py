@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 from collections.abc import Callable
@@ -397,13 +398,14 @@ def test_the_tiled_path_visits_the_tiles_that_touch_a_live_block(block: tuple[in
     q_offset, k_offset = 3, 6
     queries = TileAxis(9 * block[0] - q_offset, 12, q_offset)
     keys = TileAxis(11 * block[1] - k_offset, 10, k_offset)
-    layout = BlockLayoutTiles(live.numpy(), *block)
-    walk = TileWalk(analyse(fg.AttentionSpec()).mask, (), queries, keys, layout)
+    by_row = BlockLayoutTiles(live.numpy(), *block)
+    by_column = BlockLayoutTiles(live.numpy().swapaxes(1, 2), *reversed(block))
+    walk = functools.partial(TileWalk, analyse(fg.AttentionSpec()).mask, (), queries, keys)
     whole = by_position(live, *block, 9 * block[0], 11 * block[1])[:, q_offset:, k_offset:]
     some, every = touched(whole, 12, 10).any(0), ~touched(~whole, 12, 10).any(0)
     wanted = torch.where(every, FULL, torch.where(some, MIXED, EMPTY))
-    rows = [walk.of_queries(*ends) for ends in queries.tiles()]
-    columns = [walk.of_keys(*ends) for ends in keys.tiles()]
+    rows = [walk(False, by_row).classes(*ends) for ends in queries.tiles()]
+    columns = [walk(True, by_column).classes(*ends) for ends in keys.tiles()]
     assert torch.equal(torch.tensor(np.array(rows)), wanted)
     assert torch.equal(torch.tensor(np.array(columns)), wanted.T)
     assert {EMPTY, MIXED, FULL} == set(wanted.flatten().tolist())

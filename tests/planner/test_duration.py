@@ -7,12 +7,17 @@ import random
 import pytest
 
 import flashgen as fg
-from flashgen.planner import plan, plan_backward
-from flashgen.planner.duration import HeadSteps, duration, makespan
+from flashgen.planner import Plan, plan, plan_backward
+from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.planner.formulas import evaluate
-from flashgen.planner.schedule.block_order import head_bits
+from flashgen.planner.schedule import head_bits
+from flashgen.planner.traffic import LaunchSizes, Visited
 
 SPEC = fg.AttentionSpec(head_dim=64)
+
+
+def duration(plan: Plan, *sizes: int, visited: Visited | None = None) -> Duration:
+    return duration_of(plan, [(LaunchSizes(*sizes), visited)])
 
 
 def test_every_line_is_its_own_arithmetic() -> None:
@@ -67,18 +72,18 @@ def test_half_of_the_tiles_take_half_of_the_work() -> None:
     n = 64 * chosen.block_q
     tiles = -(-n // chosen.block_k)
     some = [range(tiles // 2)] * 64
-    whole, half = duration(chosen, 8, 8, 8, n, n), duration(chosen, 8, 8, 8, n, n, some)
+    whole, half = duration(chosen, 8, 8, 8, n, n), duration(chosen, 8, 8, 8, n, n, visited=some)
     assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
-    with pytest.raises(ValueError, match="the launch has 64"):
-        duration(chosen, 1, 1, 1, n, n, [range(2)])
+    with pytest.raises(ValueError, match="there are 64"):
+        duration(chosen, 1, 1, 1, n, n, visited=[range(2)])
 
 
 def test_a_block_walks_for_each_head_of_its_group() -> None:
     dkdv = plan_backward(SPEC, deterministic=True).kernel("dkdv")
     sizes = (1, 2, 1, 3 * dkdv.block_q, 2 * dkdv.block_k)
-    alike = duration(dkdv, *sizes, [[0], [1, 2]])
-    assert duration(dkdv, *sizes, [[0], [1, 2], [0], [1, 2]]) == alike
-    fewer = duration(dkdv, *sizes, [[0], [1, 2], [], [0]])
+    alike = duration(dkdv, *sizes, visited=[[0], [1, 2]])
+    assert duration(dkdv, *sizes, visited=[[0], [1, 2], [0], [1, 2]]) == alike
+    fewer = duration(dkdv, *sizes, visited=[[0], [1, 2], [], [0]])
     work = {found: found.lines[2].value for found in (alike, fewer)}
     assert work[fewer] == pytest.approx(work[alike] * 4 / 6)
 

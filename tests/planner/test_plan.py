@@ -142,10 +142,10 @@ def test_a_plan_is_a_plain_value():
 
 
 def test_equal_requests_have_equal_plans_and_texts():
-    from flashgen.planner.api import _plan
+    from flashgen.planner import plan_forward
 
     before = [str(plan_of(d, dtype)) for d in (64, 128) for dtype in DTYPES]
-    _plan.cache_clear()
+    plan_forward.cache_clear()
     assert [str(plan_of(d, dtype)) for d in (64, 128) for dtype in DTYPES] == before
 
 

@@ -18,9 +18,8 @@ from flashgen.language import SCORE, Maximum
 from flashgen.planner import plan, plan_backward
 from flashgen.planner import proofs as package
 from flashgen.planner.proofs import (
+    algorithm,
     certify,
-    memory_traffic,
-    online_softmax,
     plan_constraints,
     score_derivative,
 )
@@ -101,23 +100,23 @@ def test_a_plan_beyond_its_limits_is_not_certified() -> None:
 
 
 def test_traffic_of_another_order_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory_traffic.certify_tiled().holds
-    n, d = memory_traffic.N, memory_traffic.D
-    monkeypatch.setattr(memory_traffic, "ALGORITHM_1", memory_traffic.ALGORITHM_1 + n**2)
-    assert not memory_traffic.certify_tiled().holds
-    monkeypatch.setattr(memory_traffic, "ALGORITHM_0", memory_traffic.ALGORITHM_0 + n * d)
-    assert not memory_traffic.certify_standard().holds
+    assert algorithm.certify_tiled().holds
+    n, d = algorithm.N, algorithm.D
+    monkeypatch.setattr(algorithm, "ALGORITHM_1", algorithm.ALGORITHM_1 + n**2)
+    assert not algorithm.certify_tiled().holds
+    monkeypatch.setattr(algorithm, "ALGORITHM_0", algorithm.ALGORITHM_0 + n * d)
+    assert not algorithm.certify_standard().holds
 
 
 def test_a_plan_that_counts_its_loops_otherwise_is_not_certified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen = plan(fg.AttentionSpec(head_dim=64))
-    assert memory_traffic.certify_plan(chosen, 166_912).holds
-    count = memory_traffic.forward_traffic
+    assert algorithm.certify_plan(chosen, 166_912).holds
+    count = algorithm.forward_traffic
     longer = lambda *sizes: count(*sizes[:-1], sizes[-1] + 1)  # noqa: E731
-    monkeypatch.setattr(memory_traffic, "forward_traffic", longer)
-    assert not memory_traffic.certify_plan(chosen, 166_912).holds
+    monkeypatch.setattr(algorithm, "forward_traffic", longer)
+    assert not algorithm.certify_plan(chosen, 166_912).holds
 
 
 def test_a_failing_certificate_is_an_error_that_shows_the_derivation(
@@ -126,7 +125,7 @@ def test_a_failing_certificate_is_an_error_that_shows_the_derivation(
     def wrong(spec: fg.AttentionSpec) -> Certificate:
         return Certificate("softmax", "1 = 2", (package.ProofStep("1 - 2 = 0", holds=False),))
 
-    monkeypatch.setattr(online_softmax, "certify_softmax", wrong)
+    monkeypatch.setattr(algorithm, "certify_softmax", wrong)
     with pytest.raises(CertificateError) as error:
         certify(fg.AttentionSpec(head_dim=64, name="mine"))
     assert error.value.what == "not proved: 1 = 2"

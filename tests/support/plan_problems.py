@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import flashgen as fg
 from flashgen.arch import facts, known
 from flashgen.planner import BackwardPlan, Plan, plan, plan_backward
-from flashgen.planner.tile import Tile
-from flashgen.planner.tile_problem import TileProblem, problem_of
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 DTYPES = ("float16", "bfloat16", "float32")
 UNEQUAL = ((192, 128), (8, 256), (256, 8), (40, 64), (128, 64), (64, 128))
@@ -61,6 +60,21 @@ def learned(head_dim: int, head_dim_v: int, dtype: str = "float16") -> fg.Attent
     return fg.AttentionSpec(
         score_mod=lambda s, b, h, q, k: s + bias[h, q - k], dtype=dtype, name="learned", **dims
     )
+
+
+@functools.cache
+def every_hopper_kernel() -> tuple[Plan, ...]:
+    """The plans of the backward kernels of path sm_90a, those for learned tensors among them."""
+    found = []
+    for head_dim, head_dim_v in (*((d, d) for d in range(8, 257, 24)), *UNEQUAL):
+        for deterministic in (False, True):
+            plain = spec_of(head_dim, head_dim_v, "float16")
+            found += plan_backward(plain, "sm_90a", deterministic=deterministic).kernels[1:]
+            of_learned = plan_backward(
+                learned(head_dim, head_dim_v), "sm_90a", deterministic=deterministic
+            )
+            found.append(of_learned.kernels[-1])
+    return tuple(found)
 
 
 def problem_behind(plan: Plan) -> tuple[TileProblem, Tile]:

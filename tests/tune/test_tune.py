@@ -18,7 +18,8 @@ from flashgen.compile.cache import CacheWarning
 from flashgen.ops import check
 from flashgen.ops import run_forward as run_on_emulator
 from flashgen.planner import Tile, plan, plan_backward
-from flashgen.planner.duration import duration
+from flashgen.planner.duration import duration_of
+from flashgen.planner.traffic import LaunchSizes
 from flashgen.runtime import backends
 from flashgen.runtime import tuned_tiles as tuned
 from flashgen.runtime.forward import PreparedForward
@@ -58,7 +59,8 @@ def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
     causal = rank(CAUSAL, problem(), {}, ARCH)
     assert 1.7 < full[0].seconds / causal[0].seconds < 2.1
     best = full[0].plans[0]
-    assert full[0].seconds == duration(best, 4, 16, 16, 4096, 4096).seconds
+    sizes = LaunchSizes(4, 16, 16, 4096, 4096)
+    assert full[0].seconds == duration_of(best, [(sizes, None)]).seconds
 
 
 def test_few_rows_have_smaller_tiles_than_the_planner_chooses_for_all_shapes():

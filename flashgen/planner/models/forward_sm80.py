@@ -11,20 +11,7 @@ from __future__ import annotations
 from flashgen.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
-from flashgen.planner.models.kernel_model import (
-    BUSIEST,
-    ISSUE,
-    REGISTER_LIMIT,
-    SPECIAL,
-    VECTOR,
-    KernelModel,
-    scaled,
-)
-
-# What the templates of the sm_80 path support.
-MAX_STEP = 128  # the main loop is unrolled over a step's rows
-WARP_COUNTS = (1, 2, 4, 8)
-ROW_GROUPS = (1, 2)
+from flashgen.planner.models.kernel_model import VECTOR, KernelModel, rates, scaled
 
 # A row is copied in one pass, a 16-byte vector by each thread.
 COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{VECTOR}/{WARP})", "warps")
@@ -47,7 +34,6 @@ SHARED = Formula(
     f"/{SMEM_BYTES_PER_CLOCK}",
     "clk",
 )
-L2 = Formula("l2", "e*(d_qk + d_v)/block_q/l2_rate", "clk")
 # A warp alone waits for its keys, then takes the products' time, then the softmax's.
 ALONE = Formula("alone", f"l2 + max(tensor, shared) + special + rest/{SCHEDULERS * WARP}", "clk")
 # Warps that are out of step with it fill the time that it leaves idle: those of other blocks
@@ -58,8 +44,6 @@ OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
 # Two barriers per step; other blocks fill the time.
 BARRIERS = Formula("barriers", f"2*{fitted.BARRIER_CLOCKS}/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied + barriers", "clk")
-
-COST_STEPS = (TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, ALONE, OVERLAP, OCCUPIED, BARRIERS, COST)
 
 # ---- instructions per score element and thread ---------------------------------------------------
 
@@ -82,7 +66,6 @@ def _forward(itemsize: int) -> KernelModel:
     )
     return KernelModel(
         name="forward",
-        owns="block_q",
         sizes=(),
         smem=SMEM,
         smem_bound=BLOCK_K_BY_SMEM,
@@ -95,15 +78,18 @@ def _forward(itemsize: int) -> KernelModel:
             "block_k",
             f"(register_limit - {own} - extra - row_groups*d_v/2)/(row_groups*(1/2 + {pending}))",
         ),
-        cost_steps=(Formula("products", PRODUCTS[itemsize]), Formula("rest", rest), *COST_STEPS),
-        register_limit=REGISTER_LIMIT,
-        sharing=((1, 1),),
-        stages=1,
-        warp_counts=WARP_COUNTS,
-        row_groups=ROW_GROUPS,
-        max_step=MAX_STEP,
-        other_warps=0,
-        copies_rows=True,
+        cost_steps=(
+            Formula("products", PRODUCTS[itemsize]),
+            Formula("rest", rest),
+            TENSOR,
+            SHARED,
+            *rates("forward"),
+            ALONE,
+            OVERLAP,
+            OCCUPIED,
+            BARRIERS,
+            COST,
+        ),
     )
 
 

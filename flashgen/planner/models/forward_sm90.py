@@ -14,14 +14,11 @@ from __future__ import annotations
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
-from flashgen.planner.models.kernel_model import BUSIEST, ISSUE, SPECIAL, KernelModel
+from flashgen.planner.models.kernel_model import KernelModel, rates
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 
 PRODUCER_WARPS = 4
-STAGES = 2
 BARRIER_BYTES = 8
-WARP_COUNTS = (8, 12)
-MAX_STEP = 256
 
 # ---- what a tile needs ---------------------------------------------------------------------------
 
@@ -70,7 +67,6 @@ SHARED = Formula(
     f"/{SMEM_BYTES_PER_CLOCK}",
     "clk",
 )
-L2 = Formula("l2", "e*(d_qk + d_v)/block_q/l2_rate", "clk")
 # Two hand-overs per step: of a K buffer and of a V buffer.
 BARRIERS = Formula("barriers", f"2*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "busiest + barriers", "clk")
@@ -79,19 +75,17 @@ BUSY = Formula("busy", "tensor/cost")
 
 FORWARD = KernelModel(
     name="forward",
-    owns="block_q",
     sizes=(DEPTH, DEPTH_V, LAUNCHED, PRODUCER),
     smem=SMEM,
     smem_bound=BLOCK_K_BY_SMEM,
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
-    cost_steps=(PRODUCTS, REST, TENSOR, SHARED, L2, SPECIAL, ISSUE, BUSIEST, BARRIERS, COST, BUSY),
+    cost_steps=(PRODUCTS, REST, TENSOR, SHARED, *rates("forward"), BARRIERS, COST, BUSY),
     register_limit=CONSUMER,
-    sharing=((1, 1),),
-    stages=STAGES,
-    warp_counts=WARP_COUNTS,
+    stages=2,
+    warp_counts=(8, 12),
     row_groups=(1,),
-    max_step=MAX_STEP,
+    max_step=256,
     other_warps=PRODUCER_WARPS,
     copies_rows=False,
 )

@@ -11,6 +11,7 @@ the block sizes Bc and Br follow from the SRAM size M; here with the registers a
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,6 +22,11 @@ from flashgen.planner.formulas import Formula, FormulaSequence
 MMA_ROWS = 16
 STEP = 16  # a step has a multiple of this number of rows for each warp that shares it
 VECTOR = 16  # bytes: the unit of cp.async and ldmatrix
+
+# What the templates of the sm_80 path support.
+MAX_STEP = 128  # the main loop is unrolled over a step's rows
+WARP_COUNTS = (1, 2, 4, 8)
+ROW_GROUPS = (1, 2)
 
 KEY_KERNELS = ("dkdv", "fused")
 """The backward kernels whose thread blocks own keys; those of all others own queries."""
@@ -39,12 +45,42 @@ REGISTER_LIMIT = Formula(
     f"min({MAX_REGISTERS}, {REGISTER_STEP}*floor(R/{REGISTER_STEP * WARP * SCHEDULERS}"
     f"/ceil(blocks*warps/{SCHEDULERS})))",
 )
-SPECIAL = Formula("special", f"1/{SPECIAL_PER_CLOCK}", "clk")
-ISSUE = Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk")
-# Every resource must do its work: the busiest one sets the pace.
-BUSIEST = Formula("busiest", "max(tensor, shared, l2, special, issue)", "clk")
-BUSIEST_FUSED = Formula("busiest", "max(tensor, shared, l2, atomics, special, issue)", "clk")
-ATOMICS = Formula("atomics", "4*d_qk/block_k/atomic_rate", "clk")
+
+
+def sides(kernel: str) -> tuple[str, str]:
+    """The block size of the side that thread blocks own, and of the side that they walk."""
+    return ("block_k", "block_q") if kernel in KEY_KERNELS else ("block_q", "block_k")
+
+
+def rates(kernel: str, computed: str = "1") -> tuple[Formula, ...]:
+    """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
+
+    Args:
+        computed: the number of times that each score is computed.
+    """
+    formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
+    if kernel == "fused":
+        formulas.append(Formula("atomics", "4*d_qk/block_k/atomic_rate", "clk"))
+    formulas.append(Formula("special", f"{computed}/{SPECIAL_PER_CLOCK}", "clk"))
+    formulas.append(Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk"))
+    # Every resource must do its work: the busiest one sets the pace.
+    names = ", ".join(("tensor", "shared", *(formula.name for formula in formulas)))
+    return (*formulas, Formula("busiest", f"max({names})", "clk"))
+
+
+def solved_registers(kernel: str, own: str, of_step: str) -> tuple[Formula, Formula]:
+    """Registers per thread, and the same solved for the walked block size.
+
+    Args:
+        own: registers that do not depend on the step.
+        of_step: registers for each row of a step.
+    """
+    _, walked = sides(kernel)
+    divisor = of_step if re.fullmatch(r"(max)?\(.*\)", of_step) else f"({of_step})"
+    return (
+        Formula("registers", f"{own} + {walked}*{of_step}"),
+        Formula(walked, f"(register_limit - ({own}))/{divisor}"),
+    )
 
 
 def scaled(text: str, factor: Fraction) -> str:
@@ -55,11 +91,10 @@ def scaled(text: str, factor: Fraction) -> str:
 
 @dataclass(frozen=True)
 class KernelModel:
-    """The formulas of one kernel for one operand size.
+    """The formulas of one kernel for one operand size; by default, limits of the sm_80 path.
 
     Attributes:
         name: the kernel's name, as in `Plan.kernel`.
-        owns: the block size of the side that a thread block owns: "block_q" or "block_k".
         sizes: quantities from which the formulas below are made.
         smem: shared memory of a thread block.
         smem_bound: the walked block size that shared memory allows: ``smem`` solved for it.
@@ -80,26 +115,30 @@ class KernelModel:
     """
 
     name: str
-    owns: str
     sizes: tuple[Formula, ...]
     smem: Formula
     smem_bound: Formula
     registers: Formula
     register_bound: Formula
     cost_steps: tuple[Formula, ...]
-    register_limit: Formula
-    sharing: tuple[tuple[int, int], ...]
-    stages: int
-    warp_counts: tuple[int, ...]
-    row_groups: tuple[int, ...]
-    max_step: int
-    other_warps: int
-    copies_rows: bool
+    register_limit: Formula = REGISTER_LIMIT
+    sharing: tuple[tuple[int, int], ...] = ((1, 1),)
+    stages: int = 1
+    warp_counts: tuple[int, ...] = WARP_COUNTS
+    row_groups: tuple[int, ...] = ROW_GROUPS
+    max_step: int = MAX_STEP
+    other_warps: int = 0
+    copies_rows: bool = True
+
+    @property
+    def owns(self) -> str:
+        """The block size of the side that a thread block owns: "block_q" or "block_k"."""
+        return sides(self.name)[0]
 
     @property
     def walks(self) -> str:
         """The block size of the side that the main loop walks: "block_k" or "block_q"."""
-        return "block_k" if self.owns == "block_q" else "block_q"
+        return sides(self.name)[1]
 
     @functools.cached_property
     def needs(self) -> FormulaSequence:

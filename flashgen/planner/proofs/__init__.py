@@ -13,8 +13,7 @@ from flashgen.errors import CertificateError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan, plan_backward
 from flashgen.planner.proofs import (
-    memory_traffic,
-    online_softmax,
+    algorithm,
     plan_constraints,
     score_derivative,
 )
@@ -45,10 +44,10 @@ def certify(
     backward = plan_backward(spec, arch, sram=sram, deterministic=deterministic)
     found = (
         *(plan_constraints.certify_constraints(each) for each in (forward, *backward.kernels)),
-        memory_traffic.certify_tiled(),
-        memory_traffic.certify_standard(),
-        memory_traffic.certify_plan(forward, sram or facts(arch).smem_per_block),
-        online_softmax.certify_softmax(spec),
+        algorithm.certify_tiled(),
+        algorithm.certify_standard(),
+        algorithm.certify_plan(forward, sram or facts(arch).smem_per_block),
+        algorithm.certify_softmax(spec),
         score_derivative.certify_derivatives(spec, analyse(spec)),
     )
     for each in found:

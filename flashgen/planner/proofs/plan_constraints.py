@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 
@@ -10,7 +12,22 @@ from flashgen.dtypes import POSITION_LIMIT
 from flashgen.planner import Plan
 from flashgen.planner.formulas import Formula, counted, evaluate
 from flashgen.planner.proofs.certificate import Certificate, ProofStep, vanishes
-from flashgen.planner.symbolic import SYMBOLS, expression
+from flashgen.planner.quantities import QUANTITIES
+
+SYMBOLS = {name: sympy.Symbol(name, positive=True) for name in QUANTITIES}
+_NAMES: dict[str, Any] = {
+    **SYMBOLS,
+    "max": sympy.Max,
+    "min": sympy.Min,
+    "ceil": sympy.ceiling,
+    "floor": sympy.floor,
+}
+
+
+@functools.cache
+def expression(formula: Formula) -> sympy.Expr:
+    """The formula as a sympy expression over `SYMBOLS`."""
+    return sympy.sympify(formula.text, locals=_NAMES)
 
 
 def certify_constraints(plan: Plan) -> Certificate:

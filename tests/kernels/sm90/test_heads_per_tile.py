@@ -23,7 +23,7 @@ from flashgen.errors import PlanError
 from flashgen.language.signature import signature_of
 from flashgen.ops import ForwardRun, run_forward
 from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
-from flashgen.planner.schedule.block_order import head_bits
+from flashgen.planner.schedule import head_bits
 from flashgen.profile import profile_forward
 from flashgen.runtime.block_layouts import with_layout
 from tests.support.examples import SPEC_IDS, SPECS, spec_path, values_of

@@ -15,8 +15,8 @@ import flashgen as fg
 from flashgen.arch import facts
 from flashgen.errors import InputError, PlanError
 from flashgen.ops import run_forward
-from flashgen.planner.schedule import work_tiles
-from flashgen.planner.schedule.work_tiles import MAX_WORK_TILES, blocks_of
+from flashgen.planner import schedule
+from flashgen.planner.schedule import MAX_WORK_TILES, blocks_of
 from flashgen.profile import profile_forward
 from tests.support.examples import fitted, spec_path, values_of
 from tests.support.profiles import loaded, random_operands
@@ -98,7 +98,7 @@ def test_the_number_follows_the_gpus_multiprocessors() -> None:
 def test_every_work_tile_is_counted_once(monkeypatch) -> None:
     """And the profile says so beforehand."""
     few = replace(facts(ARCH), sms=1)
-    monkeypatch.setattr(work_tiles, "facts", lambda name: few)
+    monkeypatch.setattr(schedule, "facts", lambda name: few)
     (profile,) = profile_forward(CAUSAL, *random_operands(loaded("causal"), (1, 8, 8, 40, 40)),
                                  arch=ARCH)[1]  # fmt: skip
     (counter,) = [tensor for tensor in profile.tensors if tensor.name == "tile_counter"]

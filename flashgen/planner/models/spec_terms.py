@@ -1,0 +1,143 @@
+"""What a spec and an architecture add to a model: registers, and instructions per score."""
+
+from __future__ import annotations
+
+import sympy
+
+from flashgen.analysis import analyse_score, kind_of_sum, row_interval
+from flashgen.arch import Arch
+from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
+from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS
+from flashgen.planner.quantities import ITEMSIZE
+
+# ---- instructions per score element --------------------------------------------------------------
+
+
+def score_instructions(spec: AttentionSpec, kernel: str) -> int:
+    """Instructions of score_mod, one per operation; in backward kernels with its derivative."""
+    if spec.score == SCORE:
+        return 0
+    if kernel == "forward":
+        return _operations(spec.score) + 1
+    # Subexpressions that the value and the derivative share are counted once.
+    code = analyse_score(spec.score).value_and_derivative
+    shared = sum(_operations(expr) for _, expr in code.lets)
+    return shared + sum(_operations(expr) + 1 for expr in code.results)
+
+
+def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
+    """Instructions of dropout: random bits, comparison and selection."""
+    if not spec.dropout:
+        return 0
+    if kernel in KEY_KERNELS:  # their scores are transposed
+        return fitted_common.TRANSPOSED_DROPOUT_INSTRUCTIONS
+    return fitted_common.DROPOUT_INSTRUCTIONS
+
+
+def _operations(expr: sympy.Expr) -> int:
+    """Operations of an expression, with those that address elements of captured tensors."""
+    indices = sum(len(element.indices) for element in elements_of(expr))
+    return int(sympy.count_ops(expr)) + fitted_common.READ_INSTRUCTIONS * indices
+
+
+# ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
+
+
+def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
+    """Registers that do not depend on the tile."""
+    fitted = fitted_sm80
+    d_v = spec.head_dim_v or spec.head_dim
+    has_score, has_interval = spec.score != SCORE, row_interval(spec.mask) is not None
+    if kernel == "forward":
+        newer = fitted.FORWARD_NEWER_ARCH_REGISTERS if arch.major >= 9 else 0
+        score = fitted.FORWARD_SCORE_MOD_REGISTERS if has_score else 0
+        mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
+        dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
+        longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
+        return newer + score + mask + longer + dropout
+    if arch.major >= 9:
+        newer = fitted.BACKWARD_NEWER_ARCH_REGISTERS[ITEMSIZE[spec.dtype]]
+    else:
+        newer = 0 if arch.name == "sm_80" else fitted.BACKWARD_CONSUMER_ARCH_REGISTERS
+    score = fitted.BACKWARD_SCORE_MOD_REGISTERS if has_score else 0
+    mask = 0 if has_interval else fitted.BACKWARD_MASK_REGISTERS
+    dropout = fitted.BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
+    unequal = fitted.UNEQUAL_HEAD_DIM_REGISTERS if spec.head_dim != d_v else 0
+    indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+    return newer + score + mask + unequal + dropout + indices
+
+
+def pending_sm80(spec: AttentionSpec) -> float:
+    """Registers of a backward kernel per accumulator element of S and dP."""
+    dropout = fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
+    return fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]] + dropout
+
+
+def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
+    """The largest number of indices but one of a learned element that each score adds to."""
+    if kernel not in LEARNED_KERNELS:
+        return 0
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    read = (each for each in elements_of(spec.score) if each.tensor in learned)
+    return max(
+        (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
+    )
+
+
+# ---- registers of path sm_90a --------------------------------------------------------------------
+
+
+def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
+    """Registers of a consumer thread of a backward kernel that do not depend on the tile."""
+    fitted = fitted_sm90
+    has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
+    score = fitted.SCORE_MOD_REGISTERS if has_score else 0
+    mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
+    dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
+    return score + mask + dropout + fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+
+
+def pending_sm90(spec: AttentionSpec) -> float:
+    """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
+    dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
+    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) else 0
+    return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
+
+
+def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
+    """Registers of a producer thread, where it needs more than to evaluate one bound; else 0.
+
+    Args:
+        spare: registers to keep free. The compiler does not report which threads spill.
+    """
+    fitted = fitted_sm90
+    row, reads = row_interval(spec.mask), _reads_elements(spec)
+    two_ends = row is not None and None not in (row.lo, row.hi)
+    if kernel == "forward":
+        if row is None or spare > fitted.SEARCH_BY_MASK_REGISTERS:
+            return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
+        # A range with two ends that are made from quotients or from elements of tensors.
+        two_costly = two_ends and (spec.mask.has(FloorDiv, FloorMod) or reads)
+        return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
+    searches = spec.block_sparse is not None or row is None
+    by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
+    if (searches and reads) or spare > by_tensors or (spare and reads):
+        return fitted.SEARCH_REGISTERS + by_tensors
+    return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
+
+
+def _score_pending(spec: AttentionSpec) -> float:
+    """Registers per accumulator element for the elements of tensors that the score reads."""
+    read = elements_of(spec.score)
+    return max((fitted_sm90.READ_PENDING[kind_of_sum(each)] for each in read), default=0.0)
+
+
+def _mask_reads_elements(spec: AttentionSpec) -> bool:
+    """Whether the mask is evaluated for each score and reads captured tensors then."""
+    return row_interval(spec.mask) is None and _reads_elements(spec)
+
+
+def _reads_elements(spec: AttentionSpec) -> bool:
+    return next(iter(elements_of(spec.mask)), None) is not None

@@ -1,1 +1,0 @@
-"""Bytes that a launch moves to and from global memory, counted from the loops of its kernel."""
