@@ -30,9 +30,8 @@ class Clocks:
 
     def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
         self.warps = warps
-        self.columns = (
-            2 * warps if proxy else warps
-        )  # number of columns in use; the arrays may have more
+        # Number of columns in use; the arrays may have more.
+        self.columns = 2 * warps if proxy else warps
         self.seen = np.zeros((blocks, warps, self.columns), np.int64)
         self._own = np.arange(warps)
         self.seen[:, self._own, self._own] = 1
@@ -117,8 +116,8 @@ class Clocks:
         self.seen[blocks, warps, warps] = own
         self._refresh(np.unique(blocks))
 
-    def order_after(self, rows: Array, column: int, time: Array) -> None:
-        """Orders distinct warps (n,) after the times (n,) of an asynchronous agent."""
+    def order_after(self, rows: Array, column: int, time: Array | int) -> None:
+        """Orders distinct warps (n,) after a time, or times (n,), of an asynchronous agent."""
         blocks, warps = np.divmod(rows, self.warps)
         self.seen[blocks, warps, column] = np.maximum(self.seen[blocks, warps, column], time)
 
@@ -163,8 +162,14 @@ class Clocks:
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
 
-    def ordered(self, blocks: Array, warps: Array, clock: Array, agent: Array) -> Array:
-        """Whether accesses of ``agent`` at ``clock`` happened before those of ``warps`` now."""
+    def decode(self, stamps: Array) -> tuple[Array, Array]:
+        """The warp and the clock of each stamp."""
+        stamps = stamps.astype(np.int64, copy=False)
+        return np.minimum(stamps & 31, self.warps - 1), stamps >> CLOCK_SHIFT
+
+    def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+        """Whether the accesses with these stamps happened before those of ``warps`` now."""
+        agent, clock = self.decode(stamps)
         return (agent == warps) | (clock <= self.seen[blocks, warps, agent])  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from flashgen.emulator.state.waits import (
     WaitsForPhase,
     WaitsForWarp,
 )
-from flashgen.emulator.state.wave import Wave, ranges_text
+from flashgen.emulator.state.wave import Site, Wave, ranges_text
 
 Array = npt.NDArray[Any]
 _MOST_LINES = 24  # of the report of a deadlock
@@ -42,26 +42,22 @@ class Reports(Wave):
             missing = missing & lanes
         if not missing.any():
             return
-        row, lane = np.argwhere(missing)[0]
+        row, lane = (int(i) for i in np.argwhere(missing)[0])
         self.fail(
             UninitialisedRead,
             "a register is read that was never written",
-            cohort,
-            pc,
-            row=int(row),
-            lane=int(lane),
-            numbers=f"{int(missing.sum())} lanes read a value that no instruction has written",
-            way_out="initialise the variable on every path that leads here",
+            Site(cohort, pc, row, lane),
+            f"{int(missing.sum())} lanes read a value that no instruction has written",
+            "initialise the variable on every path that leads here",
         )
 
     def _too_many_steps(self, c: Cohort) -> None:
         self.fail(
             StepLimit,
             "the launch does not come to an end",
-            c,
-            c.pc,
-            numbers=f"{self.steps:,} segments executed, limit {self.step_limit:,}",
-            way_out="look for an endless loop, or raise step_limit of emulator.launch",
+            Site(c, c.pc),
+            f"{self.steps:,} segments executed, limit {self.step_limit:,}",
+            "look for an endless loop, or raise step_limit of emulator.launch",
         )
 
     def _report_deadlock(self) -> NoReturn:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.state.cohort import Cohort
 from flashgen.emulator.state.waits import WaitsAtBarrier
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -69,11 +69,9 @@ class Barriers:
             self.machine.fail(
                 EmulatorError,
                 "a barrier with a number or thread count that PTX does not allow",
-                cohort,
-                pc,
-                row=row,
-                numbers=f"barrier {ids[row]}, {counts[row]} threads",
-                way_out="numbers are 0 to 15, counts multiples of 32",
+                Site(cohort, pc, row),
+                f"barrier {ids[row]}, {counts[row]} threads",
+                "numbers are 0 to 15, counts multiples of 32",
             )
 
     def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
@@ -100,12 +98,10 @@ class Barriers:
                 self.machine.fail(
                     EmulatorError,
                     "warps meet at one barrier with different thread counts",
-                    cohort,
-                    pc,
-                    row=row,
-                    numbers=f"barrier {ids[row]}: {given[row]} here, {other} before "
+                    Site(cohort, pc, row),
+                    f"barrier {ids[row]}: {given[row]} here, {other} before "
                     "(-1: all threads of the block)",
-                    way_out="use the same count in every bar.sync and bar.arrive of a barrier",
+                    "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
 
     def after_exit(self, blocks: Array) -> None:

@@ -24,7 +24,7 @@ from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
 from flashgen.emulator.machine.wgmma import Warpgroups
-from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.cohort import Cohort, active
 from flashgen.emulator.state.memory import FlatMemory
 
 Array = npt.NDArray[Any]
@@ -141,16 +141,12 @@ class Machine(Scheduler):
     def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
-            some = (
-                slice(None) if lanes is None else np.broadcast_to(lanes, (cohort.n, 32)).any(axis=1)
-            )
-            self.proxy.fence(cohort.rows[some])
+            self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
 
     def fence(self, cohort: Cohort, device: bool) -> None:
         """A fence of block or of device scope."""
         if self.global_races and self.program.synchronises:
-            assert self.shared_races is not None
             if device:
-                self.global_races.fence(cohort)
+                self.global_races.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.
-            self.shared_races.clocks.fence(cohort.rows)
+            self.global_races.clocks.fence(cohort.rows)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.state.cohort import Cohort
 from flashgen.emulator.state.waits import WaitsForRegisters
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -46,12 +46,10 @@ class RegisterPool:
             m.fail(
                 EmulatorError,
                 f"setmaxnreg.{'inc lowers' if grow else 'dec raises'} the number of registers",
-                cohort,
-                pc,
-                row=int(np.argmax(wrong)),
-                numbers=f"{held[wrong][0]} per thread now, {count} requested; at the start "
+                Site(cohort, pc, int(np.argmax(wrong))),
+                f"{held[wrong][0]} per thread now, {count} requested; at the start "
                 f"{self.at_entry}, by the launch bounds",
-                way_out="use the other form of setmaxnreg, or change the launch bounds",
+                "use the other form of setmaxnreg, or change the launch bounds",
             )
         served = np.zeros(cohort.n, bool)
         for first in range(0, cohort.n, 4):

@@ -16,6 +16,7 @@ from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.ptx.program import Region
 from flashgen.emulator.state.cohort import Cohort, merge, splice
 from flashgen.emulator.state.waits import WaitsForWarp, WaitsForWarpgroup
+from flashgen.emulator.state.wave import Site
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -189,10 +190,9 @@ class Scheduler(Reports):
             self.fail(
                 EmulatorError,
                 "brx.idx with an index outside its table",
-                parts[0],
-                pc,
-                numbers=f"{len(targets)} targets",
-                way_out="check the switch that this branch implements",
+                Site(parts[0], pc),
+                f"{len(targets)} targets",
+                "check the switch that this branch implements",
             )
 
     def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
@@ -288,10 +288,8 @@ class Scheduler(Reports):
         self.fail(
             EmulatorError,
             "an incomplete warpgroup executes a warpgroup-wide instruction",
-            cohort,
-            pc,
-            row=row,
-            numbers=f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
+            Site(cohort, pc, row),
+            f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
             f"blocks have {self.threads}",
-            way_out="execute it in all 128 threads of four warps, the first a multiple of 4",
+            "execute it in all 128 threads of four warps, the first a multiple of 4",
         )
