@@ -28,17 +28,11 @@ _MOST_MESSAGES = 5
 
 
 @dataclass(frozen=True)
-class Resources:
-    """The resources of one kernel; sizes in bytes, per thread unless stated otherwise."""
+class Resources(elf.KernelFacts):
+    """The resources of one kernel: what its cubin says, and what the log adds; sizes in bytes."""
 
-    registers: int
-    stack_bytes: int  # the stack of the kernel and its callees
-    spill_store_bytes: int  # written to local memory, in all functions
+    spill_store_bytes: int  # written to local memory, in all functions, per thread
     spill_load_bytes: int
-    static_smem_bytes: int  # per block, without dynamic shared memory
-    code_bytes: int  # per kernel
-    max_threads: int  # per block
-    param_bytes: int  # all parameters together
     barriers: int  # per block
 
     @property
@@ -66,14 +60,9 @@ def resources(cubin: bytes, kernel: str, log: str) -> Resources:
         )
     used = _USED.search(log, found[kernel].end()) if kernel in found else None
     return Resources(
-        registers=facts.registers,
-        stack_bytes=facts.stack_bytes,
+        **vars(facts),
         spill_store_bytes=sum(int(match["stores"]) for match in found.values()),
         spill_load_bytes=sum(int(match["loads"]) for match in found.values()),
-        static_smem_bytes=facts.static_smem_bytes,
-        code_bytes=facts.code_bytes,
-        max_threads=facts.max_threads,
-        param_bytes=facts.param_bytes,
         barriers=int(used["barriers"] or 0) if used else 0,
     )
 

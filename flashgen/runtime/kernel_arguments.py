@@ -138,7 +138,7 @@ class KernelArguments:
 @functools.lru_cache(maxsize=1024)
 def encoded(spec: TensorMapSpec, address: int) -> bytes:
     """The 128 bytes of a tensor map; cached, because training steps repeat addresses."""
-    from flashgen.launch.tensormap import encode
+    from flashgen.launch.params import encode
 
     return encode(spec, address)
 
