@@ -82,25 +82,10 @@ class Clocks:
         self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def arrive(self, blocks: Array, warps: Array, barriers: Array) -> None:
-        """Warps publish their clocks at a barrier, then their own clocks advance."""
-        for block, warp, barrier in zip(blocks, warps, barriers, strict=True):
-            known = self.seen[block, warp]
-            slot = self.published[block, barrier]
-            np.maximum(slot, known, out=slot)
-            known[warp] += 1
-        self._refresh(np.unique(blocks))
-
     def release(self, block: int, barrier: int, warps: Array) -> None:
         """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        slot = self.published[block, barrier]
-        for warp in warps:
-            known = self.seen[block, warp]
-            own = known[warp]
-            np.maximum(known, slot, out=known)
-            known[warp] = own
-        slot[:] = 0
-        self._refresh(np.array([block]))
+        self.acquire(block * self.warps + warps, np.full(len(warps), barrier))
+        self.published[block, barrier] = 0
 
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
@@ -139,11 +124,8 @@ class Clocks:
     def fence(self, rows: Array) -> None:
         """A fence: the next strong access of each warp releases its current clocks."""
         for row in rows.tolist():
-            block, warp = divmod(row, self.warps)
-            known = self.seen[block, warp]
-            self.fenced[row] = known.copy()
-            known[warp] += 1
-        self._refresh(np.unique(rows // self.warps))
+            self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
+        self.tick(rows)
 
     def synchronise(self, rows: Array, places: Array) -> None:
         """Strong accesses: each acquires what was released at its address, and releases."""

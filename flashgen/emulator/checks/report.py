@@ -13,8 +13,8 @@ from flashgen.emulator.errors import (
     StepLimit,
     UninitialisedRead,
 )
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import (
+from flashgen.emulator.state.cohort import (
+    Cohort,
     WaitsAtBarrier,
     WaitsForCluster,
     WaitsForPhase,
@@ -84,9 +84,8 @@ class Reports(Wave):
                 # point of reconvergence.
                 if not self._comes(c) and (partial is None or pc < partial.waits.pc):
                     partial = c
-                mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
-                text += f", lanes {ranges_text(mask)} of {ranges_text(self.alive[row])}, wait at "
-                text += f"{self.program.describe(pc)}"
+                lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[row])
+                text += f", lanes {lanes} of {alive}, wait at {self.program.describe(pc)}"
             elif isinstance(c.waits, WaitsForCluster):
                 text += ", " + self.cluster.describe(c)
             else:

@@ -72,10 +72,6 @@ class SharedRaces(SharedShadow):
         elif barrier is not None:
             self.clocks.release(int(blocks[0]), barrier, released)
 
-    def arrive(self, rows: Array, barriers: Array) -> None:
-        m = self.machine
-        self.clocks.arrive(m.row_block[rows], m.row_warp[rows], barriers)
-
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
     def read(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:

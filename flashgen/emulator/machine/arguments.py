@@ -43,9 +43,8 @@ class ArgumentPacker:
         self.program = program
         self.memory = memory
         self.addresses: dict[int, int] = {}  # id of an array -> device address
-        self.maps: dict[
-            int, tuple[TensorMap, int]
-        ] = {}  # by the offset of the 128 bytes of the map
+        # By the offset of the 128 bytes of the map.
+        self.maps: dict[int, tuple[TensorMap, int]] = {}
 
     def pack(self, args: Sequence[Any]) -> DeviceArguments:
         """Places the arguments of a launch.
@@ -131,21 +130,15 @@ class ArgumentPacker:
         return allocation
 
     def _one(self, number: int, value: Any, param: Variable) -> bytes:
+        """The bytes of one parameter."""
         if isinstance(value, (tuple, list)):
-            return self._struct(number, value, param)
-        if isinstance(value, np.ndarray):
-            return self._sized(number, self.addresses[id(value)].to_bytes(8, "little"), param)
-        if isinstance(value, TensorMap):
-            return self._sized(number, self._map(value, param, 0), param)
-        if value is None:
-            return self._sized(number, bytes(8), param)
-        if isinstance(value, np.void):
-            return self._sized(number, value.tobytes(), param)
-        if isinstance(value, bytes):
-            return self._sized(number, value, param)
-        return self._number(number, value, param)
-
-    def _sized(self, number: int, data: bytes, param: Variable) -> bytes:
+            data: bytes | None = self._struct(number, value, param)
+        elif isinstance(value, np.void):
+            data = value.tobytes()
+        else:
+            data = value if isinstance(value, bytes) else self._reference(value, param, 0)
+        if data is None:
+            return self._number(number, value, param)
         if len(data) != param.size:
             raise self.error(
                 f"argument {number} does not fit its parameter",
@@ -153,6 +146,19 @@ class ArgumentPacker:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             )
         return data
+
+    def _reference(self, value: Any, param: Variable, offset: int) -> bytes | None:
+        """The bytes of a pointer or of a tensor map, which are zeros, as they are opaque on a GPU.
+
+        None for other values. ``offset`` is that of the value in the parameter.
+        """
+        if isinstance(value, TensorMap):
+            at = self.program.params_at[param.name] + offset
+            self.maps[at] = (value, self.addresses[id(value.array)])
+            return bytes(MAP_BYTES)
+        if isinstance(value, np.ndarray):
+            return self.addresses[id(value)].to_bytes(8, "little")
+        return bytes(8) if value is None else None
 
     def _number(self, number: int, value: Any, param: Variable) -> bytes:
         size = param.size
@@ -177,34 +183,22 @@ class ArgumentPacker:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             ) from None
 
-    def _map(self, value: TensorMap, param: Variable, offset: int) -> bytes:
-        """The 128 bytes of a tensor map: zeros, because their contents are opaque on a GPU too."""
-        at = self.program.params_at[param.name] + offset
-        self.maps[at] = (value, self.addresses[id(value.array)])
-        return bytes(MAP_BYTES)
-
     def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
         data = bytearray()
         widest = 1
         for place, item in enumerate(items):
-            align = 0
-            if isinstance(item, TensorMap):
-                align = MAP_ALIGN
-                part = self._map(item, param, len(data) + -len(data) % align)
-            elif isinstance(item, np.ndarray):
-                part = self.addresses[id(item)].to_bytes(8, "little")
-            elif item is None:
-                part = bytes(8)
-            elif isinstance(item, np.generic):
+            align = MAP_ALIGN if isinstance(item, TensorMap) else 1
+            part = self._reference(item, param, len(data) + -len(data) % align)
+            if isinstance(item, np.generic):
                 part = item.tobytes()
-            else:
+            if part is None:
                 raise self.error(
                     f"field {place} of argument {number} has no size",
                     f"{item!r} is a {type(item).__name__}",
                     "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
                 )
-            align = align or len(part)
+            align = align if isinstance(item, TensorMap) else len(part)
             widest = max(widest, align)
             data += bytes(-len(data) % align) + part
         data += bytes(-len(data) % widest)
-        return self._sized(number, bytes(data), param)
+        return bytes(data)

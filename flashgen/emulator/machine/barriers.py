@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsAtBarrier
+from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
@@ -37,8 +36,10 @@ class Barriers:
     ) -> None:
         """Rows of ``cohort`` arrive at barrier ``number``; it counts ``count`` threads (0: all)."""
         m = self.machine
-        ids = np.broadcast_to(np.asarray(number), (cohort.n, 1))[:, 0].astype(np.int64)
-        counts = np.broadcast_to(np.asarray(count), (cohort.n, 1))[:, 0].astype(np.int64)
+        ids, counts = (
+            np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
+            for value in (number, count)
+        )
         self._validate(cohort, ids, counts, pc)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
@@ -50,14 +51,12 @@ class Barriers:
         self._same_count(cohort, blocks, ids, counts, pc)
         self.expected[blocks, ids] = np.where(counts > 0, counts, -1)
         if m.shared_races:
-            m.shared_races.arrive(cohort.rows, ids)
+            m.shared_races.clocks.publish(cohort.rows, ids)
         if vote is not None:
-            lanes = np.broadcast_to(vote, (cohort.n, 32))
-            active = lanes if cohort.mask is None else lanes & cohort.mask
-            for row, block, barrier in zip(range(cohort.n), blocks, ids, strict=True):
-                here = cohort.mask[row] if cohort.mask is not None else np.ones(32, bool)
-                entry = self.votes.setdefault((int(block), int(barrier)), [])
-                entry.append(active[row][here])
+            values, lanes = spread(vote, cohort.n), cohort.full_mask()
+            for row in range(cohort.n):
+                entry = self.votes.setdefault((int(blocks[row]), int(ids[row])), [])
+                entry.append(values[row][lanes[row]])
         if blocking:
             cohort.waits = WaitsAtBarrier(pc, ids, result)
         self.complete(np.unique(blocks))
@@ -136,10 +135,9 @@ class Barriers:
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits
-        if free.all():
-            c.waits = None
-            released = c
-        else:
+        released = c
+        c.waits = None
+        if not free.all():
             released, rest = m.split(c, free, c.pc, c.pc)
             rest.waits = WaitsAtBarrier(waits.pc, waits.ids[~free], waits.result)
         if waits.result is not None and votes is not None:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsForCluster
+from flashgen.emulator.state.cohort import Cohort, WaitsForCluster
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.errors import MbarrierMisuse, RaceError
-from flashgen.emulator.state.cohort import Cohort, active, spread
-from flashgen.emulator.state.waits import WaitsForPhase
+from flashgen.emulator.state.cohort import Cohort, WaitsForPhase, active, spread
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.ptx.program import PtxProgram
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsForRegisters
+from flashgen.emulator.state.cohort import Cohort, WaitsForRegisters
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 

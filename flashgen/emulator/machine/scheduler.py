@@ -14,8 +14,7 @@ import numpy.typing as npt
 from flashgen.emulator.checks.report import Reports
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.ptx.program import Region
-from flashgen.emulator.state.cohort import Cohort, merge, splice
-from flashgen.emulator.state.waits import WaitsForWarp, WaitsForWarpgroup
+from flashgen.emulator.state.cohort import Cohort, WaitsForWarp, WaitsForWarpgroup, merge, splice
 from flashgen.emulator.state.wave import Site
 from flashgen.errors import EmulatorError
 
