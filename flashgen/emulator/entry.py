@@ -17,12 +17,11 @@ import numpy.typing as npt
 from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.isa.segments import Segments
-from flashgen.emulator.machine.arguments import ArgumentPacker
+from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
-from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
+from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
-from flashgen.emulator.state.memory import GlobalMemory
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
@@ -84,13 +83,12 @@ def launch(
         profile or _LAUNCHES.get() is not None,
     )
     _check_shape(program, config)
-    memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
-    machine = Machine(segments, config, ArgumentPacker(program, memory).pack(args))
+    machine = Machine(segments, config, DeviceArguments(program, args))
     begin = time.perf_counter()
     try:
         counters = machine.run()
     finally:
-        memory.copy_back()
+        machine.memory.copy_back()
     counters.seconds = time.perf_counter() - begin
     launches = _LAUNCHES.get()
     if launches is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.machine.tma import TensorMap
-from flashgen.emulator.ptx.program import PtxProgram
+from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
 from flashgen.emulator.ptx.syntax import Variable
 from flashgen.emulator.state.memory import Allocation, GlobalMemory
 from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
@@ -21,37 +20,23 @@ from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
 class DeviceArguments:
     """The arguments of a launch, placed in device memory.
 
     Attributes:
-        parameters: the bytes of the kernel's parameters.
         memory: every buffer and module variable.
         maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        parameters: the bytes of the kernel's parameters.
+
+    Raises:
+        LaunchArguments: they do not fit the kernel's parameters.
     """
 
-    parameters: bytes
-    memory: GlobalMemory
-    maps: dict[int, tuple[TensorMap, int]]
-
-
-class ArgumentPacker:
-    """Places arrays in device memory and packs the parameters of a kernel."""
-
-    def __init__(self, program: PtxProgram, memory: GlobalMemory) -> None:
+    def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
         self.program = program
-        self.memory = memory
-        self.addresses: dict[int, int] = {}  # id of an array -> device address
-        # By the offset of the 128 bytes of the map.
+        self.memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
         self.maps: dict[int, tuple[TensorMap, int]] = {}
-
-    def pack(self, args: Sequence[Any]) -> DeviceArguments:
-        """Places the arguments of a launch.
-
-        Raises:
-            LaunchArguments: they do not fit the kernel's parameters.
-        """
+        self.addresses: dict[int, int] = {}  # id of an array -> device address
         params = self.program.params
         if len(args) != len(params):
             raise self.error(
@@ -62,13 +47,12 @@ class ArgumentPacker:
             )
         self._variables()
         self._place(args)
-        data = bytearray(self.program.param_bytes)
+        self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
             at = self.program.params_at[param.name]
-            data[at : at + param.size] = self._one(number, value, param)
+            self.parameters[at : at + param.size] = self._one(number, value, param)
         self.memory.commit()
         self._relocate()
-        return DeviceArguments(bytes(data), self.memory, self.maps)
 
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.bounds import check_window, locate
-from flashgen.emulator.counters.recorder import READ, count_sectors
+from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.isa.semantics.memory import load_global
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.memory import ELEMENT, SHIFT
 from flashgen.emulator.state.wave import Wave
@@ -65,46 +65,24 @@ class AsyncCopies:
         self, cohort: Cohort, source: Any, lanes: Array | None, size: int, read: Any, pc: int
     ) -> Array:
         """The data of a copy; bytes after the first ``read`` are zero and are not accessed."""
-        n = cohort.n
-        out = np.zeros((n, 32), ELEMENT[size])
+        m, n = self.machine, cohort.n
+        address = spread(source, n)
         wanted = np.minimum(spread(read, n), size)
         whole = wanted == size
+        out: Array = np.zeros((n, 32), ELEMENT[size])
         if whole.all():
-            self._read(cohort, source, lanes, size, out, pc)
+            out = load_global(m, cohort, address, lanes, size, pc)
             return out
-        some = whole if lanes is None else whole & lanes
+        some = whole & active(cohort, lanes)
         if some.any():
-            self._read(cohort, source, some, size, out, pc)
-        partial = (wanted > 0) & ~whole
-        if lanes is not None:
-            partial &= lanes
-        if partial.any():
-            octets = out.view(np.uint8).reshape(n, 32, size)
-            for byte in range(size):
-                here = partial & (wanted > byte)
-                if here.any():
-                    got = np.zeros((n, 32), np.uint8)
-                    self._read(cohort, source + byte, here, 1, got, pc)
-                    octets[..., byte][here] = got[here]
+            out = load_global(m, cohort, address, some, size, pc)
+        partial = ~whole & active(cohort, lanes)
+        octets = out.view(np.uint8).reshape(n, 32, size)
+        for byte in range(size):
+            here = partial & (wanted > byte)
+            if here.any():
+                octets[..., byte] |= load_global(m, cohort, address + byte, here, 1, pc)
         return out
-
-    def _read(
-        self, cohort: Cohort, source: Any, lanes: Array | None, size: int, out: Array, pc: int
-    ) -> None:
-        m = self.machine
-        address = spread(source, cohort.n)
-        offset = locate(m, cohort, address, lanes, size, pc, False)
-        m.counters.global_read_bytes += offset.size * size
-        m.counters.global_read_sectors += count_sectors(cohort, offset, lanes)
-        if m.recorder is not None:
-            m.recorder.global_access(cohort, offset, lanes, size, pc, READ)
-        if m.global_races:
-            m.global_races.read(cohort, offset, size, pc, lanes)
-        values = m.memory.flat.view[size].take(offset >> SHIFT[size])
-        if lanes is None:
-            out[...] = values
-        else:
-            out[lanes] = values
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
         """Closes the current group of each thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
+@dataclass(slots=True, eq=False)
 class Cohort:
     """Warps that execute together.
 
@@ -23,33 +24,24 @@ class Cohort:
             arbitrary; only side effects use the mask.
         waits: why the cohort cannot run, or None.
         polls: its last test of an mbarrier failed, so that other cohorts run first.
+        age: the step at which it last ran.
+        shared_base: see `Wave.shared_base`; None until it is asked for.
+        groups: numbers of its warpgroups in the wave, if it consists of whole warpgroups.
     """
 
-    __slots__ = (
-        "age",
-        "groups",
-        "mask",
-        "n",
-        "pc",
-        "polls",
-        "registers",
-        "rows",
-        "shared_base",
-        "waits",
-    )
+    rows: Array
+    pc: int
+    registers: list[Any]
+    mask: Array | None
+    waits: Any = None
+    polls: bool = False
+    age: int = 0
+    shared_base: Array | None = None
+    groups: Array | None = None
+    n: int = field(init=False)
 
-    def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
-        self.rows = rows
-        self.n = len(rows)
-        self.pc = pc
-        self.registers = registers
-        self.mask = mask
-        self.waits: Any = None
-        self.shared_base: Array | None = None
-        # Numbers of its warpgroups in the wave, if it consists of whole warpgroups.
-        self.groups: Array | None = None
-        self.age = 0
-        self.polls = False
+    def __post_init__(self) -> None:
+        self.n = len(self.rows)
 
     def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) is true, with the live registers only."""
