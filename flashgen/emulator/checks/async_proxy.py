@@ -71,12 +71,8 @@ class AsyncProxy:
     # ---- agents and order
 
     def agent(self, kind: str, number: int, name: str = "") -> int:
-        """The column of an agent, which is the same in all blocks; created at the first call.
-
-        Args:
-            kind: the kind of agent, such as "warpgroup".
-            number: its number in the block.
-            name: its name in messages, such as "wgmma of warpgroup 0".
+        """The column of an agent, the same in all blocks; its name in messages is that of the
+        first call, such as "wgmma of warpgroup 0".
         """
         column = self._columns.get((kind, number))
         if column is None:

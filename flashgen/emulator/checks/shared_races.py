@@ -56,21 +56,16 @@ class SharedRaces(SharedShadow):
         if machine.program.asynchronous:
             self.proxy = AsyncProxy(self, self._against_reads)
 
-    # ---- order
-
-    def barrier(self, blocks: Array, released: Array | None, barrier: int | None) -> None:
-        """A barrier completed: for whole blocks, or for the ``released`` warps of one block."""
-        if released is None:
-            self.clocks.barrier_of_all(blocks)
-            # Reads before such a barrier cannot race with later accesses.
-            passed = np.zeros(len(self.last_read[False]), bool)
-            passed[blocks] = True
-            for last in self.last_read.values():
-                last[blocks] = 0
-            row_block = self.machine.row_block
-            self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
-        elif barrier is not None:
-            self.clocks.release(int(blocks[0]), barrier, released)
+    def barrier_of_all(self, blocks: Array) -> None:
+        """A barrier of all warps of the blocks completed."""
+        self.clocks.barrier_of_all(blocks)
+        # Reads before such a barrier cannot race with later accesses.
+        passed = np.zeros(len(self.last_read[False]), bool)
+        passed[blocks] = True
+        for last in self.last_read.values():
+            last[blocks] = 0
+        row_block = self.machine.row_block
+        self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 

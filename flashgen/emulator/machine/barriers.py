@@ -41,15 +41,16 @@ class Barriers:
             for value in (number, count)
         )
         self._validate(cohort, ids, counts, pc)
+        counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
         if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
-                m.shared_races.barrier(np.unique(blocks), None, None)
+                m.shared_races.barrier_of_all(np.unique(blocks))
             return
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(cohort, blocks, ids, counts, pc)
-        self.expected[blocks, ids] = np.where(counts > 0, counts, -1)
+        self.expected[blocks, ids] = counts
         if m.shared_races:
             m.shared_races.clocks.publish(cohort.rows, ids)
         if vote is not None:
@@ -89,16 +90,15 @@ class Barriers:
         self, cohort: Cohort, blocks: Array, ids: Array, counts: Array, pc: int
     ) -> None:
         before = self.expected[blocks, ids]
-        given = np.where(counts > 0, counts, -1)
         first: dict[tuple[int, int], int] = {}
         for row, key in enumerate(zip(blocks.tolist(), ids.tolist(), strict=True)):
-            other = int(before[row]) or first.setdefault(key, int(given[row]))
-            if other != given[row]:
+            other = int(before[row]) or first.setdefault(key, int(counts[row]))
+            if other != counts[row]:
                 self.machine.fail(
                     EmulatorError,
                     "warps meet at one barrier with different thread counts",
                     Site(cohort, pc, row),
-                    f"barrier {ids[row]}: {given[row]} here, {other} before "
+                    f"barrier {ids[row]}: {counts[row]} here, {other} before "
                     "(-1: all threads of the block)",
                     "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
@@ -131,7 +131,7 @@ class Barriers:
                 waiting.append(self._free(c, free, votes))
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
-            m.shared_races.barrier(np.array([block]), m.row_warp[rows], barrier)
+            m.shared_races.clocks.release(block, barrier, m.row_warp[rows])
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits
