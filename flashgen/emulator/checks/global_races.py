@@ -52,7 +52,11 @@ class GlobalRaces:
         self.written: set[int] = set()  # indices of allocations that were written
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
-        self.ready = False
+        # Pages that are never accessed use no memory.
+        count = (len(machine.memory.flat.bytes) >> self.shift) + 1
+        self.write_stamp = np.zeros(count, np.int64)
+        self.read_stamp = np.zeros(count, np.int64)
+        self.write_pc = np.zeros(count, np.int32)
         self.tracks_fences = machine.program.synchronises
         # ClocksByBlock holds, per block, the clocks of its warps up to which accesses are ordered.
         # By block and warp: at the last fence.
@@ -65,13 +69,6 @@ class GlobalRaces:
         """The clocks of the running wave."""
         assert self.machine.shared_races is not None
         return self.machine.shared_races.clocks
-
-    def _prepare(self) -> None:
-        count = (len(self.machine.memory.flat.bytes) >> self.shift) + 1
-        self.write_stamp = np.zeros(count, np.int64)
-        self.read_stamp = np.zeros(count, np.int64)
-        self.write_pc = np.zeros(count, np.int32)
-        self.ready = True
 
     # ---- entry points; offsets are (n, k), or one per active lane
 
@@ -87,7 +84,9 @@ class GlobalRaces:
                 self.log.setdefault(place, []).append((flat, stamps, size, pc))
             self.log_bytes += flat.nbytes + stamps.nbytes
             if self.log_bytes > _LOG_BYTES:
-                self._spill()
+                for place in list(self.log):
+                    self._unlog(place)
+                self.log_bytes = 0
             return
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
         before = self.write_stamp.take(vectors)
@@ -103,8 +102,6 @@ class GlobalRaces:
         rows, flat = self._flatten(cohort, offset, lanes)
         if not len(flat):
             return
-        if not self.ready:
-            self._prepare()
         for place in self.machine.memory.touched:
             if place not in self.written:
                 self.written.add(place)
@@ -210,19 +207,9 @@ class GlobalRaces:
 
     def _unlog(self, place: int) -> None:
         """Moves the listed reads of a buffer into the shadow, before its first write."""
-        no_rows = np.zeros(0, np.int64)
         for flat, stamps, size, _ in self.log.pop(place, []):
-            many = max(1, size >> self.shift)
-            rows = no_rows if many == 1 else np.zeros(len(flat), np.int64)
-            vectors, wide, _ = self._vectors(flat, stamps, rows, size)
+            vectors, wide, _ = self._vectors(flat, stamps, flat, size)
             self._note_reads(vectors, wide)
-
-    def _spill(self) -> None:
-        if not self.ready:
-            self._prepare()
-        for place in list(self.log):
-            self._unlog(place)
-        self.log_bytes = 0
 
     def _ordered_across_blocks(self, row: int, stamp: int) -> bool:
         """Whether fences and atomics order an access of another block before a warp."""

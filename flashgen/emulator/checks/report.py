@@ -18,6 +18,7 @@ from flashgen.emulator.state.cohort import (
     WaitsAtBarrier,
     WaitsForCluster,
     WaitsForPhase,
+    WaitsForRegisters,
     WaitsForWarp,
 )
 from flashgen.emulator.state.wave import Site, Wave, ranges_text
@@ -69,28 +70,26 @@ class Reports(Wave):
         """
         lines = []
         partial = None
+        described = {
+            WaitsAtBarrier: self.barriers.describe,
+            WaitsForCluster: self.cluster.describe,
+            WaitsForPhase: self.mbarriers.describe,
+            WaitsForRegisters: self.registers.describe,
+        }
         for c in self.cohorts:
-            row = int(c.rows[0])
-            text = self.warps_text(c.rows)
-            if isinstance(c.waits, WaitsForPhase):
-                lines += self.mbarriers.describe(c)
+            if type(c.waits) in described:
+                lines += described[type(c.waits)](c)
                 continue
-            if isinstance(c.waits, WaitsAtBarrier):
-                lines += self.barriers.describe(c)
-                continue
-            if isinstance(c.waits, WaitsForWarp):
-                pc = c.waits.pc
-                # The first one in program order is inside the branch; the others wait at the
-                # point of reconvergence.
-                if not self._comes(c) and (partial is None or pc < partial.waits.pc):
-                    partial = c
-                lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[row])
-                text += f", lanes {lanes} of {alive}, wait at {self.program.describe(pc)}"
-            elif isinstance(c.waits, WaitsForCluster):
-                text += ", " + self.cluster.describe(c)
-            else:
-                text += ", " + self.registers.describe(c)
-            lines.append(text)
+            pc = c.waits.pc
+            # The first one in program order is inside the branch; the others wait at the point of
+            # reconvergence.
+            if not self._comes(c) and (partial is None or pc < partial.waits.pc):
+                partial = c
+            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
+            lines.append(
+                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
+                f"{self.program.describe(pc)}"
+            )
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
             raise BarrierDivergence(

@@ -64,7 +64,7 @@ class SharedShadow:
     """Shadow of the shared memory of all blocks of a wave.
 
     Attributes:
-        vector: bytes per vector; ``shift``: its logarithm to base 2.
+        shift: logarithm to base 2 of the bytes per vector.
         count: number of vectors.
         written: stamp of the last write of each vector.
         writer_pc: instruction of the last write of each vector.
@@ -72,8 +72,7 @@ class SharedShadow:
 
     def __init__(self, machine: Wave, blocks: int) -> None:
         self.machine = machine
-        self.vector = machine.program.shared_vector
-        self.shift = self.vector.bit_length() - 1
+        self.shift = machine.program.shared_vector.bit_length() - 1
         self.warps = machine.warps
         self.count = blocks * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)

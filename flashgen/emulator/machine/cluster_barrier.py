@@ -77,17 +77,17 @@ class ClusterBarrier:
                 if isinstance(c.waits, WaitsForCluster):
                     c.waits = None
 
-    def describe(self, c: Cohort) -> str:
+    def describe(self, c: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""
         m, pc = self.machine, c.waits.pc
         block = int(m.row_block[c.rows[0]])
         rows = np.arange(block * m.warps, (block + 1) * m.warps)
         missing = m.alive[rows].any(axis=1) & (self.arrived[rows] <= self.complete[block])
         names = " ".join(map(str, np.flatnonzero(missing)))
-        return (
-            f"waits at the cluster barrier: of its {m.warps} warps {names} have not arrived; "
-            f"{m.program.describe(pc)}"
-        )
+        return [
+            f"{m.warps_text(c.rows)}, waits at the cluster barrier: of its {m.warps} warps {names} "
+            f"have not arrived; {m.program.describe(pc)}"
+        ]
 
     def _demand(self, cohort: Cohort, pc: int, inside: bool, problem: str) -> None:
         """Checks that warps are, or are not, between an arrive and its wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class Machine(Scheduler):
         self.step_limit = config.step_limit
         self.steps = 0
         self.ticks = 0
-        self.threads = block[0] * block[1] * block[2]
+        self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
         self.dynamic_bytes = config.shared_bytes
         self.shared_size = program.dynamic_shared + config.shared_bytes
@@ -75,12 +76,12 @@ class Machine(Scheduler):
     # ---- the grid
 
     def run(self) -> Counters:
-        total = self.grid[0] * self.grid[1] * self.grid[2]
+        total = math.prod(self.grid)
         order = list(range(total))
         if self.random:
             self.random.shuffle(order)
-        per_wave = max(1, WARPS_PER_WAVE // self.warps)
-        per_wave = max(1, min(per_wave, SHARED_BYTES_PER_WAVE // self.shared_pitch))
+        most = min(WARPS_PER_WAVE // self.warps, SHARED_BYTES_PER_WAVE // self.shared_pitch)
+        per_wave = max(1, most)
         with np.errstate(all="ignore"):
             for first in range(0, total, per_wave):
                 chosen = order[first : first + per_wave]

@@ -70,16 +70,16 @@ class RegisterPool:
                 if isinstance(c.waits, WaitsForRegisters):
                     c.waits = None
 
-    def describe(self, c: Cohort) -> str:
+    def describe(self, c: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""
         m, pc = self.machine, c.waits.pc
         block = int(m.row_block[c.rows[0]])
         held = int(self.held[c.rows[0]])
-        return (
-            f"waits for registers: {c.waits.count} per thread requested, {held} held; the block "
-            f"started with {self.at_entry} per thread, and {int(self.free[block])} per lane of one "
-            f"warp are free; {m.program.describe(pc)}"
-        )
+        return [
+            f"{m.warps_text(c.rows)}, waits for registers: {c.waits.count} per thread requested, "
+            f"{held} held; the block started with {self.at_entry} per thread, and "
+            f"{int(self.free[block])} per lane of one warp are free; {m.program.describe(pc)}"
+        ]
 
 
 def registers_at_entry(program: PtxProgram) -> int:

@@ -14,14 +14,7 @@ import numpy.typing as npt
 from flashgen.emulator.checks.report import Reports
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.ptx.program import Region
-from flashgen.emulator.state.cohort import (
-    Cohort,
-    WaitsForWarp,
-    WaitsForWarpgroup,
-    merge,
-    splice,
-    spread,
-)
+from flashgen.emulator.state.cohort import Cohort, WaitsForWarp, WaitsForWarpgroup, merge, splice
 from flashgen.emulator.state.wave import Site
 from flashgen.errors import EmulatorError
 
@@ -127,7 +120,7 @@ class Scheduler(Reports):
             else:
                 self._run_region(cohort, stay[:, 0], region, after, target)
             return
-        jump, stay = spread(jump, cohort.n), spread(stay, cohort.n)
+        jump, stay = (np.broadcast_to(lanes, (cohort.n, 32)) for lanes in (jump, stay))
         if region is not None and not region.warp_wide:
             self._run_region(cohort, np.asarray(stay.any(axis=1)), region, after, target, stay)
             return
