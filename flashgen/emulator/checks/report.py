@@ -7,12 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.errors import (
-    BarrierDivergence,
-    DeadlockError,
-    StepLimit,
-    UninitialisedRead,
-)
+from flashgen.emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
 from flashgen.emulator.state.cohort import (
     Cohort,
     WaitsAtBarrier,

@@ -11,6 +11,8 @@ A cp.async whose source size is smaller than its size is executed, and counted, 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +102,6 @@ class Recorder:
         self._buffer_sectors = np.zeros((buffers, 3), np.int64)
         self._buffer_least = np.zeros(buffers, np.int64)
         self._entries: list[tuple[Array, Array, Array, int]] = []
-        self._trace: AccessTrace | None = None
 
     # ---- while the kernel runs
 
@@ -241,7 +242,6 @@ class Recorder:
         bits = np.uint8(1) << (chosen & (SECTORS - 1)).astype(np.uint8)
         masks = np.bitwise_or.reduceat(bits, starts)
         self._entries.append((block[starts].astype(np.int32), line[starts], masks, kind))
-        self._trace = None
 
     # ---- after the launch
 
@@ -264,16 +264,10 @@ class Recorder:
             found.append(BufferTraffic(allocation.label, issued, sectors, least, read, written))  # type: ignore[arg-type]
         return tuple(found)
 
-    @property
+    @functools.cached_property
     def trace(self) -> AccessTrace:
         """Every access to global memory, block by block."""
-        if self._trace is None:
-            self._trace = self._sorted()
-        return self._trace
-
-    def _sorted(self) -> AccessTrace:
-        grid = self.machine.grid
-        count = grid[0] * grid[1] * grid[2]
+        count = math.prod(self.machine.grid)
         if not self._entries:
             none = np.zeros(0, np.int64)
             return AccessTrace(
