@@ -139,10 +139,10 @@ def explain(
             for m in _ASSEMBLER.finditer(rejected.log)
             if "aborted due to errors" not in m["text"]
         ]
-    places = []
-    for line, column, text in located[:_MOST_MESSAGES]:
-        place = f"{filename}:{line}\n{excerpt(source, line, text, column)}" if line else text
-        places.append(place)
+    places = [
+        f"{filename}:{line}\n{excerpt(source, line, text, column)}" if line else text
+        for line, column, text in located[:_MOST_MESSAGES]
+    ]
     first = located[0][2] if located else (rejected.log or rejected.status)
     count = f"{len(located)} error{'s' if len(located) != 1 else ''}"
     if len(located) > _MOST_MESSAGES:

@@ -92,10 +92,6 @@ class SharedRaces(SharedShadow):
             rows, where = rows[np.nonzero(lanes)[0]], where[lanes][:, None]
         self.put(self.written, where, size, self._own_stamps(rows, False))
 
-    def place_mbarrier(self, where: Array, size: int) -> None:
-        """Marks the bytes of an mbarrier; ordinary accesses to them are errors."""
-        self.put(self.written, where, size, MBARRIER)
-
     def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
         strong = pc in self.machine.program.strong

@@ -273,11 +273,9 @@ class BulkCopies:
         """
         if not self.incoming:
             return False
-        if self.machine.random is not None:
-            self.execute(self.machine.random.choice(self.incoming))
-        else:
-            for t in list(self.incoming):
-                self.execute(t)
+        random = self.machine.random
+        for t in list(self.incoming) if random is None else [random.choice(self.incoming)]:
+            self.execute(t)
         return True
 
     def at_random(self) -> None:

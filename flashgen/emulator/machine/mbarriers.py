@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.shadow import MBARRIER
 from flashgen.emulator.errors import MbarrierMisuse, RaceError
 from flashgen.emulator.state.cohort import Cohort, WaitsForPhase, active, spread
 from flashgen.emulator.state.wave import Site, Wave
@@ -55,7 +56,7 @@ class Mbarriers:
         if m.shared_races:
             where = spread(address + m.shared_base(cohort), cohort.n)
             m.shared_races.write(cohort, where, BYTES, pc, lanes)
-            m.shared_races.place_mbarrier(where[place, lane], BYTES)
+            m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
             self.made_by[numbers, blocks] = m.row_warp[rows]
             self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
         alive = self.expected[numbers, blocks] > 0
@@ -375,8 +376,7 @@ class Mbarriers:
             warps = ", ".join(map(str, m.row_warp[rows]))
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}; "
-                f"{m.program.describe(waits.pc)}"
+                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
             )
         return lines
 

@@ -61,11 +61,9 @@ class Scheduler(Reports):
 
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all cohorts at the same instruction."""
-        runnable = [c for c in self.cohorts if c.waits is None]
-        while not runnable:
+        while not (runnable := [c for c in self.cohorts if c.waits is None]):
             if not self.bulk.deliver():
                 self._report_deadlock()
-            runnable = [c for c in self.cohorts if c.waits is None]
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
             self.bulk.at_random()
