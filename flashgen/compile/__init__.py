@@ -179,9 +179,8 @@ def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
     if path is None:
         return source_text, ()
     if path.name != filename:
-        config.log(
-            1, f"flashgen: FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
-        )
+        what = f"FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
+        config.log(1, f"flashgen: {what}")
         return source_text, ()
     return path.read_text(encoding="utf-8"), (f"compiled from FLASHGEN_OVERRIDE={path}",)
 

@@ -115,7 +115,8 @@ class Machine(Scheduler):
         for part in self._initial_cohorts(rows):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
-        self._schedule()
+        while self.cohorts:
+            self._run(self._pick())
         self.bulk.finish()
 
     def _initial_cohorts(self, rows: Array) -> list[Array]:

@@ -30,10 +30,6 @@ class Scheduler(Reports):
 
     # ---- scheduling
 
-    def _schedule(self) -> None:
-        while self.cohorts:
-            self._run(self._pick())
-
     def _run(self, c: Cohort) -> None:
         """Executes one segment of a cohort."""
         program, counters, recorder = self.program, self.counters, self.recorder
