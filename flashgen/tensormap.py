@@ -1,6 +1,6 @@
 """Descriptions of tensor maps: how TMA copies boxes of a tensor between global and shared memory.
 
-Both back ends use the same description: `flashgen.launch.tensormap.encode` encodes it as the 128
+Both back ends use the same description: `flashgen.launch.encode` encodes it as the 128
 bytes of a CUtensorMap with the driver, and `flashgen.emulator.TensorMap` combines it with a numpy
 array. Dimensions, strides and box sizes are given innermost first, as in cuTensorMapEncodeTiled.
 """

@@ -11,6 +11,7 @@ compiles otherwise.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -47,6 +48,55 @@ class Binary:
     folder: Path | None  # the cache entry, which contains the source file
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What a call of `compile` asks for."""
+
+    source: str
+    filename: str
+    kernel: str
+    arch: str
+    options: tuple[str, ...]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The content key of the binary."""
+        return cache.key(
+            {
+                **asdict(self),
+                "options": [*nvrtc.BASE_OPTIONS, *self.options],
+                "nvrtc": nvrtc.version(),
+                "resources": [entry.name for entry in fields(Resources)],
+            }
+        )
+
+    def binary(
+        self,
+        cubin: bytes,
+        ptx: str,
+        resources: Resources,
+        log: str,
+        warnings: tuple[str, ...],
+        folder: Path | None = None,
+    ) -> Binary:
+        """The binary of this request; from the cache if it has a folder there."""
+        return Binary(
+            kernel=self.kernel,
+            arch=self.arch,
+            filename=self.filename,
+            source=self.source,
+            cubin=cubin,
+            ptx=ptx,
+            resources=resources,
+            warnings=warnings,
+            log=log,
+            seconds=0.0,
+            from_cache=folder is not None,
+            key=self.key,
+            folder=folder,
+        )
+
+
 _memory: dict[str, Binary] = {}
 _in_process: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
@@ -78,30 +128,16 @@ def compile(
     start = time.perf_counter()
     _check_names(filename, kernel, arch)
     source_text, note = _overridden(source_text, filename)
-    options = tuple(options)
-    key = cache.key(
-        {
-            "source": source_text,
-            "filename": filename,
-            "kernel": kernel,
-            "arch": arch,
-            "options": [*nvrtc.BASE_OPTIONS, *options],
-            "nvrtc": nvrtc.version(),
-            "resources": [entry.name for entry in fields(Resources)],
-        }
-    )
+    request = _Request(source_text, filename, kernel, arch, tuple(options))
+    key = request.key
     with _guard:
-        known = _memory.get(key)
         ours = _in_process.setdefault(key, threading.Lock())
-    if known is None:
-        # Threads that compile the same kernel wait for the first one.
-        with ours:
-            known = _memory.get(key)
-            if known is None:
-                fresh = _load_or_make(source_text, filename, kernel, arch, options, key)
-                with _guard:
-                    _memory[key] = fresh
-                return _reported(fresh, fresh.from_cache, start, note)
+    # Threads that compile the same kernel wait for the first one.
+    with ours:
+        known = _memory.get(key)
+        if known is None:
+            fresh = _memory[key] = _load_or_make(request)
+            return _reported(fresh, fresh.from_cache, start, note)
     return _reported(known, True, start, note)
 
 
@@ -143,67 +179,42 @@ def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
     if path is None:
         return source_text, ()
     if path.name != filename:
-        config.log(
-            1, f"flashgen: FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
-        )
+        what = f"FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
+        config.log(1, f"flashgen: {what}")
         return source_text, ()
     return path.read_text(encoding="utf-8"), (f"compiled from FLASHGEN_OVERRIDE={path}",)
 
 
-def _load_or_make(
-    source: str, filename: str, kernel: str, arch: str, options: tuple[str, ...], key: str
-) -> Binary:
-    root = config.cache_dir()
+def _load_or_make(request: _Request) -> Binary:
+    root, filename, key = config.cache_dir(), request.filename, request.key
     if root is None:
-        return _make(source, filename, kernel, arch, options, key, program=filename)
-    folder = cache.folder(root, filename=filename, arch=arch, key=key)
-    found = _load(folder, kernel, arch, filename, source, key)
+        return _make(request, filename)
+    folder = cache.folder(root, filename=filename, arch=request.arch, key=key)
+    found = _load(request, folder)
     if found is not None:
         return found
     with cache.locked(root, key) as held:
+        if not held:
+            return _make(request, filename)
         # Another process may have compiled it while this one waited.
-        found = _load(folder, kernel, arch, filename, source, key, quiet=True) if held else None
+        found = _load(request, folder, quiet=True)
         if found is not None:
             return found
         # NVRTC 13.0 writes the time stamp of a file of the program's name into the line table.
-        if held:
-            cache.discard(folder)
+        cache.discard(folder)
         # Line information names the copy of the source in the cache, which profilers can open.
-        program = str(folder / filename) if held else filename
-        binary = _make(source, filename, kernel, arch, options, key, program=program)
-        return _keep(binary, folder, options) if held else binary
+        return _keep(_make(request, str(folder / filename)), folder, request.options)
 
 
-def _load(
-    folder: Path,
-    kernel: str,
-    arch: str,
-    filename: str,
-    source: str,
-    key: str,
-    *,
-    quiet: bool = False,
-) -> Binary | None:
-    found = cache.read(folder, key, quiet=quiet)
+def _load(request: _Request, folder: Path, *, quiet: bool = False) -> Binary | None:
+    found = cache.read(folder, request.key, quiet=quiet)
     if found is None:
         return None
     meta, files = found
-    stem = Path(filename).stem
-    return Binary(
-        kernel=kernel,
-        arch=arch,
-        filename=filename,
-        source=source,
-        cubin=files[f"{stem}.cubin"],
-        ptx=files[f"{stem}.ptx"].decode(),
-        resources=Resources(**meta["resources"]),
-        warnings=tuple(meta["warnings"]),
-        log=meta["log"],
-        seconds=0.0,
-        from_cache=True,
-        key=key,
-        folder=folder,
-    )
+    stem = Path(request.filename).stem
+    ptx, resources = files[f"{stem}.ptx"].decode(), Resources(**meta["resources"])
+    cubin, warnings = files[f"{stem}.cubin"], tuple(meta["warnings"])
+    return request.binary(cubin, ptx, resources, meta["log"], warnings, folder)
 
 
 def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
@@ -227,18 +238,11 @@ def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
     return replace(binary, folder=folder if kept else None)
 
 
-def _make(
-    source: str,
-    filename: str,
-    kernel: str,
-    arch: str,
-    options: tuple[str, ...],
-    key: str,
-    *,
-    program: str,
-) -> Binary:
+def _make(request: _Request, program: str) -> Binary:
+    """Compiles; messages and line information name the source ``program``."""
+    source, filename, arch = request.source, request.filename, request.arch
     try:
-        output = nvrtc.run(source, program=program, arch=arch, options=options)
+        output = nvrtc.run(source, program=program, arch=arch, options=request.options)
     except nvrtc.NvrtcRejection as rejected:
         raise nvrtc_log.explain(
             rejected,
@@ -249,18 +253,6 @@ def _make(
             archs=nvrtc.supported_archs(),
         ) from None
     log = nvrtc_log.steady(output.log.replace(program, filename))
-    return Binary(
-        kernel=kernel,
-        arch=arch,
-        filename=filename,
-        source=source,
-        cubin=output.cubin,
-        ptx=nvrtc.name_the_file(output.ptx, program, filename),
-        resources=nvrtc_log.resources(output.cubin, kernel, log),
-        warnings=nvrtc_log.warnings(log),
-        log=log,
-        seconds=0.0,
-        from_cache=False,
-        key=key,
-        folder=None,
-    )
+    ptx = nvrtc.name_the_file(output.ptx, program, filename)
+    resources = nvrtc_log.resources(output.cubin, request.kernel, log)
+    return request.binary(output.cubin, ptx, resources, log, nvrtc_log.warnings(log))

@@ -78,14 +78,13 @@ def read(
     try:
         return _read_intact(path, expected_key)
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and not quiet:
-            _note(f"cache entry {path.name} has no {META}; compiling again")
+        damage = f"has no {META}" if path.is_dir() else ""
     except OSError as error:
-        if not quiet:
-            _note(f"cache entry {path.name} cannot be read ({error.strerror}); compiling again")
-    except _Damaged as damage:
-        if not quiet:
-            _note(f"cache entry {path.name} {damage}; compiling again")
+        damage = f"cannot be read ({error.strerror})"
+    except _Damaged as error:
+        damage = str(error)
+    if damage and not quiet:
+        _note(f"cache entry {path.name} {damage}; compiling again")
     return None
 
 
@@ -188,17 +187,12 @@ def entries(root: Path) -> list[CacheEntry]:
                 filename=meta["filename"] if meta else f"{stem}.cu",
                 kernel=meta["kernel"] if meta else "?",
                 arch=meta["arch"] if meta else rest.partition(".")[0],
-                bytes=_size(path),
+                bytes=size(path),
                 used=used,
                 intact=meta is not None,
             )
         )
     return sorted(found, key=lambda entry: entry.used, reverse=True)
-
-
-def size(root: Path) -> int:
-    """The size of the cache on disk in bytes, including files that are being written."""
-    return _size(root)
 
 
 def clear(root: Path) -> int:
@@ -278,7 +272,8 @@ def _sweep(root: Path, *, older_than: float) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _size(path: Path) -> int:
+def size(path: Path) -> int:
+    """The size in bytes of an entry, or of the whole cache with files that are being written."""
     total = 0
     for parent, _, names in os.walk(path):
         for name in names:

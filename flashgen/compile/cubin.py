@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from flashgen.errors import CompileError
 
 MAX_THREADS = 0x05  # EIATTR_MAX_THREADS: three 32-bit numbers, from __launch_bounds__
-FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE: bytes of stack of one function
 MIN_STACK_SIZE = 0x12  # EIATTR_MIN_STACK_SIZE: bytes of stack of a function and its callees
 PARAM_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE: bytes of all parameters together
 REGISTERS = 0x2F  # EIATTR_REGCOUNT
@@ -35,7 +34,6 @@ class KernelFacts:
     """The attributes of one kernel in the cubin; sizes in bytes."""
 
     registers: int  # per thread
-    frame_bytes: int  # stack of the kernel itself, per thread
     stack_bytes: int  # stack of the kernel and the functions it calls, per thread
     static_smem_bytes: int  # shared memory declared in the kernel, per block
     code_bytes: int
@@ -94,14 +92,13 @@ def facts(cubin: bytes, kernel: str) -> KernelFacts:
             x, y, z = struct.unpack("<III", own[MAX_THREADS])
             threads = x * y * z
         (param_bytes,) = struct.unpack("<H", own.get(PARAM_BYTES, b"\0\0"))
-        registers, frame, stack = (keyed[a] for a in (REGISTERS, FRAME_SIZE, MIN_STACK_SIZE))
+        registers, stack = keyed[REGISTERS], keyed[MIN_STACK_SIZE]
     except (KeyError, ValueError, struct.error) as error:
         raise _unreadable(f"{type(error).__name__}: {error}") from error
     shared = sections.get(f".nv.shared.{kernel}")
     reserved = _RESERVED_BYTES if _RESERVED_SECTION in sections else 0
     return KernelFacts(
         registers=registers,
-        frame_bytes=frame,
         stack_bytes=stack,
         static_smem_bytes=max(0, shared.size - reserved) if shared else 0,
         code_bytes=sections[f".text.{kernel}"].size,

@@ -28,17 +28,11 @@ _MOST_MESSAGES = 5
 
 
 @dataclass(frozen=True)
-class Resources:
-    """The resources of one kernel; sizes in bytes, per thread unless stated otherwise."""
+class Resources(elf.KernelFacts):
+    """The resources of one kernel: what its cubin says, and what the log adds; sizes in bytes."""
 
-    registers: int
-    stack_bytes: int  # the stack of the kernel and its callees
-    spill_store_bytes: int  # written to local memory, in all functions
+    spill_store_bytes: int  # written to local memory, in all functions, per thread
     spill_load_bytes: int
-    static_smem_bytes: int  # per block, without dynamic shared memory
-    code_bytes: int  # per kernel
-    max_threads: int  # per block
-    param_bytes: int  # all parameters together
     barriers: int  # per block
 
     @property
@@ -66,14 +60,9 @@ def resources(cubin: bytes, kernel: str, log: str) -> Resources:
         )
     used = _USED.search(log, found[kernel].end()) if kernel in found else None
     return Resources(
-        registers=facts.registers,
-        stack_bytes=facts.stack_bytes,
+        **vars(facts),
         spill_store_bytes=sum(int(match["stores"]) for match in found.values()),
         spill_load_bytes=sum(int(match["loads"]) for match in found.values()),
-        static_smem_bytes=facts.static_smem_bytes,
-        code_bytes=facts.code_bytes,
-        max_threads=facts.max_threads,
-        param_bytes=facts.param_bytes,
         barriers=int(used["barriers"] or 0) if used else 0,
     )
 
@@ -150,10 +139,10 @@ def explain(
             for m in _ASSEMBLER.finditer(rejected.log)
             if "aborted due to errors" not in m["text"]
         ]
-    places = []
-    for line, column, text in located[:_MOST_MESSAGES]:
-        place = f"{filename}:{line}\n{excerpt(source, line, text, column)}" if line else text
-        places.append(place)
+    places = [
+        f"{filename}:{line}\n{excerpt(source, line, text, column)}" if line else text
+        for line, column, text in located[:_MOST_MESSAGES]
+    ]
     first = located[0][2] if located else (rejected.log or rejected.status)
     count = f"{len(located)} error{'s' if len(located) != 1 else ''}"
     if len(located) > _MOST_MESSAGES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -16,12 +17,11 @@ import numpy.typing as npt
 from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.isa.segments import Segments
-from flashgen.emulator.machine.arguments import ArgumentPacker
+from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
-from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
+from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
-from flashgen.emulator.state.memory import GlobalMemory
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
@@ -83,13 +83,12 @@ def launch(
         profile or _LAUNCHES.get() is not None,
     )
     _check_shape(program, config)
-    memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
-    machine = Machine(segments, config, ArgumentPacker(program, memory).pack(args))
+    machine = Machine(segments, config, DeviceArguments(program, args))
     begin = time.perf_counter()
     try:
         counters = machine.run()
     finally:
-        memory.copy_back()
+        machine.memory.copy_back()
     counters.seconds = time.perf_counter() - begin
     launches = _LAUNCHES.get()
     if launches is not None:
@@ -104,9 +103,8 @@ def profiling() -> Iterator[list[Counters]]:
     Yields:
         A list to which the counters of each launch are appended.
     """
-    token = _LAUNCHES.set([])
-    launches = _LAUNCHES.get()
-    assert launches is not None
+    launches: list[Counters] = []
+    token = _LAUNCHES.set(launches)
     try:
         yield launches
     finally:
@@ -125,13 +123,12 @@ def load(ptx: str, name: str) -> PtxProgram:
 
 def _loaded(ptx: str, name: str) -> Segments:
     with _LOCK:
-        found = _MODULES.get(ptx)
-        if found is None:
-            found = _MODULES[ptx] = (parse(ptx), {})
-            while len(_MODULES) > _KEPT_MODULES:
+        if ptx not in _MODULES:
+            _MODULES[ptx] = (parse(ptx), {})
+            if len(_MODULES) > _KEPT_MODULES:
                 _MODULES.popitem(last=False)
         _MODULES.move_to_end(ptx)
-        module, kernels = found
+        module, kernels = _MODULES[ptx]
         if name not in kernels:
             kernels[name] = Segments(PtxProgram(module, name))
         return kernels[name]
@@ -152,42 +149,42 @@ def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
 
 def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
     grid, block, shared_bytes = config.grid, config.block, config.shared_bytes
-    threads = block[0] * block[1] * block[2]
-    limit = int(np.prod(program.max_threads)) if program.max_threads else 1024
-    if threads > min(limit, 1024):
-        raise LaunchArguments(
-            "too many threads per block",
-            where=f"kernel {program.name}",
-            numbers=f"{threads} threads; the kernel allows {min(limit, 1024)}",
-            way_out="launch with the block size that the kernel was compiled for",
-        )
+    threads = math.prod(block)
+    limit = min(math.prod(program.max_threads) if program.max_threads else 1024, 1024)
     required = tuple((*program.required_threads, 1, 1)[:3])
-    if program.required_threads and required != tuple(block):
-        raise LaunchArguments(
-            "the block size differs from the one that the kernel requires",
-            where=f"kernel {program.name}",
-            numbers=f"block {tuple(block)}; .reqntid {required}",
-            way_out="launch with the block size that the kernel was compiled for",
-        )
     cluster = program.directives.get(".reqnctapercluster", (1,))
-    if int(np.prod(cluster)) != 1:
-        raise LaunchArguments(
+    for bad, what, numbers, way_out in (
+        (
+            threads > limit,
+            "too many threads per block",
+            f"{threads} threads; the kernel allows {limit}",
+            "launch with the block size that the kernel was compiled for",
+        ),
+        (
+            program.required_threads and required != block,
+            "the block size differs from the one that the kernel requires",
+            f"block {block}; .reqntid {required}",
+            "launch with the block size that the kernel was compiled for",
+        ),
+        (
+            math.prod(cluster) != 1,
             "clusters of several blocks are not supported by the emulator",
-            where=f"kernel {program.name}",
-            numbers=f".reqnctapercluster {cluster}",
-            way_out="compile the kernel for clusters of one block",
-        )
-    if max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64:
-        raise LaunchArguments(
+            f".reqnctapercluster {cluster}",
+            "compile the kernel for clusters of one block",
+        ),
+        (
+            max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64,
             "a grid or block beyond the limits of CUDA",
-            where=f"kernel {program.name}",
-            numbers=f"grid {tuple(grid)}, block {tuple(block)}",
-            way_out="a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z",
-        )
-    if shared_bytes < 0:
-        raise LaunchArguments(
+            f"grid {grid}, block {block}",
+            "a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z",
+        ),
+        (
+            shared_bytes < 0,
             "a negative amount of shared memory",
-            where=f"kernel {program.name}",
-            numbers=f"shared_bytes = {shared_bytes}",
-            way_out="pass the number of bytes that the kernel was compiled for",
-        )
+            f"shared_bytes = {shared_bytes}",
+            "pass the number of bytes that the kernel was compiled for",
+        ),
+    ):
+        if bad:
+            where = f"kernel {program.name}"
+            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)

@@ -30,8 +30,7 @@ from flashgen.launch.device import (
     guard,
     real_driver,
 )
-from flashgen.launch.params import ParamField, Value, pack
-from flashgen.launch.tensormap import encode
+from flashgen.launch.params import ParamField, Value, encode, pack
 
 __all__ = [
     "Kernel",

@@ -1,16 +1,17 @@
-"""Packs a kernel's parameters: one structure passed by value, with the alignment of C."""
+"""Packs a kernel's parameters: one structure passed by value, which may hold tensor maps."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, SupportsFloat, SupportsIndex
+from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 from flashgen.errors import LaunchError
-from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
+from flashgen.launch.device import check, real_driver
+from flashgen.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
 
 # Codes of Python's struct module by C type; little-endian, like every machine with CUDA.
 _CODES = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f", "tensormap": f"{MAP_BYTES}s"}
@@ -20,6 +21,7 @@ _RANGES = {
     "int64": (-(2**63), 2**63 - 1),
     "int32": (-(2**31), 2**31 - 1),
 }
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
 def field_bytes(ctype: str) -> int:
@@ -39,16 +41,9 @@ class ParamField(Protocol):
 Value = SupportsIndex | SupportsFloat | bytes | None
 
 
-@dataclass(frozen=True)
-class _StructLayout:
-    """A parameter structure with C's alignment: its struct format, and its size with padding."""
-
-    format: struct.Struct
-    size: int
-
-
 @functools.lru_cache(maxsize=256)
-def _layout(ctypes_in_order: tuple[str, ...]) -> _StructLayout:
+def _layout(ctypes_in_order: tuple[str, ...]) -> struct.Struct:
+    """A parameter structure with C's alignment, including its padding."""
     text, at, alignment = "<", 0, 1
     for name in ctypes_in_order:
         if name not in _CODES:
@@ -65,7 +60,7 @@ def _layout(ctypes_in_order: tuple[str, ...]) -> _StructLayout:
         at += pad + width
         alignment = max(alignment, align)
     pad = -at % alignment
-    return _StructLayout(struct.Struct(text + f"{pad}x" * bool(pad)), at + pad)
+    return struct.Struct(text + f"{pad}x" * bool(pad))
 
 
 def pack(params: Sequence[ParamField], values: Mapping[str, Value] | Sequence[Value]) -> bytes:
@@ -75,7 +70,7 @@ def pack(params: Sequence[ParamField], values: Mapping[str, Value] | Sequence[Va
         params: the fields in order; ctype is "pointer", "int64", "int32", "float32" or
             "tensormap".
         values: the values by name, or in the order of params. None is a null pointer; a tensor map
-            is the bytes that `flashgen.launch.tensormap.encode` returns.
+            is the bytes that `encode` returns.
 
     Returns:
         The bytes of the structure, with its trailing padding.
@@ -92,11 +87,11 @@ def pack(params: Sequence[ParamField], values: Mapping[str, Value] | Sequence[Va
         ):
             raise _bad_value(param, value, f"the {MAP_BYTES} bytes of an encoded tensor map")
     try:
-        return layout.format.pack(*ordered)
+        return layout.pack(*ordered)
     except (struct.error, OverflowError):
         # A null pointer or a wrong value: convert each field, or raise an error that names it.
         fields = [_field(param, value) for param, value in zip(params, ordered, strict=True)]
-        return layout.format.pack(*fields)
+        return layout.pack(*fields)
 
 
 def _in_order(
@@ -155,3 +150,44 @@ def _bad_value(param: ParamField, value: object, expected: str) -> LaunchError:
         numbers=f"given {value!r}; expected {expected}",
         way_out="check the argument that it comes from",
     )
+
+
+def encode(spec: TensorMapSpec, address: int, *, driver: Any = None) -> bytes:
+    """The CUtensorMap of a tensor on the device, to be passed by value (`__grid_constant__`).
+
+    Args:
+        spec: the tensor map.
+        address: the address of the tensor's first element on the device, in bytes.
+        driver: replaces ``cuda.bindings.driver``.
+
+    Returns:
+        128 bytes, a value for a parameter of type "tensormap" of `flashgen.launch.pack`.
+
+    Raises:
+        LaunchError: the address does not fit the map, there is no driver, or the driver rejects
+            the map.
+    """
+    first = spec.first(address)
+    driver = driver or real_driver()
+
+    def named(kind: str, name: str) -> Any:
+        # Such as CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B.
+        words = {"DataType": "DATA_TYPE", "L2promotion": "L2_PROMOTION"}.get(kind, kind.upper())
+        return getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}")
+
+    result = driver.cuTensorMapEncodeTiled(
+        named("DataType", spec.dtype.upper()),
+        len(spec.dims),
+        first,
+        [driver.cuuint64_t(size) for size in spec.dims],
+        [driver.cuuint64_t(step) for step in spec.strides],
+        [driver.cuuint32_t(size) for size in spec.box],
+        [driver.cuuint32_t(1) for _ in spec.box],
+        named("Interleave", "NONE"),
+        named("Swizzle", _SWIZZLES[spec.swizzle]),
+        named("L2promotion", "L2_128B"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
+    encoded = check(driver, result, where)
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)

@@ -16,7 +16,7 @@ import torch
 from flashgen.call import CheckedCall
 from flashgen.dropout import keep_scale, kept_levels
 from flashgen.errors import LaunchError
-from flashgen.launch.params import ParamField, field_bytes, pack
+from flashgen.launch.params import ParamField, encode, field_bytes, pack
 from flashgen.runtime.captured_tensors import numbers_of_captured
 from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
@@ -116,8 +116,6 @@ class KernelArguments:
 @functools.lru_cache(maxsize=1024)
 def encoded(spec: TensorMapSpec, address: int) -> bytes:
     """The 128 bytes of a tensor map; cached, because training steps repeat addresses."""
-    from flashgen.launch.tensormap import encode
-
     return encode(spec, address)
 
 

@@ -15,7 +15,7 @@ propagates it. An access that is not covered by a column counts as still in prog
 of the check does not depend on the order in which the emulator executes warps and copies.
 
 The time of a read is assigned when it starts (:meth:`AsyncProxy.read`), and a wait publishes it
-(:meth:`AsyncProxy.finished`). A write is in flight when it starts (:meth:`AsyncProxy.write`), and
+(:meth:`Clocks.order_after`). A write is in flight when it starts (:meth:`AsyncProxy.write`), and
 its time is assigned when it completes (:meth:`AsyncProxy.completed`).
 """
 
@@ -27,16 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import CLOCK_SHIFT, room
-from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedShadow
-from flashgen.emulator.errors import RaceError, UninitialisedRead
-from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.checks.clocks import room
+from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
+from flashgen.emulator.errors import UninitialisedRead
 
 Array = npt.NDArray[Any]
 
 IN_FLIGHT = np.int64(1) << 62  # the time of a write that is in flight
-_WARP = np.uint32(31)
 _FEW = 16  # most different writers per access that are compared one by one
+_RACE = "race in shared memory: "
 _FENCE = (
     "execute fence.proxy.async.shared::cta in the writing warp, after its stores and before the "
     "barrier that the issuing thread passes"
@@ -44,14 +43,11 @@ _FENCE = (
 
 
 class AsyncProxy:
-    """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`.
+    """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`."""
 
-    Rows, places and times are arrays over the accesses of one call, (g,); ``rows`` may be (g, w)
-    when w warps execute an access together; each of them must be ordered. Offsets ``where``
-    are (g, k), into `Wave.shared`; each refers to ``size`` bytes and is aligned to ``size``.
-    """
-
-    def __init__(self, shadow: SharedShadow, against_ordinary_reads: Callable[..., None]) -> None:
+    def __init__(
+        self, shadow: SharedShadow, against_ordinary_reads: Callable[[SharedAccess], None]
+    ) -> None:
         self.shadow = shadow
         self._against_ordinary_reads = against_ordinary_reads
         self.machine = shadow.machine
@@ -66,9 +62,7 @@ class AsyncProxy:
         self._tables: dict[str, Array] = {}  # time of the last read of each vector
         self._table_of: dict[int, str] = {}
         self._readers = np.zeros(0, np.int64)  # columns of agents that have read
-        self._last_read = np.zeros(
-            (0, len(shadow.clocks.seen)), np.int64
-        )  # time of their last read, per block
+        self._last_read = np.zeros((0, len(shadow.clocks.seen)), np.int64)  # its time, per block
         # Of each asynchronous write: the column of its agent, and its time.
         self._writes = 0
         self._write_column = np.zeros(64, np.int64)
@@ -77,12 +71,8 @@ class AsyncProxy:
     # ---- agents and order
 
     def agent(self, kind: str, number: int, name: str = "") -> int:
-        """The column of an agent, which is the same in all blocks; created at the first call.
-
-        Args:
-            kind: the kind of agent, such as "warpgroup".
-            number: its number in the block.
-            name: its name in messages, such as "wgmma of warpgroup 0".
+        """The column of an agent, the same in all blocks; its name in messages is that of the
+        first call, such as "wgmma of warpgroup 0".
         """
         column = self._columns.get((kind, number))
         if column is None:
@@ -92,77 +82,41 @@ class AsyncProxy:
             self._table_of[column] = kind if kind == "bulk" else f"{kind} {number}"
         return column
 
-    def fence(self, rows: Array) -> None:
-        """fence.proxy.async by warps (n,)."""
-        self.clocks.fence_proxy(rows)
-
     # ---- accesses
 
-    def read(
-        self,
-        cohort: Cohort,
-        rows: Array,
-        column: int,
-        where: Array,
-        pc: int,
-        size: int = 16,
-        places: Array | None = None,
-    ) -> int:
-        """Checks reads by one agent, which start now.
-
-        Args:
-            cohort: the cohort that executes, for messages.
-            rows: warps of the wave that execute each access, (g,) or (g, w).
-            column: from `agent`.
-            where: offsets into `Wave.shared`, (g, k).
-            pc: the instruction.
-            size: bytes at each offset, a power of two up to 128, to which the offsets are aligned.
-                Large sizes are checked faster.
-            places: row of ``cohort`` of each access, (g,); by default 0, 1, 2, ...
+    def read(self, a: SharedAccess, column: int) -> int:
+        """Checks reads by the agent of a column, which start now.
 
         Returns:
-            The time of these reads, for `finished`.
+            The time of these reads, for `Clocks.order_after` when they have been waited for.
 
         Raises:
             UninitialisedRead: bytes that were never written.
             RaceError: a write is not ordered before, or not visible to the proxy.
         """
-        if not len(where):
+        if not len(a.where):
             return 0  # the boxes lie outside the tensor
-        self._against_writes(cohort, rows, where, size, pc, places, "read")
+        self._against_writes(a, "read")
         self._reads += 1
         time = self._reads
         self._reader, self._reader_pc = room(time + 1, self._reader, self._reader_pc)
-        self._reader[time], self._reader_pc[time] = column, pc
+        self._reader[time], self._reader_pc[time] = column, a.pc
         table = self._tables.get(self._table_of[column])
         if table is None:
             table = self._tables[self._table_of[column]] = np.zeros(self.shadow.count, np.uint32)
-        self.shadow.put(table, where, size, np.uint32(time))
+        self.shadow.put(table, a.where, a.size, np.uint32(time))
         if column not in self._readers:
             self._readers = np.append(self._readers, column)
             self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
-        first = rows if rows.ndim == 1 else rows[:, 0]
+        first = a.rows if a.rows.ndim == 1 else a.rows[:, 0]
         blocks = self.machine.row_block[first]
         self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
 
-    def finished(self, rows: Array, column: int, time: int) -> None:
-        """Warps (n,) have waited for the reads of an agent up to ``time``."""
-        self.clocks.order_after(rows, column, np.full(len(rows), time, np.int64))
+    def write(self, a: SharedAccess, column: int | Array) -> Array:
+        """Checks writes, which start now and are in flight until `completed`.
 
-    def write(
-        self,
-        cohort: Cohort,
-        rows: Array,
-        column: int | Array,
-        where: Array,
-        pc: int,
-        size: int = 16,
-        places: Array | None = None,
-    ) -> Array:
-        """Checks writes by one agent, which start now and are in flight until `completed`.
-
-        The column may be one for all writes, or one per write (g,).
+        The column of their agents may be one for all writes, or one per write (g,).
 
         Returns:
             The numbers of these writes (g,), for `completed`.
@@ -170,10 +124,10 @@ class AsyncProxy:
         Raises:
             RaceError: an earlier access is not ordered before, or a write not visible to the proxy.
         """
-        self._against_writes(cohort, rows, where, size, pc, places, "write")
-        self._against_ordinary_reads(cohort, rows, where, size, pc, places)
-        self.against_reads(cohort, rows, where, size, pc, places)
-        count = len(where)
+        self._against_writes(a, "write")
+        self._against_ordinary_reads(a)
+        self.against_reads(a)
+        count = len(a.where)
         numbers = self._writes + np.arange(count)
         self._writes += count
         self._write_column, self._write_time = room(
@@ -182,18 +136,16 @@ class AsyncProxy:
         self._write_column[numbers] = column
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
-        self.shadow.put(self.shadow.written, where, size, stamps)
-        self.shadow.put(self.shadow.writer_pc, where, size, np.int32(pc))
-        if len(np.unique(rows // self.shadow.warps)) < count:
-            lost = self.shadow.take(self.shadow.written, where, size) != stamps[:, None]
+        shadow = self.shadow
+        shadow.put(shadow.written, a.where, a.size, stamps)
+        shadow.put(shadow.writer_pc, a.where, a.size, np.int32(a.pc))
+        if len(np.unique(a.rows // shadow.warps)) < count:
+            lost = shadow.take(shadow.written, a.where, a.size) != stamps[:, None]
             if lost.any():
-                place, which = (int(i) for i in np.argwhere(lost)[0])
-                self._fail(
-                    cohort,
-                    place if places is None else int(places[place]),
-                    self.shadow.vector_at(where, size, place, which),
-                    pc,
-                    "threads start asynchronous writes of the same bytes together",
+                shadow.fail(
+                    a,
+                    lost,
+                    f"{_RACE}threads start asynchronous writes of the same bytes together",
                     f"{count} threads execute this instruction",
                     "execute it in one elected thread",
                 )
@@ -213,38 +165,23 @@ class AsyncProxy:
         seen = self.clocks.seen[blocks, warps, self._write_column[number]]
         return real & (seen >= self._write_time[number])
 
-    def _against_writes(
-        self,
-        cohort: Cohort,
-        rows: Array,
-        where: Array,
-        size: int,
-        pc: int,
-        places: Array | None,
-        verb: str,
-    ) -> None:
-        stamps = self.shadow.take(self.shadow.written, where, size)
-        writers = _different(stamps)
-        together = rows.reshape(len(rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
-        if self._visible(together, writers[:, None], verb)[0].all():
+    def _against_writes(self, a: SharedAccess, verb: str) -> None:
+        stamps = self.shadow.take(self.shadow.written, a.where, a.size)
+        together = a.rows.reshape(len(a.rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
+        if self._visible(together, _different(stamps)[:, None], verb)[0].all():
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
         place, member, which = (int(i) for i in np.argwhere(~fine)[0])
+        first = np.zeros(stamps.shape, bool)
+        first[place, which] = True
         self._report_write(
-            cohort,
-            place if places is None else int(places[place]),
-            self.shadow.vector_at(where, size, place, which),
-            bool(unfenced[place, member, which]),
-            int(stamps[place, which]),
-            pc,
-            verb,
+            a, first, int(stamps[place, which]), unfenced[place, member, which], verb
         )
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
         """(correct, ordered but not fenced) for writes with these stamps."""
         blocks, warps = np.divmod(rows, self.shadow.warps)
-        agent = np.minimum((stamps & _WARP).astype(np.int64), self.shadow.warps - 1)
-        clock = (stamps >> np.uint32(CLOCK_SHIFT)).astype(np.int64)
+        agent, clock = self.clocks.decode(stamps)
         seen = self.clocks.seen
         ordinary = stamps < ASYNC
         ordered = ordinary & ((agent == warps) | (clock <= seen[blocks, warps, agent]))
@@ -256,41 +193,26 @@ class AsyncProxy:
             fine |= stamps == NEVER
         return fine, ordered & ~fenced
 
-    def against_reads(
-        self,
-        cohort: Cohort,
-        rows: Array,
-        where: Array,
-        size: int,
-        pc: int,
-        places: Array | None = None,
-    ) -> None:
-        """Checks that writes (g, k) by ``rows`` are ordered after asynchronous reads.
-
-        Asynchronous reads issued by the same warp are included.
-        """
+    def against_reads(self, a: SharedAccess) -> None:
+        """Checks that writes are ordered after asynchronous reads, of the same warp too."""
         if not self._reads:
             return
-        blocks, warps = np.divmod(rows, self.shadow.warps)
+        blocks, warps = np.divmod(a.rows, self.shadow.warps)
         seen = self.clocks.seen[blocks, warps]
         unseen = seen[:, self._readers] < self._last_read[:, blocks].T
         if not unseen.any():
             return
         unsafe = self._readers[unseen.any(axis=0)].tolist()
         for name in dict.fromkeys(self._table_of[column] for column in unsafe):
-            times = self.shadow.take(self._tables[name], where, size)
-            columns = self._reader[times]
-            late = times > np.take_along_axis(seen, columns, axis=1)
+            times = self.shadow.take(self._tables[name], a.where, a.size)
+            late = times > np.take_along_axis(seen, self._reader[times], axis=1)
             if late.any():
-                place, which = (int(i) for i in np.argwhere(late)[0])
-                time = int(times[place, which])
+                time = int(times[late][0])
                 reader = self.machine.program.describe(int(self._reader_pc[time]))
-                self._fail(
-                    cohort,
-                    place if places is None else int(places[place]),
-                    self.shadow.vector_at(where, size, place, which),
-                    pc,
-                    "a write may overtake an asynchronous read",
+                self.shadow.fail(
+                    a,
+                    late,
+                    f"{_RACE}a write may overtake an asynchronous read",
                     f"{self._names[int(self._reader[time])]} may still read there: {reader}",
                     "wait for that read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
                     "and pass a barrier with the warp that writes",
@@ -311,63 +233,34 @@ class AsyncProxy:
         return f"{name} writes there, {state}"
 
     def _report_write(
-        self, cohort: Cohort, row: int, vector: int, unfenced: bool, stamp: int, pc: int, verb: str
+        self, a: SharedAccess, bad: Array, stamp: int, unfenced: bool, verb: str
     ) -> None:
-        writer = self.machine.program.describe(int(self.shadow.writer_pc[vector]))
+        shadow = self.shadow
         if stamp == NEVER:
-            self._fail(
-                cohort,
-                row,
-                vector,
-                pc,
+            shadow.fail(
+                a,
+                bad,
                 "shared memory is read that was never written",
                 "an asynchronous read",
                 "write it first, and check the address and the bytes that were copied",
                 UninitialisedRead,
             )
+        agent = self.describe(stamp) if stamp >= ASYNC else f"warp {stamp & 31} writes there"
+        problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
         if unfenced:
-            self._fail(
-                cohort,
-                row,
-                vector,
-                pc,
-                f"an asynchronous {verb} of what ordinary stores wrote, without a proxy fence",
-                f"warp {stamp & 31} writes there: {writer}",
-                _FENCE,
+            problem = (
+                f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a proxy "
+                "fence"
             )
-        if stamp >= ASYNC:
-            numbers = f"{self.describe(stamp)}: {writer}"
+            way_out = _FENCE
+        elif stamp >= ASYNC:
             way_out = (
                 "wait for it first, in the issuing warp or in one that it passes a barrier with"
             )
         else:
-            numbers = f"warp {stamp & 31} writes there: {writer}"
             way_out = "separate the two accesses by a barrier that both warps pass"
-        problem = f"an asynchronous {verb} and a write are not ordered"
-        self._fail(cohort, row, vector, pc, problem, numbers, way_out)
-
-    def _fail(
-        self,
-        cohort: Cohort,
-        row: int,
-        vector: int,
-        pc: int,
-        problem: str,
-        numbers: str,
-        way_out: str,
-        kind: type[RaceError] | type[UninitialisedRead] = RaceError,
-    ) -> None:
-        at = (vector << self.shadow.shift) % self.machine.shared_pitch
-        what = problem if kind is UninitialisedRead else f"race in shared memory: {problem}"
-        self.machine.fail(
-            kind,
-            what,
-            cohort,
-            pc,
-            row=row,
-            numbers=f"shared offset {at}; {numbers}",
-            way_out=way_out,
-        )
+        writer = self.machine.program.describe(int(shadow.writer_pc[shadow.first(a, bad)[0]]))
+        shadow.fail(a, bad, problem, f"{agent}: {writer}", way_out)
 
 
 def _different(stamps: Array) -> Array:

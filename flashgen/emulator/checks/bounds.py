@@ -8,6 +8,7 @@ import numpy as np
 
 from flashgen.emulator.errors import Misaligned, OutOfBounds
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
+from flashgen.emulator.state.wave import Site
 
 
 def check_window(
@@ -33,38 +34,28 @@ def check_window(
         machine.fail(
             OutOfBounds,
             f"{size}-byte access outside {space} memory",
-            cohort,
-            pc,
-            row=row,
-            lane=lane,
-            numbers=f"offset {at:,} of {limit:,} bytes of {space} memory",
-            way_out="check the index, or pass a larger shared_bytes"
-            if space == "shared"
-            else "check the index",
+            Site(cohort, pc, row, lane),
+            f"offset {at:,} of {limit:,} bytes of {space} memory",
+            "check the index" + ", or pass a larger shared_bytes" * (space == "shared"),
         )
     check_aligned(machine, cohort, address, lanes, size, pc, space)
 
 
 def check_aligned(
-    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, s: str
+    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, space: str
 ) -> None:
     bad = (address & (size - 1)) != 0
     if not (spread(bad, cohort.n) & active(cohort, lanes)).any():
         return
     row, lane = first_bad(cohort, lanes, bad)
     at = int(spread(address, cohort.n)[row, lane])
-    extra = ""
-    if s == "global":
-        extra = f"; {machine.memory.describe(at)}"
+    extra = f"; {machine.memory.describe(at)}" if space == "global" else ""
     machine.fail(
         Misaligned,
-        f"misaligned {size}-byte access to {s} memory",
-        cohort,
-        pc,
-        row=row,
-        lane=lane,
-        numbers=f"address {at:#x} is {at & (size - 1)} mod {size}{extra}",
-        way_out=f"make the address a multiple of {size} bytes, or use narrower accesses",
+        f"misaligned {size}-byte access to {space} memory",
+        Site(cohort, pc, row, lane),
+        f"address {at:#x} is {at & (size - 1)} mod {size}{extra}",
+        f"make the address a multiple of {size} bytes, or use narrower accesses",
     )
 
 
@@ -97,23 +88,27 @@ def locate(
     if size > 1 and int(np.bitwise_or.reduce(chosen, axis=None)) & (size - 1):
         check_aligned(machine, cohort, address, lanes, size, pc, "global")
     if write:
-        for index in touched:
-            allocation = memory.allocations[index]
-            allocation.dirty = True
-            if not allocation.writable:
-                machine.fail(
-                    OutOfBounds,
-                    f"a store to {allocation.label}, whose numpy array is read-only",
-                    cohort,
-                    pc,
-                    numbers=memory.describe(low),
-                    way_out="pass a writable array, or do not write to it",
-                )
+        check_writable(machine, "store", Site(cohort, pc), memory.describe(low))
     return chosen - memory.base
 
 
+def check_writable(machine: Any, what: str, site: Site, numbers: str) -> None:
+    """Marks the allocations of the latest access as modified; none may be read-only."""
+    for index in machine.memory.touched:
+        allocation = machine.memory.allocations[index]
+        allocation.dirty = True
+        if not allocation.writable:
+            machine.fail(
+                OutOfBounds,
+                f"a {what} to {allocation.label}, whose numpy array is read-only",
+                site,
+                numbers,
+                "pass a writable array, or do not write to it",
+            )
+
+
 def _out_of_bounds(
-    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, w: bool
+    machine: Any, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, write: bool
 ) -> None:
     memory = machine.memory
     everywhere = spread(address, cohort.n)
@@ -123,12 +118,9 @@ def _out_of_bounds(
     at = int(everywhere[row, lane])
     machine.fail(
         OutOfBounds,
-        f"{size}-byte {'store' if w else 'load'} outside every buffer",
-        cohort,
-        pc,
-        row=row,
-        lane=lane,
-        numbers=f"address {at:#x}: {memory.describe(at)}; "
+        f"{size}-byte {'store' if write else 'load'} outside every buffer",
+        Site(cohort, pc, row, lane),
+        f"address {at:#x}: {memory.describe(at)}; "
         f"{int((bad & active(cohort, lanes)).sum())} lanes of this instruction are outside",
-        way_out="check the index against the array that was passed",
+        "check the index against the array that was passed",
     )

@@ -30,9 +30,8 @@ class Clocks:
 
     def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
         self.warps = warps
-        self.columns = (
-            2 * warps if proxy else warps
-        )  # number of columns in use; the arrays may have more
+        # Number of columns in use; the arrays may have more.
+        self.columns = 2 * warps if proxy else warps
         self.seen = np.zeros((blocks, warps, self.columns), np.int64)
         self._own = np.arange(warps)
         self.seen[:, self._own, self._own] = 1
@@ -83,25 +82,10 @@ class Clocks:
         self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def arrive(self, blocks: Array, warps: Array, barriers: Array) -> None:
-        """Warps publish their clocks at a barrier, then their own clocks advance."""
-        for block, warp, barrier in zip(blocks, warps, barriers, strict=True):
-            known = self.seen[block, warp]
-            slot = self.published[block, barrier]
-            np.maximum(slot, known, out=slot)
-            known[warp] += 1
-        self._refresh(np.unique(blocks))
-
     def release(self, block: int, barrier: int, warps: Array) -> None:
         """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        slot = self.published[block, barrier]
-        for warp in warps:
-            known = self.seen[block, warp]
-            own = known[warp]
-            np.maximum(known, slot, out=known)
-            known[warp] = own
-        slot[:] = 0
-        self._refresh(np.array([block]))
+        self.acquire(block * self.warps + warps, np.full(len(warps), barrier))
+        self.published[block, barrier] = 0
 
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
@@ -117,8 +101,8 @@ class Clocks:
         self.seen[blocks, warps, warps] = own
         self._refresh(np.unique(blocks))
 
-    def order_after(self, rows: Array, column: int, time: Array) -> None:
-        """Orders distinct warps (n,) after the times (n,) of an asynchronous agent."""
+    def order_after(self, rows: Array, column: int, time: Array | int) -> None:
+        """Orders distinct warps (n,) after a time, or times (n,), of an asynchronous agent."""
         blocks, warps = np.divmod(rows, self.warps)
         self.seen[blocks, warps, column] = np.maximum(self.seen[blocks, warps, column], time)
 
@@ -140,11 +124,8 @@ class Clocks:
     def fence(self, rows: Array) -> None:
         """A fence: the next strong access of each warp releases its current clocks."""
         for row in rows.tolist():
-            block, warp = divmod(row, self.warps)
-            known = self.seen[block, warp]
-            self.fenced[row] = known.copy()
-            known[warp] += 1
-        self._refresh(np.unique(rows // self.warps))
+            self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
+        self.tick(rows)
 
     def synchronise(self, rows: Array, places: Array) -> None:
         """Strong accesses: each acquires what was released at its address, and releases."""
@@ -163,8 +144,14 @@ class Clocks:
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
 
-    def ordered(self, blocks: Array, warps: Array, clock: Array, agent: Array) -> Array:
-        """Whether accesses of ``agent`` at ``clock`` happened before those of ``warps`` now."""
+    def decode(self, stamps: Array) -> tuple[Array, Array]:
+        """The warp and the clock of each stamp."""
+        stamps = stamps.astype(np.int64, copy=False)
+        return np.minimum(stamps & 31, self.warps - 1), stamps >> CLOCK_SHIFT
+
+    def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+        """Whether the accesses with these stamps happened before those of ``warps`` now."""
+        agent, clock = self.decode(stamps)
         return (agent == warps) | (clock <= self.seen[blocks, warps, agent])  # type: ignore[no-any-return]
 
 

@@ -11,15 +11,15 @@ inputs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT
+from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, Clocks
 from flashgen.emulator.errors import RaceError
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 # A stamp: block + 1 in bits 32 to 59, clock, atomic flag and warp as in clocks.
@@ -28,7 +28,9 @@ _MANY_WARPS = 1 << 60
 _MANY_BLOCKS = 1 << 61
 _LOW = (1 << 32) - 1
 _LOG_BYTES = 128 << 20
-
+_UNORDERED_READ = "a read and a write of {} are not ordered"
+_UNORDERED_WRITE = "a write and a write of {} are not ordered"
+_OVERTAKES = "a write may overtake a read of {}"
 
 ClocksByBlock = dict[int, Array]
 
@@ -41,15 +43,6 @@ class _Acquired(NamedTuple):
     known: ClocksByBlock
 
 
-class _GlobalAccess(NamedTuple):
-    """One execution of an instruction, for messages."""
-
-    cohort: Cohort
-    lanes: Any
-    size: int
-    pc: int
-
-
 class GlobalRaces:
     """Shadow of all device memory of a launch."""
 
@@ -59,21 +52,23 @@ class GlobalRaces:
         self.written: set[int] = set()  # indices of allocations that were written
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
-        self.ready = False
-        self.tracks_fences = machine.program.synchronises
-        # ClocksByBlock holds, per block, the clocks of its warps up to which accesses are ordered.
-        self.fenced: dict[
-            tuple[int, int], ClocksByBlock
-        ] = {}  # by block and warp: at the last fence
-        self.released: dict[int, ClocksByBlock] = {}  # by address: what an acquire obtains
-        self.learnt: dict[int, list[_Acquired]] = {}  # by block
-
-    def _prepare(self) -> None:
-        count = (len(self.machine.memory.flat.bytes) >> self.shift) + 1
+        # Pages that are never accessed use no memory.
+        count = (len(machine.memory.flat.bytes) >> self.shift) + 1
         self.write_stamp = np.zeros(count, np.int64)
         self.read_stamp = np.zeros(count, np.int64)
         self.write_pc = np.zeros(count, np.int32)
-        self.ready = True
+        self.tracks_fences = machine.program.synchronises
+        # ClocksByBlock holds, per block, the clocks of its warps up to which accesses are ordered.
+        # By block and warp: at the last fence.
+        self.fenced: dict[tuple[int, int], ClocksByBlock] = {}
+        self.released: dict[int, ClocksByBlock] = {}  # by address: what an acquire obtains
+        self.learnt: dict[int, list[_Acquired]] = {}  # by block
+
+    @property
+    def clocks(self) -> Clocks:
+        """The clocks of the running wave."""
+        assert self.machine.shared_races is not None
+        return self.machine.shared_races.clocks
 
     # ---- entry points; offsets are (n, k), or one per active lane
 
@@ -89,33 +84,59 @@ class GlobalRaces:
                 self.log.setdefault(place, []).append((flat, stamps, size, pc))
             self.log_bytes += flat.nbytes + stamps.nbytes
             if self.log_bytes > _LOG_BYTES:
-                self._spill()
+                for place in list(self.log):
+                    self._unlog(place)
+                self.log_bytes = 0
             return
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
         before = self.write_stamp.take(vectors)
         if before.any():
-            bad = self._conflicts(before, stamps, rows, vectors, strong)
+            bad = self._unordered(before, stamps, rows, strong)
             if bad.any():
-                self._report(_GlobalAccess(cohort, lanes, size, pc), vectors, bad, before, "read")
+                self._report(Site(cohort, pc), lanes, size, vectors, bad, before, _UNORDERED_READ)
         self._note_reads(vectors, stamps)
 
-    def write(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
-        self._write(cohort, offset, size, pc, lanes, pc in self.machine.program.strong)
+    def write(
+        self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, strong: bool = False
+    ) -> None:
+        rows, flat = self._flatten(cohort, offset, lanes)
+        if not len(flat):
+            return
+        for place in self.machine.memory.touched:
+            if place not in self.written:
+                self.written.add(place)
+                self._unlog(place)
+        strong = strong or pc in self.machine.program.strong
+        if strong:
+            self._synchronise(rows, flat, pc)
+        stamps = self._stamps(rows, strong)
+        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
+        access = (Site(cohort, pc), lanes, size, vectors)
+        for earlier, problem in (
+            (self.write_stamp, _UNORDERED_WRITE),
+            (self.read_stamp, _OVERTAKES),
+        ):
+            before = earlier.take(vectors)
+            if before.any():
+                bad = self._unordered(before, stamps, rows, strong)
+                if bad.any():
+                    self._report(*access, bad, before, problem)
+        self.write_stamp[vectors] = stamps
+        self.write_pc[vectors] = pc
+        left = self.write_stamp.take(vectors)
+        if not strong and (left != stamps).any():
+            self._report(*access, left != stamps, left, _UNORDERED_WRITE)
 
     def atomic(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
-        self._write(cohort, offset, size, pc, lanes, True)
+        self.write(cohort, offset, size, pc, lanes, strong=True)
 
-    def fence(self, cohort: Cohort) -> None:
+    def fence(self, rows: Array) -> None:
         """A fence of device scope: the next atomic of each warp releases its current clocks."""
-        self._fence(cohort.rows)
-
-    def _fence(self, rows: Array) -> None:
         m = self.machine
-        assert m.shared_races is not None
         for row in rows.tolist():
             slot, warp = int(m.row_block[row]), int(m.row_warp[row])
             block = int(m.blocks[slot])
-            seen = m.shared_races.clocks.seen[slot, warp, : m.warps]
+            seen = self.clocks.seen[slot, warp, : m.warps]
             known: ClocksByBlock = {block: seen.copy()}
             for entry in self.learnt.get(block, ()):
                 if seen[entry.warp] >= entry.clock:
@@ -126,18 +147,16 @@ class GlobalRaces:
 
     def _flatten(self, cohort: Cohort, offset: Any, lanes: Any) -> tuple[Array, Array]:
         if lanes is None:
-            offset = np.asarray(offset)
             width = offset.shape[1] if offset.ndim else 1
             full = np.broadcast_to(offset, (cohort.n, width))
             return np.repeat(cohort.rows, width), full.reshape(-1)
-        row, _ = np.nonzero(np.broadcast_to(lanes, (cohort.n, 32)))
+        row, _ = np.nonzero(spread(lanes, cohort.n))
         return cohort.rows[row], offset
 
     def _stamps(self, rows: Array, strong: bool) -> Array:
         m = self.machine
-        assert m.shared_races is not None
         block = m.blocks[m.row_block[rows]] + 1
-        low = m.shared_races.clocks.clock[rows] << CLOCK_SHIFT | m.row_warp[rows]
+        low = self.clocks.clock[rows] << CLOCK_SHIFT | m.row_warp[rows]
         return block << _BLOCK | low | (ATOMIC if strong else 0)
 
     def _vectors(
@@ -150,86 +169,33 @@ class GlobalRaces:
         vectors = (first[:, None] + np.arange(many)).reshape(-1)
         return vectors, np.repeat(stamps, many), np.repeat(rows, many)
 
-    def _conflicts(
-        self, before: Array, stamps: Array, rows: Array, vectors: Array, strong: bool
-    ) -> Array:
-        """Which earlier writes are not ordered before these accesses."""
-        m = self.machine
-        assert m.shared_races is not None
-        other_block = (before >> _BLOCK) != (stamps >> _BLOCK)
-        agent = before & 31
-        clock = (before & _LOW) >> CLOCK_SHIFT
-        seen = m.shared_races.clocks
-        inside = np.minimum(agent, m.warps - 1)
-        known = seen.ordered(m.row_block[rows], m.row_warp[rows], clock, inside)
-        bad = (before != 0) & (other_block | ~known)
+    def _unordered(self, before: Array, stamps: Array, rows: Array, strong: bool) -> Array:
+        """Which earlier accesses are not ordered before these ones; at least one is a write."""
+        m, clocks = self.machine, self.clocks
+        low = before & _LOW
+        known = clocks.ordered(m.row_block[rows], m.row_warp[rows], low)
+        many = (before & _MANY_WARPS) != 0
+        if many.any():
+            known = np.where(
+                many, low >> CLOCK_SHIFT < clocks.floor_stamp[rows] >> CLOCK_SHIFT, known
+            )
+        other_block = _block_of(before) != _block_of(stamps)
+        apart = other_block | ((before & _MANY_BLOCKS) != 0)
+        bad = (before != 0) & (apart | ~known)
         if strong:
             bad &= (before & ATOMIC) == 0
         if self.tracks_fences and bad.any():
-            for place in np.flatnonzero(bad & other_block):
-                bad[place] = not self._ordered_across_blocks(int(rows[place]), int(before[place]))
-        return bad  # type: ignore[no-any-return]
-
-    def _write(
-        self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, strong: bool
-    ) -> None:
-        access = _GlobalAccess(cohort, lanes, size, pc)
-        rows, flat = self._flatten(cohort, offset, lanes)
-        if not len(flat):
-            return
-        if not self.ready:
-            self._prepare()
-        for place in self.machine.memory.touched:
-            if place not in self.written:
-                self.written.add(place)
-                self._unlog(place)
-        if strong:
-            self._synchronise(rows, flat, pc)
-        stamps = self._stamps(rows, strong)
-        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
-        before = self.write_stamp.take(vectors)
-        if before.any():
-            bad = self._conflicts(before, stamps, rows, vectors, strong)
-            if bad.any():
-                self._report(access, vectors, bad, before, "write")
-        reads = self.read_stamp.take(vectors)
-        if reads.any():
-            bad = self._overtakes(reads, stamps, rows, strong)
-            if bad.any():
-                self._report(access, vectors, bad, reads, "write", after_read=True)
-        self.write_stamp[vectors] = stamps
-        self.write_pc[vectors] = pc
-        left = self.write_stamp.take(vectors)
-        if not strong and (left != stamps).any():
-            self._report(access, vectors, left != stamps, left, "write")
-
-    def _overtakes(self, reads: Array, stamps: Array, rows: Array, strong: bool) -> Array:
-        """Which earlier reads are not ordered before these writes."""
-        m = self.machine
-        assert m.shared_races is not None
-        other_block = ((reads ^ stamps) >> _BLOCK & 0xFFFFFFF) != 0
-        clocks = m.shared_races.clocks
-        clock = (reads & _LOW) >> CLOCK_SHIFT
-        agent = np.minimum(reads & 31, m.warps - 1)
-        known = clocks.ordered(m.row_block[rows], m.row_warp[rows], clock, agent)
-        floor = clocks.floor_stamp[rows].astype(np.int64) >> CLOCK_SHIFT
-        many = (reads & _MANY_WARPS) != 0
-        known = np.where(many, clock < floor, known)
-        apart = other_block | ((reads & _MANY_BLOCKS) != 0)
-        if self.tracks_fences:
-            for place in np.flatnonzero(apart & (reads != 0)):
-                apart[place] = not self._ordered_across_blocks(int(rows[place]), int(reads[place]))
-        bad = (reads != 0) & (apart | (~other_block & ~known))
-        if strong:
-            bad &= (reads & ATOMIC) == 0
+            for place in np.flatnonzero(bad & apart):
+                fenced = self._ordered_across_blocks(int(rows[place]), int(before[place]))
+                bad[place] = not fenced or not (other_block[place] or known[place])
         return bad  # type: ignore[no-any-return]
 
     def _note_reads(self, vectors: Array, stamps: Array) -> None:
         old = self.read_stamp.take(vectors)
         self.read_stamp[vectors] = stamps
         now = self.read_stamp.take(vectors)
-        block = stamps >> _BLOCK
-        other = ((old != 0) & ((old >> _BLOCK & 0xFFFFFFF) != block)) | (now >> _BLOCK != block)
+        block = _block_of(stamps)
+        other = ((old != 0) & (_block_of(old) != block)) | (_block_of(now) != block)
         flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
         same_time = (old & _LOW) >> CLOCK_SHIFT == (stamps & _LOW) >> CLOCK_SHIFT
         warps = (old != 0) & ~other & same_time & ((old ^ stamps) & 31 != 0)
@@ -237,33 +203,21 @@ class GlobalRaces:
         flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
         marked = flags != 0
         if marked.any():
-            where = vectors[marked]
-            np.bitwise_or.at(self.read_stamp, where, flags[marked])
+            np.bitwise_or.at(self.read_stamp, vectors[marked], flags[marked])
 
     def _unlog(self, place: int) -> None:
         """Moves the listed reads of a buffer into the shadow, before its first write."""
-        no_rows = np.zeros(0, np.int64)
         for flat, stamps, size, _ in self.log.pop(place, []):
-            many = max(1, size >> self.shift)
-            rows = no_rows if many == 1 else np.zeros(len(flat), np.int64)
-            vectors, wide, _ = self._vectors(flat, stamps, rows, size)
+            vectors, wide, _ = self._vectors(flat, stamps, flat, size)
             self._note_reads(vectors, wide)
-
-    def _spill(self) -> None:
-        if not self.ready:
-            self._prepare()
-        for place in list(self.log):
-            self._unlog(place)
-        self.log_bytes = 0
 
     def _ordered_across_blocks(self, row: int, stamp: int) -> bool:
         """Whether fences and atomics order an access of another block before a warp."""
         m = self.machine
-        assert m.shared_races is not None
         slot, warp = int(m.row_block[row]), int(m.row_warp[row])
-        other = (stamp >> _BLOCK & 0xFFFFFFF) - 1
+        other = _block_of(stamp) - 1
         agent, clock = stamp & 31, (stamp & _LOW) >> CLOCK_SHIFT
-        seen = m.shared_races.clocks.seen[slot, warp]
+        seen = self.clocks.seen[slot, warp]
         for entry in self.learnt.get(int(m.blocks[slot]), ()):
             known = entry.known.get(other)
             if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
@@ -274,11 +228,9 @@ class GlobalRaces:
         """Strong accesses acquire what was released at their address, and release."""
         if not self.tracks_fences:
             return
-        m = self.machine
-        assert m.shared_races is not None
-        clocks = m.shared_races.clocks
+        m, clocks = self.machine, self.clocks
         if pc in m.program.releases:
-            self._fence(np.unique(rows))
+            self.fence(np.unique(rows))
             clocks.fence(np.unique(rows))
         clocks.synchronise(rows, -1 - flat)
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
@@ -300,48 +252,46 @@ class GlobalRaces:
 
     def _report(
         self,
-        a: _GlobalAccess,
+        site: Site,
+        lanes: Any,
+        size: int,
         vectors: Array,
         bad: Array,
         before: Array,
-        verb: str,
-        after_read: bool = False,
-    ) -> None:
+        problem: str,
+    ) -> NoReturn:
         """Raises for the first vector that ``bad`` marks; ``before`` holds the earlier stamps."""
-        cohort, lanes, size, pc = a
-        m, program = self.machine, self.machine.program
+        m, cohort = self.machine, site.cohort
         first = int(np.argmax(bad))
-        entry = first // max(1, size >> self.shift)
+        many = max(1, size >> self.shift)
         if lanes is None:
-            width = len(vectors) // max(1, size >> self.shift) // cohort.n
-            row, lane = divmod(entry, width)
+            row, lane = divmod(first // many, len(vectors) // many // cohort.n)
         else:
-            places = np.nonzero(np.broadcast_to(lanes, (cohort.n, 32)))
-            row, lane = int(places[0][entry]), int(places[1][entry])
+            row, lane = (int(i) for i in np.argwhere(spread(lanes, cohort.n))[first // many])
         stamp = int(before[first])
-        block = (stamp >> _BLOCK & 0xFFFFFFF) - 1
-        address = (int(vectors[first]) << self.shift) + m.memory.base
-        mine = int(m.blocks[m.row_block[cohort.rows[row]]])
-        several = "several blocks" if stamp & _MANY_BLOCKS else f"block {block}"
-        who = several if block != mine or stamp & _MANY_BLOCKS else "another warp of the block"
-        if after_read:
-            what = f"a write may overtake a read of {who}"
-            other = ""
+        block = _block_of(stamp) - 1
+        if stamp & _MANY_BLOCKS:
+            who = "several blocks"
+        elif block != int(m.blocks[m.row_block[cohort.rows[row]]]):
+            who = f"block {block}"
         else:
-            what = f"a {verb} and a write of {who} are not ordered"
-            source = int(self.write_pc[vectors[first]])
-            other = f"; written at {program.describe(source)}"
+            who = "another warp of the block"
+        numbers = m.memory.describe((int(vectors[first]) << self.shift) + m.memory.base)
+        if problem != _OVERTAKES:
+            numbers += f"; written at {m.program.describe(int(self.write_pc[vectors[first]]))}"
         m.fail(
             RaceError,
-            f"race in global memory: {what}",
-            cohort,
-            pc,
-            row=row,
-            lane=lane,
-            numbers=f"{m.memory.describe(address)}{other}",
-            way_out="write these bytes in one block only, use atomics, or order the accesses "
+            f"race in global memory: {problem.format(who)}",
+            site._replace(row=row, lane=lane),
+            numbers,
+            "write these bytes in one block only, use atomics, or order the accesses "
             "(a barrier within a block; another launch, or a fence and an atomic, between blocks)",
         )
+
+
+def _block_of(stamps: Any) -> Any:
+    """The block plus one."""
+    return stamps >> _BLOCK & 0xFFFFFFF
 
 
 def _join(known: ClocksByBlock, more: ClocksByBlock) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.errors import FenceError, InFlight
 from flashgen.emulator.state.cohort import Cohort, spread
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 _FENCE = (
@@ -62,11 +62,9 @@ class RegisterOrder:
             m.fail(
                 FenceError,
                 "wgmma without any wgmma.fence before it",
-                cohort,
-                pc,
-                row=int(np.argmin(self.fenced[cohort.rows])),
-                numbers="this warp has executed no wgmma.fence",
-                way_out=_FENCE,
+                Site(cohort, pc, int(np.argmin(self.fenced[cohort.rows]))),
+                "this warp has executed no wgmma.fence",
+                _FENCE,
             )
         for register in registers:
             rows = self.written.get(register)
@@ -74,12 +72,10 @@ class RegisterOrder:
                 m.fail(
                     FenceError,
                     "wgmma uses a register that was written since the last wgmma.fence",
-                    cohort,
-                    pc,
-                    row=int(np.argmax(rows[cohort.rows])),
-                    numbers=f"{m.program.register_name(register)} was written by "
+                    Site(cohort, pc, int(np.argmax(rows[cohort.rows]))),
+                    f"{m.program.register_name(register)} was written by "
                     + m.program.describe(self.writer[register]),
-                    way_out=_FENCE,
+                    _FENCE,
                 )
 
     def check_in_flight(
@@ -113,10 +109,9 @@ class RegisterOrder:
         m.fail(
             InFlight,
             "a register of a wgmma in flight is accessed before its wait",
-            cohort,
-            pc,
-            numbers=f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}",
-            way_out="execute wgmma.commit_group and a wgmma.wait_group that covers it first",
+            Site(cohort, pc),
+            f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}",
+            "execute wgmma.commit_group and a wgmma.wait_group that covers it first",
         )
 
 

@@ -7,20 +7,16 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.errors import (
-    BarrierDivergence,
-    DeadlockError,
-    StepLimit,
-    UninitialisedRead,
-)
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import (
+from flashgen.emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
+from flashgen.emulator.state.cohort import (
+    Cohort,
     WaitsAtBarrier,
     WaitsForCluster,
     WaitsForPhase,
+    WaitsForRegisters,
     WaitsForWarp,
 )
-from flashgen.emulator.state.wave import Wave, ranges_text
+from flashgen.emulator.state.wave import Site, Wave, ranges_text
 
 Array = npt.NDArray[Any]
 _MOST_LINES = 24  # of the report of a deadlock
@@ -42,26 +38,22 @@ class Reports(Wave):
             missing = missing & lanes
         if not missing.any():
             return
-        row, lane = np.argwhere(missing)[0]
+        row, lane = (int(i) for i in np.argwhere(missing)[0])
         self.fail(
             UninitialisedRead,
             "a register is read that was never written",
-            cohort,
-            pc,
-            row=int(row),
-            lane=int(lane),
-            numbers=f"{int(missing.sum())} lanes read a value that no instruction has written",
-            way_out="initialise the variable on every path that leads here",
+            Site(cohort, pc, row, lane),
+            f"{int(missing.sum())} lanes read a value that no instruction has written",
+            "initialise the variable on every path that leads here",
         )
 
     def _too_many_steps(self, c: Cohort) -> None:
         self.fail(
             StepLimit,
             "the launch does not come to an end",
-            c,
-            c.pc,
-            numbers=f"{self.steps:,} segments executed, limit {self.step_limit:,}",
-            way_out="look for an endless loop, or raise step_limit of emulator.launch",
+            Site(c, c.pc),
+            f"{self.steps:,} segments executed, limit {self.step_limit:,}",
+            "look for an endless loop, or raise step_limit of emulator.launch",
         )
 
     def _report_deadlock(self) -> NoReturn:
@@ -73,29 +65,26 @@ class Reports(Wave):
         """
         lines = []
         partial = None
+        described = {
+            WaitsAtBarrier: self.barriers.describe,
+            WaitsForCluster: self.cluster.describe,
+            WaitsForPhase: self.mbarriers.describe,
+            WaitsForRegisters: self.registers.describe,
+        }
         for c in self.cohorts:
-            row = int(c.rows[0])
-            text = self.warps_text(c.rows)
-            if isinstance(c.waits, WaitsForPhase):
-                lines += self.mbarriers.describe(c)
+            if type(c.waits) in described:
+                lines += described[type(c.waits)](c)
                 continue
-            if isinstance(c.waits, WaitsAtBarrier):
-                lines += self.barriers.describe(c)
-                continue
-            if isinstance(c.waits, WaitsForWarp):
-                pc = c.waits.pc
-                # The first one in program order is inside the branch; the others wait at the
-                # point of reconvergence.
-                if not self._comes(c) and (partial is None or pc < partial.waits.pc):
-                    partial = c
-                mask = c.mask[0] if c.mask is not None else np.ones(32, bool)
-                text += f", lanes {ranges_text(mask)} of {ranges_text(self.alive[row])}, wait at "
-                text += f"{self.program.describe(pc)}"
-            elif isinstance(c.waits, WaitsForCluster):
-                text += ", " + self.cluster.describe(c)
-            else:
-                text += ", " + self.registers.describe(c)
-            lines.append(text)
+            pc = c.waits.pc
+            # The first one in program order is inside the branch; the others wait at the point of
+            # reconvergence.
+            if not self._comes(c) and (partial is None or pc < partial.waits.pc):
+                partial = c
+            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
+            lines.append(
+                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
+                f"{self.program.describe(pc)}"
+            )
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
             raise BarrierDivergence(

@@ -8,13 +8,17 @@ are the constants below.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import Clocks
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.errors import RaceError
+from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.wave import Site, Wave
+from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
 
@@ -24,11 +28,43 @@ FLIGHT = np.uint32(0xFFFFFFFE)  # a cp.async that has not been waited for writes
 NEVER = np.uint32(0xFFFFFFFF)  # not written since the block started
 
 
+@dataclass(eq=False)
+class SharedAccess:
+    """The accesses of one instruction to shared memory, each by one warp or by one thread.
+
+    Attributes:
+        cohort: the cohort that executes the instruction ``pc``, for messages.
+        rows: the warp of each access, (g,); (g, w) if w warps execute an access together.
+        where: offsets into `Wave.shared`, (g, k).
+        size: bytes at each offset, a power of two up to 128, to which the offsets are aligned.
+            Large sizes are checked faster.
+        places: row of ``cohort`` of each access, (g,); None: each row accesses one offset per lane.
+        lanes: lane of each access, (g,); None if it is unknown.
+        strong: atomic or volatile.
+    """
+
+    cohort: Cohort
+    rows: Array
+    where: Array
+    size: int
+    pc: int
+    places: Array | None = None
+    lanes: Array | None = None
+    strong: bool = False
+
+    def site(self, place: int, offset: int) -> Site:
+        """The origin of an access, by the index of the access and of the offset."""
+        if self.places is None:
+            return Site(self.cohort, self.pc, place, offset)
+        lane = None if self.lanes is None else int(self.lanes[place])
+        return Site(self.cohort, self.pc, int(self.places[place]), lane)
+
+
 class SharedShadow:
     """Shadow of the shared memory of all blocks of a wave.
 
     Attributes:
-        vector: bytes per vector; ``shift``: its logarithm to base 2.
+        shift: logarithm to base 2 of the bytes per vector.
         count: number of vectors.
         written: stamp of the last write of each vector.
         writer_pc: instruction of the last write of each vector.
@@ -36,8 +72,7 @@ class SharedShadow:
 
     def __init__(self, machine: Wave, blocks: int) -> None:
         self.machine = machine
-        self.vector = machine.program.shared_vector
-        self.shift = self.vector.bit_length() - 1
+        self.shift = machine.program.shared_vector.bit_length() - 1
         self.warps = machine.warps
         self.count = blocks * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)
@@ -45,11 +80,11 @@ class SharedShadow:
         self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous)
 
     def take(self, table: Array, where: Array, size: int) -> Array:
-        """The values of a shadow table for each vector, (g, vectors)."""
+        """The values of a shadow table for each vector of accesses (g, k), (g, vectors)."""
         many = size >> self.shift
         if many <= 1:
             return table.take(where >> self.shift)
-        rows: Array = table.reshape(-1, many).take(where // size, axis=0)
+        rows: Array = table.reshape(-1, many).take(where >> size.bit_length() - 1, axis=0)
         return rows.reshape(len(where), -1)
 
     def put(self, table: Array, where: Array, size: int, value: Any) -> None:
@@ -58,11 +93,26 @@ class SharedShadow:
         if many <= 1:
             table[where >> self.shift] = value[:, None] if np.ndim(value) else value
         else:
-            table.reshape(-1, many)[where // size] = (
+            table.reshape(-1, many)[where >> size.bit_length() - 1] = (
                 value[:, None, None] if np.ndim(value) else value
             )
 
-    def vector_at(self, where: Array, size: int, place: int, which: int) -> int:
-        """The number of the vector at an index of the result of `take`."""
-        access, part = divmod(which, max(1, size >> self.shift))
-        return int(where[place, access] >> self.shift) + part
+    def fail(
+        self,
+        a: SharedAccess,
+        bad: Array,
+        what: str,
+        numbers: str,
+        way_out: str,
+        kind: type[EmulatorError] = RaceError,
+    ) -> NoReturn:
+        """Raises for the first vector that ``bad`` (g, vectors) marks."""
+        vector, site = self.first(a, bad)
+        at = (vector << self.shift) % self.machine.shared_pitch
+        self.machine.fail(kind, what, site, f"shared offset {at}; {numbers}", way_out)
+
+    def first(self, a: SharedAccess, bad: Array) -> tuple[int, Site]:
+        """The number of the first vector that ``bad`` (g, vectors) marks, and its origin."""
+        place, which = (int(i) for i in np.argwhere(bad)[0])
+        offset, part = divmod(which, max(1, a.size >> self.shift))
+        return int(a.where[place, offset] >> self.shift) + part, a.site(place, offset)

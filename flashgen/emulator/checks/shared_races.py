@@ -14,14 +14,20 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.async_proxy import AsyncProxy
 from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT
-from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, MBARRIER, NEVER, SharedShadow
+from flashgen.emulator.checks.shadow import (
+    ASYNC,
+    FLIGHT,
+    MBARRIER,
+    NEVER,
+    SharedAccess,
+    SharedShadow,
+)
 from flashgen.emulator.errors import RaceError, UninitialisedRead
-from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.cohort import Cohort, spread
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
-_WARP = np.uint32(31)
 _LOG_LIMIT = 2048
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
 
@@ -32,8 +38,8 @@ class _Reads(NamedTuple):
     rows: Array
     where: Array
     size: int
-    clock: Array
     pc: int
+    clock: Array
     strong: bool
 
 
@@ -48,198 +54,150 @@ class SharedRaces(SharedShadow):
         self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
         self.proxy = None
         if machine.program.asynchronous:
-            self.proxy = AsyncProxy(self, self.before_async_write)
+            self.proxy = AsyncProxy(self, self._against_reads)
 
-    # ---- order
-
-    def barrier(self, blocks: Array, released: Array | None, barrier: int | None) -> None:
-        """A barrier completed: for whole blocks, or for the ``released`` warps of one block."""
-        if released is None:
-            self.clocks.barrier_of_all(blocks)
-            # Reads before such a barrier cannot race with later accesses.
-            passed = np.zeros(len(self.last_read[False]), bool)
-            passed[blocks] = True
-            for last in self.last_read.values():
-                last[blocks] = 0
-            m = self.machine
-            self.log = [e for e in self.log if not passed[m.row_block[e.rows]].all()]
-        elif barrier is not None:
-            self.clocks.release(int(blocks[0]), barrier, released)
-
-    def arrive(self, rows: Array, barriers: Array) -> None:
-        m = self.machine
-        self.clocks.arrive(m.row_block[rows], m.row_warp[rows], barriers)
+    def barrier_of_all(self, blocks: Array) -> None:
+        """A barrier of all warps of the blocks completed."""
+        self.clocks.barrier_of_all(blocks)
+        # Reads before such a barrier cannot race with later accesses.
+        passed = np.zeros(len(self.last_read[False]), bool)
+        passed[blocks] = True
+        for last in self.last_read.values():
+            last[blocks] = 0
+        row_block = self.machine.row_block
+        self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
     def read(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
         """Checks reads against earlier writes, and records them."""
-        self._read(_Access(cohort, where, size, pc, lanes), self._strong(pc))
+        self._read(self._access(cohort, where, size, pc, lanes))
 
-    def _synchronise(self, a: _Access) -> None:
+    def write(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        """Checks writes against earlier reads and writes, and records them."""
+        self._write(self._access(cohort, where, size, pc, lanes))
+
+    def atomic(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        access = self._access(cohort, where, size, pc, lanes)
+        self._read(access)
+        self._write(access)
+
+    def start_copy(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+        """A cp.async starts: its bytes are in flight."""
+        self._write(self._access(cohort, where, size, pc, lanes), FLIGHT)
+
+    def finish_copy(self, rows: Array, where: Array, size: int, lanes: Array | None) -> None:
+        """A cp.async has been waited for: it becomes a write of its warp."""
+        if lanes is not None:
+            rows, where = rows[np.nonzero(lanes)[0]], where[lanes][:, None]
+        self.put(self.written, where, size, self._own_stamps(rows, False))
+
+    def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
+        """An access by whole rows, or by single lanes if some lanes are inactive."""
+        strong = pc in self.machine.program.strong
+        if lanes is not None:
+            row, lane = np.nonzero(spread(lanes, cohort.n))
+            chosen = spread(where, cohort.n)[row, lane][:, None]
+            return SharedAccess(cohort, cohort.rows[row], chosen, size, pc, row, lane, strong)
+        if where.ndim == 0 or where.shape[0] != cohort.n:
+            where = np.broadcast_to(where, (cohort.n, where.shape[1] if where.ndim else 1))
+        return SharedAccess(cohort, cohort.rows, where, size, pc, strong=strong)
+
+    def _read(self, a: SharedAccess) -> None:
+        if not len(a.rows):
+            return
+        self._synchronise(a)
+        self._against_writes(a, "read")
+        m = self.machine
+        clock = self.clocks.clock[a.rows]
+        self.last_read[a.strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
+        self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, a.strong))
+        if len(self.log) > _LOG_LIMIT:
+            self._flush()
+
+    def _write(self, a: SharedAccess, mark: Any = None) -> None:
+        if not len(a.rows):
+            return
+        self._synchronise(a)
+        self._against_writes(a, "write")
+        self._against_reads(a)
+        if self.proxy is not None:
+            self.proxy.against_reads(a)
+        self.put(self.writer_pc, a.where, a.size, a.pc)
+        if mark is not None:
+            self.put(self.written, a.where, a.size, mark)
+            return
+        own = self._own_stamps(a.rows, a.strong)
+        self.put(self.written, a.where, a.size, own)
+        if not a.strong:
+            left = self.take(self.written, a.where, a.size)
+            lost = left != own[:, None]
+            if lost.any():
+                self._report(a, lost, left, "write")
+
+    def _synchronise(self, a: SharedAccess) -> None:
+        """A strong access acquires and releases."""
         program = self.machine.program
-        if not program.synchronises or not len(a.rows):
+        if not (a.strong and program.synchronises):
             return
         if a.pc in program.releases:
             self.clocks.fence(np.unique(a.rows))
         width = a.where.shape[1]
         self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1))
 
-    def _read(self, a: _Access, strong: bool) -> None:
-        if not len(a.rows):
-            return
-        if strong:
-            self._synchronise(a)
-        stamps = self._stamps(a)
-        fine = stamps < self._per_row(a, self.clocks.floor_stamp, stamps)
-        if not fine.all():
-            bad = ~(fine | self._ordered(a, stamps, strong))
-            if bad.any():
-                self._report(a, bad, stamps, "read")
-        m = self.machine
-        clock = self.clocks.clock[a.rows]
-        self.last_read[strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
-        self.log.append(_Reads(a.rows, a.where, a.size, clock, a.pc, strong))
-        if len(self.log) > _LOG_LIMIT:
-            self._flush()
-
-    def write(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
-        """Checks writes against earlier reads and writes, and records them."""
-        self._write(_Access(cohort, where, size, pc, lanes), None, self._strong(pc))
-
-    def atomic(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
-        access = _Access(cohort, where, size, pc, lanes)
-        self._read(access, True)
-        self._write(access, None, True)
-
-    def start_copy(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
-        """A cp.async starts: its bytes are in flight."""
-        self._write(_Access(cohort, where, size, pc, lanes), FLIGHT, False)
-
-    def finish_copy(self, rows: Array, where: Array, size: int, lanes: Array | None) -> None:
-        """A cp.async has been waited for: it becomes a write of its warp."""
-        vectors = self._vectors(where, size)
-        stamp = self._own_stamps(rows, False)
-        stamps = np.broadcast_to(
-            stamp.reshape((len(rows),) + (1,) * (vectors.ndim - 1)), vectors.shape
-        )
-        if lanes is not None:
-            vectors, stamps = vectors[lanes], stamps[lanes]
-        self.written[vectors] = stamps
-
-    def place_mbarrier(self, where: Array, size: int) -> None:
-        """Marks the bytes of an mbarrier; ordinary accesses to them are errors."""
-        self.written[self._vectors(where, size)] = MBARRIER
-
-    def _write(self, a: _Access, mark: Any, strong: bool) -> None:
-        if not len(a.rows):
-            return
-        if strong:
-            self._synchronise(a)
-        stamps = self._stamps(a)
-        fine = (stamps < self._per_row(a, self.clocks.floor_stamp, stamps)) | (stamps == NEVER)
-        if not fine.all():
-            bad = ~(fine | self._ordered(a, stamps, strong))
-            if bad.any():
-                self._report(a, bad, stamps, "write")
-        self._against_reads(a, strong)
-        if self.proxy is not None:
-            places = None if a.places is None else a.places[0]
-            self.proxy.against_reads(a.cohort, a.rows, a.where, a.size, a.pc, places)
-        vectors = self._vectors(a.where, a.size)
-        self.writer_pc[vectors] = a.pc
-        if mark is not None:
-            self.written[vectors] = mark
-            return
-        own = self._own_stamps(a.rows, strong).reshape((-1,) + (1,) * (vectors.ndim - 1))
-        self.written[vectors] = np.broadcast_to(own, vectors.shape)
-        left = self.written.take(vectors)
-        if not strong and (left != own).any():
-            self._report(a, left != own, left, "write")
-
-    def _vectors(self, where: Array, size: int) -> Array:
-        """Numbers of the vectors of each access, with a last axis when there are several."""
-        first = where >> self.shift
-        many = size >> self.shift
-        return first if many <= 1 else first[..., None] + np.arange(many)
-
-    def _stamps(self, a: _Access) -> Array:
-        many = a.size >> self.shift
-        first = a.where >> self.shift
-        if many <= 1:
-            return self.written.take(first)
-        # Accesses are aligned to their size: a row of a 2-D view is one access.
-        return self.written.reshape(-1, many).take(first // many, axis=0)
-
-    def _per_row(self, a: _Access, values: Array, like: Array) -> Array:
-        return values[a.rows].reshape((-1,) + (1,) * (like.ndim - 1))
-
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_warp[rows]
         stamp = self.clocks.clock[rows] << CLOCK_SHIFT | warp | (ATOMIC if strong else 0)
         return stamp.astype(np.uint32)
 
-    def _ordered(self, a: _Access, stamps: Array, strong: bool) -> Array:
+    # ---- checks
+
+    def _against_writes(self, a: SharedAccess, verb: str) -> None:
+        """Checks that accesses are ordered after earlier writes, and that reads have one."""
+        stamps = self.take(self.written, a.where, a.size)
+        fine = stamps < self.clocks.floor_stamp[a.rows][:, None]
+        if verb == "write":
+            fine |= stamps == NEVER
+        if not fine.all():
+            bad = ~(fine | self._ordered(a, stamps))
+            if bad.any():
+                self._report(a, bad, stamps, verb)
+
+    def _ordered(self, a: SharedAccess, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
-        blocks = self._per_row(a, self.machine.row_block, stamps)
-        warps = self._per_row(a, self.machine.row_warp, stamps)
-        agent = np.minimum((stamps & _WARP).astype(np.int64), self.warps - 1)
-        clock = (stamps >> np.uint32(CLOCK_SHIFT)).astype(np.int64)
-        fine = self.clocks.ordered(blocks, warps, clock, agent)
-        if strong:
+        blocks = self.machine.row_block[a.rows][:, None]
+        warps = self.machine.row_warp[a.rows][:, None]
+        fine = self.clocks.ordered(blocks, warps, stamps)
+        if a.strong:
             fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
         fine &= stamps < ASYNC
         if self.proxy is not None and (stamps >= ASYNC).any():
             fine |= self.proxy.known(blocks, warps, stamps)
         return fine
 
-    def _strong(self, pc: int) -> bool:
-        return pc in self.machine.program.strong
-
-    def _against_reads(self, a: _Access, strong: bool) -> None:
+    def _against_reads(self, a: SharedAccess) -> None:
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
-        for kind in (False,) if strong else (False, True):
-            self._against(a, kind)
-
-    def before_async_write(
-        self, cohort: Cohort, rows: Array, where: Array, size: int, pc: int, places: Array | None
-    ) -> None:
-        """Checks that asynchronous writes (g, k) by ``rows`` are ordered after ordinary reads."""
-        self._against_reads(_Access(cohort, where, size, pc, None, rows, places), False)
-
-    def _against(self, a: _Access, kind: bool) -> None:
         m = self.machine
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
-        unseen = self.last_read[kind][blocks] > known
-        unseen[np.arange(len(warps)), warps] = False
-        if not unseen.any():
-            return
-        self._flush()
-        vectors = self._vectors(a.where, a.size)
-        extra = (1,) * (vectors.ndim - 1)
-        for other in np.flatnonzero(unseen.any(axis=0)):
-            clock = self.read_clock[kind][other].take(vectors)
-            known = self.clocks.seen[blocks, warps, other]
-            late = clock > known.reshape((-1, *extra))
-            late &= (warps != other).reshape((-1, *extra))
-            if late.any():
-                place = tuple(int(i) for i in np.argwhere(late)[0])
-                row, lane = a.origin(place)
-                at = int(vectors[place]) << self.shift
-                pc = int(self.reader_pc[vectors[place]])
-                reader = m.program.describe(pc)
-                m.fail(
-                    RaceError,
-                    "race in shared memory: a write may overtake a read of another warp",
-                    a.cohort,
-                    a.pc,
-                    row=row,
-                    lane=lane,
-                    numbers=f"shared offset {at % m.shared_pitch}; "
-                    f"warp {other} reads there: {reader}",
-                    way_out=_BARRIER,
-                )
+        for kind in (False,) if a.strong else (False, True):
+            unseen = self.last_read[kind][blocks] > known
+            unseen[np.arange(len(warps)), warps] = False
+            if not unseen.any():
+                continue
+            self._flush()
+            for other in np.flatnonzero(unseen.any(axis=0)):
+                clock = self.take(self.read_clock[kind][other], a.where, a.size)
+                late = (clock > known[:, other, None]) & (warps != other)[:, None]
+                if late.any():
+                    reader = m.program.describe(int(self.reader_pc[self.first(a, late)[0]]))
+                    self.fail(
+                        a,
+                        late,
+                        "race in shared memory: a write may overtake a read of another warp",
+                        f"warp {other} reads there: {reader}",
+                        _BARRIER,
+                    )
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
@@ -247,39 +205,32 @@ class SharedRaces(SharedShadow):
             for kind in (False, True):
                 self.read_clock[kind] = np.zeros((self.warps, self.count), np.uint32)
             self.reader_pc = np.zeros(self.count, np.int32)
-        m = self.machine
-        for entry in self.log:
-            flat = self.read_clock[entry.strong].reshape(-1)
-            vectors = self._vectors(entry.where, entry.size)
-            extra = (1,) * (vectors.ndim - 1)
-            base = (m.row_warp[entry.rows] * self.count).reshape((-1, *extra))
-            flat[vectors + base] = entry.clock.reshape((-1, *extra))
-            self.reader_pc[vectors] = entry.pc
+        for rows, where, size, pc, clock, strong in self.log:
+            flat = self.read_clock[strong].reshape(-1)
+            table = (self.machine.row_warp[rows] * self.count << self.shift)[:, None]
+            self.put(flat, table + where, size, clock)
+            self.put(self.reader_pc, where, size, pc)
         self.log = []
 
     # ---- messages
 
-    def _report(self, a: _Access, bad: Array, stamps: Array, verb: str) -> None:
+    def _report(self, a: SharedAccess, bad: Array, stamps: Array, verb: str) -> None:
         """Raises for the first access that ``bad`` marks."""
-        m, program = self.machine, self.machine.program
-        place = tuple(int(i) for i in np.argwhere(bad)[0])
-        row, lane = a.origin(place)
-        at = int(a.where[place[:2]]) + (place[2] * self.vector if len(place) > 2 else 0)
-        stamp = int(stamps[place])
-        what = f"{a.size}-byte {verb} at shared offset {at % m.shared_pitch}"
-        other = int(self.writer_pc[at >> self.shift])
-        source = program.describe(other)
+        m = self.machine
+        vector, site = self.first(a, bad)
+        stamp = int(stamps[bad][0])
         kind: type[EmulatorError] = RaceError
+        writer = ""
         if stamp == NEVER:
             kind = UninitialisedRead
             problem = "shared memory is read that was never written"
             way_out = "write it first, and check the address and the bytes that were copied"
         elif stamp == FLIGHT:
-            what += f"; a cp.async that has not been waited for writes there: {source}"
+            writer = "a cp.async that has not been waited for writes there"
             way_out = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= ASYNC and self.proxy is not None:
-            what += f"; {self.proxy.describe(stamp)}: {source}"
+            writer = self.proxy.describe(stamp)
             way_out = (
                 "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
             )
@@ -287,45 +238,11 @@ class SharedRaces(SharedShadow):
                 way_out = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
-            what += f"; warp {stamp & 31} writes there: {source}"
+            writer = f"warp {stamp & 31} writes there"
             way_out = _BARRIER
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
-        m.fail(kind, problem, a.cohort, a.pc, row=row, lane=lane, numbers=what, way_out=way_out)
-
-
-class _Access:
-    """An access by whole rows (n, k), or by single lanes (m, 1) if some lanes are inactive."""
-
-    def __init__(
-        self,
-        cohort: Cohort,
-        where: Array,
-        size: int,
-        pc: int,
-        lanes: Any,
-        rows: Array | None = None,
-        places: Array | None = None,
-    ) -> None:
-        self.cohort, self.size, self.pc = cohort, size, pc
-        self.places: tuple[Array, Array | None] | None
-        if rows is not None:
-            # Single threads of the cohort, each with many addresses: (g, k).
-            self.rows, self.where = rows, where
-            self.places = (np.arange(len(rows)) if places is None else places, None)
-            return
-        if where.ndim == 0 or where.shape[0] != cohort.n:
-            where = np.broadcast_to(where, (cohort.n, where.shape[1] if where.ndim else 1))
-        if lanes is None:
-            self.rows, self.where, self.places = cohort.rows, where, None
-        else:
-            row, lane = np.nonzero(np.broadcast_to(lanes, (cohort.n, 32)))
-            self.rows = cohort.rows[row]
-            self.where = np.broadcast_to(where, (cohort.n, 32))[row, lane][:, None]
-            self.places = (row, lane)
-
-    def origin(self, place: tuple[int, ...]) -> tuple[int, int | None]:
-        """The row of the cohort and the lane of an element."""
-        if self.places is None:
-            return place[0], place[1]
-        row, lane = self.places
-        return int(row[place[0]]), None if lane is None else int(lane[place[0]])
+        at = (vector << self.shift) % m.shared_pitch
+        numbers = f"{a.size}-byte {verb} at shared offset {at}"
+        if writer:
+            numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
+        m.fail(kind, problem, site, numbers, way_out)

@@ -15,11 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashgen.emulator.ptx.instructions import (
-    accumulates,
-    as_immediate,
-    registers_in,
-)
+from flashgen.emulator.ptx.instructions import accumulates, as_immediate, registers_in
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Instruction, Vec
 

@@ -11,6 +11,8 @@ A cp.async whose source size is smaller than its size is executed, and counted, 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +92,8 @@ class Recorder:
         arena = len(machine.memory.flat.bytes)
         self._steps = np.zeros(size + 1, np.int64)
         self._idle = np.zeros(size, np.int64)  # lanes that a guard disabled
-        self.bytes = np.zeros(size, np.int64)
-        self.sectors = np.zeros(size, np.int64)
-        self.sectors_least = np.zeros(size, np.int64)
-        self.shared_bytes = np.zeros(size, np.int64)
-        self.wavefronts = np.zeros(size, np.int64)
-        self.wavefronts_least = np.zeros(size, np.int64)
+        self.bytes, self.sectors, self.sectors_least = np.zeros((3, size), np.int64)
+        self.shared_bytes, self.wavefronts, self.wavefronts_least = np.zeros((3, size), np.int64)
         # One byte per byte of device memory, not 0 where read and where written. Pages that are
         # never accessed use no memory.
         self._touched = (FlatMemory(arena), FlatMemory(arena))
@@ -104,7 +102,6 @@ class Recorder:
         self._buffer_sectors = np.zeros((buffers, 3), np.int64)
         self._buffer_least = np.zeros(buffers, np.int64)
         self._entries: list[tuple[Array, Array, Array, int]] = []
-        self._trace: AccessTrace | None = None
 
     # ---- while the kernel runs
 
@@ -116,7 +113,7 @@ class Recorder:
 
     def guarded(self, cohort: Cohort, guard: Any, pc: int) -> None:
         """Counts the lanes that a guard disabled for one instruction."""
-        off = np.broadcast_to(~np.asarray(guard), (cohort.n, 32))
+        off = spread(~np.asarray(guard), cohort.n)
         self._idle[pc] += np.count_nonzero(off if cohort.mask is None else off & cohort.mask)
 
     def shared_access(
@@ -126,28 +123,25 @@ class Recorder:
 
         Addresses are offsets into the shared memory of the block.
         """
-        where = np.broadcast_to(address, (cohort.n, 32))
-        active = None if lanes is None else np.broadcast_to(lanes, (cohort.n, 32))
-        taken, least = wavefronts(where, active, size, in_turn)
-        self.wavefronts[pc] += taken
-        self.wavefronts_least[pc] += least
-        self.shared_bytes[pc] += size * (
-            32 * cohort.n if active is None else np.count_nonzero(active)
-        )
+        where = spread(address, cohort.n)
+        active = None if lanes is None else spread(lanes, cohort.n)
+        count = where.size if active is None else int(np.count_nonzero(active))
+        self._shared(pc, size * count, wavefronts(where, active, size, in_turn))
 
     def matrices(self, rows: Array, pc: int) -> None:
         """Records ldmatrix or stmatrix: addresses of 16-byte rows, (warps, 8 per matrix)."""
-        taken, least = phases((rows // ROW_BYTES).reshape(-1, 8), None)
-        self.wavefronts[pc] += taken
-        self.wavefronts_least[pc] += least
-        self.shared_bytes[pc] += rows.size * ROW_BYTES
+        taken = phases((rows // ROW_BYTES).reshape(-1, 8), None)
+        self._shared(pc, rows.size * ROW_BYTES, taken)
 
     def operand(self, size: int, pc: int) -> None:
         """Records the read of a wgmma operand: eight 16-byte rows per wavefront, no conflicts."""
-        taken = size // LINE_BYTES
-        self.wavefronts[pc] += taken
-        self.wavefronts_least[pc] += taken
+        self._shared(pc, size, (size // LINE_BYTES, size // LINE_BYTES))
+
+    def _shared(self, pc: int, size: int, taken: tuple[int, int]) -> None:
+        """Adds bytes of shared memory, their wavefronts, and the minimum."""
         self.shared_bytes[pc] += size
+        self.wavefronts[pc] += taken[0]
+        self.wavefronts_least[pc] += taken[1]
 
     def global_access(
         self, cohort: Cohort, offset: Any, lanes: Any, size: int, pc: int, kind: int
@@ -157,13 +151,11 @@ class Recorder:
         Args:
             offset: of a shape that broadcasts to (warps, 32); with ``lanes``, one per active lane.
         """
-        full = (
-            np.broadcast_to(offset, (cohort.n, 32))
-            if lanes is None
-            else np.full((cohort.n, 32), -1)
-        )
-        if lanes is not None:
-            full[np.broadcast_to(lanes, (cohort.n, 32))] = offset
+        if lanes is None:
+            full = spread(offset, cohort.n)
+        else:
+            full = np.full((cohort.n, 32), -1)
+            full[spread(lanes, cohort.n)] = offset
         self._global_access(cohort, full, np.asarray(offset), size, pc, kind)
 
     def bulk(
@@ -186,15 +178,11 @@ class Recorder:
             size: bytes per unit.
             moved: bytes of shared memory.
         """
-        self.shared_bytes[pc] += moved
-        self.wavefronts[pc] += -(-moved // (BANKS * BANK_BYTES))
-        self.wavefronts_least[pc] += -(-moved // (BANKS * BANK_BYTES))
-        if inside is None:
-            self._global_access(cohort, offset, offset, size, pc, kind)
-        else:
-            self._global_access(
-                cohort, np.where(inside, offset, -1), offset[inside], size, pc, kind
-            )
+        taken = -(-moved // (BANKS * BANK_BYTES))
+        self._shared(pc, moved, (taken, taken))
+        full = offset if inside is None else np.where(inside, offset, -1)
+        chosen = offset if inside is None else offset[inside]
+        self._global_access(cohort, full, chosen, size, pc, kind)
 
     def _global_access(
         self, cohort: Cohort, full: Array, chosen: Array, size: int, pc: int, kind: int
@@ -254,14 +242,12 @@ class Recorder:
         bits = np.uint8(1) << (chosen & (SECTORS - 1)).astype(np.uint8)
         masks = np.bitwise_or.reduceat(bits, starts)
         self._entries.append((block[starts].astype(np.int32), line[starts], masks, kind))
-        self._trace = None
 
     # ---- after the launch
 
     @property
     def lanes(self) -> Array:
-        total: Array = np.cumsum(self._steps)[:-1] - self._idle
-        return total
+        return np.asarray(np.cumsum(self._steps)[:-1] - self._idle)
 
     @property
     def buffers(self) -> tuple[BufferTraffic, ...]:
@@ -278,16 +264,10 @@ class Recorder:
             found.append(BufferTraffic(allocation.label, issued, sectors, least, read, written))  # type: ignore[arg-type]
         return tuple(found)
 
-    @property
+    @functools.cached_property
     def trace(self) -> AccessTrace:
         """Every access to global memory, block by block."""
-        if self._trace is None:
-            self._trace = self._sorted()
-        return self._trace
-
-    def _sorted(self) -> AccessTrace:
-        grid = self.machine.grid
-        count = grid[0] * grid[1] * grid[2]
+        count = math.prod(self.machine.grid)
         if not self._entries:
             none = np.zeros(0, np.int64)
             return AccessTrace(

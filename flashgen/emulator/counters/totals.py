@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -88,41 +89,33 @@ class Counters:
 
     def instruction_counts(self) -> list[int]:
         """Number of warps that executed each instruction of the kernel."""
-        size = len(self._program.code) + 1
-        steps = [0] * (size + 1)
+        size = len(self._program.code)
+        steps = [0] * (size + 2)
         for (start, end), warps in self.segments.items():
             steps[start] += warps
             steps[end] -= warps
-        total, counts = 0, []
-        for step in steps[: size - 1]:
-            total += step
-            counts.append(total)
-        return counts
+        return list(itertools.accumulate(steps))[:size]
 
     @property
     def opcodes(self) -> Counter[str]:
         """Warp instructions by full name, such as ``mul.f32``."""
-        found: Counter[str] = Counter()
-        for ins, count in zip(self._program.code, self.instruction_counts(), strict=True):
-            if count:
-                found[ins.name] += count
-        return found
+        return self._counted(lambda pc: self._program.code[pc].name)
 
     @property
     def classes(self) -> Counter[str]:
         """Warp instructions by opcode without modifiers, such as ``mul``."""
-        found: Counter[str] = Counter()
-        for name, count in self.opcodes.items():
-            found[name.split(".")[0]] += count
-        return found
+        return self._counted(lambda pc: self._program.code[pc].op)
 
     @property
     def lines(self) -> Counter[str]:
         """Warp instructions by ``file:line`` of the source."""
+        return self._counted(self._program.source_line)
+
+    def _counted(self, name: Callable[[int], str]) -> Counter[str]:
         found: Counter[str] = Counter()
         for pc, count in enumerate(self.instruction_counts()):
             if count:
-                found[self._program.source_line(pc)] += count
+                found[name(pc)] += count
         return found
 
     @property

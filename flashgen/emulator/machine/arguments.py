@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.machine.tma import TensorMap
-from flashgen.emulator.ptx.program import PtxProgram
+from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
 from flashgen.emulator.ptx.syntax import Variable
 from flashgen.emulator.state.memory import Allocation, GlobalMemory
 from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
@@ -21,38 +20,23 @@ from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
 class DeviceArguments:
     """The arguments of a launch, placed in device memory.
 
     Attributes:
-        parameters: the bytes of the kernel's parameters.
         memory: every buffer and module variable.
         maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        parameters: the bytes of the kernel's parameters.
+
+    Raises:
+        LaunchArguments: they do not fit the kernel's parameters.
     """
 
-    parameters: bytes
-    memory: GlobalMemory
-    maps: dict[int, tuple[TensorMap, int]]
-
-
-class ArgumentPacker:
-    """Places arrays in device memory and packs the parameters of a kernel."""
-
-    def __init__(self, program: PtxProgram, memory: GlobalMemory) -> None:
+    def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
         self.program = program
-        self.memory = memory
+        self.memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
+        self.maps: dict[int, tuple[TensorMap, int]] = {}
         self.addresses: dict[int, int] = {}  # id of an array -> device address
-        self.maps: dict[
-            int, tuple[TensorMap, int]
-        ] = {}  # by the offset of the 128 bytes of the map
-
-    def pack(self, args: Sequence[Any]) -> DeviceArguments:
-        """Places the arguments of a launch.
-
-        Raises:
-            LaunchArguments: they do not fit the kernel's parameters.
-        """
         params = self.program.params
         if len(args) != len(params):
             raise self.error(
@@ -63,13 +47,12 @@ class ArgumentPacker:
             )
         self._variables()
         self._place(args)
-        data = bytearray(self.program.param_bytes)
+        self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
             at = self.program.params_at[param.name]
-            data[at : at + param.size] = self._one(number, value, param)
+            self.parameters[at : at + param.size] = self._one(number, value, param)
         self.memory.commit()
         self._relocate()
-        return DeviceArguments(bytes(data), self.memory, self.maps)
 
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"
@@ -131,21 +114,15 @@ class ArgumentPacker:
         return allocation
 
     def _one(self, number: int, value: Any, param: Variable) -> bytes:
+        """The bytes of one parameter."""
         if isinstance(value, (tuple, list)):
-            return self._struct(number, value, param)
-        if isinstance(value, np.ndarray):
-            return self._sized(number, self.addresses[id(value)].to_bytes(8, "little"), param)
-        if isinstance(value, TensorMap):
-            return self._sized(number, self._map(value, param, 0), param)
-        if value is None:
-            return self._sized(number, bytes(8), param)
-        if isinstance(value, np.void):
-            return self._sized(number, value.tobytes(), param)
-        if isinstance(value, bytes):
-            return self._sized(number, value, param)
-        return self._number(number, value, param)
-
-    def _sized(self, number: int, data: bytes, param: Variable) -> bytes:
+            data: bytes | None = self._struct(number, value, param)
+        elif isinstance(value, np.void):
+            data = value.tobytes()
+        else:
+            data = value if isinstance(value, bytes) else self._reference(value, param, 0)
+        if data is None:
+            return self._number(number, value, param)
         if len(data) != param.size:
             raise self.error(
                 f"argument {number} does not fit its parameter",
@@ -153,6 +130,19 @@ class ArgumentPacker:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             )
         return data
+
+    def _reference(self, value: Any, param: Variable, offset: int) -> bytes | None:
+        """The bytes of a pointer or of a tensor map, which are zeros, as they are opaque on a GPU.
+
+        None for other values. ``offset`` is that of the value in the parameter.
+        """
+        if isinstance(value, TensorMap):
+            at = self.program.params_at[param.name] + offset
+            self.maps[at] = (value, self.addresses[id(value.array)])
+            return bytes(MAP_BYTES)
+        if isinstance(value, np.ndarray):
+            return self.addresses[id(value)].to_bytes(8, "little")
+        return bytes(8) if value is None else None
 
     def _number(self, number: int, value: Any, param: Variable) -> bytes:
         size = param.size
@@ -177,34 +167,22 @@ class ArgumentPacker:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             ) from None
 
-    def _map(self, value: TensorMap, param: Variable, offset: int) -> bytes:
-        """The 128 bytes of a tensor map: zeros, because their contents are opaque on a GPU too."""
-        at = self.program.params_at[param.name] + offset
-        self.maps[at] = (value, self.addresses[id(value.array)])
-        return bytes(MAP_BYTES)
-
     def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
         data = bytearray()
         widest = 1
         for place, item in enumerate(items):
-            align = 0
-            if isinstance(item, TensorMap):
-                align = MAP_ALIGN
-                part = self._map(item, param, len(data) + -len(data) % align)
-            elif isinstance(item, np.ndarray):
-                part = self.addresses[id(item)].to_bytes(8, "little")
-            elif item is None:
-                part = bytes(8)
-            elif isinstance(item, np.generic):
+            align = MAP_ALIGN if isinstance(item, TensorMap) else 1
+            part = self._reference(item, param, len(data) + -len(data) % align)
+            if isinstance(item, np.generic):
                 part = item.tobytes()
-            else:
+            if part is None:
                 raise self.error(
                     f"field {place} of argument {number} has no size",
                     f"{item!r} is a {type(item).__name__}",
                     "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
                 )
-            align = align or len(part)
+            align = align if isinstance(item, TensorMap) else len(part)
             widest = max(widest, align)
             data += bytes(-len(data) % align) + part
         data += bytes(-len(data) % widest)
-        return self._sized(number, bytes(data), param)
+        return bytes(data)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsAtBarrier
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -37,27 +36,28 @@ class Barriers:
     ) -> None:
         """Rows of ``cohort`` arrive at barrier ``number``; it counts ``count`` threads (0: all)."""
         m = self.machine
-        ids = np.broadcast_to(np.asarray(number), (cohort.n, 1))[:, 0].astype(np.int64)
-        counts = np.broadcast_to(np.asarray(count), (cohort.n, 1))[:, 0].astype(np.int64)
+        ids, counts = (
+            np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
+            for value in (number, count)
+        )
         self._validate(cohort, ids, counts, pc)
+        counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
         if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
-                m.shared_races.barrier(np.unique(blocks), None, None)
+                m.shared_races.barrier_of_all(np.unique(blocks))
             return
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(cohort, blocks, ids, counts, pc)
-        self.expected[blocks, ids] = np.where(counts > 0, counts, -1)
+        self.expected[blocks, ids] = counts
         if m.shared_races:
-            m.shared_races.arrive(cohort.rows, ids)
+            m.shared_races.clocks.publish(cohort.rows, ids)
         if vote is not None:
-            lanes = np.broadcast_to(vote, (cohort.n, 32))
-            active = lanes if cohort.mask is None else lanes & cohort.mask
-            for row, block, barrier in zip(range(cohort.n), blocks, ids, strict=True):
-                here = cohort.mask[row] if cohort.mask is not None else np.ones(32, bool)
-                entry = self.votes.setdefault((int(block), int(barrier)), [])
-                entry.append(active[row][here])
+            values, lanes = spread(vote, cohort.n), cohort.full_mask()
+            for row in range(cohort.n):
+                entry = self.votes.setdefault((int(blocks[row]), int(ids[row])), [])
+                entry.append(values[row][lanes[row]])
         if blocking:
             cohort.waits = WaitsAtBarrier(pc, ids, result)
         self.complete(np.unique(blocks))
@@ -69,11 +69,9 @@ class Barriers:
             self.machine.fail(
                 EmulatorError,
                 "a barrier with a number or thread count that PTX does not allow",
-                cohort,
-                pc,
-                row=row,
-                numbers=f"barrier {ids[row]}, {counts[row]} threads",
-                way_out="numbers are 0 to 15, counts multiples of 32",
+                Site(cohort, pc, row),
+                f"barrier {ids[row]}, {counts[row]} threads",
+                "numbers are 0 to 15, counts multiples of 32",
             )
 
     def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
@@ -92,20 +90,17 @@ class Barriers:
         self, cohort: Cohort, blocks: Array, ids: Array, counts: Array, pc: int
     ) -> None:
         before = self.expected[blocks, ids]
-        given = np.where(counts > 0, counts, -1)
         first: dict[tuple[int, int], int] = {}
         for row, key in enumerate(zip(blocks.tolist(), ids.tolist(), strict=True)):
-            other = int(before[row]) or first.setdefault(key, int(given[row]))
-            if other != given[row]:
+            other = int(before[row]) or first.setdefault(key, int(counts[row]))
+            if other != counts[row]:
                 self.machine.fail(
                     EmulatorError,
                     "warps meet at one barrier with different thread counts",
-                    cohort,
-                    pc,
-                    row=row,
-                    numbers=f"barrier {ids[row]}: {given[row]} here, {other} before "
+                    Site(cohort, pc, row),
+                    f"barrier {ids[row]}: {counts[row]} here, {other} before "
                     "(-1: all threads of the block)",
-                    way_out="use the same count in every bar.sync and bar.arrive of a barrier",
+                    "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
 
     def after_exit(self, blocks: Array) -> None:
@@ -136,14 +131,13 @@ class Barriers:
                 waiting.append(self._free(c, free, votes))
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
-            m.shared_races.barrier(np.array([block]), m.row_warp[rows], barrier)
+            m.shared_races.clocks.release(block, barrier, m.row_warp[rows])
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits
-        if free.all():
-            c.waits = None
-            released = c
-        else:
+        released = c
+        c.waits = None
+        if not free.all():
             released, rest = m.split(c, free, c.pc, c.pc)
             rest.waits = WaitsAtBarrier(waits.pc, waits.ids[~free], waits.result)
         if waits.result is not None and votes is not None:

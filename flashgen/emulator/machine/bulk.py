@@ -11,19 +11,22 @@ missing proxy fence for global memory is not detected.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.errors import MbarrierMisuse, RaceError
+from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
 from flashgen.emulator.isa.semantics.atomics import combine
 from flashgen.emulator.machine import transfers
 from flashgen.emulator.machine.tma import (
     CHUNK_BYTES,
     WIDEST_BYTES,
+    Boxes,
     TensorMap,
     boxes,
     lowest_bit,
@@ -32,14 +35,17 @@ from flashgen.emulator.machine.tma import (
 )
 from flashgen.emulator.machine.transfers import BulkTransfer
 from flashgen.emulator.ptx.register_types import DTYPE
-from flashgen.emulator.state.cohort import Cohort, SingleThreads, spread
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.memory import SHIFT
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 _TENSOR_ALIGN = 128
-_KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
-_INTEGERS = {"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"}
+_KINDS = {
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"},
+}
+_FIT = "pass a map and operands that fit the instruction"
 
 
 class BulkCopies:
@@ -71,75 +77,49 @@ class BulkCopies:
             for address in np.unique(at[1]).tolist():
                 chosen = at[1] == address
                 some = issued.some(chosen)
-                tensor, base = transfers.map_at(m, some, address, pc)
-                if len(coordinates) != len(tensor.spec.dims):
-                    transfers.refuse(
-                        m,
-                        some,
-                        pc,
+                site = Site(some, pc)
+                tensor, base = transfers.map_at(m, site, address)
+                spec = tensor.spec
+                if len(coordinates) != len(spec.dims):
+                    m.fail(
+                        LaunchArguments,
                         "a tensor copy whose number of dimensions differs from its map",
-                        f"{len(coordinates)} coordinates; the map has {len(tensor.spec.dims)}",
+                        site,
+                        f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
+                        _FIT,
                     )
-                self._box(
-                    some,
-                    pc,
-                    tensor,
-                    base,
-                    where[chosen],
-                    at[0][chosen],
-                    None if barrier is None else at[2][chosen],
-                    operation,
-                )
+                box = self._box(site, tensor, base, where[chosen], at[0][chosen])
+                reduction = None
+                if operation is not None:
+                    reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
+                    if overlapping(spec):
+                        what = "a reduction of a box with repeated elements"
+                        m.fail(LaunchArguments, what, site, repr(spec), _FIT)
+                to = places(spec, at[0][chosen], box.unit)
+                signal = None if barrier is None else at[2][chosen]
+                self._start(some, pc, box, at[0][chosen], to, signal, reduction)
 
     def _box(
-        self,
-        issued: SingleThreads,
-        pc: int,
-        tensor: TensorMap,
-        base: int,
-        coordinates: Array,
-        shared: Array,
-        barrier: Array | None,
-        operation: str | None,
-    ) -> None:
+        self, site: Site, tensor: TensorMap, base: int, coordinates: Array, shared: Array
+    ) -> Boxes:
+        """The boxes of a tensor at ``base``, as offsets into `GlobalMemory.flat`."""
         m, spec = self.machine, tensor.spec
         if spec.swizzle and spec.inner_bytes < spec.swizzle:
-            transfers.refuse(
-                m,
-                issued,
-                pc,
+            m.fail(
+                LaunchArguments,
                 "a box narrower than the span of its swizzle, for which PTX documents no layout",
+                site,
                 f"{spec.inner_bytes} bytes, span {spec.swizzle}",
+                _FIT,
             )
         first = base - spec.before
         box = boxes(spec, first, coordinates)
-        transfers.check_shared(m, issued, shared, spec.box_bytes, _TENSOR_ALIGN, pc)
+        transfers.check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
         if spec.before:
-            transfers.check_box(m, issued, box, spec.before, tensor.bytes, pc)
-        block = m.shared_base_of_row[issued.rows]
-        to = places(spec, shared, box.unit) + block
-        offsets = box.offsets + (first - m.memory.base)
-        transfer = BulkTransfer(issued, pc, box.unit, shared + block[:, 0], to, offsets, box.inside)
-        if box.wide_offsets is not None:
-            transfer.wide_unit, transfer.wide_offsets = (
-                box.wide_unit,
-                box.wide_offsets + (first - m.memory.base),
-            )
+            transfers.check_box(m, site, box, spec.before, tensor.bytes)
         m.memory.touched = [m.memory.find(base)]
-        transfers.count(
-            m, transfer, box.bytes, box.sectors, barrier is not None, operation is not None
-        )
-        if barrier is not None:
-            self._start_in(transfer, barrier)
-            return
-        if operation is not None:
-            kind = {**_KINDS, **_INTEGERS}.get(spec.dtype, spec.dtype)
-            if overlapping(spec):
-                transfers.refuse(
-                    m, issued, pc, "a reduction of a box with repeated elements", repr(spec)
-                )
-            transfer.operation = (operation, transfers.reducible(m, issued, pc, operation, kind))
-        self._start_out(transfer)
+        shift = first - m.memory.base
+        return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
     def plain(
         self,
@@ -150,7 +130,7 @@ class BulkCopies:
         device_address: Any,
         size: Any,
         barrier: Any,
-        operation: tuple[str, str] | None,
+        reduction: tuple[str, str] | None,
     ) -> None:
         """Copies or reduces ``size`` consecutive bytes without a tensor map."""
         m = self.machine
@@ -158,48 +138,38 @@ class BulkCopies:
             for count in np.unique(at[3]).tolist():
                 chosen = at[3] == count
                 some = issued.some(chosen)
+                site = Site(some, pc)
                 if count % CHUNK_BYTES or count <= 0:
-                    transfers.refuse(
-                        m,
-                        some,
-                        pc,
+                    m.fail(
+                        LaunchArguments,
                         "a bulk copy whose size is not a multiple of 16 bytes",
+                        site,
                         f"{count} bytes",
+                        _FIT,
                     )
-                transfers.check_shared(m, some, at[0][chosen], count, CHUNK_BYTES, pc)
-                transfers.check_global(m, some, at[1][chosen], count, pc, barrier is None)
+                to, address = at[0][chosen], at[1][chosen]
+                transfers.check_shared(m, site, to, count, CHUNK_BYTES)
+                transfers.check_global(m, site, address, count, barrier is None)
+                first = (address - m.memory.base)[:, None]
                 steps = np.arange(count // CHUNK_BYTES) * CHUNK_BYTES
-                start = at[0][chosen] + m.shared_base_of_row[some.rows, 0]
-                first = at[1][chosen] - m.memory.base
-                source = first[:, None] + steps
-                transfer = BulkTransfer(
-                    some, pc, CHUNK_BYTES, start, start[:, None] + steps, source, None
+                wide = lowest_bit(np.append(first, count), WIDEST_BYTES)
+                box = Boxes(
+                    unit=CHUNK_BYTES,
+                    offsets=first + steps,
+                    inside=None,
+                    wide_unit=wide,
+                    wide_offsets=first + np.arange(count // wide) * wide,
+                    bytes=count * some.n,
+                    sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
                 )
-                transfer.wide_unit = lowest_bit(np.append(first, count), WIDEST_BYTES)
-                transfer.wide_offsets = (
-                    first[:, None] + np.arange(count // transfer.wide_unit) * transfer.wide_unit
-                )
-                sectors = int(((source[:, -1] + 15 >> 5) - (source[:, 0] >> 5) + 1).sum())
-                into = barrier is not None
-                transfers.count(m, transfer, count * some.n, sectors, into, operation is not None)
-                if barrier is not None:
-                    self._start_in(transfer, at[2][chosen])
-                    continue
-                if operation is not None:
-                    transfer.operation = (
-                        operation[0],
-                        transfers.reducible(m, some, pc, operation[0], operation[1]),
-                    )
-                self._start_out(transfer)
+                signal = None if barrier is None else at[2][chosen]
+                self._start(some, pc, box, to, to[:, None] + steps, signal, reduction)
 
     def _threads(
         self, cohort: Cohort, lanes: Any, values: Any
     ) -> list[tuple[SingleThreads, list[Array]]]:
         """The active threads of a cohort with their operands (n,); empty if there are none."""
-        active = np.ones((cohort.n, 32), bool) if cohort.mask is None else cohort.mask
-        if lanes is not None:
-            active = spread(lanes, cohort.n)
-        place, lane = np.nonzero(active)
+        place, lane = np.nonzero(active(cohort, lanes))
         if not len(place):
             return []
         found = [
@@ -208,6 +178,27 @@ class BulkCopies:
         ]
         return [(SingleThreads(cohort, place, lane), found)]
 
+    def _start(
+        self,
+        issued: SingleThreads,
+        pc: int,
+        box: Boxes,
+        shared: Array,
+        to: Array,
+        barrier: Array | None,
+        reduction: tuple[str, str] | None,
+    ) -> None:
+        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
+        block = self.machine.shared_base_of_row[issued.rows]
+        t = BulkTransfer(issued, pc, box, shared + block[:, 0], to + block, reduction)
+        transfers.count(self.machine, t, barrier is not None)
+        if barrier is not None:
+            self._start_in(t, barrier)
+            return
+        if reduction is not None:
+            transfers.check_reduction(self.machine, Site(issued, pc), *reduction)
+        self._start_out(t)
+
     def _start_in(self, t: BulkTransfer, barrier: Array) -> None:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
@@ -215,8 +206,9 @@ class BulkCopies:
         t.barriers, _ = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
         if m.proxy is not None:
             columns = np.array(m.mbarriers.columns)[t.barriers]
-            where, size = t.spans()
-            t.writes = m.proxy.write(t.issued, t.issued.rows, columns, where, t.pc, size)
+            t.writes = m.proxy.write(
+                SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
+            )
         self._global_order(t, READ)
         self.incoming.append(t)
 
@@ -229,17 +221,17 @@ class BulkCopies:
             chosen = threads == thread
             part = t if chosen.all() else t.part(chosen)
             if m.proxy is not None:
-                name = f"a bulk copy of thread {thread}"
-                part.column = m.proxy.agent("bulk", thread, name)
+                part.column = m.proxy.agent("bulk", thread, f"a bulk copy of thread {thread}")
                 some, where, size = part.in_shared()
                 rows = part.issued.rows[some]
-                part.time = m.proxy.read(part.issued, rows, part.column, where, part.pc, size, some)
+                access = SharedAccess(part.issued, rows, where, size, part.pc, some)
+                part.time = m.proxy.read(access, part.column)
             self.outgoing.append(part)
-        self._global_order(t, WRITE if t.operation is None else ATOMIC)
+        self._global_order(t, WRITE if t.reduction is None else ATOMIC)
 
     def _global_order(self, t: BulkTransfer, kind: int) -> None:
         races = self.machine.global_races
-        if races is None or t.unit < CHUNK_BYTES:
+        if races is None or t.box.unit < CHUNK_BYTES:
             return  # a vector of the shadow may contain bytes of two boxes
         some, offsets, size = t.in_global()
         if len(some):
@@ -250,18 +242,14 @@ class BulkCopies:
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
         """cp.async.bulk.commit_group."""
-        active = True if lanes is None else spread(lanes, cohort.n)
-        self.committed[cohort.rows] += active if cohort.mask is None else active & cohort.mask
+        self.committed[cohort.rows] += active(cohort, lanes)
 
     def wait(self, cohort: Cohort, left: int, lanes: Any) -> None:
         """cp.async.bulk.wait_group: completes all but the ``left`` newest groups of each thread."""
         if not self.outgoing:
             return
-        active = spread(True if lanes is None else lanes, cohort.n)
-        if cohort.mask is not None:
-            active = active & cohort.mask
         limit = np.full(self.committed.shape, -1, np.int64)
-        limit[cohort.rows] = np.where(active, self.committed[cohort.rows] - left, -1)
+        limit[cohort.rows] = np.where(active(cohort, lanes), self.committed[cohort.rows] - left, -1)
         kept = []
         for t in self.outgoing:
             over = (t.groups < limit[t.issued.rows, t.issued.lane]) & ~t.waited
@@ -269,7 +257,8 @@ class BulkCopies:
                 self.execute(t)
                 t.waited |= over
                 if self.machine.proxy is not None:
-                    self.machine.proxy.finished(np.unique(t.issued.rows[over]), t.column, t.time)
+                    rows = np.unique(t.issued.rows[over])
+                    self.machine.proxy.clocks.order_after(rows, t.column, t.time)
             if not t.waited.all():
                 kept.append(t)
         self.outgoing = kept
@@ -284,11 +273,9 @@ class BulkCopies:
         """
         if not self.incoming:
             return False
-        if self.machine.random is not None:
-            self.execute(self.machine.random.choice(self.incoming))
-        else:
-            for t in list(self.incoming):
-                self.execute(t)
+        random = self.machine.random
+        for t in list(self.incoming) if random is None else [random.choice(self.incoming)]:
+            self.execute(t)
         return True
 
     def at_random(self) -> None:
@@ -303,15 +290,15 @@ class BulkCopies:
         if t.done:
             return
         t.done = True
-        m = self.machine
-        shared, device = m.shared.view[t.unit], m.memory.flat.view[t.unit]
-        to, source = t.shared_offsets >> SHIFT[t.unit], t.global_offsets >> SHIFT[t.unit]
-        if len(t.barriers):
-            if t.inside is None:
+        m, unit, inside = self.machine, t.box.unit, t.box.inside
+        shared, device = m.shared.view[unit], m.memory.flat.view[unit]
+        to, source = t.shared_offsets >> SHIFT[unit], t.box.offsets >> SHIFT[unit]
+        if t.barriers is not None:
+            if inside is None:
                 shared[to] = device.take(source)
             else:
-                data = device.take(np.where(t.inside, source, 0))
-                data[~t.inside] = 0
+                data = device.take(np.where(inside, source, 0))
+                data[~inside] = 0
                 shared[to] = data
             self.incoming.remove(t)
             blocks = m.row_block[t.issued.rows]
@@ -320,22 +307,20 @@ class BulkCopies:
                 m.fail(
                     MbarrierMisuse,
                     "an mbarrier is invalidated while a bulk copy that signals it is in flight",
-                    t.issued,
-                    t.pc,
-                    row=int(np.argmax(gone)),
-                    numbers=f"a copy of {t.size:,} bytes",
-                    way_out="wait for the phase of the copy first",
+                    Site(t.issued, t.pc, int(np.argmax(gone))),
+                    f"a copy of {t.size:,} bytes",
+                    "wait for the phase of the copy first",
                 )
-            phases = m.mbarriers.deliver(t.barriers, blocks, np.full(len(blocks), t.size))
+            phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
             if m.proxy is not None and t.writes is not None:
                 m.proxy.completed(t.writes, phases + 1)
             return
         for row in range(t.issued.n):
             # Sequentially: boxes of different blocks may overlap.
-            here: Any = slice(None) if t.inside is None else t.inside[row]
+            here: Any = slice(None) if inside is None else inside[row]
             data = shared.take(to[row][here])
-            if t.operation is not None:
-                operation, kind = t.operation
+            if t.reduction is not None:
+                operation, kind = t.reduction
                 dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
                 old = device.take(source[row][here]).view(dtype)
                 data = np.asarray(combine(operation, kind, old, [data.view(dtype)]))
@@ -361,9 +346,7 @@ class BulkCopies:
         self.machine.fail(
             RaceError,
             "a block ends while one of its bulk copies may be in flight",
-            t.issued,
-            t.pc,
-            row=row,
-            numbers=f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
-            way_out=way_out,
+            Site(t.issued, t.pc, row),
+            f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
+            way_out,
         )

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsForCluster
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.cohort import Cohort, WaitsForCluster
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -35,9 +34,7 @@ class ClusterBarrier:
         m = self.machine
         cohort.pc = pc + 1
         self.used = True
-        self._demand(
-            cohort, pc, self.arrived[cohort.rows] == self.passed[cohort.rows], "arrives twice"
-        )
+        self._demand(cohort, pc, False, "arrives twice")
         self.arrived[cohort.rows] += 1
         blocks = np.unique(m.row_block[cohort.rows])
         if m.shared_races:
@@ -50,12 +47,7 @@ class ClusterBarrier:
         """barrier.cluster.wait: blocks until all threads of the block have arrived."""
         m = self.machine
         cohort.pc = pc + 1
-        self._demand(
-            cohort,
-            pc,
-            self.arrived[cohort.rows] > self.passed[cohort.rows],
-            "waits without arriving",
-        )
+        self._demand(cohort, pc, True, "waits without arriving")
         ready = self.complete[m.row_block[cohort.rows]] >= self.arrived[cohort.rows]
         done, waiting = (cohort, None) if ready.all() else (None, cohort)
         if ready.any() and not ready.all():
@@ -85,29 +77,29 @@ class ClusterBarrier:
                 if isinstance(c.waits, WaitsForCluster):
                     c.waits = None
 
-    def describe(self, c: Cohort) -> str:
+    def describe(self, c: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""
         m, pc = self.machine, c.waits.pc
         block = int(m.row_block[c.rows[0]])
         rows = np.arange(block * m.warps, (block + 1) * m.warps)
         missing = m.alive[rows].any(axis=1) & (self.arrived[rows] <= self.complete[block])
         names = " ".join(map(str, np.flatnonzero(missing)))
-        return (
-            f"waits at the cluster barrier: of its {m.warps} warps {names} have not arrived; "
-            f"{m.program.describe(pc)}"
-        )
+        return [
+            f"{m.warps_text(c.rows)}, waits at the cluster barrier: of its {m.warps} warps {names} "
+            f"have not arrived; {m.program.describe(pc)}"
+        ]
 
-    def _demand(self, cohort: Cohort, pc: int, fine: Array, problem: str) -> None:
+    def _demand(self, cohort: Cohort, pc: int, inside: bool, problem: str) -> None:
+        """Checks that warps are, or are not, between an arrive and its wait."""
+        fine = (self.arrived[cohort.rows] > self.passed[cohort.rows]) == inside
         if fine.all():
             return
         row = int(np.argmin(fine))
         self.machine.fail(
             EmulatorError,
             f"a warp {problem} at the cluster barrier",
-            cohort,
-            pc,
-            row=row,
-            numbers=f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
+            Site(cohort, pc, row),
+            f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
             f"{self.passed[cohort.rows[row]]} times",
-            way_out="follow every barrier.cluster.arrive by one barrier.cluster.wait",
+            "follow every barrier.cluster.arrive by one barrier.cluster.wait",
         )

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.bounds import check_window, locate
-from flashgen.emulator.counters.recorder import READ, count_sectors
-from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.isa.semantics.memory import load_global
+from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.memory import ELEMENT, SHIFT
 from flashgen.emulator.state.wave import Wave
 
 Array = npt.NDArray[Any]
 
 
+@dataclass(eq=False)
 class PendingCopy:
-    """The copies issued by one execution of an instruction, while they are in flight."""
+    """The copies issued by one execution of an instruction, while they are in flight.
 
-    __slots__ = ("data", "group", "lanes", "pc", "rows", "size", "to")
+    Attributes:
+        lanes: active lanes (n, 32); None: all.
+        to: offsets into `Wave.shared` (n, 32).
+        data: (n, 32).
+        group: number of the group of each thread (n, 32).
+    """
 
-    def __init__(
-        self, rows: Array, lanes: Array | None, to: Array, data: Array, group: Array, pc: int
-    ) -> None:
-        self.rows = rows
-        self.lanes = lanes  # active lanes (n, 32); None: all
-        self.to = to  # offsets into `Wave.shared` (n, 32)
-        self.data = data  # (n, 32)
-        self.group = group  # number of the group of each thread (n, 32)
-        self.pc = pc
-        self.size = data.dtype.itemsize
+    rows: Array
+    lanes: Array | None
+    to: Array
+    data: Array
+    group: Array
+    size: int
 
 
 class AsyncCopies:
@@ -56,72 +59,42 @@ class AsyncCopies:
             m.shared_races.start_copy(cohort, offset, size, pc, full_lanes)
         data = self._fetch(cohort, source, full_lanes, size, read, pc)
         group = self.committed[cohort.rows]
-        self.flights.append(PendingCopy(cohort.rows, full_lanes, offset, data, group, pc))
+        self.flights.append(PendingCopy(cohort.rows, full_lanes, offset, data, group, size))
 
     def _fetch(
         self, cohort: Cohort, source: Any, lanes: Array | None, size: int, read: Any, pc: int
     ) -> Array:
         """The data of a copy; bytes after the first ``read`` are zero and are not accessed."""
-        n = cohort.n
-        out = np.zeros((n, 32), ELEMENT[size])
+        m, n = self.machine, cohort.n
+        address = spread(source, n)
         wanted = np.minimum(spread(read, n), size)
         whole = wanted == size
+        out: Array = np.zeros((n, 32), ELEMENT[size])
         if whole.all():
-            self._read(cohort, source, lanes, size, out, pc)
+            out = load_global(m, cohort, address, lanes, size, pc)
             return out
-        some = whole if lanes is None else whole & lanes
+        some = whole & active(cohort, lanes)
         if some.any():
-            self._read(cohort, source, some, size, out, pc)
-        partial = (wanted > 0) & ~whole
-        if lanes is not None:
-            partial &= lanes
-        if partial.any():
-            octets = out.view(np.uint8).reshape(n, 32, size)
-            for byte in range(size):
-                here = partial & (wanted > byte)
-                if here.any():
-                    got = np.zeros((n, 32), np.uint8)
-                    self._read(cohort, source + byte, here, 1, got, pc)
-                    octets[..., byte][here] = got[here]
+            out = load_global(m, cohort, address, some, size, pc)
+        partial = ~whole & active(cohort, lanes)
+        octets = out.view(np.uint8).reshape(n, 32, size)
+        for byte in range(size):
+            here = partial & (wanted > byte)
+            if here.any():
+                octets[..., byte] |= load_global(m, cohort, address + byte, here, 1, pc)
         return out
-
-    def _read(
-        self, cohort: Cohort, source: Any, lanes: Array | None, size: int, out: Array, pc: int
-    ) -> None:
-        m = self.machine
-        address = spread(source, cohort.n)
-        offset = locate(m, cohort, address, lanes, size, pc, False)
-        m.counters.global_read_bytes += offset.size * size
-        m.counters.global_read_sectors += count_sectors(cohort, offset, lanes)
-        if m.recorder is not None:
-            m.recorder.global_access(cohort, offset, lanes, size, pc, READ)
-        if m.global_races:
-            m.global_races.read(cohort, offset, size, pc, lanes)
-        values = m.memory.flat.view[size].take(offset >> SHIFT[size])
-        if lanes is None:
-            out[...] = values
-        else:
-            out[lanes] = values
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
         """Closes the current group of each thread."""
-        if lanes is None:
-            self.committed[cohort.rows] += 1
-        else:
-            self.committed[cohort.rows] += spread(lanes, cohort.n)
+        self.committed[cohort.rows] += active(cohort, lanes)
 
     def wait(self, cohort: Cohort, left: int | None, lanes: Any) -> None:
         """Completes all but the ``left`` newest groups of each thread; None: all copies."""
         if not self.flights:
             return
         limit = np.full(self.committed.shape, -1, np.int32)
-        if left is None:
-            here: Any = np.full((cohort.n, 32), np.iinfo(np.int32).max, np.int32)
-        else:
-            here = self.committed[cohort.rows] - np.int32(left)
-        if lanes is not None:
-            here = np.where(spread(lanes, cohort.n), here, -1)
-        limit[cohort.rows] = here
+        here = self.committed[cohort.rows] - (-1 if left is None else left)
+        limit[cohort.rows] = np.where(active(cohort, lanes), here, -1)
         kept = []
         for flight in self.flights:
             done = flight.group < limit[flight.rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
 from flashgen.emulator.machine.wgmma import Warpgroups
-from flashgen.emulator.state.cohort import Cohort
+from flashgen.emulator.state.cohort import Cohort, active
 from flashgen.emulator.state.memory import FlatMemory
 
 Array = npt.NDArray[Any]
@@ -63,7 +64,7 @@ class Machine(Scheduler):
         self.step_limit = config.step_limit
         self.steps = 0
         self.ticks = 0
-        self.threads = block[0] * block[1] * block[2]
+        self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
         self.dynamic_bytes = config.shared_bytes
         self.shared_size = program.dynamic_shared + config.shared_bytes
@@ -75,12 +76,12 @@ class Machine(Scheduler):
     # ---- the grid
 
     def run(self) -> Counters:
-        total = self.grid[0] * self.grid[1] * self.grid[2]
+        total = math.prod(self.grid)
         order = list(range(total))
         if self.random:
             self.random.shuffle(order)
-        per_wave = max(1, WARPS_PER_WAVE // self.warps)
-        per_wave = max(1, min(per_wave, SHARED_BYTES_PER_WAVE // self.shared_pitch))
+        most = min(WARPS_PER_WAVE // self.warps, SHARED_BYTES_PER_WAVE // self.shared_pitch)
+        per_wave = max(1, most)
         with np.errstate(all="ignore"):
             for first in range(0, total, per_wave):
                 chosen = order[first : first + per_wave]
@@ -114,7 +115,8 @@ class Machine(Scheduler):
         for part in self._initial_cohorts(rows):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
-        self._schedule()
+        while self.cohorts:
+            self._run(self._pick())
         self.bulk.finish()
 
     def _initial_cohorts(self, rows: Array) -> list[Array]:
@@ -141,16 +143,12 @@ class Machine(Scheduler):
     def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
-            some = (
-                slice(None) if lanes is None else np.broadcast_to(lanes, (cohort.n, 32)).any(axis=1)
-            )
-            self.proxy.fence(cohort.rows[some])
+            self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
 
     def fence(self, cohort: Cohort, device: bool) -> None:
         """A fence of block or of device scope."""
         if self.global_races and self.program.synchronises:
-            assert self.shared_races is not None
             if device:
-                self.global_races.fence(cohort)
+                self.global_races.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.
-            self.shared_races.clocks.fence(cohort.rows)
+            self.global_races.clocks.fence(cohort.rows)

@@ -8,16 +8,16 @@ to try again; in the emulator it does not, so a phase that cannot complete is a 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.shadow import MBARRIER
 from flashgen.emulator.errors import MbarrierMisuse, RaceError
-from flashgen.emulator.state.cohort import Cohort, active, spread
-from flashgen.emulator.state.waits import WaitsForPhase
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.cohort import Cohort, WaitsForPhase, active, spread
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 BYTES = 8
@@ -37,13 +37,10 @@ class Mbarriers:
         self._number = np.full(machine.shared_pitch // BYTES, -1, np.int64)
         none = np.zeros((0, blocks), np.int64)
         self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
-        self.made_by, self.made_at = (
-            none.copy(),
-            none.copy(),
-        )  # warp of mbarrier.init, and its clock
-        self._slots: list[
-            int
-        ] = []  # slots of the clocks published up to this phase; slot + 1: up to the previous one
+        # Warp of mbarrier.init, and its clock.
+        self.made_by, self.made_at = none.copy(), none.copy()
+        # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
+        self._slots: list[int] = []
         self.columns: list[int] = []
 
     # ---- init and inval
@@ -51,37 +48,35 @@ class Mbarriers:
     def init(self, cohort: Cohort, address: Any, count: Any, lanes: Any, pc: int) -> None:
         """mbarrier.init: phase 0 begins, with ``count`` arrivals pending."""
         m = self.machine
-        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
-        place, lane = np.nonzero(active(cohort, lanes))
-        at = spread(address, cohort.n)[place, lane]
+        place, lane, at = self._lanes(cohort, address, lanes, pc)
         counts = spread(count, cohort.n)[place, lane].astype(np.int64)
         numbers = self._add(at)
-        blocks = m.row_block[cohort.rows[place]]
+        rows = cohort.rows[place]
+        blocks = m.row_block[rows]
         if m.shared_races:
             where = spread(address + m.shared_base(cohort), cohort.n)
             m.shared_races.write(cohort, where, BYTES, pc, lanes)
-            m.shared_races.place_mbarrier(where[place, lane], BYTES)
-            rows = cohort.rows[place]
+            m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
             self.made_by[numbers, blocks] = m.row_warp[rows]
             self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
         alive = self.expected[numbers, blocks] > 0
         if alive.any():
-            self._misuse(
-                cohort,
-                pc,
-                int(place[np.argmax(alive)]),
+            which = int(np.argmax(alive))
+            m.fail(
+                MbarrierMisuse,
                 "an mbarrier is initialised a second time",
-                self.state(int(numbers[np.argmax(alive)]), int(blocks[np.argmax(alive)])),
+                Site(cohort, pc, int(place[which])),
+                self.state(int(numbers[which]), int(blocks[which])),
                 "initialise it once, or execute mbarrier.inval first",
             )
         bad = (counts < 1) | (counts > MOST)
         if bad.any():
-            self._misuse(
-                cohort,
-                pc,
-                int(place[np.argmax(bad)]),
+            which = int(np.argmax(bad))
+            m.fail(
+                MbarrierMisuse,
                 "an mbarrier with an impossible number of arrivals",
-                f"count {int(counts[np.argmax(bad)])}; it can be 1 to {MOST:,}",
+                Site(cohort, pc, int(place[which])),
+                f"count {int(counts[which])}; it can be 1 to {MOST:,}",
                 "count the arrivals of one phase",
             )
         self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
@@ -95,9 +90,7 @@ class Mbarriers:
             self._number[address // BYTES] = len(self.addresses)
             self.addresses.append(address)
             for name in ("expected", "pending", "tx", "phase", "made_by", "made_at"):
-                table = getattr(self, name)
-                more = np.zeros((1, table.shape[1]), np.int64)
-                setattr(self, name, np.concatenate([table, more]))
+                setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
             races = self.machine.shared_races
             if races is not None and races.proxy is not None:
                 self._slots.append(races.clocks.new_slots(2))
@@ -115,6 +108,15 @@ class Mbarriers:
             where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
             m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
 
+    def _lanes(
+        self, cohort: Cohort, address: Any, lanes: Any, pc: int
+    ) -> tuple[Array, Array, Array]:
+        """(row of the cohort, lane, address) of every active lane, in order."""
+        m = self.machine
+        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
+        place, lane = np.nonzero(active(cohort, lanes))
+        return place, lane, spread(address, cohort.n)[place, lane]
+
     def find(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> tuple[Array, ...]:
         """(row of the cohort, lane, barrier, block) of every active lane, in order.
 
@@ -123,11 +125,8 @@ class Mbarriers:
             MbarrierMisuse: no mbarrier has been initialised there.
             RaceError: its initialisation is not ordered before.
         """
-        m = self.machine
-        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
-        place, lane = np.nonzero(active(cohort, lanes))
-        numbers, blocks = self.at(cohort, place, spread(address, cohort.n)[place, lane], pc)
-        return place, lane, numbers, blocks
+        place, lane, where = self._lanes(cohort, address, lanes, pc)
+        return place, lane, *self.at(cohort, place, where, pc)
 
     def at(self, cohort: Cohort, place: Array, address: Array, pc: int) -> tuple[Array, Array]:
         """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds."""
@@ -139,11 +138,10 @@ class Mbarriers:
             missing = self.expected[numbers, blocks] == 0
         if missing.any():
             which = int(np.argmax(missing))
-            self._misuse(
-                cohort,
-                pc,
-                int(place[which]),
+            m.fail(
+                MbarrierMisuse,
                 "an mbarrier that is not initialised",
+                Site(cohort, pc, int(place[which])),
                 f"shared offset {int(address[which])}; initialised ones: "
                 + (", ".join(map(str, self.addresses)) or "none"),
                 "execute mbarrier.init, and then a barrier that all its users pass",
@@ -160,12 +158,10 @@ class Mbarriers:
                 RaceError,
                 "race in shared memory: an mbarrier is used, and its initialisation is not ordered "
                 "before",
-                cohort,
-                pc,
-                row=int(place[which]),
-                numbers=f"shared offset {self.addresses[int(numbers[which])]}; warp "
+                Site(cohort, pc, int(place[which])),
+                f"shared offset {self.addresses[int(numbers[which])]}; warp "
                 f"{int(maker[which])} initialises it",
-                way_out="pass a barrier of the block between mbarrier.init and its first use",
+                "pass a barrier of the block between mbarrier.init and its first use",
             )
         return numbers, blocks
 
@@ -198,13 +194,10 @@ class Mbarriers:
         rows = cohort.rows[place]
         tx = None if expects is None else spread(expects, cohort.n)[place, lane]
         phases = np.empty(len(place), np.int64)
-        # Together if no phase can complete in between, else one after the other.
-        width = max(1, self.expected.shape[1])
-        keys, group = np.unique(numbers * width + blocks, return_inverse=True)
-        total = np.bincount(group, weights=counts, minlength=len(keys)).astype(np.int64)
-        together = (total <= self.pending[keys // width, keys % width]).all() and not drop
-        steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(place))]
-        for step in steps:
+        # Together if no phase can complete in between.
+        at, total = self._totals(numbers, blocks, counts)
+        together = not drop and bool((total <= self.pending[at]).all())
+        for step in _steps(together, len(place)):
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
             if tx is not None:
@@ -216,11 +209,10 @@ class Mbarriers:
             late = self.pending[k, b] < counts[step]
             if late.any():
                 which = int(np.argmax(late))
-                self._misuse(
-                    cohort,
-                    pc,
-                    int(place[step][which]),
+                m.fail(
+                    MbarrierMisuse,
                     "more arrivals at an mbarrier than it expects",
+                    Site(cohort, pc, int(place[step][which])),
                     self.state(int(k[which]), int(b[which])),
                     "arrive as often as mbarrier.init counts, and wait before the next phase",
                 )
@@ -228,11 +220,10 @@ class Mbarriers:
             if drop:
                 self.expected[k, b] -= counts[step]
             if "noComplete" in modifiers and (self.pending[k, b] == 0).any():
-                self._misuse(
-                    cohort,
-                    pc,
-                    int(place[step][0]),
+                m.fail(
+                    MbarrierMisuse,
                     "an arrival with .noComplete completes its phase",
+                    Site(cohort, pc, int(place[step][0])),
                     self.state(int(k[0]), int(b[0])),
                     "use it only if other arrivals follow",
                 )
@@ -255,33 +246,37 @@ class Mbarriers:
         bad = np.abs(self.tx[k, b]) > MOST
         if bad.any():
             which = int(np.argmax(bad))
-            self._misuse(
-                cohort,
-                pc,
-                int(place[which]),
+            self.machine.fail(
+                MbarrierMisuse,
                 "an mbarrier counts more bytes than it can",
+                Site(cohort, pc, int(place[which])),
                 f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}",
                 "expect the bytes of one phase only, in one place",
             )
 
-    def deliver(self, numbers: Array, blocks: Array, sizes: Array) -> Array:
-        """complete_tx by bulk copies, in order; returns the phase of each copy.
+    def deliver(self, numbers: Array, blocks: Array, size: int) -> Array:
+        """complete_tx of ``size`` by bulk copies, in order; returns the phase of each copy.
 
         The count may become negative, if bytes arrive before they are expected.
         """
         phases = np.empty(len(numbers), np.int64)
-        keys, group = np.unique(numbers * self.tx.shape[1] + blocks, return_inverse=True)
-        total = np.bincount(group, weights=sizes, minlength=len(keys)).astype(np.int64)
-        at = np.divmod(keys, self.tx.shape[1])
+        at, total = self._totals(numbers, blocks, np.full(len(numbers), size))
         # A phase can only complete with its last copy, unless more bytes arrive than it expects.
-        together = ((self.pending[at] > 0) | (total <= self.tx[at])).all()
-        steps = [slice(None)] if together else [slice(i, i + 1) for i in range(len(numbers))]
-        for step in steps:
+        together = bool(((self.pending[at] > 0) | (total <= self.tx[at])).all())
+        for step in _steps(together, len(numbers)):
             k, b = numbers[step], blocks[step]
             phases[step] = self.phase[k, b]
-            np.subtract.at(self.tx, (k, b), sizes[step])
+            np.subtract.at(self.tx, (k, b), size)
             self._complete(k, b)
         return phases
+
+    def _totals(
+        self, numbers: Array, blocks: Array, amounts: Array
+    ) -> tuple[tuple[Array, Array], Array]:
+        """The distinct (barriers, blocks), and the sum of the amounts for each."""
+        keys, group = np.unique(numbers * self.tx.shape[1] + blocks, return_inverse=True)
+        total = np.bincount(group, weights=amounts).astype(np.int64)
+        return np.divmod(keys, self.tx.shape[1]), total
 
     def _complete(self, k: Array, b: Array) -> None:
         """Completes the phases of these barriers that are finished, and releases waiting warps."""
@@ -289,8 +284,7 @@ class Mbarriers:
         full = (self.pending[k, b] == 0) & (self.tx[k, b] == 0) & (self.expected[k, b] > 0)
         if not full.any():
             return
-        pairs = np.unique(k[full] * self.tx.shape[1] + b[full])
-        k, b = pairs // self.tx.shape[1], pairs % self.tx.shape[1]
+        k, b = np.divmod(np.unique(k[full] * self.tx.shape[1] + b[full]), self.tx.shape[1])
         self.phase[k, b] += 1
         self.pending[k, b] = self.expected[k, b]
         if m.shared_races:
@@ -379,20 +373,17 @@ class Mbarriers:
         lines = []
         for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
             rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
-            warps = ", ".join(str(w) for w in m.row_warp[rows])
+            warps = ", ".join(map(str, m.row_warp[rows]))
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}; "
-                f"{m.program.describe(waits.pc)}"
+                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
             )
         return lines
 
-    def _misuse(
-        self, cohort: Cohort, pc: int, row: int, what: str, numbers: str, way_out: str
-    ) -> NoReturn:
-        self.machine.fail(
-            MbarrierMisuse, what, cohort, pc, row=row, numbers=numbers, way_out=way_out
-        )
+
+def _steps(together: bool, count: int) -> list[slice]:
+    """Everything in one step, or one after the other."""
+    return [slice(None)] if together else [slice(i, i + 1) for i in range(count)]
 
 
 def _width(value: Any) -> int:

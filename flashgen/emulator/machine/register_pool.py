@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.ptx.program import PtxProgram
-from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.waits import WaitsForRegisters
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.cohort import Cohort, WaitsForRegisters
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -46,12 +45,10 @@ class RegisterPool:
             m.fail(
                 EmulatorError,
                 f"setmaxnreg.{'inc lowers' if grow else 'dec raises'} the number of registers",
-                cohort,
-                pc,
-                row=int(np.argmax(wrong)),
-                numbers=f"{held[wrong][0]} per thread now, {count} requested; at the start "
+                Site(cohort, pc, int(np.argmax(wrong))),
+                f"{held[wrong][0]} per thread now, {count} requested; at the start "
                 f"{self.at_entry}, by the launch bounds",
-                way_out="use the other form of setmaxnreg, or change the launch bounds",
+                "use the other form of setmaxnreg, or change the launch bounds",
             )
         served = np.zeros(cohort.n, bool)
         for first in range(0, cohort.n, 4):
@@ -73,16 +70,16 @@ class RegisterPool:
                 if isinstance(c.waits, WaitsForRegisters):
                     c.waits = None
 
-    def describe(self, c: Cohort) -> str:
+    def describe(self, c: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""
         m, pc = self.machine, c.waits.pc
         block = int(m.row_block[c.rows[0]])
         held = int(self.held[c.rows[0]])
-        return (
-            f"waits for registers: {c.waits.count} per thread requested, {held} held; the block "
-            f"started with {self.at_entry} per thread, and {int(self.free[block])} per lane of one "
-            f"warp are free; {m.program.describe(pc)}"
-        )
+        return [
+            f"{m.warps_text(c.rows)}, waits for registers: {c.waits.count} per thread requested, "
+            f"{held} held; the block started with {self.at_entry} per thread, and "
+            f"{int(self.free[block])} per lane of one warp are free; {m.program.describe(pc)}"
+        ]
 
 
 def registers_at_entry(program: PtxProgram) -> int:

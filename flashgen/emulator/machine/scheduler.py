@@ -14,8 +14,8 @@ import numpy.typing as npt
 from flashgen.emulator.checks.report import Reports
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.ptx.program import Region
-from flashgen.emulator.state.cohort import Cohort, merge, splice
-from flashgen.emulator.state.waits import WaitsForWarp, WaitsForWarpgroup
+from flashgen.emulator.state.cohort import Cohort, WaitsForWarp, WaitsForWarpgroup, merge, splice
+from flashgen.emulator.state.wave import Site
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -29,10 +29,6 @@ class Scheduler(Reports):
     segments: Segments
 
     # ---- scheduling
-
-    def _schedule(self) -> None:
-        while self.cohorts:
-            self._run(self._pick())
 
     def _run(self, c: Cohort) -> None:
         """Executes one segment of a cohort."""
@@ -61,11 +57,9 @@ class Scheduler(Reports):
 
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all cohorts at the same instruction."""
-        runnable = [c for c in self.cohorts if c.waits is None]
-        while not runnable:
+        while not (runnable := [c for c in self.cohorts if c.waits is None]):
             if not self.bulk.deliver():
                 self._report_deadlock()
-            runnable = [c for c in self.cohorts if c.waits is None]
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
             self.bulk.at_random()
@@ -106,36 +100,25 @@ class Scheduler(Reports):
     def branch(self, cohort: Cohort, taken: Any, target: int, after: int) -> None:
         """Sends each lane to ``target`` or to ``after``."""
         mask = cohort.mask
-        if mask is None and (taken.ndim == 0 or taken.shape[1] == 1):
-            if taken.all():
-                cohort.pc = target
-            elif not taken.any():
-                cohort.pc = after
-            else:
-                region = self.program.region(after, target)
-                if region is None:
-                    self.split(cohort, taken[:, 0], target, after)
-                else:
-                    self._run_region(cohort, np.asarray(~taken[:, 0]), region, after, target)
-            return
-        if mask is None:
-            jump, stay = taken, ~taken
-        else:
-            jump, stay = taken & mask, ~taken & mask
+        jump, stay = (taken, ~taken) if mask is None else (taken & mask, ~taken & mask)
         if not stay.any():
             cohort.pc = target
             return
         if not jump.any():
             cohort.pc = after
             return
-        if jump.shape[0] != cohort.n:
-            jump = np.broadcast_to(jump, (cohort.n, 32))
-            stay = np.broadcast_to(stay, (cohort.n, 32))
         region = self.program.region(after, target)
+        if jump.shape[1] == 1:  # whole warps
+            if region is None:
+                self.split(cohort, jump[:, 0], target, after)
+            else:
+                self._run_region(cohort, stay[:, 0], region, after, target)
+            return
+        jump, stay = (np.broadcast_to(lanes, (cohort.n, 32)) for lanes in (jump, stay))
         if region is not None and not region.warp_wide:
             self._run_region(cohort, np.asarray(stay.any(axis=1)), region, after, target, stay)
             return
-        goes, stays = jump.any(axis=1), stay.any(axis=1)
+        goes, stays = np.asarray(jump.any(axis=1)), np.asarray(stay.any(axis=1))
         mixed = goes & stays
         live = self.program.live_list
         parts = []
@@ -144,13 +127,11 @@ class Scheduler(Reports):
                 if keep.any():
                     parts.append(cohort.part(keep, live(pc), pc))
         if mixed.any():
-            C_mixed, jump_mixed, stay_mixed = cohort, jump, stay
+            both = cohort
             if not mixed.all():
-                both = sorted(set(live(target)) | set(live(after)))
-                C_mixed = cohort.part(mixed, both, target)
-                jump_mixed, stay_mixed = jump[mixed], stay[mixed]
-            parts.append(C_mixed.with_mask(jump_mixed, target))
-            parts.append(C_mixed.with_mask(stay_mixed, after))
+                both = cohort.part(mixed, sorted({*live(target), *live(after)}), target)
+            parts.append(both.with_mask(jump[mixed], target))
+            parts.append(both.with_mask(stay[mixed], after))
         self.replace(cohort, parts)
 
     def _run_region(
@@ -189,20 +170,16 @@ class Scheduler(Reports):
             self.fail(
                 EmulatorError,
                 "brx.idx with an index outside its table",
-                parts[0],
-                pc,
-                numbers=f"{len(targets)} targets",
-                way_out="check the switch that this branch implements",
+                Site(parts[0], pc),
+                f"{len(targets)} targets",
+                "check the switch that this branch implements",
             )
 
     def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
         """Ends the lanes in ``leaving`` (None: all active ones)."""
-        mask = cohort.mask
-        if leaving is None:
-            gone = np.ones((cohort.n, 32), bool) if mask is None else mask
-        else:
-            gone = np.broadcast_to(leaving, (cohort.n, 32))
-            gone = gone & mask if mask is not None else gone
+        gone = cohort.full_mask()
+        if leaving is not None:
+            gone = gone & leaving
         if not gone.any():
             cohort.pc = after
             return
@@ -211,7 +188,7 @@ class Scheduler(Reports):
         dead = before & ~self.alive[cohort.rows].any(axis=1)
         blocks = self.row_block[cohort.rows[dead]]
         np.subtract.at(self.live_warps, blocks, 1)
-        stay = ~gone if mask is None else mask & ~gone
+        stay = cohort.full_mask() & ~gone
         rows_left: Array = np.asarray(stay.any(axis=1))
         if rows_left.any():
             rest = cohort
@@ -234,12 +211,8 @@ class Scheduler(Reports):
         needed: Any = alive
         if members is not None:
             bits = (np.asarray(members)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-            if bits.ndim == 1:
-                wanted: Any = np.broadcast_to(bits.astype(bool), (cohort.n, 32))
-            else:
-                full = np.broadcast_to(bits.astype(bool), (cohort.n, 32, 32))
-                wanted = (full & cohort.mask[:, :, None]).any(axis=1)
-            needed = alive & wanted
+            wanted = bits.astype(bool) & cohort.mask[:, :, None]  # (n, 32, 32)
+            needed = alive & wanted.any(axis=1)
         complete: Any = np.asarray((cohort.mask | ~needed).all(axis=1))
         if complete.all():
             return False
@@ -288,10 +261,8 @@ class Scheduler(Reports):
         self.fail(
             EmulatorError,
             "an incomplete warpgroup executes a warpgroup-wide instruction",
-            cohort,
-            pc,
-            row=row,
-            numbers=f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
+            Site(cohort, pc, row),
+            f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
             f"blocks have {self.threads}",
-            way_out="execute it in all 128 threads of four warps, the first a multiple of 4",
+            "execute it in all 128 threads of four warps, the first a multiple of 4",
         )

@@ -88,8 +88,7 @@ class Boxes:
         offsets: offsets of the units, (copies, units), in the order of shared memory before the
             swizzle.
         inside: whether each unit lies in the tensor, (copies, units); None if all do.
-        wide_unit, wide_offsets: the same in larger units of up to 128 bytes; no offsets (None) if
-            boxes are cut.
+        wide_unit, wide_offsets: the same in larger units of up to 128 bytes, unless boxes are cut.
         bytes: bytes inside the tensor, summed over the copies.
         sectors: 32-byte sectors that the rows of the boxes access.
     """
@@ -98,7 +97,7 @@ class Boxes:
     offsets: Array
     inside: Array | None
     wide_unit: int
-    wide_offsets: Array | None
+    wide_offsets: Array
     bytes: int
     sectors: int
 
@@ -143,14 +142,15 @@ def _cut_boxes(spec: TensorMapSpec, base: int, coordinates: Array, start: Array)
     touched = ((first + width[:, None] - 1) >> 5) - (first >> 5) + 1
     # The widest unit that is not cut by a border of the tensor or by an odd coordinate.
     unit = lowest_bit(np.concatenate([coordinates[:, 0] * size, low, high]), CHUNK_BYTES)
+    offsets = start[:, None] + _units(spec, unit)
     steps = np.arange(spec.inner_bytes // unit) * unit
     across = (steps >= low[:, None]) & (steps < high[:, None])
     return Boxes(
         unit=unit,
-        offsets=start[:, None] + _units(spec, unit),
+        offsets=offsets,
         inside=(valid[:, :, None] & across[:, None]).reshape(count, -1),
         wide_unit=unit,
-        wide_offsets=None,
+        wide_offsets=offsets,
         bytes=int((valid.sum(axis=1) * width).sum()),
         sectors=int(touched[valid & (width > 0)[:, None]].sum()),
     )

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.register_order import RegisterOrder
+from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.errors import OutOfBounds
 from flashgen.emulator.isa.semantics import descriptors
 from flashgen.emulator.isa.semantics.descriptors import CHUNK_BYTES
 from flashgen.emulator.isa.semantics.wgmma import KEPT_GROUPS, ROWS, SharedOperand, WgmmaForm, reach
 from flashgen.emulator.machine.wgmma_chains import IssuedWgmma, WgmmaChain
 from flashgen.emulator.state.cohort import Cohort
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
@@ -38,9 +39,8 @@ class Warpgroups:
         self.chains: list[WgmmaChain] = []
         self.committed = np.zeros(count, np.int64)
         self.newest = np.zeros(count, np.int64)  # time of the newest asynchronous read
-        self.times = np.zeros(
-            (count, KEPT_GROUPS), np.int64
-        )  # `newest` when each group was committed
+        # `newest` when each group was committed.
+        self.times = np.zeros((count, KEPT_GROUPS), np.int64)
         self.order = RegisterOrder(machine)
         self._operands: dict[tuple[Any, ...], tuple[SharedOperand, Array]] = {}
 
@@ -132,11 +132,9 @@ class Warpgroups:
             self.machine.fail(
                 EmulatorError,
                 f"the {what} of wgmma differs between threads of a warpgroup",
-                cohort,
-                pc,
-                row=4 * group,
-                numbers=f"the first thread has {first[group]}, others {quads[group][-1]}",
-                way_out="compute it from values common to all 128 threads: threadIdx.x / 128",
+                Site(cohort, pc, 4 * group),
+                f"the first thread has {first[group]}, others {quads[group][-1]}",
+                "compute it from values common to all 128 threads: threadIdx.x / 128",
             )
         return first
 
@@ -172,47 +170,34 @@ class Warpgroups:
         for one in np.unique(words).tolist():
             wrong = descriptors.problem(one)
             if wrong:
-                row = 4 * int(np.argmax(words == one))
-                self._refuse(cohort, row, pc, name, one, wrong, EmulatorError)
+                site = Site(cohort, pc, 4 * int(np.argmax(words == one)))
+                self._refuse(site, name, one, wrong, EmulatorError)
         kinds = descriptors.layouts(words)
         if len(set(kinds)) > 1:
             other = next(kind for kind in kinds if kind != kinds[0])
             wrong = f"the descriptor of another warpgroup has {other}"
-            self._refuse(cohort, 0, pc, name, int(words[0]), wrong, EmulatorError)
+            self._refuse(Site(cohort, pc), name, int(words[0]), wrong, EmulatorError)
         operand = SharedOperand(descriptors.starts(words), kinds[0])
         low, high, chunks = reach(operand, rows, mn_major)
         size = self.machine.shared_size
         for place in np.flatnonzero((low < 0) | (high > size)):
             wrong = f"bytes {low[place]:,} to {high[place]:,} of {size:,} would be read"
-            self._refuse(cohort, 4 * int(place), pc, name, int(words[place]), wrong, OutOfBounds)
+            site = Site(cohort, pc, 4 * int(place))
+            self._refuse(site, name, int(words[place]), wrong, OutOfBounds)
         return operand, chunks
 
     def _refuse(
-        self,
-        cohort: Cohort,
-        row: int,
-        pc: int,
-        name: str,
-        word: int,
-        wrong: str,
-        kind: type[EmulatorError],
+        self, site: Site, name: str, word: int, wrong: str, kind: type[EmulatorError]
     ) -> NoReturn:
         one = np.array([word], np.uint64)
         start, layout = int(descriptors.starts(one)[0]), descriptors.layouts(one)[0]
-        outside = kind is OutOfBounds
-        self.machine.fail(
-            kind,
-            f"operand {name} of wgmma extends beyond shared memory"
-            if outside
-            else f"the emulator does not support this descriptor of {name}",
-            cohort,
-            pc,
-            row=row,
-            numbers=f"{word:#018x}: start {start}, {layout}; {wrong}",
-            way_out="check the start and the offsets, or pass a larger shared_bytes"
-            if outside
-            else "see flashgen/emulator/isa/semantics/descriptors.py for the meaning of the fields",
-        )
+        what = f"the emulator does not support this descriptor of {name}"
+        way_out = "see flashgen/emulator/isa/semantics/descriptors.py for the meaning of the fields"
+        if kind is OutOfBounds:
+            what = f"operand {name} of wgmma extends beyond shared memory"
+            way_out = "check the start and the offsets, or pass a larger shared_bytes"
+        numbers = f"{word:#018x}: start {start}, {layout}; {wrong}"
+        self.machine.fail(kind, what, site, numbers, way_out)
 
     def _read(self, cohort: Cohort, groups: Array, chunks: Array, pc: int) -> None:
         """The chunks (g, k) are read from now on."""
@@ -224,8 +209,8 @@ class Warpgroups:
         for number in np.unique(member).tolist():
             here = np.flatnonzero(member == number)
             column = m.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
-            time = m.proxy.read(cohort, rows[here], column, where[here], pc, CHUNK_BYTES, 4 * here)
-            self.newest[groups[here]] = time
+            access = SharedAccess(cohort, rows[here], where[here], CHUNK_BYTES, pc, 4 * here)
+            self.newest[groups[here]] = m.proxy.read(access, column)
 
     # ---- groups
 

@@ -1,9 +1,10 @@
-"""Cohorts: sets of warps that execute the same instruction together, with their registers."""
+"""Cohorts: sets of warps that execute the same instruction together, and what they wait for."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
+@dataclass(slots=True, eq=False)
 class Cohort:
     """Warps that execute together.
 
@@ -22,33 +24,24 @@ class Cohort:
             arbitrary; only side effects use the mask.
         waits: why the cohort cannot run, or None.
         polls: its last test of an mbarrier failed, so that other cohorts run first.
+        age: the step at which it last ran.
+        shared_base: see `Wave.shared_base`; None until it is asked for.
+        groups: numbers of its warpgroups in the wave, if it consists of whole warpgroups.
     """
 
-    __slots__ = (
-        "age",
-        "groups",
-        "mask",
-        "n",
-        "pc",
-        "polls",
-        "registers",
-        "rows",
-        "shared_base",
-        "waits",
-    )
+    rows: Array
+    pc: int
+    registers: list[Any]
+    mask: Array | None
+    waits: Any = None
+    polls: bool = False
+    age: int = 0
+    shared_base: Array | None = None
+    groups: Array | None = None
+    n: int = field(init=False)
 
-    def __init__(self, rows: Array, pc: int, registers: list[Any], mask: Array | None) -> None:
-        self.rows = rows
-        self.n = len(rows)
-        self.pc = pc
-        self.registers = registers
-        self.mask = mask
-        self.waits: Any = None
-        self.shared_base: Array | None = None
-        # Numbers of its warpgroups in the wave, if it consists of whole warpgroups.
-        self.groups: Array | None = None
-        self.age = 0
-        self.polls = False
+    def __post_init__(self) -> None:
+        self.n = len(self.rows)
 
     def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) is true, with the live registers only."""
@@ -65,6 +58,9 @@ class Cohort:
             if mask.all():
                 mask = None
         return Cohort(self.rows[keep], pc, registers, mask)
+
+    def full_mask(self) -> Array:
+        return np.ones((self.n, 32), bool) if self.mask is None else self.mask
 
     def with_mask(self, mask: Array, pc: int) -> Cohort:
         """The same rows with other active lanes; the register values are shared."""
@@ -84,6 +80,78 @@ class SingleThreads(Cohort):
         """The threads that a mask or an array of indices selects."""
         places = np.arange(self.n)[which]
         return SingleThreads(self, places, self.lane[places])
+
+
+# ---- why a cohort cannot run: one class per kind of wait, stored in ``Cohort.waits``
+
+
+@dataclass(eq=False)
+class WaitsForWarp:
+    """The cohort stands at a warp-wide instruction ``pc`` that other lanes have not reached.
+
+    ``needed`` holds the lanes that must reach it (n, 32).
+    """
+
+    whole: ClassVar[str] = "warp"
+    pc: int
+    needed: Array
+
+    def partners(self, rows: Array) -> Array:
+        """The warps that have to arrive before ``rows`` can continue."""
+        return rows
+
+
+class WaitsForWarpgroup(WaitsForWarp):
+    """The cohort stands at an instruction that other warps of its warpgroups have not reached.
+
+    ``needed`` holds the warps of these warpgroups.
+    """
+
+    whole = "warpgroup"
+
+    def partners(self, rows: Array) -> Array:
+        return self.needed
+
+
+@dataclass(eq=False)
+class WaitsAtBarrier:
+    """Rows that have arrived at a named barrier of their block.
+
+    Attributes:
+        ids: barrier of each row (n,).
+        result: (register, operation, dtype) of bar.red, else None.
+    """
+
+    pc: int
+    ids: Array
+    result: tuple[int, str, str] | None
+
+
+@dataclass(eq=False)
+class WaitsForPhase:
+    """Rows that wait for mbarriers; ``barriers`` and ``lanes`` are (n, 1) or (n, 32)."""
+
+    pc: int
+    barriers: Array
+    lanes: Array
+
+
+@dataclass(eq=False)
+class WaitsForCluster:
+    """Rows that wait for the phase of the cluster barrier in which they arrived."""
+
+    pc: int
+
+
+@dataclass(eq=False)
+class WaitsForRegisters:
+    """Warpgroups whose setmaxnreg.inc requests more registers than their block has left."""
+
+    pc: int
+    count: int
+
+
+# ---- splitting and merging
 
 
 def splice(
@@ -135,17 +203,13 @@ def _merge_pair(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
     return _concatenate(parts, live) if len(parts) > 1 else parts[0]
 
 
-def _full_mask(c: Cohort) -> Array:
-    return np.ones((c.n, 32), bool) if c.mask is None else c.mask
-
-
 def _merge_lanes(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
-    mask = _full_mask(a)
+    mask = a.full_mask()
     registers: list[Any] = [None] * len(a.registers)
     for index in live:
         x, y = a.registers[index], b.registers[index]
         registers[index] = x if x is y else np.where(mask, x, y)
-    both = mask | _full_mask(b)
+    both = mask | b.full_mask()
     return Cohort(a.rows, a.pc, registers, None if both.all() else both)
 
 

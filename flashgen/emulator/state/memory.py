@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,10 @@ LOCAL_WINDOW = 0x7D00_0000_0000
 PARAM_WINDOW = 0x7C00_0000_0000
 WINDOW_BYTES = 0x0100_0000_0000
 GUARD_BYTES = 2 << 20
+# The type of 16 bytes is used for copies only, never for arithmetic.
 ELEMENT: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("u2"),
-    4: np.dtype("u4"),
-    8: np.dtype("u8"),
+    size: np.dtype(f"{'c' if size == 16 else 'u'}{size}") for size in (1, 2, 4, 8, 16)
 }
-ELEMENT[16] = np.dtype("c16")  # used for copies only, never for arithmetic
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 
 
@@ -37,16 +35,19 @@ class FlatMemory:
         self.view = {width: self.bytes.view(dtype) for width, dtype in ELEMENT.items()}
 
 
+@dataclass(eq=False)
 class Allocation:
-    """Device memory behind one or more arguments."""
+    """Device memory behind one or more arguments.
 
-    def __init__(self, start: int, size: int, label: str, host: Array | None) -> None:
-        self.start = start
-        self.size = size
-        self.label = label
-        self.host = host  # the host bytes to update after the launch, if the kernel may write
-        self.writable = host is None or host.flags.writeable
-        self.dirty = False
+    ``host`` holds the host bytes that are updated after the launch, if the kernel wrote any.
+    """
+
+    start: int
+    size: int
+    label: str
+    host: Array | None
+    writable: bool = True
+    dirty: bool = False
 
 
 class GlobalMemory:

@@ -7,7 +7,7 @@ to this state. This module imports the parts for type checking only.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from flashgen.emulator.machine.wgmma import Warpgroups
 
 Array = npt.NDArray[Any]
+
+
+class Site(NamedTuple):
+    """Where an error happened: a row of a cohort at an instruction, and the lane if it is known."""
+
+    cohort: Cohort
+    pc: int
+    row: int = 0
+    lane: int | None = None
 
 
 class Wave:
@@ -143,18 +152,10 @@ class Wave:
         return f"block {self.block_name(row)} warp{plural} {ranges_text(there)}{others}"
 
     def fail(
-        self,
-        kind: type[EmulatorError],
-        what: str,
-        cohort: Cohort,
-        pc: int,
-        *,
-        row: int = 0,
-        lane: int | None = None,
-        numbers: str,
-        way_out: str,
+        self, kind: type[EmulatorError], what: str, site: Site, numbers: str, way_out: str
     ) -> NoReturn:
-        """Raises an error of class ``kind`` at row ``row`` of a cohort."""
+        """Raises an error of class ``kind``."""
+        cohort, pc, row, lane = site
         if isinstance(cohort, SingleThreads):
             lane = int(cohort.lane[row])
         where = self.place(int(cohort.rows[row]), lane, pc)

@@ -8,7 +8,7 @@ import numpy as np
 
 from flashgen.emulator.errors import Trapped
 from flashgen.emulator.state.cohort import Cohort, active, first_bad
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
 
@@ -19,12 +19,9 @@ def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) ->
     machine.fail(
         Trapped,
         what,
-        cohort,
-        pc,
-        row=row,
-        lane=lane,
-        numbers="a GPU stops the program here as well",
-        way_out="find out why the kernel takes this branch",
+        Site(cohort, pc, row, lane),
+        "a GPU stops the program here as well",
+        "find out why the kernel takes this branch",
     )
 
 
@@ -36,10 +33,7 @@ def require_rank(machine: Wave, cohort: Cohort, rank: Any, lanes: Any, pc: int) 
     machine.fail(
         EmulatorError,
         "an address in another block of the cluster",
-        cohort,
-        pc,
-        row=row,
-        lane=lane,
-        numbers="the cluster has one block, of rank 0",
-        way_out="the emulator supports clusters of one block only",
+        Site(cohort, pc, row, lane),
+        "the cluster has one block, of rank 0",
+        "the emulator supports clusters of one block only",
     )
