@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from benchmarks.suite.parts import PARTS
 from benchmarks.suite.parts.correctness import record
 from benchmarks.suite.records import Stamp, Writer, read
 from benchmarks.suite.supervisor import RESTART, Budget
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 def pytest_run(folder: Path, text: str, deadline: float) -> tuple[int, list[dict[str, str]]]:
@@ -25,15 +23,12 @@ def pytest_run(folder: Path, text: str, deadline: float) -> tuple[int, list[dict
     file = folder / "test_it.py"
     file.write_text(text)
     outcomes = folder / "outcomes.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite.pytest_outcomes", "-q"]
-    command += ["--outcomes", str(outcomes), "--deadline", str(deadline)]
-    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), str(file)]
-    done = subprocess.run(
-        command,
+    done = run_python(
+        *("-m", "pytest", "-p", "benchmarks.suite.pytest_outcomes", "-q"),
+        *("--outcomes", outcomes, "--deadline", deadline, "-p", "no:cacheprovider"),
+        *("-c", os.devnull, "--rootdir", folder, file),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+        status=None,
     )
     return done.returncode, entries(outcomes)
 
@@ -126,15 +121,8 @@ def test_the_exit_code_for_a_restart_is_none_of_pytest() -> None:
 @pytest.mark.slow
 def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
     # More time than `make gpu PART=dry` has, because other tests run beside this one.
-    command = [sys.executable, "benchmarks/gpu.py", "--part", "dry", "--minutes", "15"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    options = ("--part", "dry", "--minutes", 15, "--out", tmp_path)
+    done = run_python("benchmarks/gpu.py", *options)
     assert "A DRY RUN" in done.stdout
     for part in PARTS:
         assert f"{part.name:<12} done" in done.stdout

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,9 @@ from typer.testing import CliRunner
 from flashgen.cli import app
 from flashgen.version import __version__
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 CAUSAL = str(ROOT / "specs" / "causal.py")
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 WINDOWED = """
 import flashgen as fg
@@ -467,20 +463,5 @@ def test_the_module_is_the_same_program_and_needs_no_torch_to_plan():
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules and 'cuda' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, CAUSAL],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "block_q" in done.stdout
-    version = subprocess.run(
-        [sys.executable, "-m", "flashgen", "--version"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    assert version.stdout.strip() == __version__
+    assert "block_q" in run_python("-c", code, CAUSAL).stdout
+    assert flashgen("--version").stdout.strip() == __version__

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from flashgen.compile import Binary, compile, cubin, nvrtc, nvrtc_log
 from flashgen.errors import CompileError
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
@@ -228,13 +226,7 @@ def test_without_the_bindings_compile_says_what_to_install() -> None:
         "except CompileError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    done = run_python("-c", program)
     assert "cuda-bindings is missing" in done.stdout
     assert "flashgen[cuda]" in done.stdout
 

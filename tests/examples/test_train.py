@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 pytest.importorskip("matplotlib", reason="the example plots: pip install matplotlib")
 
@@ -51,20 +51,8 @@ def small(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 @pytest.mark.slow
 def test_the_example_trains_alike_with_torch_and_with_flashgen(tmp_path: Path) -> None:
     picture = tmp_path / "a new folder" / "curves.png"
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
-    environment.pop("FLASHGEN_BACKEND", None)
-    done = subprocess.run(
-        [
-            *(sys.executable, str(FOLDER / "train_char.py"), "--device", "cpu"),
-            *("--steps", "6", "--plot", str(picture)),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (FOLDER / "train_char.py", "--device", "cpu", "--steps", 6, "--plot", picture)
+    done = run_python(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert "flashgen  tiled algorithms" in done.stdout
 
     rows = re.findall(r"^ +(\d+)  +(\S+)  +(\S+)  +(\S+)  +(\S+)$", done.stdout, re.MULTILINE)

@@ -6,9 +6,6 @@ not show which codes a real driver gives, nor that the device works afterwards.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +19,7 @@ from flashgen.errors import FlashgenError, InputError, LaunchError
 from tests.support import gpu_device as gpu
 from tests.support.fake_driver import FakeDriver
 from tests.support.gpu_problems import RNG, Mode, Problem, path_of, problem
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.shapes import Case
 
 
@@ -203,12 +200,6 @@ def lose_the_device() -> None:
 
 def test_a_kernel_that_leaves_its_buffers_is_told_at_the_next_launch() -> None:
     """In a process of its own, which loses the device by it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import tests.gpu.test_7_errors as t; t.lose_the_device()"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = "import tests.gpu.test_7_errors as t; t.lose_the_device()"
+    done = run_python("-c", program, status=None)
     assert "told" in done.stdout, done.stderr[-2000:]

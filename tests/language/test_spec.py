@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from flashgen.errors import SpecError
 from flashgen.language import SCORE, K, Q
 from flashgen.language.spec_file import load
 from tests.support.paths import ROOT, from_root
+from tests.support.processes import run_python
 
 HERE = from_root(__file__)
 SPECS = sorted((ROOT / "specs").glob("*.py"))
@@ -325,13 +323,7 @@ for file in sorted(Path(sys.argv[1]).glob("*.py")):
 def test_the_same_specs_give_the_same_text_in_every_process() -> None:
     texts = set()
     for seed in ("0", "1", "77"):
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT_ALL, str(ROOT / "specs")],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_python("-c", PRINT_ALL, ROOT / "specs", PYTHONHASHSEED=seed)
         texts.add(done.stdout)
     assert len(texts) == 1
     assert str(ROOT) not in texts.pop()

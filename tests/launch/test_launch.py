@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,7 @@ from flashgen.errors import LaunchError
 from flashgen.launch.device import first_device
 from tests.support.compile_sources import STACKED, TOY
 from tests.support.fake_driver import PRIMARY, FakeDriver
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 CTYPES: dict[str, Any] = {
     "pointer": ctypes.c_void_p,
@@ -322,14 +320,7 @@ for ask in (launch.device_arch, lambda: launch.load(None)):
     except LaunchError as error:
         print(error.what, "|", error.numbers, "|", error.way_out)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    done = run_python("-c", program)
     first, *others = done.stdout.splitlines()
     assert first.startswith("no NVIDIA driver is installed")
     assert len(others) == 2

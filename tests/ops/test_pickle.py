@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 import flashgen as fg
 from flashgen.errors import SpecError
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.shapes import Case
 
 WINDOW = fg.Scalar("window", "int32", minimum=1)
@@ -138,5 +137,4 @@ spec = fg.load("specs/causal.py")
 assert fg.attention(spec).name == "causal"
 assert fg.attention(spec.replace(dtype="float32")).name == {name!r}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)

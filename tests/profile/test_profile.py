@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -241,18 +238,12 @@ def test_a_missing_matplotlib_is_refused_before_anything_runs(monkeypatch: pytes
     assert not Path("never.png").exists()
 
 
-def test_the_command_prints_everything(tmp_path: Path):
+def test_the_command_prints_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib", reason="draws the roofline: pip install matplotlib")
-    command = [sys.executable, "-m", "flashgen", "profile", str(ROOT / "specs/causal.py")]
-    command += ["--shape", "1,2,200", "--backward", "--lines", "3", "--plot", "roof.png"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,200", "--backward"]
+    done = CliRunner().invoke(app, [*command, "--lines", "3", "--plot", "roof.png"])
+    assert done.exit_code == 0, done.output
     text = done.stdout
     assert text.count("\nkernel ") == 3
     for word in ("prediction", "distinct B", "bank conflicts", "HBM ", "FLOP per byte", "barriers"):
