@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from flashgen.compile import Binary, compile
 from flashgen.errors import LaunchError
 from flashgen.launch.device import first_device
 from tests.support.compile_sources import STACKED, TOY
-from tests.support.fake_driver import PRIMARY, FakeDriver
+from tests.support.fake_driver import PRIMARY, FakeDriver, Field
 from tests.support.processes import run_python
 
 CTYPES: dict[str, Any] = {
@@ -26,12 +26,6 @@ CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "float32": ctypes.c_float,
 }
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    ctype: str
 
 
 def fields(*kinds: str) -> list[Field]:

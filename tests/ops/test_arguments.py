@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,17 +16,9 @@ from flashgen.errors import LaunchError
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check, run_backward, run_forward
 from flashgen.planner import plan_backward
-from flashgen.runtime import backends, bound_kernel
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
-from tests.support.fake_driver import FakeDriver
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    ctype: str
-
+from tests.support.fake_driver import Field, unpacked
 
 window, slope, on = (
     fg.Scalar("window", "int32"),
@@ -223,38 +214,6 @@ def test_results_have_the_memory_order_of_their_model():
     assert moved.transpose(1, 2).is_contiguous()
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A stand-in for a GPU that CPU tensors are on; it records launches."""
-    driver = FakeDriver()
-    monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
-    monkeypatch.setattr(backends, "index_of", lambda device: 0)
-    monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
-    monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
-    load = launch.load
-    monkeypatch.setattr(launch, "load", lambda binary, index: load(binary, index, driver=driver))
-    started = []
-
-    def recording(kernel, grid, block, smem, packed, stream):
-        started.append(
-            SimpleNamespace(kernel=kernel, grid=grid, block=block, packed=packed, stream=stream)
-        )
-        real(kernel, grid, block, smem, packed, stream)
-
-    real = launch.launch
-    monkeypatch.setattr(launch, "launch", recording)
-    return SimpleNamespace(driver=driver, started=started)
-
-
-def given_of(launched, source):
-    """The fields of a packed structure by name."""
-    codes = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
-    text = "@" + "".join(codes[param.ctype] for param in source.params)
-    assert struct.calcsize(text) <= len(launched.packed)
-    names = [param.name for param in source.params]
-    return dict(zip(names, struct.unpack_from(text, launched.packed), strict=True))
-
-
 def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     q, k, v = (torch.randn(2, 2, 40, 16).half() for _ in range(3))
     rng = torch.tensor([5, 6])
@@ -267,7 +226,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     assert launched.stream == 77
     assert launched.grid == run.plan.grid(2, 2, 2, 40, 40, head_bits=1) == (2, 1, 2)
     assert launched.block == (run.plan.threads, 1, 1)
-    given = given_of(launched, run.source)
+    given = unpacked(run.source.params, launched.packed)
     for name, tensor in zip(
         ("q", "k", "v", "o", "lse", "rng"), (q, k, v, run.out, run.lse, rng), strict=True
     ):
@@ -291,7 +250,7 @@ def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
     for launched, report in zip(gpu.started, back.reports, strict=True):
         source = report.kernel.source
         assert launched.kernel.name == source.name
-        given = given_of(launched, source)
+        given = unpacked(source.params, launched.packed)
         for name, tensor in (("q", q), ("k", k), ("v", v), ("o", run.out), ("do", run.out)):
             assert given.get(name, tensor.data_ptr()) == tensor.data_ptr()
         for name in ("dq", "dk", "dv"):
