@@ -237,7 +237,7 @@ def _one_of_many(root: str, start: Any, results: Any) -> None:
 
 def test_many_processes_compile_a_missing_kernel_once(fresh_cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    count = 4
+    count = 3
     start, results = context.Barrier(count), context.Queue()
     processes = [
         context.Process(target=_one_of_many, args=(str(fresh_cache), start, results))
@@ -249,7 +249,7 @@ def test_many_processes_compile_a_missing_kernel_once(fresh_cache: Path) -> None
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
-    assert sorted(from_cache for from_cache, _ in answers) == [False, True, True, True]
+    assert sorted(from_cache for from_cache, _ in answers) == [False, True, True]
     assert len({cubin for _, cubin in answers}) == 1
     assert len(cache.entries(fresh_cache)) == 1
 

@@ -34,7 +34,7 @@ SETTINGS = settings(
     max_examples=100,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-POSITIONS = range(-9, 10)
+POSITIONS = range(-5, 6)
 
 
 def tensors(values: dict[Any, Any], real: torch.dtype) -> dict[Any, torch.Tensor]:

@@ -9,7 +9,7 @@ from flashgen.compile import compile
 from flashgen.pipeline import build_backward
 from flashgen.planner import plan_backward
 from tests.support.paths import ROOT
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 SPECS = ROOT / "specs"
 HEAD_DIMS = (8, 32, 40, 64, 96, 128, 192, 256)
@@ -50,9 +50,11 @@ def test_planned_tiles_with_a_score_or_a_mask_of_its_own_do_not_spill(head_dim):
     check("dilated_window", "float16", head_dim, "sm_86")
 
 
-def test_planned_tiles_with_dropout_do_not_spill():
-    check("causal", "float16", 64, "sm_80", dropout=True)
-    check("softcap", "float16", 256, "sm_86", dropout=True)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "arch"), [("causal", 64, "sm_80"), slow("softcap", 256, "sm_86")]
+)
+def test_planned_tiles_with_dropout_do_not_spill(name, head_dim, arch):
+    check(name, "float16", head_dim, arch, dropout=True)
 
 
 @pytest.mark.slow

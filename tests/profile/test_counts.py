@@ -153,10 +153,6 @@ def test_predicted_bytes_are_exact_for_every_dtype(dtype):
         check_bytes(loaded("causal").replace(dtype=dtype), sizes)
 
 
-def test_predicted_bytes_are_exact_where_some_queries_reach_no_key():
-    check_bytes(loaded("sliding_window"), SIZES[2], window=30)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", one_in(2, [(each,) for each in SIZES[1:]]))
 def test_predicted_bytes_are_exact_with_a_sink(sizes):
@@ -198,9 +194,11 @@ def test_predicted_bytes_are_exact_for_masks_that_skip_tiles(name):
     values = example_scalars(str(ROOT / "specs" / f"{name}.py"))
     for sizes in SIZES:
         check_bytes(loaded(name), sizes, **values)
+    if name == "sliding_window":  # some queries reach no key
+        check_bytes(loaded(name), SIZES[2], window=30)
 
 
-@pytest.mark.parametrize("head_dim", one_in(3, HEAD_DIMS))
+@pytest.mark.parametrize("head_dim", one_in(6, HEAD_DIMS, first=3))
 def test_a_forward_kernel_has_no_bank_conflict_and_coalesces_every_access(head_dim):
     profile = forward(loaded("causal").replace(head_dim=head_dim), (1, 2, 2, 200, 200))
     assert profile.totals.bank_conflicts == 0
@@ -225,11 +223,9 @@ def test_main_loops_of_every_dtype_have_no_bank_conflict(dtype, head_dim):
     assert conflicting == ({"7"} if dtype == "float32" else set())
 
 
-@pytest.mark.parametrize(
-    "head_dim", [pytest.param(d, marks=[] if d == 64 else pytest.mark.slow) for d in HEAD_DIMS]
-)
+@pytest.mark.parametrize("head_dim", one_in(6, HEAD_DIMS, first=1))
 def test_no_kernel_of_16_bits_has_a_bank_conflict_or_an_access_that_is_not_coalesced(head_dim):
-    for profile in all_kernels(loaded("causal").replace(head_dim=head_dim), SIZES[0]):
+    for profile in all_kernels(loaded("causal").replace(head_dim=head_dim), (1, 2, 2, 200, 200)):
         assert profile.totals.bank_conflicts == 0, profile.kernel
         assert profile.sectors_in_excess == 0, profile.kernel
 
@@ -238,7 +234,7 @@ def profile_of_text(made: Build, text: str):
     """The profile of an edited causal forward kernel; its result is not checked."""
     source = replace(made.source, text=text)
     binary = compile(text, filename=source.filename, kernel=source.name, arch="sm_80")
-    sizes = (1, 2, 2, 200, 200)
+    sizes = (1, 1, 1, 200, 200)
     q, k, v = random_operands(loaded("causal"), sizes)
     out, lse = np.zeros(v.shape, np.float16), np.zeros(v.shape[:3], np.float32)
     arrays = {"o": out.reshape(-1), "lse": lse.reshape(-1)}
@@ -264,26 +260,22 @@ def profile_of_text(made: Build, text: str):
     return profile_of(Build(made.analysis, source, binary), counters, None)
 
 
-def test_a_kernel_without_the_swizzle_has_bank_conflicts_where_it_reads_tiles():
+def test_no_swizzle_is_a_bank_conflict_and_every_second_vector_is_not_coalesced():
     made = build(loaded("causal"))
     text = made.source.text
-    assert profile_of_text(made, text).totals.bank_conflicts == 0
+    right = profile_of_text(made, text)
+    assert right.totals.bank_conflicts == right.sectors_in_excess == 0
     plain, count = re.subn(r"row \* G \+ \(column \^ .*\)\)\)\);", "row * G + column);", text)
     assert count == 1
     profile = profile_of_text(made, plain)
     conflicts = {phase.number: phase.totals.bank_conflicts for phase in profile.phases}
-    assert conflicts["5b"] > 1000
-    assert conflicts["5f"] > 1000
-
-
-def test_a_kernel_that_skips_over_rows_is_not_coalesced():
-    made = build(loaded("causal"))
-    assert profile_of_text(made, made.source.text).sectors_in_excess == 0
+    assert conflicts["5b"] > 500
+    assert conflicts["5f"] > 500
     place = "16 * (threadIdx.x % G)"
-    assert made.source.text.count(place) == 1
+    assert text.count(place) == 1
     # 16 bytes for every second vector of 16: half of each sector.
-    text = made.source.text.replace(place, "32 * (threadIdx.x % (G / 2))")
-    read = [t for t in profile_of_text(made, text).tensors if t.name in ("q", "k", "v")]
+    skipping = profile_of_text(made, text.replace(place, "32 * (threadIdx.x % (G / 2))"))
+    read = [t for t in skipping.tensors if t.name in ("q", "k", "v")]
     assert all(tensor.sectors > tensor.sectors_least for tensor in read)
 
 

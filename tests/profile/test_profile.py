@@ -191,12 +191,13 @@ def test_masks_that_differ_between_heads_are_predicted_head_by_head():
         return (k <= q) & (q - k < 32 * (h + 1))
 
     spec = fg.AttentionSpec(mask_mod=mask_mod, head_dim=32)
-    for profile in all_kernels(spec, (2, 2, 2, 300, 300)):
+    # The last queries of the second size reach no key.
+    for profile in (p for n in (150, 60) for p in all_kernels(spec, (2, 2, 2, 150, n))):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
         if profile.plan.kernel == "forward":
             assert profile.distinct.counted == profile.distinct.predicted
     # K and V of a group are read once for all of its heads, where any of them reaches the tile.
-    for profile in all_kernels(spec, (2, 4, 2, 300, 500)):
+    for profile in all_kernels(spec, (1, 4, 2, 100, 180)):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
         # Heads may share K and V, so that the number of distinct bytes is not predicted.
         assert profile.distinct.predicted is None
