@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import cpu, reference
+from flashgen import reference
 from flashgen.cpu import chunks
 from flashgen.dropout import keep_mask
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import run_backward, run_forward
 from tests.support.examples import SPECS, fitted, values_of
+from tests.support.judged import judge_forward
 from tests.support.shapes import Case, covering
 from tests.support.tiers import one_in
 from tests.support.tiled_calls import both, forward
@@ -73,11 +74,7 @@ def check(path: Path, case: Case, **options) -> None:
     dlse = gradient_of(q, 1, 2)[..., 0].float()
     out, lse, *gradients = both(spec, q, k, v, dout, dlse, **options)
 
-    exact = reference.attention(spec, q, k, v, **options)
-    same = reference.same_dtype(spec, q, k, v, **options)
-    for name, got, ref, ordinary in zip(("out", "lse"), (out, lse), exact, same, strict=True):
-        verdict = reference.compare(got, ref, ordinary)
-        assert verdict.ok, f"{name}: {verdict}"
+    judge_forward((out, lse), spec, q, k, v, **options)
     of = (spec, q, k, v, dout, dlse)
     for name, verdict in reference.judge_gradients(gradients, *of, **options).items():
         assert acceptable(verdict, q.dtype), f"{name}: {verdict}"
@@ -86,10 +83,11 @@ def check(path: Path, case: Case, **options) -> None:
     assert lse.dtype == torch.float32
 
 
+# Each spec with one case in `make test`, with another in the slow tier.
 COVERING = [
-    pytest.param(path, case, id=f"{path.stem}-{case.id}")
+    pytest.param(path, case, id=f"{path.stem}-{case.id}", marks=[pytest.mark.slow] * turn)
     for number, path in enumerate(SPECS)
-    for case in covering(seed=number, most_scores=600_000)[number % 6 :: 6]
+    for turn, case in enumerate(covering(seed=number, most_scores=600_000)[number % 6 :: 6])
 ]
 
 
@@ -377,10 +375,6 @@ def test_many_heads_are_computed_in_chunks_with_the_same_result(monkeypatch):
         monkeypatch.setattr(chunks, "ELEMENTS", elements)
         for a, b in zip(both(spec, q, k, v, dout, **options), expected, strict=True):
             torch.testing.assert_close(a, b)
-
-
-def test_the_tiled_module_is_two_functions():
-    assert cpu.__all__ == ["TileArguments", "backward", "forward"]
 
 
 @pytest.mark.parametrize("dtype", one_in(2, ["float16", "float32"]))

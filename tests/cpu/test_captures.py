@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -41,8 +42,9 @@ def checked(name: str, case: Case, options: dict[str, Any], *, fast: bool) -> bo
     return gradients_are_derivatives(spec, case, tensors, fast=fast, **options)
 
 
-@pytest.mark.parametrize("options", [{}, OFFSETS | DROPOUT], ids=["plain", "offsets and dropout"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "options"), one_in(2, itertools.product(SHAPES, [{}, OFFSETS | DROPOUT]), first=1)
+)
 @pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_gradients_are_the_derivative_along_random_directions(
     name: str, shape: str, options: dict[str, Any]
@@ -65,7 +67,7 @@ def test_every_element_of_the_gradients_is_the_derivative(
     assert checked(name, Case(5, 7, 1, 2, 1, "float32", 8), options, fast=False)
 
 
-@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("block", [slow(None), 32])
 @pytest.mark.parametrize("dtype", one_in(3, ["float16", "bfloat16", "float32"]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_agrees_with_the_oracle(name: str, dtype: str, block: int | None) -> None:
@@ -374,6 +376,7 @@ def test_equal_calls_give_equal_bits(threads: int) -> None:
 def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(chunks, "ELEMENTS", 1 << 16)
     monkeypatch.setattr(chunks, "MOST_ELEMENTS", chunks.ELEMENTS)
     document, table = (
         fg.Tensor("document", ("batch", "n"), "int32"),
@@ -384,7 +387,7 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
         lambda s, b, h, q, k: s * fg.sigmoid(table[q - k]),
     )
     peaks = []
-    for n in (1024, 2048, 4096):
+    for n in (512, 1024, 2048):
         q, k, v = Case(n, n, 1, 2, 1, "float32", 8).tensors()
         ids = (torch.arange(n) // (n // 4)).int()[None]
         given = arguments(spec, q, tensors={"document": ids, "table": torch.randn(n)})
@@ -396,4 +399,4 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     # Over two doublings: of the sizes between, one may be the first that needs another tile of the
     # workspace. Squares would be sixteen times larger.
     assert peaks[-1] < 2.2**2 * peaks[0], peaks
-    assert peaks[-1] < 12 * 4 * 2 * 4096 * 8 + 10 * 8 * chunks.budget(), peaks
+    assert peaks[-1] < 12 * 4 * 2 * 2048 * 8 + 10 * 8 * chunks.budget(), peaks

@@ -31,7 +31,7 @@ from tests.support.expr_trees import (
 SETTINGS = settings(
     derandomize=True,
     deadline=None,
-    max_examples=100,
+    max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 POSITIONS = range(-5, 6)

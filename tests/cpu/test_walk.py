@@ -167,7 +167,7 @@ def test_masks_by_head_are_classified_for_all_heads_together(masks: list[int]) -
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=80,
+    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(

@@ -50,7 +50,7 @@ def mask(mod: Any) -> Any:
     return trace_mask(mod).expr
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(tree=st.one_of(MASKS, NUMBERS), values=VALUES, q=POSITION, k=POSITION)
 def test_an_expression_has_the_value_that_python_gives_it(
     tree: Any, values: dict[str, Any], q: int, k: int

@@ -24,7 +24,7 @@ from tests.ops.test_captures import (
 from tests.ops.test_compile import counting
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case
-from tests.support.tiers import slow
+from tests.support.tiers import one_in, slow
 
 
 @pytest.fixture(autouse=True)
@@ -235,24 +235,23 @@ def test_a_module_learns_its_captures_when_compiled():
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bias": lambda t: t.half()},
-        {"bias": lambda t: t[0]},
-        {"bias": lambda t: t[:3]},
-        {"bias": lambda t: t[:, :5]},
-        {"table": lambda t: t[:, :1]},
-        {"ids": lambda t: [1]},
-        {"gate": lambda t: 1.5},
-        {"biass": lambda t: 1.5},
-    ],
-    ids=", ".join,
-)
-def test_a_wrong_capture_is_the_same_error_in_a_compiled_function(change):
+WRONG = {
+    "dtype": {"bias": lambda t: t.half()},
+    "dimensions": {"bias": lambda t: t[0]},
+    "heads": {"bias": lambda t: t[:3]},
+    "keys": {"bias": lambda t: t[:, :5]},
+    "declared length": {"table": lambda t: t[:, :1]},
+    "no dtype": {"ids": lambda t: [1]},
+    "number": {"gate": lambda t: 1.5},
+    "unknown": {"biass": lambda t: 1.5},
+}
+
+
+@pytest.mark.parametrize("name", one_in(3, WRONG, first=1))
+def test_a_wrong_capture_is_the_same_error_in_a_compiled_function(name):
     given = captured()
-    for name, function in change.items():
-        given[name] = function(given.get(name))
+    for tensor, function in WRONG[name].items():
+        given[tensor] = function(given.get(tensor))
     compiled = torch.compile(lambda q, k, v: OP(q, k, v, **given, window=2), backend="eager")
     with pytest.raises(InputError):
         compiled(*operands())

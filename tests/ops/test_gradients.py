@@ -257,14 +257,6 @@ def test_the_backward_call_reports_its_backend_and_copies():
     assert_near((back.dq, back.dk, back.dv), exact(SPEC, (q, k, v), run.out))
 
 
-def test_the_operator_reports_its_backward_pass():
-    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32", name="reporting"))
-    q, k, v = operands()
-    assert op.backward_reports == ()
-    op(q, k, v).sum().backward()
-    assert [report.backend for report in op.backward_reports] == ["tiled"]
-
-
 def test_deterministic_follows_torch_by_default():
     q, k, v = (t.detach() for t in operands())
     run = run_forward(SPEC, q, k, v, scalars={"window": 9})

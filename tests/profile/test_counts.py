@@ -67,10 +67,11 @@ def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_wit
 @pytest.mark.parametrize(
     ("name", "head_dim", "dropout_p"),
     [
-        ("causal", 64, 0.1),
-        pytest.param("full", 40, 0.0, marks=pytest.mark.slow),
-        pytest.param("causal", 192, 0.0, marks=pytest.mark.slow),
-        pytest.param("bigbird", 128, 0.0, marks=pytest.mark.slow),
+        ("causal", 32, 0.1),
+        slow("causal", 64, 0.1),
+        slow("full", 40, 0.0),
+        slow("causal", 192, 0.0),
+        slow("bigbird", 128, 0.0),
     ],
 )
 def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
@@ -160,9 +161,7 @@ def test_predicted_bytes_are_exact_with_a_sink(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [SIZES[1], *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[::2])]
-)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_predicted_bytes_are_exact_with_dropout_but_for_seeds_that_a_loop_reads(sizes):
     for profile in all_kernels(loaded("causal").replace(dropout=True), sizes, dropout_p=0.1):
         unknown = {tensor.name for tensor in profile.tensors if tensor.issued.predicted is None}
