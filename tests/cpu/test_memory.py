@@ -120,7 +120,7 @@ def test_peak_memory_grows_linearly(name: str) -> None:
     for part in (0, 1):
         peaks = [run[part].peak for run in runs]
         assert all(b < 2.05 * a for a, b in itertools.pairwise(peaks)), peaks
-        # From the second length on the workspace has its full size, and only what grows with N grows.
+        # From the second length on the workspace has its full size: only what grows with N grows.
         once, twice = peaks[2] - peaks[1], peaks[3] - peaks[2]
         assert twice == pytest.approx(2 * once, rel=0.05), peaks
         # No more than a few tensors of the size of q and its like, and a few tiles.
