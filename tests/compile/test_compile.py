@@ -106,7 +106,6 @@ def test_line_information_names_the_emitted_file() -> None:
 
 def test_a_profiler_finds_the_source_that_the_cubin_names(fresh_cache: Path) -> None:
     binary = build(TOY, "toy")
-    assert binary.folder is not None
     assert binary.folder.parent == fresh_cache
     assert str(binary.folder).encode() in binary.cubin
     assert (binary.folder / "toy.cu").read_text() == TOY

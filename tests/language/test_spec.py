@@ -149,7 +149,6 @@ def with_decorator(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def test_the_text_of_a_function_is_kept_as_written() -> None:
     line = fg.AttentionSpec(mask_mod=with_decorator).mask_line
-    assert line is not None
     assert line.file == HERE
     source = Path(__file__).read_text().splitlines()
     assert source[line.line - 1] == "@decorated"
@@ -161,8 +160,6 @@ def test_each_lambda_of_a_line_has_its_own_text() -> None:
     # fmt: off
     first, second = fg.AttentionSpec(lambda b, h, q, k: q >= k), fg.AttentionSpec(lambda b, h, q, k: q > k)  # noqa: E501
     # fmt: on
-    assert first.mask_line is not None
-    assert second.mask_line is not None
     assert first.mask_line.text == "lambda b, h, q, k: q >= k"
     assert second.mask_line.text == "lambda b, h, q, k: q > k"
 
@@ -176,7 +173,6 @@ def test_a_lambda_inside_a_call_has_only_its_own_text() -> None:
         ),
         dtype="float32",
     )  # fmt: skip
-    assert spec.mask_line is not None
     text = spec.mask_line.text
     assert text.startswith("lambda b, h, q, k: (")
     assert "dtype" not in text
@@ -187,7 +183,6 @@ def test_a_nested_function_is_dedented() -> None:
         return q > k
 
     line = fg.AttentionSpec(mask_mod=inner).mask_line
-    assert line is not None
     assert line.text.splitlines()[1] == "    return q > k"
 
 
@@ -195,7 +190,6 @@ def test_code_without_a_file_is_shown_as_its_expression() -> None:
     names: dict[str, Any] = {}
     exec("def mod(b, h, q, k):\n    return (q >= k) & (q - k < 8)\n", names)
     line = fg.AttentionSpec(mask_mod=names["mod"]).mask_line
-    assert line is not None
     assert line.text == "(q >= k) & (q - k < 8)"
     assert line.file == "<string>"
 
@@ -213,7 +207,6 @@ def test_partials_and_callable_objects_are_read() -> None:
     for mod in (Window(), functools.partial(window, 8)):
         spec = fg.AttentionSpec(mask_mod=mod)
         assert spec.mask == (Q - K < 8)
-        assert spec.mask_line is not None
         assert "return q - k <" in spec.mask_line.text
 
 
@@ -285,7 +278,6 @@ def test_paths_are_the_same_from_every_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = load(ROOT / "specs" / "causal.py").mask_line
-    assert line is not None
     assert line.file == "specs/causal.py"
 
 
@@ -298,7 +290,6 @@ def test_a_loose_file_is_shown_by_its_bare_name(
     )
     monkeypatch.chdir(ROOT)
     line = load(file).mask_line
-    assert line is not None
     assert line.file == "loose.py"
 
 

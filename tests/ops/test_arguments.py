@@ -155,26 +155,36 @@ def test_an_unknown_field_is_refused():
     assert "block_mask" in caught.value.where
 
 
+def rows_of_nan(shape, rows_first):
+    dq = torch.full(shape, float("nan")).half()
+    return dq.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else dq
+
+
+def check_sums(shape, plan, rows_first, parts, place, scale):
+    """That `copy_sums` finds each element where ``place`` says; the others are infinite."""
+    dq = rows_of_nan(shape, rows_first)
+    sums = zero_sums(dq, plan)
+    assert sums.shape == (*shape[:2], *parts)
+    assert (sums == 0).all()
+    wanted = torch.randn(shape)
+    for index in torch.cartesian_prod(*map(torch.arange, parts)).tolist():
+        row, column = place(*index)
+        inside = row < shape[2] and column < shape[3]
+        sums[(..., *index)] = wanted[:, :, row, column] if inside else float("inf")
+    copy_sums(sums, plan, dq, scale)
+    assert torch.equal(dq, (wanted * (1 if math.isnan(scale) else scale)).half())
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 16, 8), (1, 2, 37, 24), (2, 1, 5, 16), (1, 1, 64, 40)])
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_sums_in_register_order_become_rows(shape, rows_first):
-    batch, heads, seq, dim = shape
-    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
-    if rows_first:
-        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
     plan = replace(plan_backward(AttentionSpec(head_dim=64)).of_keys, block_q=32)
-    sums = zero_sums(dq, plan)
-    assert sums.shape == (batch, heads, -(-seq // 32) * 2, dim // 8, 4, 8, 4)
-    assert (sums == 0).all()
-    wanted = torch.randn(shape)
-    for r, c, e, a, t in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
-        row, column = 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
-        if row < seq:
-            sums[:, :, r, c, e, a, t] = wanted[:, :, row, column]
-        else:
-            sums[:, :, r, c, e, a, t] = float("inf")
-    copy_sums(sums, plan, dq, math.nan)
-    assert torch.equal(dq, wanted.half())
+    parts = (-(-shape[2] // 32) * 2, shape[3] // 8, 4, 8, 4)
+
+    def place(r, c, e, a, t):
+        return 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
+
+    check_sums(shape, plan, rows_first, parts, place, math.nan)
 
 
 @pytest.mark.parametrize(
@@ -182,23 +192,14 @@ def test_sums_in_register_order_become_rows(shape, rows_first):
 )
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
-    batch, heads, seq, dim = shape
-    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
-    if rows_first:
-        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
-    hopper = plan_backward(AttentionSpec(head_dim=dim), "sm_90a").of_keys
+    hopper = plan_backward(AttentionSpec(head_dim=shape[3]), "sm_90a").of_keys
     plan = replace(hopper, block_q=2 * together)
-    sums = zero_sums(dq, plan)
-    tiles, strips = -(-seq // (2 * together)) * 2, -(-dim // 16)
-    assert sums.shape == (batch, heads, tiles, strips, together // 8, 8, 4, 2, 2)
-    assert (sums == 0).all()
-    wanted = torch.randn(shape)
-    for r, c, n, a, t, i, e in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
-        row, column = together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
-        inside = row < seq and column < dim
-        sums[:, :, r, c, n, a, t, i, e] = wanted[:, :, row, column] if inside else float("inf")
-    copy_sums(sums, plan, dq, 0.25)
-    assert torch.equal(dq, (wanted * 0.25).half())
+    tiles, strips = -(-shape[2] // (2 * together)) * 2, -(-shape[3] // 16)
+
+    def place(r, c, n, a, t, i, e):
+        return together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
+
+    check_sums(shape, plan, rows_first, (tiles, strips, together // 8, 8, 4, 2, 2), place, 0.25)
 
 
 def test_results_have_the_memory_order_of_their_model():

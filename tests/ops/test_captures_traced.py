@@ -126,22 +126,6 @@ def test_an_operator_with_captures_can_be_pickled_and_copied():
     assert torch.equal(fg.attention(spec)(*operands(), **given, window=2), wanted)
 
 
-def test_checkpointing_gives_the_same_gradients():
-    from torch.utils.checkpoint import checkpoint
-
-    found = []
-    for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=False)):
-        qkv, given = operands(), captured()
-
-        def function(q, k, v, gate, given=given):
-            return OP(q, k, v, **given | {"gate": gate}, window=2)
-
-        out = wrap(function, *qkv, given["gate"])
-        leaves = [*qkv, *(given[name] for name in LEARNED)]
-        found.append(torch.autograd.grad(out.sum(), leaves))
-    assert all(map(torch.equal, *found))
-
-
 # ---- torch.func --------------------------------------------------------------------------------
 
 

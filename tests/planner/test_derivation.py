@@ -55,9 +55,13 @@ def plans(request):
 def test_every_printed_line_is_its_own_arithmetic_and_every_constraint_holds(plans):
     checked = 0
     for each in plans:
+        assert set(each.quantities) <= set(QUANTITIES)
+        assert each.quantities["cost"] == each.cost
         for line in each.derivation:
             # Where a step goes into the next, it is printed with four digits.
             assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
+            if line.relation == "=":
+                assert line.value == each.quantities[line.name]
             if line.relation == "<=":
                 assert line.name == ("block_q" if each.owns_keys else "block_k")
                 assert getattr(each, line.name) <= line.value

@@ -89,18 +89,6 @@ def test_a_query_tile_that_reaches_no_key_loads_nothing():
     assert half.scores == plan.block_q * plan.block_k
 
 
-def test_traffic_of_heads_adds_up():
-    plan = plan_of(64)
-    one = forward_traffic(plan, 1, 1, 1, 300, 300)
-    both = one + forward_traffic(plan, 1, 1, 1, 300, 300)
-    assert both == forward_traffic(plan, 1, 2, 2, 300, 300)
-
-
-def test_visits_for_another_number_of_query_tiles_are_refused():
-    with pytest.raises(ValueError, match="1 query tiles"):
-        forward_traffic(plan_of(64), 1, 1, 1, 1000, 1000, [[0]])
-
-
 def test_traffic_falls_with_the_size_of_the_query_tile():
     """K and V are read seq_q / block_q times: the paper's N^2 d^2 / M with block_q ~ M / d."""
     small, large = plan_of(128, sram=24 * 1024), plan_of(128, sram=160 * 1024)
