@@ -147,23 +147,17 @@ def failing(call: str, code: int) -> FakeDriver | None:
     return FakeDriver(smem=232_448, fail={call: code}) if gpu.DRY else None
 
 
-def test_a_damaged_cubin_is_an_error_of_the_driver_in_words(one: Problem) -> None:
+@pytest.mark.parametrize("damage", ["cubin", "kernel"])
+def test_a_damaged_binary_is_an_error_of_the_driver_in_words(one: Problem, damage: str) -> None:
     good = of_forward(one)
-    damaged = replace(good.binary, cubin=good.binary.cubin[:1000], key="damaged")
+    changes, failure, where = {
+        "cubin": ({"cubin": good.binary.cubin[:1000]}, ("cuModuleLoadData", 209), "loading"),
+        "kernel": ({"kernel": "no_such"}, ("cuModuleGetFunction", 999), "no_such"),
+    }[damage]
+    binary = replace(good.binary, **changes, key=damage)
     with pytest.raises(LaunchError, match="CUDA_ERROR") as caught:
-        replace(good, binary=damaged).load(failing("cuModuleLoadData", 209))
-    assert "loading" in caught.value.where
-    assert not one.wrong()
-
-
-def test_a_kernel_that_is_not_in_the_binary_is_an_error_of_the_driver_in_words(
-    one: Problem,
-) -> None:
-    good = of_forward(one)
-    other = replace(good.binary, kernel="no_such_kernel", key="other")
-    with pytest.raises(LaunchError, match="CUDA_ERROR") as caught:
-        replace(good, binary=other).load(failing("cuModuleGetFunction", 999))
-    assert "no_such_kernel" in caught.value.where
+        replace(good, binary=binary).load(failing(*failure))
+    assert where in caught.value.where
     assert not one.wrong()
 
 

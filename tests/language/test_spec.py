@@ -12,11 +12,11 @@ import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language import SCORE, K, Q
 from flashgen.language.spec_file import load
+from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
 from tests.support.processes import run_python
 
 HERE = from_root(__file__)
-SPECS = sorted((ROOT / "specs").glob("*.py"))
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:

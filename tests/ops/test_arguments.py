@@ -44,18 +44,10 @@ def tensors():
     }
 
 
-def numbers(p=0.25):
-    t = tensors()
-    problem = check(
-        SPEC,
-        *(t[name] for name in "qkv"),
-        scale=None,
-        q_offset=3,
-        k_offset=-2,
-        scalars=GIVEN,
-        dropout_p=p,
-        rng=torch.tensor([1, 2]),
-    )
+def numbers(p=0.25, **more):
+    t = tensors() | more
+    call = {"scale": None, "q_offset": 3, "k_offset": -2, "scalars": GIVEN, "dropout_p": p}
+    problem = check(SPEC, *(t[name] for name in "qkv"), **call, rng=torch.tensor([1, 2]))
     return numbers_of(problem, t)
 
 
@@ -72,12 +64,7 @@ def test_numbers_have_the_names_of_the_kernels_fields():
 
 def test_an_axis_of_length_1_has_no_stride():
     q = torch.zeros(128).half().as_strided((1, 1, 8, 16), (3, 5, 16, 1))
-    problem = check(
-        SPEC.replace(mask_mod=None, score_mod=None),
-        q, q, q,
-        scale=None, q_offset=0, k_offset=0, scalars={},
-    )  # fmt: skip
-    found = numbers_of(problem, {"q": q})
+    found = numbers(q=q, k=q, v=q)
     assert (found["q_stride_b"], found["q_stride_h"], found["q_stride_n"]) == (0, 0, 16)
 
 
@@ -138,12 +125,7 @@ def test_every_field_of_every_kernel_is_known(role):
     params = params_of(SPEC, role)
     t = tensors()
     rest = {"o": t["q"], "do": t["q"], "dq": t["q"], "dk": t["k"], "dv": t["v"]}
-    problem = check(
-        SPEC,
-        *(t[name] for name in "qkv"),
-        scale=None, q_offset=0, k_offset=0, scalars=GIVEN,
-    )  # fmt: skip
-    arguments = KernelArguments(params, numbers_of(problem, {**t, **rest}))
+    arguments = KernelArguments(params, numbers(**rest))
     addresses = range(1, 1 + len(arguments.pointers))
     by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
     assert arguments.packed(addresses) == launch.pack(params, by_name)

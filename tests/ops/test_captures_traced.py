@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -114,16 +111,6 @@ def test_autocast_leaves_captured_tensors_as_they_are():
     assert all(given[name].grad.dtype == given[name].dtype for name in LEARNED)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="dtype"):
         OP(*operands(), **given | {"bias": given["bias"].bfloat16()}, window=2)
-
-
-def test_an_operator_with_captures_can_be_pickled_and_copied():
-    given = captured()
-    wanted = OP(*operands(), **given, window=2)
-    for again in (pickle.loads(pickle.dumps(OP)), copy.deepcopy(OP)):
-        assert again is OP
-        assert again.spec.tensors is SPEC.tensors
-    spec = pickle.loads(pickle.dumps(SPEC))
-    assert torch.equal(fg.attention(spec)(*operands(), **given, window=2), wanted)
 
 
 # ---- torch.func --------------------------------------------------------------------------------

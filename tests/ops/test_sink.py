@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -98,15 +96,6 @@ def test_a_wrong_sink_is_reported_with_the_other_mistakes() -> None:
     assert "sink" in caught.value.what
 
 
-@pytest.mark.parametrize("copied", [copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_spec_with_a_sink_can_be_copied_and_pickled(copied: Any) -> None:
-    again = copied(SPEC)
-    assert again == SPEC
-    assert again.sink.key == SPEC.sink.key
-    assert again.replace(sink=None).tensors == ()
-    assert pickle.loads(pickle.dumps(OP)) is OP
-
-
 # ---- the operator -------------------------------------------------------------------------------
 
 
@@ -173,18 +162,6 @@ def test_opcheck_passes_for_both_operators(drops: bool) -> None:
     assert passes_opcheck(operator.overload_backward, (*given, out, lse, out, lse, *state))
 
 
-def test_a_compiled_function_gives_what_the_operator_gives() -> None:
-    compiled = torch.compile(
-        lambda q, k, v, sink: OP(q, k, v, sink=sink), backend="aot_eager", fullgraph=True
-    )
-    ours, theirs = leaves(), leaves()
-    for attend, given in ((OP, ours), (compiled, theirs)):
-        out = attend(*given[:3], sink=given[3])
-        out.backward(like(out, 1))
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a.grad, b.grad)
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_vmap_maps_calls_with_one_sink_and_with_a_sink_each(own: bool) -> None:
     many = [torch.stack([t, t + 0.1, t - 0.2]) for t in (*CASE.tensors(), logits(CASE))]
@@ -208,17 +185,6 @@ def test_gradients_of_a_vmapped_call_reach_each_sink() -> None:
     found = torch.vmap(torch.func.grad(loss))(sinks)
     for gradient, sink in zip(found, sinks, strict=True):
         torch.testing.assert_close(gradient, torch.func.grad(loss)(sink), atol=2e-6, rtol=1e-5)
-
-
-def test_under_autocast_the_sink_keeps_its_dtype() -> None:
-    given = leaves()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = OP(*given[:3], sink=given[3])
-    out.float().sum().backward()
-    assert out.dtype == torch.bfloat16
-    assert given[3].grad.dtype == torch.float32
-    expected = plain(*(leaf.detach() for leaf in given), KEEP)[0]
-    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.02)
 
 
 def test_flashgen_run_checks_a_spec_with_a_sink() -> None:
