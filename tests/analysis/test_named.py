@@ -13,6 +13,7 @@ from flashgen.analysis import WalkedAxis, analyse, analyse_mask, classify, evalu
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q, trace_mask
 from flashgen.language.spec_file import load
 from tests.support.paths import ROOT
+from tests.support.tiers import slow
 
 SPECS = ROOT / "specs"
 
@@ -68,7 +69,7 @@ def test_every_spec_file_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "scalars"), cases())
-@pytest.mark.parametrize("block", [(1, 1), (4, 6), (8, 3), (5, 16)], ids=str)
+@pytest.mark.parametrize("block", [slow((1, 1)), (4, 6), (8, 3), (5, 16)], ids=str)
 def test_every_tile_of_a_named_mask_is_classified_exactly(
     name: str, scalars: dict[str, int], block: tuple[int, int]
 ) -> None:
