@@ -13,6 +13,7 @@ from flashgen.analysis import WalkedAxis, analyse, analyse_mask, classify, evalu
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q, trace_mask
 from flashgen.language.spec_file import load
 from tests.support.paths import ROOT
+from tests.support.tiers import slow
 
 SPECS = ROOT / "specs"
 
@@ -68,7 +69,7 @@ def test_every_spec_file_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "scalars"), cases())
-@pytest.mark.parametrize("block", [(1, 1), (4, 6), (8, 3), (5, 16)], ids=str)
+@pytest.mark.parametrize("block", [slow((1, 1)), (4, 6), (8, 3), (5, 16)], ids=str)
 def test_every_tile_of_a_named_mask_is_classified_exactly(
     name: str, scalars: dict[str, int], block: tuple[int, int]
 ) -> None:
@@ -113,11 +114,6 @@ def test_the_reach_of_a_named_mask_is_its_hull(
             assert found.reach.hi is None or true[-1] == min(hi, 320) - 1
 
 
-def bounds(name: str) -> tuple[str, str, bool]:
-    mask = analyse(load(SPECS / f"{name}.py")).mask
-    return str(mask.reach.lo), str(mask.reach.hi), mask.reach_exact
-
-
 @pytest.mark.parametrize(
     ("name", "lo", "hi", "exact"),
     [
@@ -134,7 +130,8 @@ def bounds(name: str) -> tuple[str, str, bool]:
 def test_reach_is_the_closed_form_that_a_person_would_write(
     name: str, lo: str, hi: str, exact: bool
 ) -> None:
-    assert bounds(name) == (lo, hi, exact)
+    mask = analyse(load(SPECS / f"{name}.py")).mask
+    assert (str(mask.reach.lo), str(mask.reach.hi), mask.reach_exact) == (lo, hi, exact)
 
 
 def test_causal_has_one_band_of_mixed_tiles() -> None:
@@ -161,63 +158,34 @@ def test_full_tiles_of_a_window_have_both_bounds() -> None:
     assert mask.full_exact
 
 
-def other_mask(name: str) -> Any:
-    radius, width, height = 2, 5, 6
-    group, half = 3, 12
-
-    def natten(b: Any, h: Any, q: Any, k: Any) -> Any:
-        row = fg.minimum(fg.maximum(q // width, radius), height - 1 - radius)
-        column = fg.minimum(fg.maximum(q % width, radius), width - 1 - radius)
-        near = fg.abs(row - k // width) <= radius
-        return near & (fg.abs(column - k % width) <= radius)
-
-    def block_diffusion(b: Any, h: Any, q: Any, k: Any) -> Any:
-        xq, xk = q < half, k < half
-        i, j = (q % half) // group, (k % half) // group
-        return ((i == j) & xq & xk) | ((i > j) & xq & ~xk) | ((i >= j) & ~xq & ~xk)
-
-    masks = {
-        "symmetric_window": lambda b, h, q, k: fg.abs(q - k) <= 3,
-        "longformer": lambda b, h, q, k: (fg.abs(q - k) <= 3) | (k < 2) | (q < 2),
-        "block_diagonal": lambda b, h, q, k: q // 5 == k // 5,
-        "empty_rows": lambda b, h, q, k: q < fg.seq_q // 2,
-        "natten_2d": natten,
-        "block_diffusion": block_diffusion,
-    }
-    return trace_mask(masks[name]).expr
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("name", "scalars", "size"),
     [
-        "symmetric_window",
-        "longformer",
-        "block_diagonal",
-        "empty_rows",
-        "natten_2d",
-        "block_diffusion",
+        ("natten_2d", {"width": 5, "height": 6, "radius": 2}, 5),
+        ("block_diffusion", {"clean": 12, "block": 3}, 3),
     ],
 )
-def test_empty_tiles_of_other_masks_are_found(name: str) -> None:
-    mask = analyse_mask(other_mask(name))
-    env = {SEQ_Q: 24, SEQ_K: 24}
-    size = {"natten_2d": 5, "block_diffusion": 3}.get(name, 4)
+def test_empty_tiles_of_masks_of_two_coordinates_are_found(
+    name: str, scalars: dict[str, int], size: int
+) -> None:
+    spec = load(SPECS / f"{name}.py")
+    mask, env = analyse(spec).mask, environment(spec, scalars)
     for q, k in itertools.product(range(0, 25 - size, size), repeat=2):
-        truth = dense(mask.expr, env, range(q, q + size), range(k, k + size))
+        truth = dense(spec.mask, env, range(q, q + size), range(k, k + size))
         kind = classify(mask, env, (q, q + size - 1), (k, k + size - 1))
         assert (kind == "empty") == (not truth.any()), (q, k)
         assert (kind == "full") <= bool(truth.all())
 
 
 def test_block_diagonal_reach_is_proved_exact() -> None:
-    mask = analyse_mask(other_mask("block_diagonal"))
+    mask = analyse_mask(trace_mask(lambda b, h, q, k: q // 5 == k // 5).expr)
     assert str(mask.reach.lo) == "5*FloorDiv(q_lo, 5)"
     assert str(mask.reach.hi) == "5*FloorDiv(q_hi, 5) + 5"
     assert mask.reach_exact
 
 
 def test_rows_that_are_masked_out_end_at_once() -> None:
-    mask = analyse_mask(other_mask("empty_rows"))
+    mask = analyse_mask(trace_mask(lambda b, h, q, k: q < fg.seq_q // 2).expr)
     assert mask.row is not None
     env = {SEQ_Q: 10}
     assert evaluate(mask.row.hi, {**env, Q: 5}) < 0 < evaluate(mask.row.hi, {**env, Q: 4})

@@ -225,10 +225,10 @@ class Stub:
         return Prepared(attend)
 
 
-def context_in(folder: Path, device: Device | None = None) -> Context:
+def context_in(folder: Path, device: Device | None = None, part: str = "suite") -> Context:
     return Context(
         device=device or Device(),
-        writer=Writer(folder, Stamp("1", "c", "emulator", "g", "d", "v"), "suite"),
+        writer=Writer(folder, Stamp("1", "c", "emulator", "g", "d", "v"), part),
         journal=Journal(folder / "journal.jsonl"),
         budget=Budget(1e12),
         out=folder,

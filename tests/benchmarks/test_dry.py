@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.suite.context import Context
-from benchmarks.suite.device import Device
-from benchmarks.suite.journal import Journal, entries
+from benchmarks.suite.journal import entries
 from benchmarks.suite.parts import PARTS
 from benchmarks.suite.parts.correctness import record
-from benchmarks.suite.records import Stamp, Writer, read
-from benchmarks.suite.supervisor import RESTART, Budget
-from tests.support.paths import ROOT
+from benchmarks.suite.records import read
+from benchmarks.suite.supervisor import RESTART
+from tests.benchmarks.test_contenders import context_in
+from tests.support.processes import run_python
 
 
-def pytest_run(folder: Path, text: str, deadline: float) -> tuple[int, list[dict[str, str]]]:
+def pytest_run(folder: Path, text: str, *, apart: bool = False) -> tuple[int, list[dict[str, str]]]:
     """Runs pytest with the plugin on one file of tests; its exit code and what was written."""
-    file = folder / "test_it.py"
+    deadline = time.time() + 1000
+    file = folder / f"{folder.name}.py"  # a module of its own in this process
     file.write_text(text)
     outcomes = folder / "outcomes.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite.pytest_outcomes", "-q"]
+    command = [*("-p", "benchmarks.suite.pytest_outcomes", "-p", "no:cacheprovider", "-q")]
     command += ["--outcomes", str(outcomes), "--deadline", str(deadline)]
-    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), str(file)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command += ["-c", os.devnull, "--rootdir", str(folder), "--import-mode", "importlib", str(file)]
+    if not apart:
+        return int(pytest.main(command)), entries(outcomes)
+    done = run_python("-m", "pytest", *command, cwd=folder, status=None)
     return done.returncode, entries(outcomes)
 
 
@@ -59,8 +53,7 @@ def test_last(): pass
 def test_each_outcome_is_written_at_once_and_a_lost_process_goes_on_behind_it(
     tmp_path: Path,
 ) -> None:
-    late = time.time() + 1000
-    code, found = pytest_run(tmp_path, TESTS, late)
+    code, found = pytest_run(tmp_path, TESTS, apart=True)
     assert code == 9
     first = {
         "test_right": "passed", "test_wrong": "failed", "test_other": "skipped",
@@ -68,12 +61,15 @@ def test_each_outcome_is_written_at_once_and_a_lost_process_goes_on_behind_it(
     }  # fmt: skip
     assert outcomes_in(found) == first
     assert found[-1]["event"] == "begin"
-    code, found = pytest_run(tmp_path, TESTS, late)
+    code, found = pytest_run(tmp_path, TESTS)
     assert code == 0
     assert outcomes_in(found) == {**first, "test_last": "passed"}
 
 
-def test_tests_behind_the_deadline_do_not_run_and_are_known(tmp_path: Path) -> None:
+def test_tests_behind_the_deadline_do_not_run_and_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", time.time)  # and comes back behind this test
     # The first test moves the clock behind the deadline.
     text = """
 import time
@@ -81,23 +77,14 @@ def test_a(): time.time = lambda: 1e12
 def test_b(): pass
 def test_c(): pass
 """
-    _, found = pytest_run(tmp_path, text, time.time() + 1000)
+    _, found = pytest_run(tmp_path, text)
     assert outcomes_in(found) == {"test_a": "passed"}
     (collected,) = (e["tests"] for e in found if e["event"] == "collected")
     assert len(collected) == 3
 
 
 def test_the_part_counts_outcomes_and_lists_what_was_lost_or_left_out(tmp_path: Path) -> None:
-    context = Context(
-        device=Device(),
-        writer=Writer(tmp_path, Stamp("1", "c", "emulator", "g", "d", "v"), "correctness"),
-        journal=Journal(tmp_path / "journal.jsonl"),
-        budget=Budget(1e12),
-        out=tmp_path,
-        work=tmp_path,
-        run="1",
-        tiny=True,
-    )
+    context = context_in(tmp_path, part="correctness")
     found = [
         {"event": "collected", "tests": ["a", "b", "c", "d", "e"]},
         {"event": "begin", "step": "a"},
@@ -126,15 +113,8 @@ def test_the_exit_code_for_a_restart_is_none_of_pytest() -> None:
 @pytest.mark.slow
 def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
     # More time than `make gpu PART=dry` has, because other tests run beside this one.
-    command = [sys.executable, "benchmarks/gpu.py", "--part", "dry", "--minutes", "15"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    options = ("--part", "dry", "--minutes", 15, "--out", tmp_path)
+    done = run_python("benchmarks/gpu.py", *options)
     assert "A DRY RUN" in done.stdout
     for part in PARTS:
         assert f"{part.name:<12} done" in done.stdout

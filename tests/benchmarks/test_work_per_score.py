@@ -45,28 +45,17 @@ def target(head_dim: int, loop: str, *, backward: bool = False) -> float:
 
 
 @needs_nvdisasm
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("head_dim", [slow(64), 128])
-def test_full_tiles_take_less_work_per_score_than_the_better_rival(head_dim: int) -> None:
-    full = work("full", head_dim)
-    assert full.per_score(full.full) <= target(head_dim, "full")
-
-
-@needs_nvdisasm
-@pytest.mark.parametrize("head_dim", [slow(64), 128])
-def test_causal_tiles_do_too_unmasked_and_mixed(head_dim: int) -> None:
-    causal = work("causal", head_dim)
-    assert causal.per_score(causal.full) <= target(head_dim, "unmasked")
-    assert causal.per_score(causal.full, causal.mask) <= target(head_dim, "mixed")
-
-
-@needs_nvdisasm
-@pytest.mark.parametrize("head_dim", [slow(64), 128])
-def test_so_do_the_tiles_of_the_backward_pass(head_dim: int) -> None:
-    full, causal = work("backward, full", head_dim), work("backward, causal", head_dim)
-    assert full.per_score(full.full) <= target(head_dim, "full", backward=True)
-    assert causal.per_score(causal.full) <= target(head_dim, "full", backward=True)
+def test_tiles_take_less_work_per_score_than_those_of_the_better_rival(
+    head_dim: int, backward: bool
+) -> None:
+    prefix, unmasked = ("backward, ", "full") if backward else ("", "unmasked")
+    full, causal = work(f"{prefix}full", head_dim), work(f"{prefix}causal", head_dim)
+    assert full.per_score(full.full) <= target(head_dim, "full", backward=backward)
+    assert causal.per_score(causal.full) <= target(head_dim, unmasked, backward=backward)
     mixed = causal.per_score(causal.full, causal.mask)
-    assert mixed <= target(head_dim, "mixed", backward=True)
+    assert mixed <= target(head_dim, "mixed", backward=backward)
 
 
 @needs_nvdisasm
@@ -170,7 +159,7 @@ def gate(built: Build) -> None:
 
 def test_an_accumulator_read_too_early_is_a_warning() -> None:
     """So that no warning, in the gate, means that the products do run behind the softmax."""
-    built = BY_NAME["full"].built(64)
+    built = BY_NAME["full"].built(128)
     begins = "        start_output(v.index);\n        release_tensor_cores();"
     assert built.source.text.count(begins) == 1
     text = built.source.text.replace(begins, f"        s[0][0][0] += 1.0f;\n{begins}")
@@ -179,23 +168,10 @@ def test_an_accumulator_read_too_early_is_a_warning() -> None:
     assert any("wgmma" in line and "serialized" in line for line in binary.warnings)
 
 
-def gated(head_dim: int, mask: str, *, softcap: bool, dropout: bool, backward: bool) -> None:
-    spec = "softcap" if softcap else mask
-    gate(Variant("", spec, mask, dropout, backward).built(head_dim))
-
-
 @needs_nvdisasm
-@pytest.mark.parametrize(
-    ("head_dim", "mask", "backward"),
-    [
-        (64, "causal", False),
-        slow(64, "causal", True),
-        slow(128, "full", False),
-        (128, "full", True),
-    ],
-)
-def test_the_machine_code_is_as_planned(head_dim: int, mask: str, backward: bool) -> None:
-    gated(head_dim, mask, softcap=head_dim == 64, dropout=False, backward=backward)
+@pytest.mark.parametrize("name", ["causal", "backward, full"])
+def test_the_machine_code_is_as_planned(name: str) -> None:
+    gate(BY_NAME[name].built(128))
 
 
 @pytest.mark.slow
@@ -208,7 +184,8 @@ def test_the_machine_code_is_as_planned(head_dim: int, mask: str, backward: bool
 def test_the_machine_code_is_as_planned_everywhere(
     head_dim: int, mask: str, softcap: bool, dropout: bool, backward: bool
 ) -> None:
-    gated(head_dim, mask, softcap=softcap, dropout=dropout, backward=backward)
+    spec = "softcap" if softcap else mask
+    gate(Variant("", spec, mask, dropout, backward).built(head_dim))
 
 
 @pytest.mark.slow

@@ -42,13 +42,11 @@ def test_a_second_compile_comes_from_memory_and_a_later_process_from_disk(
     assert loaded.from_cache
     assert same(first, again)
     assert same(first, loaded)
-    assert first.folder is not None
     assert first.folder.is_relative_to(fresh_cache)
 
 
 def test_an_entry_holds_source_cubin_ptx_and_what_the_compiler_said(fresh_cache: Path) -> None:
     binary = build(SPILLING, "spilling")
-    assert binary.folder is not None
     files = {path.name for path in binary.folder.iterdir()}
     assert files == {"spilling.cu", "spilling.cubin", "spilling.ptx", "meta.json"}
     assert (binary.folder / "spilling.cu").read_text() == SPILLING
@@ -133,7 +131,6 @@ def test_a_damaged_entry_is_compiled_again_with_a_note(
     fresh_cache: Path, damage: Callable[[Path], None], says: str
 ) -> None:
     first = build()
-    assert first.folder is not None
     damage(first.folder)
     forget()
     with pytest.warns(CacheWarning, match=says) as notes:
@@ -148,7 +145,6 @@ def test_a_damaged_entry_is_compiled_again_with_a_note(
 
 def test_a_flipped_bit_in_a_cubin_never_reaches_the_caller(fresh_cache: Path) -> None:
     first = build()
-    assert first.folder is not None
     data = bytearray(first.cubin)
     data[len(data) // 2] ^= 1
     (first.folder / "toy.cubin").write_bytes(data)
@@ -159,8 +155,6 @@ def test_a_flipped_bit_in_a_cubin_never_reaches_the_caller(fresh_cache: Path) ->
 
 def test_an_entry_copied_under_another_key_is_not_believed(fresh_cache: Path) -> None:
     first, other = build(), build(arch="sm_86")
-    assert first.folder is not None
-    assert other.folder is not None
     for path in first.folder.iterdir():
         (other.folder / path.name).write_bytes(path.read_bytes())
     forget()
@@ -237,7 +231,7 @@ def _one_of_many(root: str, start: Any, results: Any) -> None:
 
 def test_many_processes_compile_a_missing_kernel_once(fresh_cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    count = 4
+    count = 3
     start, results = context.Barrier(count), context.Queue()
     processes = [
         context.Process(target=_one_of_many, args=(str(fresh_cache), start, results))
@@ -249,7 +243,7 @@ def test_many_processes_compile_a_missing_kernel_once(fresh_cache: Path) -> None
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
-    assert sorted(from_cache for from_cache, _ in answers) == [False, True, True, True]
+    assert sorted(from_cache for from_cache, _ in answers) == [False, True, True]
     assert len({cubin for _, cubin in answers}) == 1
     assert len(cache.entries(fresh_cache)) == 1
 
@@ -286,8 +280,6 @@ def test_a_failed_compilation_is_not_kept(fresh_cache: Path) -> None:
 
 def test_entries_are_listed_last_used_first(fresh_cache: Path) -> None:
     old, new = build(), build(arch="sm_90")
-    assert old.folder is not None
-    assert new.folder is not None
     os.utime(old.folder / "meta.json", (1, 1))
     listed = cache.entries(fresh_cache)
     assert [(entry.kernel, entry.arch) for entry in listed] == [("toy", "sm_90"), ("toy", "sm_80")]
@@ -304,7 +296,6 @@ def test_prune_removes_the_old_the_damaged_and_what_does_not_fit(fresh_cache: Pa
     folders = []
     for days, arch in enumerate(["sm_80", "sm_86", "sm_89", "sm_90"]):
         folder = build(arch=arch).folder
-        assert folder is not None
         folders.append(folder)
         then = time.time() - days * 86_400 - 60
         os.utime(folder / "meta.json", (then, then))
@@ -318,7 +309,6 @@ def test_prune_removes_the_old_the_damaged_and_what_does_not_fit(fresh_cache: Pa
 
 def test_what_a_killed_process_left_is_never_read_and_swept_later(fresh_cache: Path) -> None:
     first = build()
-    assert first.folder is not None
     left = fresh_cache / "tmp-abc"
     left.mkdir()
     (left / "toy.cubin").write_bytes(first.cubin[:100])

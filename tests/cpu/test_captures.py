@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ from flashgen.dtypes import TENSOR_DTYPES
 from flashgen.language import trace_score
 from flashgen.language.spec import AttentionSpec
 from tests.cpu.test_memory import Bytes
-from tests.support.captured import K_OFFSET, Q_OFFSET, VARIANTS, Variant
+from tests.support.captured import K_OFFSET, Q_OFFSET, VARIANTS
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
-from tests.support.tiled_calls import arguments, both, forward
+from tests.support.tiled_calls import arguments, both, forward, gradients_are_derivatives
 
 Tensor = torch.Tensor
 STATE = (1234567, 89)
@@ -36,56 +36,20 @@ SHAPES = {
 }
 
 
-class Tiled(torch.autograd.Function):
-    """The two passes as one differentiable function of q, k, v and the learnable tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        spec: AttentionSpec,
-        options: cpu.TileArguments,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *learned: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        names = [tensor.name for tensor in spec.tensors if tensor.grad]
-        tensors = {**options.tensors, **dict(zip(names, learned, strict=True))}
-        ctx.spec, ctx.options = spec, replace(options, tensors=tensors)
-        out, lse = cpu.forward(spec, q, k, v, ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        outputs = OutputGradients(out, lse, dout, dlse)
-        gradients = cpu.backward(ctx.spec, q, k, v, outputs, ctx.options)
-        return None, None, *gradients
-
-
-def checked(variant: Variant, case: Case, options: dict[str, Any], *, fast: bool) -> None:
-    """gradcheck of everything that has a gradient, with tiles of 4 x 6 that leave odd ends."""
+def checked(name: str, case: Case, options: dict[str, Any], *, fast: bool) -> bool:
+    variant = VARIANTS[name]
     spec, tensors = variant.spec(dropout="rng" in options), variant.tensors(case)
-    names = [tensor.name for tensor in spec.tensors if tensor.grad]
-    operands = [x.double() for x in case.tensors(3)]
-    given = arguments(spec, operands[0], tensors=tensors, block_q=4, block_k=6, **options)
-    leaves = [x.requires_grad_() for x in (*operands, *(tensors[name] for name in names))]
-
-    def finite(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = Tiled.apply(spec, given, *inputs)
-        return out, torch.where(lse.isfinite(), lse, 0)
-
-    assert torch.autograd.gradcheck(finite, leaves, fast_mode=fast)
+    return gradients_are_derivatives(spec, case, tensors, fast=fast, **options)
 
 
-@pytest.mark.parametrize("options", [{}, OFFSETS | DROPOUT], ids=["plain", "offsets and dropout"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "options"), one_in(2, itertools.product(SHAPES, [{}, OFFSETS | DROPOUT]), first=1)
+)
 @pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_gradients_are_the_derivative_along_random_directions(
     name: str, shape: str, options: dict[str, Any]
 ) -> None:
-    checked(VARIANTS[name], SHAPES[shape], options, fast=True)
+    assert checked(name, SHAPES[shape], options, fast=True)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +64,10 @@ def test_gradients_are_the_derivative_along_random_directions(
 def test_every_element_of_the_gradients_is_the_derivative(
     name: str, options: dict[str, Any]
 ) -> None:
-    checked(VARIANTS[name], Case(5, 7, 1, 2, 1, "float32", 8), options, fast=False)
+    assert checked(name, Case(5, 7, 1, 2, 1, "float32", 8), options, fast=False)
 
 
-@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("block", [slow(None), 32])
 @pytest.mark.parametrize("dtype", one_in(3, ["float16", "bfloat16", "float32"]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_agrees_with_the_oracle(name: str, dtype: str, block: int | None) -> None:
@@ -225,9 +189,7 @@ def test_an_index_may_be_an_element_or_a_rounded_score() -> None:
     i = fg.Tensor("i", ("m",), "uint8")
     spec = spec_of(None, lambda s, b, h, q, k: s + x[i[k] - q] * x[fg.floor(3 * s)])
     case = Case(9, 11, 1, 2, 1, "float32", 8)
-    q, k, v, dout = (
-        torch.nn.functional.pad(t, (0, 0)).double() for t in (*case.tensors(), case.tensors(5)[0])
-    )
+    q, k, v, dout = (t.double() for t in (*case.tensors(), case.tensors(5)[0]))
     tensors = {"x": torch.arange(7.0).double(), "i": torch.tensor([200, 3, 0], dtype=torch.uint8)}
     found = both(spec, q, k, v, dout, tensors=tensors, block_q=4, block_k=6)
     expected = reference.gradients(spec, q, k, v, dout, tensors=tensors)
@@ -414,6 +376,7 @@ def test_equal_calls_give_equal_bits(threads: int) -> None:
 def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(chunks, "ELEMENTS", 1 << 16)
     monkeypatch.setattr(chunks, "MOST_ELEMENTS", chunks.ELEMENTS)
     document, table = (
         fg.Tensor("document", ("batch", "n"), "int32"),
@@ -424,7 +387,7 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
         lambda s, b, h, q, k: s * fg.sigmoid(table[q - k]),
     )
     peaks = []
-    for n in (1024, 2048, 4096):
+    for n in (512, 1024, 2048):
         q, k, v = Case(n, n, 1, 2, 1, "float32", 8).tensors()
         ids = (torch.arange(n) // (n // 4)).int()[None]
         given = arguments(spec, q, tensors={"document": ids, "table": torch.randn(n)})
@@ -436,4 +399,4 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     # Over two doublings: of the sizes between, one may be the first that needs another tile of the
     # workspace. Squares would be sixteen times larger.
     assert peaks[-1] < 2.2**2 * peaks[0], peaks
-    assert peaks[-1] < 12 * 4 * 2 * 4096 * 8 + 10 * 8 * chunks.budget(), peaks
+    assert peaks[-1] < 12 * 4 * 2 * 2048 * 8 + 10 * 8 * chunks.budget(), peaks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import flashgen as fg
@@ -16,7 +16,7 @@ from flashgen import language
 from flashgen.cpu.mods import compiled
 from flashgen.errors import SpecError
 from flashgen.language import SCORE, B, H, K, Q, trace_mask, trace_score
-from tests.analysis.test_property import environment, mask_of
+from tests.analysis.test_property import SETTINGS, environment, mask_of
 from tests.support.expr_trees import (
     FLOATS,
     MASKS,
@@ -28,13 +28,7 @@ from tests.support.expr_trees import (
     traced,
 )
 
-SETTINGS = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-POSITIONS = range(-9, 10)
+POSITIONS = range(-5, 6)
 
 
 def tensors(values: dict[Any, Any], real: torch.dtype) -> dict[Any, torch.Tensor]:

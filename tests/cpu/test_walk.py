@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +23,7 @@ from flashgen.cpu.problem import ChunkScores
 from flashgen.errors import SpecError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.planner import plan_backward
+from tests.analysis.test_property import SETTINGS
 from tests.cpu.test_attention import gradient_of, spec_of
 from tests.support.examples import SPECS, values_of
 from tests.support.expr_trees import MASKS, SCALARS, SIZES, VALUES, traced
@@ -165,12 +166,7 @@ def test_masks_by_head_are_classified_for_all_heads_together(masks: list[int]) -
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=80,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+@settings(SETTINGS, max_examples=50)
 @given(
     tree=MASKS,
     values=VALUES,

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
+from tests.support.paths import ROOT
 
 
 def code_blocks() -> ModuleType:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
+from tests.support.paths import ROOT
 
-ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 DOCS = ROOT / "docs"
 FOLDERS = "flashgen|templates|tests|docs|specs|generated|benchmarks|examples"
 

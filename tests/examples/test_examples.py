@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 FOLDER = ROOT / "examples"
 
@@ -52,15 +51,7 @@ def test_the_tokenizer_splits_as_bert_s_does(tokenizer, text, pieces):
 @needs_model
 @pytest.mark.timeout(300)
 def test_minilm_embeds_the_same_with_the_emitted_kernel():
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "minilm.py")],
-        capture_output=True,
-        text=True,
-        cwd=FOLDER.parent,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(FOLDER / "minilm.py")
     assert "flashgen's kernel" in done.stdout
     found = re.search(r"largest difference (\S+), allowed 2e-03: pass", done.stdout)
     assert found, done.stdout

@@ -5,6 +5,7 @@ The reference runs on the GPU too. Each test goes through many cases and lists t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -90,6 +91,15 @@ compiled_ahead = kernels_ahead(
 )
 
 
+def all_right(rows: Iterable[tuple[Path, Case, Mode]], **offsets: int) -> None:
+    failures = gpu.Failures()
+    for path, case, mode in rows:
+        label = f"{path.stem} {case.id} {mode} {offsets or ''}"
+        with failures.case(label):
+            failures.add(label, problem(path, case, mode, **offsets).wrong())
+    failures.tell()
+
+
 @pytest.mark.parametrize(
     ("path", "kind", "cases"),
     [pytest.param(*row, id=f"{row[0].stem}-{row[1][0]}-d{row[1][1]}") for row in COVERING],
@@ -97,12 +107,7 @@ compiled_ahead = kernels_ahead(
 def test_every_spec_meets_the_error_rule_at_every_length(
     path: Path, kind: tuple[str, int], cases: list[tuple[Case, Mode]]
 ) -> None:
-    failures = gpu.Failures()
-    for case, mode in cases:
-        label = f"{path.stem} {case.id} {mode}"
-        with failures.case(label):
-            failures.add(label, problem(path, case, mode).wrong())
-    failures.tell()
+    all_right((path, *one) for one in cases)
 
 
 @pytest.mark.parametrize(
@@ -115,25 +120,14 @@ def test_long_sequences_meet_the_error_rule(name: str, case: Case, mode: Mode) -
 
 
 def test_values_may_be_longer_or_shorter_than_keys() -> None:
-    failures = gpu.Failures()
-    for case, mode in UNEQUAL:
-        label = f"{case.id} {mode}"
-        with failures.case(label):
-            failures.add(label, problem(CAUSAL, case, mode).wrong())
-    failures.tell()
+    all_right((CAUSAL, *one) for one in UNEQUAL)
 
 
-def test_offsets_shift_the_positions_that_mods_see() -> None:
-    failures = gpu.Failures()
-    for number, path in enumerate(PATHS):
-        for turn, (q_offset, k_offset) in enumerate(OFFSETS):
-            mode = MODES[(turn_of(number) + turn) % len(MODES)]
-            label = f"{path.stem} offsets {q_offset} {k_offset} {mode}"
-            with failures.case(label):
-                case = Case(113, 203, 1, 4, 2)
-                one = problem(path, case, mode, q_offset=q_offset, k_offset=k_offset)
-                failures.add(label, one.wrong())
-    failures.tell()
+@pytest.mark.parametrize(("turn", "offsets"), enumerate(OFFSETS))
+def test_offsets_shift_the_positions_that_mods_see(turn: int, offsets: tuple[int, int]) -> None:
+    modes = [MODES[(turn_of(number) + turn) % len(MODES)] for number in range(len(PATHS))]
+    rows = [(path, Case(113, 203, 1, 4, 2), mode) for path, mode in zip(PATHS, modes, strict=True)]
+    all_right(rows, q_offset=offsets[0], k_offset=offsets[1])
 
 
 def shifted(tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -56,20 +56,29 @@ compiled_ahead = kernels_ahead(
 IDS = [f"{name}-{case.id}-p={p}" for name, case, p in PROBLEMS]
 
 
-def repeated(one: Problem, check: Callable[[int, tuple[Tensor, ...]], None]) -> gpu.Neighbour:
-    """Runs a problem `REPEATS` times beside other work; nothing waits for the GPU in between."""
+def repeated(one: Problem) -> tuple[tuple[Tensor, ...], float, dict[str, int]]:
+    """Runs a problem `REPEATS` times beside other work; nothing waits for the GPU in between.
+
+    Returns:
+        The first results, the largest distance of another dq from the first, and in how many
+        repeats each result had other bits.
+    """
+    first = one.results()
+    differs = torch.zeros(REPEATS, 5, dtype=torch.bool, device=gpu.DEVICE)
+    distance = torch.zeros(REPEATS, device=gpu.DEVICE)
     neighbour = gpu.Neighbour()
     call = one.operator()
     for turn in range(REPEATS):
         neighbour.feed()
-        check(turn, call())
+        again = call()
+        for place, (before, now) in enumerate(zip(first, again, strict=True)):
+            differs[turn, place] = (bits(before) != bits(now)).any()
+        distance[turn] = (first[2].float() - again[2].float()).abs().max()
     neighbour.feed()
-    return neighbour
-
-
-def assert_was_busy(neighbour: gpu.Neighbour) -> None:
+    found = dict(zip(NAMES, differs.sum(dim=0).tolist(), strict=True))
     share = neighbour.met / neighbour.fed
     assert share > 0.5, f"the neighbour was at work in {share:.0%} of the repeats only"
+    return first, float(distance.max()), found
 
 
 @pytest.mark.parametrize(("name", "case", "p"), PROBLEMS, ids=IDS)
@@ -77,42 +86,19 @@ def test_deterministic_results_are_the_same_bits_every_time(
     name: str, case: Case, p: float
 ) -> None:
     one = problem(path_of(name), case, Mode(p, True))
-    first = one.results()
-    differs = torch.zeros(REPEATS, 5, dtype=torch.bool, device=gpu.DEVICE)
-
-    def check(turn: int, again: tuple[Tensor, ...]) -> None:
-        for place, (before, now) in enumerate(zip(first, again, strict=True)):
-            differs[turn, place] = (bits(before) != bits(now)).any()
-
-    neighbour = repeated(one, check)
-    found = differs.sum(dim=0).tolist()
-    assert not any(found), (
-        f"repeats of {REPEATS} that differ: {dict(zip(NAMES, found, strict=True))}"
-    )
-    assert_was_busy(neighbour)
+    _, _, found = repeated(one)
+    assert not any(found.values()), f"repeats of {REPEATS} that differ: {found}"
 
 
 @pytest.mark.parametrize(("name", "case", "p"), PROBLEMS[:4], ids=IDS[:4])
 def test_with_atomics_only_dq_differs_and_by_rounding_only(name: str, case: Case, p: float) -> None:
     """Sums in another order: in half precision one last step of dq, in float32 one per tile."""
     one = problem(path_of(name), case, Mode(p, False))
-    first = one.results()
-    differs = torch.zeros(REPEATS, 5, dtype=torch.bool, device=gpu.DEVICE)
-    distance = torch.zeros(REPEATS, device=gpu.DEVICE)
-
-    def check(turn: int, again: tuple[Tensor, ...]) -> None:
-        for place, (before, now) in enumerate(zip(first, again, strict=True)):
-            differs[turn, place] = (bits(before) != bits(now)).any()
-        distance[turn] = (first[2].float() - again[2].float()).abs().max()
-
-    neighbour = repeated(one, check)
-    found = dict(zip(NAMES, differs.sum(dim=0).tolist(), strict=True))
+    first, distance, found = repeated(one)
     del found["dq"]
     assert not any(found.values()), f"repeats of {REPEATS} that differ: {found}"
     steps = 4 if first[2].dtype != torch.float32 else 4 + case.seq_k / 16
-    allowed = steps * roundoff(first[2].dtype) * float(first[2].abs().max())
-    assert float(distance.max()) <= allowed
-    assert_was_busy(neighbour)
+    assert distance <= steps * roundoff(first[2].dtype) * float(first[2].abs().max())
 
 
 # ---- buffers -------------------------------------------------------------------------------------

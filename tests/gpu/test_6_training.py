@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import reference
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import Mode, Problem, path_of, problem
+from tests.support.judged import judge_forward
 from tests.support.shapes import Case
 
 Tensor = torch.Tensor
@@ -96,12 +96,7 @@ def test_one_compiled_graph_serves_other_lengths_and_other_dropout() -> None:
         q = one.q[:, :, :length].clone()
         rng = one.numbers["rng"] + length
         out, lse = run(q, one.k, one.v, p, rng)
-        numbers = {"dropout_p": p, "rng": rng}
-        exact = reference.attention(one.spec, q, one.k, one.v, **numbers)
-        same = reference.same_dtype(one.spec, q, one.k, one.v, **numbers)
-        for got, ref, ordinary in zip((out, lse), exact, same, strict=True):
-            verdict = reference.compare(got, ref, ordinary)
-            assert verdict.ok, f"length {length}, p {p}: {verdict}"
+        judge_forward((out, lse), one.spec, q, one.k, one.v, dropout_p=p, rng=rng)
     assert compiles.frame_count == 1
 
 

@@ -6,9 +6,6 @@ not show which codes a real driver gives, nor that the device works afterwards.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +19,7 @@ from flashgen.errors import FlashgenError, InputError, LaunchError
 from tests.support import gpu_device as gpu
 from tests.support.fake_driver import FakeDriver
 from tests.support.gpu_problems import RNG, Mode, Problem, path_of, problem
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.shapes import Case
 
 
@@ -150,23 +147,17 @@ def failing(call: str, code: int) -> FakeDriver | None:
     return FakeDriver(smem=232_448, fail={call: code}) if gpu.DRY else None
 
 
-def test_a_damaged_cubin_is_an_error_of_the_driver_in_words(one: Problem) -> None:
+@pytest.mark.parametrize("damage", ["cubin", "kernel"])
+def test_a_damaged_binary_is_an_error_of_the_driver_in_words(one: Problem, damage: str) -> None:
     good = of_forward(one)
-    damaged = replace(good.binary, cubin=good.binary.cubin[:1000], key="damaged")
+    changes, failure, where = {
+        "cubin": ({"cubin": good.binary.cubin[:1000]}, ("cuModuleLoadData", 209), "loading"),
+        "kernel": ({"kernel": "no_such"}, ("cuModuleGetFunction", 999), "no_such"),
+    }[damage]
+    binary = replace(good.binary, **changes, key=damage)
     with pytest.raises(LaunchError, match="CUDA_ERROR") as caught:
-        replace(good, binary=damaged).load(failing("cuModuleLoadData", 209))
-    assert "loading" in caught.value.where
-    assert not one.wrong()
-
-
-def test_a_kernel_that_is_not_in_the_binary_is_an_error_of_the_driver_in_words(
-    one: Problem,
-) -> None:
-    good = of_forward(one)
-    other = replace(good.binary, kernel="no_such_kernel", key="other")
-    with pytest.raises(LaunchError, match="CUDA_ERROR") as caught:
-        replace(good, binary=other).load(failing("cuModuleGetFunction", 999))
-    assert "no_such_kernel" in caught.value.where
+        replace(good, binary=binary).load(failing(*failure))
+    assert where in caught.value.where
     assert not one.wrong()
 
 
@@ -203,12 +194,6 @@ def lose_the_device() -> None:
 
 def test_a_kernel_that_leaves_its_buffers_is_told_at_the_next_launch() -> None:
     """In a process of its own, which loses the device by it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import tests.gpu.test_7_errors as t; t.lose_the_device()"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = "import tests.gpu.test_7_errors as t; t.lose_the_device()"
+    done = run_python("-c", program, status=None)
     assert "told" in done.stdout, done.stderr[-2000:]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,11 @@ import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language import SCORE, K, Q
 from flashgen.language.spec_file import load
+from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
+from tests.support.processes import run_python
 
 HERE = from_root(__file__)
-SPECS = sorted((ROOT / "specs").glob("*.py"))
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -151,7 +149,6 @@ def with_decorator(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def test_the_text_of_a_function_is_kept_as_written() -> None:
     line = fg.AttentionSpec(mask_mod=with_decorator).mask_line
-    assert line is not None
     assert line.file == HERE
     source = Path(__file__).read_text().splitlines()
     assert source[line.line - 1] == "@decorated"
@@ -163,8 +160,6 @@ def test_each_lambda_of_a_line_has_its_own_text() -> None:
     # fmt: off
     first, second = fg.AttentionSpec(lambda b, h, q, k: q >= k), fg.AttentionSpec(lambda b, h, q, k: q > k)  # noqa: E501
     # fmt: on
-    assert first.mask_line is not None
-    assert second.mask_line is not None
     assert first.mask_line.text == "lambda b, h, q, k: q >= k"
     assert second.mask_line.text == "lambda b, h, q, k: q > k"
 
@@ -178,7 +173,6 @@ def test_a_lambda_inside_a_call_has_only_its_own_text() -> None:
         ),
         dtype="float32",
     )  # fmt: skip
-    assert spec.mask_line is not None
     text = spec.mask_line.text
     assert text.startswith("lambda b, h, q, k: (")
     assert "dtype" not in text
@@ -189,7 +183,6 @@ def test_a_nested_function_is_dedented() -> None:
         return q > k
 
     line = fg.AttentionSpec(mask_mod=inner).mask_line
-    assert line is not None
     assert line.text.splitlines()[1] == "    return q > k"
 
 
@@ -197,7 +190,6 @@ def test_code_without_a_file_is_shown_as_its_expression() -> None:
     names: dict[str, Any] = {}
     exec("def mod(b, h, q, k):\n    return (q >= k) & (q - k < 8)\n", names)
     line = fg.AttentionSpec(mask_mod=names["mod"]).mask_line
-    assert line is not None
     assert line.text == "(q >= k) & (q - k < 8)"
     assert line.file == "<string>"
 
@@ -215,7 +207,6 @@ def test_partials_and_callable_objects_are_read() -> None:
     for mod in (Window(), functools.partial(window, 8)):
         spec = fg.AttentionSpec(mask_mod=mod)
         assert spec.mask == (Q - K < 8)
-        assert spec.mask_line is not None
         assert "return q - k <" in spec.mask_line.text
 
 
@@ -287,7 +278,6 @@ def test_paths_are_the_same_from_every_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = load(ROOT / "specs" / "causal.py").mask_line
-    assert line is not None
     assert line.file == "specs/causal.py"
 
 
@@ -300,7 +290,6 @@ def test_a_loose_file_is_shown_by_its_bare_name(
     )
     monkeypatch.chdir(ROOT)
     line = load(file).mask_line
-    assert line is not None
     assert line.file == "loose.py"
 
 
@@ -324,14 +313,8 @@ for file in sorted(Path(sys.argv[1]).glob("*.py")):
 
 def test_the_same_specs_give_the_same_text_in_every_process() -> None:
     texts = set()
-    for seed in ("0", "1", "77"):
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT_ALL, str(ROOT / "specs")],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+    for seed in ("0", "77"):
+        done = run_python("-c", PRINT_ALL, ROOT / "specs", PYTHONHASHSEED=seed)
         texts.add(done.stdout)
     assert len(texts) == 1
     assert str(ROOT) not in texts.pop()

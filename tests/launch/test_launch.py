@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,8 @@ from flashgen.compile import Binary, compile
 from flashgen.errors import LaunchError
 from flashgen.launch.device import first_device
 from tests.support.compile_sources import STACKED, TOY
-from tests.support.fake_driver import PRIMARY, FakeDriver
-from tests.support.paths import ROOT
+from tests.support.fake_driver import PRIMARY, FakeDriver, Field
+from tests.support.processes import run_python
 
 CTYPES: dict[str, Any] = {
     "pointer": ctypes.c_void_p,
@@ -28,12 +26,6 @@ CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "float32": ctypes.c_float,
 }
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    ctype: str
 
 
 def fields(*kinds: str) -> list[Field]:
@@ -322,14 +314,7 @@ for ask in (launch.device_arch, lambda: launch.load(None)):
     except LaunchError as error:
         print(error.what, "|", error.numbers, "|", error.way_out)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    done = run_python("-c", program)
     first, *others = done.stdout.splitlines()
     assert first.startswith("no NVIDIA driver is installed")
     assert len(others) == 2

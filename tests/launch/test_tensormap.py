@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from flashgen import launch as gpu
 from flashgen.errors import LaunchError
 from flashgen.tensormap import ELEMENT_BYTES, TensorMapSpec
-from tests.support.fake_driver import FakeDriver, Result
+from tests.support.fake_driver import FakeDriver, Field, Result
 
 SPEC = TensorMapSpec("bfloat16", (128, 1000, 16), (256, 256_000), (64, 128, 1), 128)
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    ctype: str
 
 
 def test_the_driver_is_asked_innermost_dimension_first() -> None:

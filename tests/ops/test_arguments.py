@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,17 +16,9 @@ from flashgen.errors import LaunchError
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check, run_backward, run_forward
 from flashgen.planner import plan_backward
-from flashgen.runtime import backends, bound_kernel
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
-from tests.support.fake_driver import FakeDriver
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    ctype: str
-
+from tests.support.fake_driver import Field, unpacked
 
 window, slope, on = (
     fg.Scalar("window", "int32"),
@@ -53,18 +44,10 @@ def tensors():
     }
 
 
-def numbers(p=0.25):
-    t = tensors()
-    problem = check(
-        SPEC,
-        *(t[name] for name in "qkv"),
-        scale=None,
-        q_offset=3,
-        k_offset=-2,
-        scalars=GIVEN,
-        dropout_p=p,
-        rng=torch.tensor([1, 2]),
-    )
+def numbers(p=0.25, **more):
+    t = tensors() | more
+    call = {"scale": None, "q_offset": 3, "k_offset": -2, "scalars": GIVEN, "dropout_p": p}
+    problem = check(SPEC, *(t[name] for name in "qkv"), **call, rng=torch.tensor([1, 2]))
     return numbers_of(problem, t)
 
 
@@ -81,12 +64,7 @@ def test_numbers_have_the_names_of_the_kernels_fields():
 
 def test_an_axis_of_length_1_has_no_stride():
     q = torch.zeros(128).half().as_strided((1, 1, 8, 16), (3, 5, 16, 1))
-    problem = check(
-        SPEC.replace(mask_mod=None, score_mod=None),
-        q, q, q,
-        scale=None, q_offset=0, k_offset=0, scalars={},
-    )  # fmt: skip
-    found = numbers_of(problem, {"q": q})
+    found = numbers(q=q, k=q, v=q)
     assert (found["q_stride_b"], found["q_stride_h"], found["q_stride_n"]) == (0, 0, 16)
 
 
@@ -144,12 +122,7 @@ def test_every_field_of_every_kernel_is_known(role):
     params = params_of(SPEC, role)
     t = tensors()
     rest = {"o": t["q"], "do": t["q"], "dq": t["q"], "dk": t["k"], "dv": t["v"]}
-    problem = check(
-        SPEC,
-        *(t[name] for name in "qkv"),
-        scale=None, q_offset=0, k_offset=0, scalars=GIVEN,
-    )  # fmt: skip
-    arguments = KernelArguments(params, numbers_of(problem, {**t, **rest}))
+    arguments = KernelArguments(params, numbers(**rest))
     addresses = range(1, 1 + len(arguments.pointers))
     by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
     assert arguments.packed(addresses) == launch.pack(params, by_name)
@@ -161,26 +134,36 @@ def test_an_unknown_field_is_refused():
     assert "block_mask" in caught.value.where
 
 
+def rows_of_nan(shape, rows_first):
+    dq = torch.full(shape, float("nan")).half()
+    return dq.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else dq
+
+
+def check_sums(shape, plan, rows_first, parts, place, scale):
+    """That `copy_sums` finds each element where ``place`` says; the others are infinite."""
+    dq = rows_of_nan(shape, rows_first)
+    sums = zero_sums(dq, plan)
+    assert sums.shape == (*shape[:2], *parts)
+    assert (sums == 0).all()
+    wanted = torch.randn(shape)
+    for index in torch.cartesian_prod(*map(torch.arange, parts)).tolist():
+        row, column = place(*index)
+        inside = row < shape[2] and column < shape[3]
+        sums[(..., *index)] = wanted[:, :, row, column] if inside else float("inf")
+    copy_sums(sums, plan, dq, scale)
+    assert torch.equal(dq, (wanted * (1 if math.isnan(scale) else scale)).half())
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 16, 8), (1, 2, 37, 24), (2, 1, 5, 16), (1, 1, 64, 40)])
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_sums_in_register_order_become_rows(shape, rows_first):
-    batch, heads, seq, dim = shape
-    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
-    if rows_first:
-        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
     plan = replace(plan_backward(AttentionSpec(head_dim=64)).of_keys, block_q=32)
-    sums = zero_sums(dq, plan)
-    assert sums.shape == (batch, heads, -(-seq // 32) * 2, dim // 8, 4, 8, 4)
-    assert (sums == 0).all()
-    wanted = torch.randn(shape)
-    for r, c, e, a, t in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
-        row, column = 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
-        if row < seq:
-            sums[:, :, r, c, e, a, t] = wanted[:, :, row, column]
-        else:
-            sums[:, :, r, c, e, a, t] = float("inf")
-    copy_sums(sums, plan, dq, math.nan)
-    assert torch.equal(dq, wanted.half())
+    parts = (-(-shape[2] // 32) * 2, shape[3] // 8, 4, 8, 4)
+
+    def place(r, c, e, a, t):
+        return 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
+
+    check_sums(shape, plan, rows_first, parts, place, math.nan)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +171,14 @@ def test_sums_in_register_order_become_rows(shape, rows_first):
 )
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
-    batch, heads, seq, dim = shape
-    dq = torch.full((batch, heads, seq, dim), float("nan")).half()
-    if rows_first:
-        dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
-    hopper = plan_backward(AttentionSpec(head_dim=dim), "sm_90a").of_keys
+    hopper = plan_backward(AttentionSpec(head_dim=shape[3]), "sm_90a").of_keys
     plan = replace(hopper, block_q=2 * together)
-    sums = zero_sums(dq, plan)
-    tiles, strips = -(-seq // (2 * together)) * 2, -(-dim // 16)
-    assert sums.shape == (batch, heads, tiles, strips, together // 8, 8, 4, 2, 2)
-    assert (sums == 0).all()
-    wanted = torch.randn(shape)
-    for r, c, n, a, t, i, e in torch.cartesian_prod(*map(torch.arange, sums.shape[2:])).tolist():
-        row, column = together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
-        inside = row < seq and column < dim
-        sums[:, :, r, c, n, a, t, i, e] = wanted[:, :, row, column] if inside else float("inf")
-    copy_sums(sums, plan, dq, 0.25)
-    assert torch.equal(dq, (wanted * 0.25).half())
+    tiles, strips = -(-shape[2] // (2 * together)) * 2, -(-shape[3] // 16)
+
+    def place(r, c, n, a, t, i, e):
+        return together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
+
+    check_sums(shape, plan, rows_first, (tiles, strips, together // 8, 8, 4, 2, 2), place, 0.25)
 
 
 def test_results_have_the_memory_order_of_their_model():
@@ -220,38 +194,6 @@ def test_results_have_the_memory_order_of_their_model():
     assert moved.transpose(1, 2).is_contiguous()
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A stand-in for a GPU that CPU tensors are on; it records launches."""
-    driver = FakeDriver()
-    monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
-    monkeypatch.setattr(backends, "index_of", lambda device: 0)
-    monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
-    monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
-    load = launch.load
-    monkeypatch.setattr(launch, "load", lambda binary, index: load(binary, index, driver=driver))
-    started = []
-
-    def recording(kernel, grid, block, smem, packed, stream):
-        started.append(
-            SimpleNamespace(kernel=kernel, grid=grid, block=block, packed=packed, stream=stream)
-        )
-        real(kernel, grid, block, smem, packed, stream)
-
-    real = launch.launch
-    monkeypatch.setattr(launch, "launch", recording)
-    return SimpleNamespace(driver=driver, started=started)
-
-
-def given_of(launched, source):
-    """The fields of a packed structure by name."""
-    codes = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
-    text = "@" + "".join(codes[param.ctype] for param in source.params)
-    assert struct.calcsize(text) <= len(launched.packed)
-    names = [param.name for param in source.params]
-    return dict(zip(names, struct.unpack_from(text, launched.packed), strict=True))
-
-
 def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     q, k, v = (torch.randn(2, 2, 40, 16).half() for _ in range(3))
     rng = torch.tensor([5, 6])
@@ -264,7 +206,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     assert launched.stream == 77
     assert launched.grid == run.plan.grid(2, 2, 2, 40, 40, head_bits=1) == (2, 1, 2)
     assert launched.block == (run.plan.threads, 1, 1)
-    given = given_of(launched, run.source)
+    given = unpacked(run.source.params, launched.packed)
     for name, tensor in zip(
         ("q", "k", "v", "o", "lse", "rng"), (q, k, v, run.out, run.lse, rng), strict=True
     ):
@@ -288,7 +230,7 @@ def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
     for launched, report in zip(gpu.started, back.reports, strict=True):
         source = report.kernel.source
         assert launched.kernel.name == source.name
-        given = given_of(launched, source)
+        given = unpacked(source.params, launched.packed)
         for name, tensor in (("q", q), ("k", k), ("v", v), ("o", run.out), ("do", run.out)):
             assert given.get(name, tensor.data_ptr()) == tensor.data_ptr()
         for name in ("dq", "dk", "dv"):

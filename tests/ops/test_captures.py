@@ -177,14 +177,6 @@ def test_contents_are_read_at_every_call():
     assert torch.equal(OP(*qkv, **given, window=2), second)
 
 
-def test_positions_are_global():
-    """A chunk reads the elements of its own positions."""
-    qkv, given = operands(False), captured(learned=False)
-    whole = OP(*qkv, **given, window=2)
-    q, k, v = qkv
-    assert_near(OP(q[:, :, 4:], k, v, **given, window=2, q_offset=4), whole[:, :, 4:])
-
-
 def test_low_level_calls_take_tensors_by_name():
     qkv, given = operands(False), captured()
     options = {"tensors": given, "scalars": {"window": 2}}
@@ -235,30 +227,6 @@ def test_only_tensors_that_require_a_gradient_get_one(call, wanted):
         assert (tensor.grad is not None) == (name in wanted)
         if name in wanted:
             assert_near(tensor.grad, right[name])
-
-
-def test_a_score_that_ignores_q_and_k_trains_its_captures():
-    spec = fg.AttentionSpec(
-        score_mod=lambda s, b, h, q, k: BIAS[h, k] * GATE, head_dim=16, dtype="float32"
-    )
-    qkv, given = operands(), captured()
-    given = {"bias": given["bias"], "gate": given["gate"]}
-    out = fg.attention(spec)(*qkv, **given)
-    out.square().sum().backward()
-    wanted = exact_gradients(qkv, given, 2 * out.detach(), spec=spec, window=None)
-    for name in given:
-        assert given[name].grad.abs().max() > 0
-        assert_near(given[name].grad, wanted[name])
-    assert (qkv[0].grad == 0).all()
-
-
-def test_a_learned_tensor_that_only_the_mask_reads_has_a_gradient_of_zeros():
-    spec = fg.AttentionSpec(
-        mask_mod=lambda b, h, q, k: BIAS[h, k] > -0.5, head_dim=16, dtype="float32"
-    )
-    bias = captured()["bias"]
-    fg.attention(spec)(*operands(), bias=bias).sum().backward()
-    assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)])

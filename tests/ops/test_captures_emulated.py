@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import struct
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import flashgen as fg
-from flashgen import launch, reference
-from flashgen.launch.params import pack
+from flashgen import reference
 from flashgen.ops import run_backward, run_forward
-from flashgen.runtime import backends, bound_kernel
 from flashgen.runtime.captured_tensors import numbers_of_captured
+from tests.support.fake_driver import unpacked
+from tests.support.judged import judge_forward
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
@@ -42,16 +39,12 @@ def operands(seq, heads=(2, 1)):
     return Case(seq, seq, 2, *heads, "float16", 16).tensors()
 
 
-@pytest.mark.parametrize("seq", [13, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seq", [13, slow(70)])
 def test_kernels_read_captures_of_any_strides_and_sum_their_gradients(seq):
     """With all checkers on; the second length compiles nothing."""
     qkv, given = operands(seq), captured(seq)
     run = run_forward(SPEC, *qkv, tensors=given, backend="emulator")
-    exact, exact_lse = reference.attention(SPEC, *qkv, tensors=given)
-    same, same_lse = reference.same_dtype(SPEC, *qkv, tensors=given)
-    for found, right, ordinary in ((run.out, exact, same), (run.lse, exact_lse, same_lse)):
-        verdict = reference.compare(found, right, ordinary)
-        assert verdict.ok, f"{verdict}"
+    judge_forward((run.out, run.lse), SPEC, *qkv, tensors=given)
     dout, dlse = run.out.flip(0), run.lse.nan_to_num(neginf=0.0) / 9
     given_back = (SPEC, *qkv, run.out, run.lse, dout, dlse)
     back = run_backward(*given_back, tensors=given, backend="emulator")
@@ -107,49 +100,12 @@ def test_strides_are_of_the_tensor_and_of_a_contiguous_gradient():
     assert not any("_t_" in name for name in numbers)
 
 
-class Recorder:
-    """Stands for the launcher of a GPU: keeps what each kernel would be given."""
-
-    def __init__(self):
-        self.launches = []
-
-    def load(self, binary, index):
-        return SimpleNamespace(binary=binary)
-
-    def launch(self, kernel, grid, block, smem, packed, stream):
-        self.launches.append((kernel.binary.kernel, grid, packed))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
-    monkeypatch.setattr(backends, "index_of", lambda device: 0)
-    monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 0)
-    monkeypatch.setattr(launch, "load", recorder.load)
-    monkeypatch.setattr(launch, "launch", recorder.launch)
-    return recorder
-
-
-def fields(source, packed):
-    """The structure by name, read with offsets that packing single fields tells."""
-    codes = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
-    values, at = {}, 0
-    for param in source.params:
-        size = struct.calcsize(codes[param.ctype])
-        at += -at % size
-        (values[param.name],) = struct.unpack_from("<" + codes[param.ctype], packed, at)
-        at += size
-    assert len(packed) == len(pack(source.params, values))
-    return values
-
-
 def test_a_launch_on_a_gpu_packs_the_addresses_and_strides_of_captures(gpu):
     qkv, given = operands(70), captured(70)
     run = run_forward(SPEC, *qkv, tensors=given, backend="gpu", arch="sm_80")
-    *before, (name, _, packed) = gpu.launches
-    assert name == run.source.name
-    values = fields(run.source, packed)
+    *before, last = gpu.started
+    assert last.kernel.name == run.source.name
+    values = unpacked(run.source.params, last.packed)
     for tensor in ("ids", "keep", "bias"):
         assert values[f"c_{tensor}"] == given[tensor].data_ptr()
     assert values["q"] == qkv[0].data_ptr()
@@ -161,14 +117,14 @@ def test_a_launch_on_a_gpu_packs_the_addresses_and_strides_of_captures(gpu):
     assert tables
     assert len(before) == len(tables)  # each is made by a launch before
 
-    gpu.launches.clear()
+    gpu.started.clear()
     back = run_backward(
         SPEC, *qkv, run.out, run.lse, run.out, tensors=given, backend="gpu", arch="sm_80"
     )
     # Nothing ran: what the kernels would have added to is still 0.
     assert torch.equal(back.captured[0], torch.zeros(2, 9, dtype=torch.bfloat16))
     sources = {report.kernel.source.name: report.kernel.source for report in back.reports}
-    packs = [fields(sources[n], p) for n, _, p in gpu.launches if n in sources]
+    packs = [unpacked(sources[x.kernel.name].params, x.packed) for x in gpu.started]
     (sums,) = [values for values in packs if "dc_bias" in values]
     assert (sums["dc_bias_stride_0"], sums["dc_bias_stride_1"]) == (9, 1)
     assert sums["dc_bias"] not in (0, given["bias"].data_ptr())

@@ -1,16 +1,16 @@
-"""The operator as torch's dispatcher sees it: names, schemas, opcheck, modes, autocast, vmap."""
+"""The operator as torch's dispatcher sees it: names, schemas, opcheck, modes, autocast."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch.testing._internal.optests import opcheck  # the public one cannot choose static shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
 from flashgen.errors import InputError
 from flashgen.ops.registration import operator_of
+from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow
 
@@ -47,15 +47,6 @@ def operands(spec, learnt=True, **sizes):
     return [tensor.requires_grad_(learnt) for tensor in case.tensors()]
 
 
-TESTS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_static",
-    "test_aot_dispatch_dynamic",
-)
-
-
 @pytest.mark.parametrize("learnt", [slow(False), True])
 @pytest.mark.parametrize("drops", [slow(False), True])
 @pytest.mark.parametrize("name", one_in(2, SPECS))
@@ -66,12 +57,10 @@ def test_opcheck_passes_all_its_tests(name, drops, learnt):
     q, k, v = operands(spec, learnt)
     state = (torch.tensor([3, 4]), torch.tensor(0.3)) if drops else ()
     operator = operator_of(spec)
-    found = opcheck(operator.overload, (q, k, v, *state), scalars, test_utils=TESTS)
-    assert set(found.values()) == {"SUCCESS"}
+    assert passes_opcheck(operator.overload, (q, k, v, *state), **scalars)
     # Layouts whose results are not contiguous.
     q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    found = opcheck(operator.overload, (q, k, v[:1].expand_as(v), *state), scalars)
-    assert set(found.values()) == {"SUCCESS"}
+    assert passes_opcheck(operator.overload, (q, k, v[:1].expand_as(v), *state), **scalars)
 
 
 @pytest.mark.parametrize("with_dlse", [slow(False), True])
@@ -83,8 +72,7 @@ def test_opcheck_passes_for_the_backward_operator(name, with_dlse):
     operator = operator_of(spec)
     out, lse = operator.overload(q, k, v, *state, **scalars)
     given = (q, k, v, out, lse, torch.ones_like(out), lse if with_dlse else None, *state)
-    found = opcheck(operator.overload_backward, given, scalars, test_utils=TESTS)
-    assert set(found.values()) == {"SUCCESS"}
+    assert passes_opcheck(operator.overload_backward, given, **scalars)
 
 
 def test_the_operator_has_the_name_of_its_spec():
@@ -224,7 +212,7 @@ def test_a_dispatch_mode_receives_the_operator_and_nothing_else():
     assert torch.equal(out, op(*tensors))
 
 
-def test_subclasses_of_tensors_go_through_the_dispatcher():
+def test_subclasses_of_tensors_go_through_the_dispatcher_and_parameters_are_tensors():
     from torch.testing._internal.two_tensor import TwoTensor
 
     spec, _ = SPECS["causal"]
@@ -234,13 +222,7 @@ def test_subclasses_of_tensors_go_through_the_dispatcher():
     assert isinstance(two, TwoTensor)
     assert torch.equal(two.a, op(q, k, v))
     assert torch.equal(two.b, op(2 * q, 2 * k, 2 * v))
-
-
-def test_parameters_and_buffers_are_ordinary_tensors():
-    spec, _ = SPECS["causal"]
-    op, tensors = fg.attention(spec), operands(spec, False)
-    wrapped = [torch.nn.Parameter(t) for t in tensors]
-    assert torch.equal(op(*wrapped), op(*tensors))
+    assert torch.equal(op(*map(torch.nn.Parameter, (q, k, v))), op(q, k, v))
 
 
 def test_make_fx_traces_one_node():
@@ -319,118 +301,3 @@ def test_operands_that_autocast_does_not_cast_are_checked():
                 op(wrong, k, v)
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         assert op(q, k, v).dtype == torch.bfloat16
-
-
-# ---- vmap --------------------------------------------------------------------------------------
-
-LOOKS = fg.AttentionSpec(
-    mask_mod=lambda b, h, q, k: k + 2 * b < fg.seq_k,
-    score_mod=lambda score, b, h, q, k: score * (b + 1) / fg.batch,
-    head_dim=8,
-    dtype="float32",
-)
-BLIND = fg.AttentionSpec(mask_mod=causal, head_dim=8, dtype="float32", dropout=True)
-VMAPPED = {
-    "op": lambda spec: fg.attention(spec),
-    "torch.ops": lambda spec: lambda *t: operator_of(spec).overload(*t)[0],
-}
-
-
-def samples(*lead, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(*lead, 2, heads, seq, 8, generator=generator)
-        for heads, seq in ((4, 9), (2, 12), (2, 12))
-    ]
-
-
-@pytest.fixture(params=VMAPPED)
-def make(request):
-    return VMAPPED[request.param]
-
-
-def assert_mapped(call, tensors, dims):
-    """vmap gives what a loop over samples gives."""
-    size = next(t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None)
-    looped = [
-        call(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)))
-        for i in range(size)
-    ]
-    mapped = torch.vmap(call, in_dims=dims)(*tensors)
-    torch.testing.assert_close(mapped, torch.stack(looped), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
-@pytest.mark.parametrize(
-    "dims", [(0, 0, 0), (1, 0, 3), (0, None, None), (None, 1, 1), (None, None, 0)]
-)
-def test_vmap_is_a_loop_over_samples(make, spec, dims):
-    tensors = [
-        t[0] if d is None else t.movedim(0, d) for t, d in zip(samples(3), dims, strict=True)
-    ]
-    # The last dimension stays contiguous: no mapped dimension goes behind it.
-    assert_mapped(make(spec), tensors, dims)
-
-
-@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
-def test_vmap_nests(make, spec):
-    q, k, v = samples(2, 3)
-    call = make(spec)
-    got = torch.vmap(torch.vmap(call), in_dims=(0, None, 0))(q, k[0], v)
-    for i in range(2):
-        for j in range(3):
-            torch.testing.assert_close(got[i, j], call(q[i, j], k[0, j], v[i, j]))
-
-
-@pytest.mark.parametrize("spec", [BLIND, LOOKS], ids=["blind", "looks at b"])
-def test_gradients_of_samples(make, spec):
-    q, k, v = samples(3)
-    call = make(spec)
-
-    def loss(x, y):
-        return call(x, y, v[0]).square().sum()
-
-    per_sample = torch.func.grad(loss, argnums=(0, 1))
-    got = torch.vmap(per_sample, in_dims=(0, None))(q, k[0])
-    looped = [per_sample(x, k[0]) for x in q]
-    for place in (0, 1):
-        torch.testing.assert_close(got[place], torch.stack([pair[place] for pair in looped]))
-    whole = torch.func.grad(lambda y: torch.vmap(loss, in_dims=(0, None))(q, y).sum())(k[0])
-    torch.testing.assert_close(whole, sum(pair[1] for pair in looped), atol=1e-5, rtol=1e-5)
-
-
-def test_an_empty_mapping_gives_nothing():
-    for spec in (BLIND, LOOKS):
-        q, k, v = samples(0)
-        assert torch.vmap(fg.attention(spec))(q, k, v).shape == (0, 2, 4, 9, 8)
-        q, k, v = q, *(t[0] for t in samples(1)[1:])
-        mapped = torch.vmap(fg.attention(spec), in_dims=(0, None, None))(q, k, v)
-        assert mapped.shape == (0, 2, 4, 9, 8)
-
-
-def test_dropout_of_samples_is_that_of_calls():
-    q, k, v = samples(3)
-    op = fg.attention(BLIND)
-    states = torch.tensor([[1, 2], [3, 4], [5, 6]])
-
-    def call(x, y, z, rng):
-        return op(x, y, z, dropout_p=0.4, rng=rng)
-
-    assert_mapped(call, [q, k, v, states], (0, 0, 0, 0))
-    assert_mapped(call, [q, k, v, states[0]], (0, 0, 0, None))
-    assert_mapped(call, [q[0], k[0], v[0], states], (None, None, None, 0))
-
-
-def test_drawing_within_vmap_follows_its_randomness():
-    q, k, v = (t[:1].expand(3, -1, -1, -1, -1) for t in samples(1))
-    op = fg.attention(BLIND)
-
-    def call(*t):
-        return op(*t, dropout_p=0.4)
-
-    with pytest.raises(RuntimeError, match="randomness"):
-        torch.vmap(call)(q, k, v)
-    same = torch.vmap(call, randomness="same")(q, k, v)
-    assert torch.equal(same[0], same[1])
-    different = torch.vmap(call, randomness="different")(q, k, v)
-    assert not torch.equal(different[0], different[1])

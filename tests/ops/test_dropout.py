@@ -129,14 +129,6 @@ def test_a_wrong_probability_is_refused_before_anything_is_drawn(wrong):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_spec_without_dropout_refuses_it():
-    op = fg.attention(SPEC.replace(dropout=False))
-    with pytest.raises(InputError, match="made without dropout"):
-        op(*operands(), dropout_p=0.1)
-    with pytest.raises(InputError, match="made without dropout"):
-        op(*operands(), rng=STATE)
-
-
 def test_the_call_gives_the_state_that_was_drawn():
     tensors = [t.detach() for t in operands()]
     torch.manual_seed(8)

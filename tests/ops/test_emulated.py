@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import reference
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import run_forward
 from flashgen.runtime.backends import nearest_arch
+from tests.support.judged import judge_forward
 from tests.support.shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 from tests.support.tiers import one_in
 
@@ -31,17 +31,9 @@ emulated = partial(run_forward, backend="emulator")
 def verify(spec, q, k, v, **options):
     """Runs the kernel and holds out and lse to the error rule; gives the run."""
     run = emulated(spec, q, k, v, **options)
-    numbers = {
-        name: options[name]
-        for name in ("scalars", "scale", "q_offset", "k_offset")
-        if name in options
-    }
-    exact_out, exact_lse = reference.attention(spec, q, k, v, **numbers)
-    same_out, same_lse = reference.same_dtype(spec, q, k, v, **numbers)
-    out = reference.compare(run.out, exact_out, same_out)
-    lse = reference.compare(run.lse, exact_lse, same_lse)
-    assert out.ok, f"out: {out}"
-    assert lse.ok, f"lse: {lse}"
+    names = options.keys() & {"scalars", "scale", "q_offset", "k_offset"}
+    numbers = {name: options[name] for name in names}
+    judge_forward((run.out, run.lse), spec, q, k, v, **numbers)
     return run
 
 
@@ -60,7 +52,7 @@ def test_a_covering_subset_covers(seed):
 UNEQUAL = itertools.product([(24, 8), (8, 40), (192, 128), (40, 112)], DTYPES)
 
 
-@pytest.mark.parametrize(("dims", "dtype"), one_in(4, UNEQUAL))
+@pytest.mark.parametrize(("dims", "dtype"), one_in(12, UNEQUAL))
 def test_value_head_dim_may_differ(dims, dtype):
     head_dim, head_dim_v = dims
     case = Case(37, 70, 1, 2, 1, dtype, head_dim, head_dim_v)
@@ -84,7 +76,7 @@ def test_aligned_operands_take_the_wide_kernel_and_others_the_narrow_one():
     torch.testing.assert_close(narrow.out, wide.out, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", one_in(3, DTYPES))
 def test_odd_row_strides_work(dtype):
     kind = getattr(torch, dtype)
     buffer = torch.full((2, 3, 30, 25), math.nan, dtype=kind)
@@ -216,7 +208,7 @@ def test_batch_heads_and_sizes_reach_the_kernel():
 def test_the_operator_returns_what_its_options_ask_for():
     spec = AttentionSpec(mask_mod=causal, head_dim=16)
     op = fg.attention(spec)
-    assert op.report is None
+    assert (op.report, op.backward_reports) == (None, ())
     q, k, v = Case(20, 20, head_dim=16).tensors()
     out = op(q, k, v)
     assert op.report.backend == "tiled"

@@ -7,14 +7,13 @@ the square of the number of tiles, would become four times as large whenever N d
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
 from flashgen.ops import run_backward, run_forward
+from tests.cpu.test_memory import Bytes
 from tests.support.examples import spec_path, values_of
 from tests.support.shapes import Case
 from tests.support.tiers import slow
@@ -23,30 +22,12 @@ LENGTHS = (128, 256, 512)
 MOST = 3  # times as many elements, at twice the length; a min/max table has N log N
 
 
-class Made(TorchDispatchMode):
-    """Elements of every tensor with memory of its own, in the order in which they were made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given:
-                    self.sizes.append(storage.nbytes() // tensor.element_size())
-        return result
-
-
 def made_by(name: str, n: int) -> list[int]:
     path, case = spec_path(name), Case(n, n, head_dim=8)
     spec = fg.load(path).replace(head_dim=8)
     values = values_of(path, case) | {"backend": "emulator", "check_memory": False}
     q, k, v = case.tensors()
-    with Made() as made:
+    with Bytes() as made:
         run = run_forward(spec, q, k, v, **values)
         run_backward(spec, q, k, v, run.out, run.lse, torch.ones_like(run.out), **values)
     return made.sizes
@@ -65,7 +46,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str) -> None:
 def test_a_tensor_that_grows_with_the_square_would_be_detected() -> None:
     runs = []
     for n in LENGTHS:
-        with Made() as made:
+        with Bytes() as made:
             positions = torch.arange(n // 64)
             _ = positions[:, None] >= positions
         runs.append(made.sizes[-1])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 PACKAGE = ROOT / "flashgen"
 MOST_LINES = 450
@@ -80,40 +81,72 @@ OUTSIDE = {
     "tune": {"torch"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    ".".join(("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in FILES
+}
+NAMES = {path: name for name, path in MODULES.items()}
 
 
-def module_of(path: Path) -> str:
-    """The part of flashgen that a file belongs to: "analysis" for flashgen/analysis/ranges.py."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+class Import(NamedTuple):
+    """One imported name, absolute, and when it is imported: "load", "call" or "types"."""
+
+    line: int
+    name: str
+    when: str
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import of a file with its line, in functions too; relative ones made absolute."""
-    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*parts[: -node.level], *filter(None, [node.module])])
-            if base == "flashgen":
-                for alias in node.names:
-                    yield node.lineno, f"flashgen.{alias.name}"
+def imports(source: str, parts: tuple[str, ...]) -> Iterator[Import]:
+    """Every import of a module.
+
+    Args:
+        parts: the module's dotted name; a package ends with "__init__".
+    """
+
+    def walk(node: ast.AST, when: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(child.lineno, alias.name, when) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                package = parts[: -child.level] if child.level else ()
+                base = ".".join([*package, *filter(None, [child.module])])
+                yield from (
+                    Import(child.lineno, f"{base}.{alias.name}", when) for alias in child.names
+                )
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                yield from walk(ast.Module(child.body, []), "types")
+                yield from walk(ast.Module(child.orelse, []), when)
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and when == "load":
+                yield from walk(child, "call")
             else:
-                yield node.lineno, base
+                yield from walk(child, when)
+
+    return walk(ast.parse(source), "load")
+
+
+@functools.cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return tuple(imports(path.read_text(encoding="utf-8"), parts))
+
+
+def prefixes(name: str) -> list[str]:
+    """a, a.b and a.b.c for "a.b.c": what Python loads for it."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def complaints(path: Path) -> list[str]:
-    module = module_of(path)
+    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     shown = path.relative_to(ROOT).as_posix()
     if module in TOP:
         return []
     if module not in ALLOWED:
         return [f"{shown} has no place in the order of imports: give {module!r} one in this test"]
     found = []
-    for line, name in imports(path):
+    for line, name, _ in imports_of(path):
         head, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if head == "flashgen":
@@ -126,9 +159,8 @@ def complaints(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_point_one_way(path: Path) -> None:
-    assert complaints(path) == []
+def test_imports_point_one_way() -> None:
+    assert [complaint for path in FILES for complaint in complaints(path)] == []
 
 
 def test_a_wrong_import_is_named_in_a_sentence(
@@ -153,7 +185,8 @@ def test_a_wrong_import_is_named_in_a_sentence(
 def test_only_config_reads_the_environment() -> None:
     readers = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "env" in text else ():
             names = {getattr(node, "attr", ""), getattr(node, "id", "")}
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 names |= {alias.name for alias in node.names}
@@ -183,14 +216,7 @@ sys.addaudithook(watch)
 import flashgen
 print([name for name in ("torch", "cuda", "triton") if name in sys.modules], touched)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", program, PYTHONDONTWRITEBYTECODE="1")
     assert done.stdout == "[] []\n"
     assert done.stderr == ""
 
@@ -214,42 +240,11 @@ PUBLIC = {
 }
 
 
-def name_of(path: Path) -> str:
-    """The dotted name of a module."""
-    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
-    return ".".join(parts).removesuffix(".__init__")
-
-
-MODULES = {name_of(path): path for path in FILES}
-
-
-def imported_modules(path: Path, modules: set[str], *, types_only: bool) -> set[str]:
-    """The modules of ``modules`` that a file imports, in functions too.
-
-    Args:
-        types_only: those under ``if TYPE_CHECKING``, else all others.
-    """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for statement in node.body:
-                for_types.update(ast.walk(statement))
-    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
-    found = set()
-    for node in ast.walk(tree):
-        if (node in for_types) != types_only:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*parts[: -node.level], *filter(None, [node.module])])
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found.add(inner if inner in modules else base)
-    return (found & modules) - {name_of(path)}
+def imported_modules(path: Path, *, types_only: bool = False) -> set[str]:
+    """The modules of flashgen that a file imports: for types only, or all others."""
+    every = [each for each in imports_of(path) if (each.when == "types") == types_only]
+    known = ([n for n in prefixes(each.name)[-2:] if n in MODULES] for each in every)
+    return {names[-1] for names in known if names} - {NAMES[path]}
 
 
 def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
@@ -281,10 +276,7 @@ def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
 
 
 def test_no_package_has_an_import_circle() -> None:
-    names = set(MODULES)
-    graph = {
-        name: imported_modules(path, names, types_only=False) for name, path in MODULES.items()
-    }
+    graph = {name: imported_modules(path) for name, path in MODULES.items()}
     # Imports between packages point one way, so every circle lies inside one of them.
     assert circles(graph) == set()
 
@@ -295,25 +287,73 @@ def test_a_circle_of_three_modules_is_found() -> None:
 
 
 def test_the_floors_of_the_emulator_import_one_way() -> None:
-    names = {name for name in MODULES if name.startswith("flashgen.emulator.")}
+    names = sorted(name for name in MODULES if name.startswith("flashgen.emulator."))
 
     def floor(name: str) -> int:
         return FLOORS.index(name.split(".")[2])
 
-    found = [
-        f"{name} imports {other}, which is above it"
-        for name in sorted(names)
-        for other in sorted(
-            imported_modules(MODULES[name], names, types_only=False)
-            | (
-                set()
-                if name in TYPES_FROM_ABOVE
-                else imported_modules(MODULES[name], names, types_only=True)
-            )
-        )
-        if floor(other) > floor(name)
+    def lower(name: str) -> set[str]:
+        """What must lie on its own floor or below."""
+        found = imported_modules(MODULES[name])
+        if name not in TYPES_FROM_ABOVE:
+            found |= imported_modules(MODULES[name], types_only=True)
+        return found & set(names)
+
+    wrong = [(name, other) for name in names for other in lower(name) if floor(other) > floor(name)]
+    assert wrong == [], "imports of what is above"
+
+
+# ---- what runs a call
+
+# An exported kernel is launched where neither is installed.
+FORBIDDEN = {"sympy", "jinja2"}
+RUNS_A_CALL = {"launch", "runtime", "ops", "emulator"}
+
+
+def way_to(start: str, targets: set[str]) -> list[str] | None:
+    """The shortest chain of imports at load from a module of flashgen to one of ``targets``."""
+    chains, seen = [[start]], {start}
+    for chain in chains:
+        loaded = [each.name for each in imports_of(MODULES[chain[-1]]) if each.when == "load"]
+        for name in sorted({prefix for each in loaded for prefix in prefixes(each)}):
+            if name in targets:
+                return [*chain, name]
+            if name in MODULES and name not in seen:
+                seen.add(name)
+                chains.append([*chain, name])
+    return None
+
+
+def test_the_modules_that_run_a_call_need_neither_sympy_nor_jinja2() -> None:
+    modules = [name for name in MODULES if set(name.split(".")[1:2]) & RUNS_A_CALL]
+    assert len(modules) > 50
+    assert [way for name in modules if (way := way_to(name, FORBIDDEN))] == []
+
+
+def test_an_import_through_another_module_is_found() -> None:
+    assert way_to("flashgen.language.signature", FORBIDDEN) is not None
+    source = """
+from typing import TYPE_CHECKING
+from .. import arch
+if TYPE_CHECKING:
+    import sympy
+def f():
+    import jinja2
+try:
+    import torch.fx
+finally:
+    pass
+"""
+    assert [each[1:] for each in imports(source, ("flashgen", "ops", "__init__"))] == [
+        ("typing.TYPE_CHECKING", "load"),
+        ("flashgen.arch", "load"),
+        ("sympy", "types"),
+        ("jinja2", "call"),
+        ("torch.fx", "load"),
     ]
-    assert found == []
+
+
+# ---- the sizes of functions
 
 
 def parameters(path: Path) -> Iterator[tuple[str, int]]:
@@ -325,7 +365,7 @@ def parameters(path: Path) -> Iterator[tuple[str, int]]:
                 every = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
                 bound = in_class and bool(every) and every[0].arg in ("self", "cls")
                 inner = (*outer, child.name)
-                yield f"{name_of(path)}:{'.'.join(inner)}", len(every) - bound
+                yield f"{NAMES[path]}:{'.'.join(inner)}", len(every) - bound
                 yield from walk(child, inner, False)
             elif isinstance(child, ast.ClassDef):
                 yield from walk(child, (*outer, child.name), True)

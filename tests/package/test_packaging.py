@@ -7,13 +7,13 @@ import email
 import os
 import re
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 EMIT = (
     "import flashgen as fg; "
@@ -23,30 +23,11 @@ EMIT = (
 )
 
 
-def run_python(program: str, *, path: Path, cwd: Path) -> list[str]:
-    """Lines that a fresh interpreter prints, with `path` as the only addition to its path."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     pytest.importorskip("hatchling", reason="the build back end, extra dev")
     folder = tmp_path_factory.mktemp("wheel")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "hatchling", "build", "-t", "wheel", "-d", folder)
     (path,) = folder.glob("flashgen-*-py3-none-any.whl")
     return zipfile.ZipFile(path)
 
@@ -95,8 +76,10 @@ def test_an_installed_wheel_emits_what_the_checkout_emits(
     wheel.extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    installed = run_python(EMIT, path=tmp_path / "site", cwd=elsewhere)
-    checkout = run_python(EMIT, path=ROOT, cwd=elsewhere)
+    installed, checkout = (
+        run_python("-c", EMIT, path=path, cwd=elsewhere).stdout.splitlines()
+        for path in (tmp_path / "site", ROOT)
+    )
     assert installed[0].startswith(str(tmp_path))
     assert checkout[0].startswith(str(ROOT))
     assert installed[1] == checkout[1]

@@ -8,7 +8,7 @@ import torch
 import flashgen as fg
 from flashgen.ops import run_backward, run_forward
 from flashgen.planner import backward_traffic, forward_traffic
-from tests.support.plan_problems import backward_of
+from tests.support.plan_problems import backward_of, plan_of
 
 SHAPES = [(1, 1, 1, 1, 1), (2, 4, 2, 113, 203), (1, 6, 1, 257, 257), (3, 4, 4, 17, 5)]
 
@@ -122,11 +122,10 @@ def test_delta_reads_o_and_its_gradient_once():
 
 
 def test_traffic_of_heads_adds_up():
-    for plan in kernels().values():
-        one = backward_traffic(plan, 1, 1, 1, 300, 300)
-        assert one + backward_traffic(plan, 1, 1, 1, 300, 300) == backward_traffic(
-            plan, 1, 2, 2, 300, 300
-        )
+    for plan in (plan_of(64), *kernels().values()):
+        count = forward_traffic if plan.kernel == "forward" else backward_traffic
+        one = count(plan, 1, 1, 1, 300, 300)
+        assert one + one == count(plan, 1, 2, 2, 300, 300)
 
 
 def test_a_group_of_heads_reads_keys_once_and_writes_their_gradients_once():
@@ -152,8 +151,10 @@ def test_visits_of_unequal_heads_of_a_group_are_given_one_head_after_the_other()
         assert both.dk == alike[0].dk
 
 
-def test_traffic_of_another_pass_is_refused():
+def test_traffic_of_another_pass_or_of_another_number_of_tiles_is_refused():
     with pytest.raises(ValueError, match="dq is a backward kernel"):
         forward_traffic(kernels()["dq"], 1, 1, 1, 10, 10)
+    with pytest.raises(ValueError, match="1 query tiles"):
+        forward_traffic(plan_of(64), 1, 1, 1, 1000, 1000, [[0]])
     with pytest.raises(ValueError, match="1 key tiles"):
         backward_traffic(kernels()["dkdv"], 1, 1, 1, 10, 1000, [[0]])

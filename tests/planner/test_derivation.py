@@ -32,11 +32,6 @@ KERNELS = [
     for kernel in models.values()
 ]
 # Plans of the forward kernel, of backward kernels, and of those of path sm_90a.
-PLANS = [
-    lambda: every_plan(step=40),
-    lambda: (kernel for backward in every_backward(step=80) for kernel in backward.kernels),
-    every_hopper_kernel,
-]
 FORMULAS = list(
     dict.fromkeys(
         [value for value in vars(forward_sm80).values() if isinstance(value, Formula)]
@@ -46,19 +41,62 @@ FORMULAS = list(
 )
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_every_printed_line_is_its_own_arithmetic_and_constraints_hold_as_printed(plans):
-    for each in plans():
+FAMILIES = {
+    "forward": lambda: every_plan(step=40),
+    "backward": lambda: (k for b in every_backward(step=80) for k in b.kernels),
+    "hopper": every_hopper_kernel,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def plans(request):
+    return FAMILIES[request.param]()
+
+
+def test_every_printed_line_is_its_own_arithmetic_and_every_constraint_holds(plans):
+    checked = 0
+    for each in plans:
+        assert set(each.quantities) <= set(QUANTITIES)
+        assert each.quantities["cost"] == each.cost
         for line in each.derivation:
             # Where a step goes into the next, it is printed with four digits.
             assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
-            if line.limit is not None:
-                assert line.value <= line.limit
+            if line.relation == "=":
+                assert line.value == each.quantities[line.name]
             if line.relation == "<=":
                 assert line.name == ("block_q" if each.owns_keys else "block_k")
                 assert getattr(each, line.name) <= line.value
+            if line.limit is not None:
+                assert line.value <= line.limit
+            checked += 1
         limited = [line.name for line in each.derivation if line.limit is not None]
         assert limited == ([] if each.kernel == "delta" else ["smem", "smem_sm", "registers"])
+    assert checked > 1000
+
+
+def test_every_refusal_of_a_larger_tile_is_true(plans):
+    for each in plans:
+        if each.kernel == "delta":
+            continue
+        problem, tile = problem_behind(each)
+        for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):
+            assert refusal.change.startswith(change)
+            if refusal.quantity == "cost":
+                best = best_occupancy(problem, bigger)
+                assert best is not None
+                assert refusal.needs == cost(problem, best) >= each.cost == refusal.limit
+            else:
+                broken = next(excesses(problem, bigger))
+                assert (refusal.quantity, refusal.needs) == (broken.quantity, broken.needs)
+                assert refusal.needs > refusal.limit
+
+
+def test_lines_fit_the_banner_of_an_emitted_file(plans):
+    for each in plans:
+        for text in (str(each), each.explain()):
+            for line in text.splitlines():
+                assert len(f"// {line}") <= 100
+                assert line == line.rstrip()
 
 
 def test_whole_numbers_are_exact():
@@ -125,24 +163,6 @@ def test_what_a_tile_needs_never_falls_with_the_number_of_blocks():
     assert limits == sorted(limits, reverse=True)
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_every_refusal_of_a_larger_tile_is_true(plans):
-    for each in plans():
-        if each.kernel == "delta":
-            continue
-        problem, tile = problem_behind(each)
-        for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):
-            assert refusal.change.startswith(change)
-            if refusal.quantity == "cost":
-                best = best_occupancy(problem, bigger)
-                assert best is not None
-                assert refusal.needs == cost(problem, best) >= each.cost == refusal.limit
-            else:
-                broken = next(excesses(problem, bigger))
-                assert (refusal.quantity, refusal.needs) == (broken.quantity, broken.needs)
-                assert refusal.needs > refusal.limit
-
-
 def test_what_binds_is_what_refused_a_larger_tile():
     shared, registers, dearer = plan_of(192, "float16", "sm_86"), plan_of(128), plan_of(64)
     assert "smem" in shared.binding
@@ -151,17 +171,6 @@ def test_what_binds_is_what_refused_a_larger_tile():
     for each in (shared, registers, dearer):
         shown = [line for line in each.explain().splitlines() if line.endswith("(binds)")]
         assert len(shown) == len(each.binding)
-
-
-@pytest.mark.parametrize("plans", [*PLANS, lambda: every_backward(step=80)])
-def test_lines_fit_the_banner_of_an_emitted_file(plans):
-    for each in plans():
-        for text in (str(each), each.explain()):
-            for line in text.splitlines():
-                assert len(f"// {line}") <= 100
-                assert line == line.rstrip()
-                head = line.startswith(("plan", "backward"))
-                assert "  " not in line.strip() or head or "(binds)" in line
 
 
 def test_the_short_form_leaves_out_only_details():

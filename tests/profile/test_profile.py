@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -194,12 +191,13 @@ def test_masks_that_differ_between_heads_are_predicted_head_by_head():
         return (k <= q) & (q - k < 32 * (h + 1))
 
     spec = fg.AttentionSpec(mask_mod=mask_mod, head_dim=32)
-    for profile in all_kernels(spec, (2, 2, 2, 300, 300)):
+    # The last queries of the second size reach no key.
+    for profile in (p for n in (150, 60) for p in all_kernels(spec, (2, 2, 2, 150, n))):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
         if profile.plan.kernel == "forward":
             assert profile.distinct.counted == profile.distinct.predicted
     # K and V of a group are read once for all of its heads, where any of them reaches the tile.
-    for profile in all_kernels(spec, (2, 4, 2, 300, 500)):
+    for profile in all_kernels(spec, (1, 4, 2, 100, 180)):
         assert profile.issued.counted == profile.issued.predicted, profile.kernel
         # Heads may share K and V, so that the number of distinct bytes is not predicted.
         assert profile.distinct.predicted is None
@@ -241,18 +239,12 @@ def test_a_missing_matplotlib_is_refused_before_anything_runs(monkeypatch: pytes
     assert not Path("never.png").exists()
 
 
-def test_the_command_prints_everything(tmp_path: Path):
+def test_the_command_prints_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib", reason="draws the roofline: pip install matplotlib")
-    command = [sys.executable, "-m", "flashgen", "profile", str(ROOT / "specs/causal.py")]
-    command += ["--shape", "1,2,200", "--backward", "--lines", "3", "--plot", "roof.png"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,200", "--backward"]
+    done = CliRunner().invoke(app, [*command, "--lines", "3", "--plot", "roof.png"])
+    assert done.exit_code == 0, done.output
     text = done.stdout
     assert text.count("\nkernel ") == 3
     for word in ("prediction", "distinct B", "bank conflicts", "HBM ", "FLOP per byte", "barriers"):
@@ -268,13 +260,13 @@ def test_the_command_prints_everything(tmp_path: Path):
 
 
 def test_the_command_counts_with_dropout():
-    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,1,40,200", "--backward"]
+    command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,1,40,200"]
     plain, dropped = (
         CliRunner().invoke(app, [*command, *more]) for more in ([], ["--dropout", "0.25"])
     )
     for result in (plain, dropped):
         assert result.exit_code == 0, result.output
-        assert result.stdout.count("\nkernel ") == 3
+        assert result.stdout.count("\nkernel ") == 1
     assert "dropout p 0.25" in dropped.stdout.splitlines()[0]
     assert "dropout" not in plain.stdout
     forward = dropped.stdout.split("\nkernel ")[1]

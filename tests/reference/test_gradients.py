@@ -27,6 +27,9 @@ from tests.support.shapes import DTYPES, Case
 Tensor = torch.Tensor
 CASE = Case(7, 11, 2, 4, 2, head_dim=8, head_dim_v=16)
 OFFSETS = {"q_offset": 9, "k_offset": 5}
+BOTH = pytest.mark.parametrize(
+    "function", [reference.gradients, reference.same_dtype_gradients], ids=["exact", "same dtype"]
+)
 
 
 def spec_of(mask=None, score=None, **options) -> AttentionSpec:
@@ -58,7 +61,9 @@ def test_output_and_gradients_are_those_of_plain_pytorch(name, offsets, p):
     for given in (dlse, None):
         found = reference.gradients(spec, q, k, v, dout, given, **call)
         assert [g.dtype for g in found] == [torch.float64] * 3
-        assert_close(found, plain_gradients(plain, q, k, v, dout, given, **dropped, **offsets))
+        expected = plain_gradients(plain, q, k, v, dout, given, **dropped, **offsets)
+        assert_close(found, expected)
+    assert_close(reference.same_dtype_gradients(spec, q, k, v, dout, None, **call), expected)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def middle_only(b, h, q, k):
     return (q > 2) & (q != 5) & (k <= q)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_rows_without_a_key_have_gradients_of_exactly_0(function, p):
     q, k, v, dout, dlse = doubles(Case(8, 8, 2, 4, 2, head_dim=8))
@@ -118,7 +123,7 @@ def test_rows_without_a_key_have_gradients_of_exactly_0(function, p):
     assert all((g == 0).all() for g in found)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 def test_what_the_score_function_makes_minus_infinity_is_masked_too(function):
     q, k, v, dout, dlse = doubles(Case(6, 5, 2, 4, 2, head_dim=8))
     dlse[:, :, :2] = math.nan
@@ -142,7 +147,7 @@ def test_what_the_score_function_makes_minus_infinity_is_masked_too(function):
     assert_close((dq, dk[:, :, others], dv[:, :, others]), rest)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 def test_no_queries_and_no_keys_have_gradients_of_0(function):
     for seq_q, seq_k in ((0, 5), (5, 0), (0, 0)):
         case = Case(seq_q, seq_k, 2, 4, 2, head_dim=8, head_dim_v=16)
@@ -190,7 +195,7 @@ def test_a_derivative_without_a_value_does_no_harm_where_the_mask_is_false(name)
         assert_close((dq, dk[:, :, :6], dv[:, :, :6]), expected, 1e-9)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 def test_the_branch_that_where_does_not_choose_adds_nothing_to_the_derivative(function):
     q, k, v, dout, dlse = doubles(CASE)
     v = v[..., :8]
@@ -230,40 +235,43 @@ FUNCTIONS = {
 }
 
 
+def slopes_at(s, spec, function):
+    """The factors of q and k at a score of ``s``, from one query and two keys: s, then 0.
+
+    With v = (1, 0), O is sigmoid(s'(s) - s'(0)).
+    """
+    q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.double) for n in (1, 2, 2))
+    q[..., 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = s, 1.0, 1.0
+    p = float(reference.attention(spec, q, k, v)[0][0, 0, 0, 0])
+    dq, dk, _ = function(spec, q, k, v, torch.ones(1, 1, 1, 8, dtype=torch.double))
+    return [float(g[0, 0, 0, 0]) / (p * (1 - p)) for g in (dq, dk)]
+
+
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_the_slope_of_every_function_is_that_of_the_textbook(name):
     score, slope = FUNCTIONS[name]
-    # One query, two keys with scores s and 0, v = (1, 0): O = sigmoid(s'(s) - s'(0)).
     spec = spec_of(None, score, scale=1.0)
     for s in (-1.7, -0.35, 0.15, 0.55, 2.25):
-        q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.double) for n in (1, 2, 2))
-        q[..., 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = s, 1.0, 1.0
-        dout = torch.ones(1, 1, 1, 8, dtype=torch.double)
-        out, _ = reference.attention(spec, q, k, v)
-        p = float(out[0, 0, 0, 0])
+        expected = pytest.approx([slope(s), slope(s) * s], rel=1e-9, abs=1e-13)
         for function in (reference.gradients, reference.same_dtype_gradients):
-            dq, dk, _ = function(spec, q, k, v, dout)
-            expected = p * (1 - p) * slope(s)
-            assert float(dq[0, 0, 0, 0]) == pytest.approx(expected, rel=1e-9, abs=1e-14)
-            assert float(dk[0, 0, 0, 0]) == pytest.approx(expected * s, rel=1e-9, abs=1e-14)
+            assert slopes_at(s, spec, function) == expected
 
 
-def test_the_slope_where_a_score_function_bends_is_that_of_torch():
-    # Equal arguments share it, and abs has none: what flashgen.language promises of kernels too.
-    for score, slope in [
+@pytest.mark.parametrize(
+    ("score", "slope"),
+    [
         (lambda s, *_: fg.minimum(s, 0.5), 0.5),
         (lambda s, *_: fg.maximum(3 * s, 2 * s + 0.5), 2.5),
         (lambda s, *_: s + abs(s - 0.5), 1.0),
-    ]:
-        q, k, v = (torch.zeros(1, 1, n, 8, dtype=torch.double) for n in (1, 2, 2))
-        q[..., 0], k[0, 0, 0, 0], v[0, 0, 0, 0] = 0.5, 1.0, 1.0
-        dout = torch.ones(1, 1, 1, 8, dtype=torch.double)
-        p = float(reference.attention(spec_of(None, score, scale=1.0), q, k, v)[0][0, 0, 0, 0])
-        dq, _, _ = reference.gradients(spec_of(None, score, scale=1.0), q, k, v, dout)
-        assert float(dq[0, 0, 0, 0]) == pytest.approx(p * (1 - p) * slope, rel=1e-12)
+    ],
+)
+def test_the_slope_where_a_score_function_bends_is_that_of_torch(score, slope):
+    # Equal arguments share it, and abs has none: what flashgen.language promises of kernels too.
+    spec = spec_of(None, score, scale=1.0)
+    assert slopes_at(0.5, spec, reference.gradients)[0] == pytest.approx(slope, rel=1e-12)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 def test_the_number_of_slices_does_not_change_the_gradients(function, monkeypatch):
     case = Case(37, 41, 2, 6, 2, head_dim=8)
     q, k, v, dout, dlse = doubles(case)
@@ -288,15 +296,6 @@ def test_slices_of_rows_are_added_in_float32(monkeypatch):
     monkeypatch.setattr("flashgen.reference.problem._SCORES_AT_ONCE", 1)
     _, _, dv = reference.same_dtype_gradients(spec_of(), q, k, v, torch.ones_like(q))
     assert (dv == 300).all()
-
-
-@pytest.mark.parametrize("name", sorted(FORMS))
-def test_in_float64_the_ordinary_gradients_are_those_of_the_oracle(name):
-    q, k, v, dout, dlse = doubles(CASE)
-    call = {"scalars": SCALARS.get(name, {}), "dropout_p": 0.1, "rng": STATE, **OFFSETS}
-    exact = reference.gradients(loaded(name), q, k, v, dout, dlse, **call)
-    same = reference.same_dtype_gradients(loaded(name), q, k, v, dout, dlse, **call)
-    assert_close(same, exact)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.17])
@@ -364,7 +363,7 @@ def test_autograd_through_the_oracle_itself_gives_its_gradients(spec):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("function", [reference.gradients, reference.same_dtype_gradients])
+@BOTH
 def test_gradients_of_another_shape_are_refused_and_not_broadcast(function):
     q, k, v, dout, dlse = doubles(CASE)
     spec = loaded("full")

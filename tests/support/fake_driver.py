@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +37,23 @@ _TENSOR_MAP = {
 }
 _SMEM = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 PRIMARY = 0xC0  # the handle of device 0's primary context; device 1 has the next
+
+
+@dataclass(frozen=True)
+class Field:
+    """A parameter of a kernel."""
+
+    name: str
+    ctype: str
+
+
+def unpacked(params: Sequence[Any], packed: bytes) -> dict[str, Any]:
+    """The fields of a packed structure by name."""
+    codes = {"pointer": "Q", "int64": "q", "int32": "i", "float32": "f"}
+    text = "@" + "".join(codes[param.ctype] for param in params)
+    assert struct.calcsize(text) <= len(packed)
+    names = [param.name for param in params]
+    return dict(zip(names, struct.unpack_from(text, packed), strict=True))
 
 
 class FakeDriver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,27 @@ def tensors_of(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1) -
     )
 
 
+def judge_forward(
+    found: Sequence[torch.Tensor],
+    spec: fg.AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **numbers: Any,
+) -> None:
+    """Holds out and lse to the error rule; ``numbers``: those of `flashgen.reference.attention`."""
+    exact = reference.attention(spec, q, k, v, **numbers)
+    same = reference.same_dtype(spec, q, k, v, **numbers)
+    for name, got, exactly, yardstick in zip(("out", "lse"), found, exact, same, strict=True):
+        verdict = reference.compare(got, exactly, yardstick)
+        assert verdict.ok, f"{name}: {verdict}"
+
+
 def judged_forward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) -> ForwardRun:
     """Runs and judges out and lse; ``how``: keyword arguments of `flashgen.ops.run_forward`."""
     q, k, v, _ = tensors_of(spec, seq_q, seq_k)
     run = run_forward(spec, q, k, v, backend="emulator", **how)
-    exact = reference.attention(spec, q, k, v)
-    same = reference.same_dtype(spec, q, k, v)
-    for found, exactly, yardstick in zip((run.out, run.lse), exact, same, strict=True):
-        verdict = reference.compare(found, exactly, yardstick)
-        assert verdict, verdict
+    judge_forward((run.out, run.lse), spec, q, k, v)
     return run
 
 

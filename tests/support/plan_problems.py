@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import flashgen as fg
-from flashgen.arch import facts, known
+from flashgen.arch import KIB, facts, known
 from flashgen.planner import BackwardPlan, Plan, plan, plan_backward
 from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
@@ -64,17 +64,25 @@ def learned(head_dim: int, head_dim_v: int, dtype: str = "float16") -> fg.Attent
 
 @functools.cache
 def every_hopper_kernel() -> tuple[Plan, ...]:
-    """The plans of the backward kernels of path sm_90a, those for learned tensors among them."""
-    found = []
-    for head_dim, head_dim_v in (*((d, d) for d in range(8, 257, 24)), *UNEQUAL):
+    """Backward kernels of Hopper's path, those for learned tensors too."""
+    found: list[Plan] = []
+    for head_dim, head_dim_v in [*((d, d) for d in range(8, 257, 24)), *UNEQUAL]:
         for deterministic in (False, True):
-            plain = spec_of(head_dim, head_dim_v, "float16")
-            found += plan_backward(plain, "sm_90a", deterministic=deterministic).kernels[1:]
-            of_learned = plan_backward(
-                learned(head_dim, head_dim_v), "sm_90a", deterministic=deterministic
-            )
-            found.append(of_learned.kernels[-1])
+            options = {"head_dim_v": head_dim_v, "deterministic": deterministic}
+            found += backward_of(head_dim, "float16", "sm_90a", **options).kernels[1:]
+            spec = learned(head_dim, head_dim_v)
+            found.append(plan_backward(spec, "sm_90a", deterministic=deterministic).kernels[-1])
     return tuple(found)
+
+
+def within_limits(plan: Plan) -> None:
+    """Shared memory, threads and registers are within those of the architecture."""
+    arch = facts(plan.arch)
+    assert plan.smem_bytes <= arch.smem_per_block
+    assert plan.blocks_per_sm * (plan.smem_bytes + KIB) <= arch.smem_per_sm
+    assert plan.blocks_per_sm * plan.threads <= arch.threads_per_sm
+    assert plan.blocks_per_sm * plan.threads * plan.registers <= arch.registers_per_sm
+    assert plan.registers_needed <= plan.registers <= 255
 
 
 def problem_behind(plan: Plan) -> tuple[TileProblem, Tile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from flashgen import cpu
 from flashgen.call import OutputGradients
 from flashgen.language.spec import AttentionSpec
+from tests.support.shapes import Case
 
 Tensor = torch.Tensor
 
@@ -39,3 +41,50 @@ def both(
     out, lse = cpu.forward(spec, q, k, v, options)
     outputs = OutputGradients(out, lse, dout, dlse)
     return out, lse, *cpu.backward(spec, q, k, v, outputs, options)
+
+
+class Tiled(torch.autograd.Function):
+    """The two passes as one differentiable function of q, k, v and the learnable tensors.
+
+    Only O, LSE and the seed are kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: AttentionSpec,
+        options: cpu.TileArguments,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        names = [tensor.name for tensor in spec.tensors if tensor.grad]
+        tensors = {**options.tensors, **dict(zip(names, learned, strict=True))}
+        ctx.spec, ctx.options = spec, replace(options, tensors=tensors)
+        out, lse = cpu.forward(spec, q, k, v, ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        outputs = OutputGradients(out, lse, dout, dlse)
+        gradients = cpu.backward(ctx.spec, q, k, v, outputs, ctx.options)
+        return None, None, *gradients
+
+
+def gradients_are_derivatives(
+    spec: AttentionSpec, case: Case, tensors: dict[str, Tensor], *, fast: bool, **options: Any
+) -> bool:
+    """gradcheck of everything that has a gradient, with tiles of 4 x 6 that leave odd ends."""
+    names = [tensor.name for tensor in spec.tensors if tensor.grad]
+    operands = [x.double() for x in case.tensors(3)]
+    given = arguments(spec, operands[0], tensors=tensors, block_q=4, block_k=6, **options)
+    leaves = [x.requires_grad_() for x in (*operands, *(tensors[name] for name in names))]
+
+    def finite(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = Tiled.apply(spec, given, *inputs)
+        return out, torch.where(lse.isfinite(), lse, 0)
+
+    return torch.autograd.gradcheck(finite, leaves, fast_mode=fast)

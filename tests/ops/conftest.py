@@ -1,0 +1,33 @@
+"""A stand-in for a GPU, for the tests of what a call launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flashgen import launch
+from flashgen.runtime import backends, bound_kernel
+from tests.support.fake_driver import FakeDriver
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that CPU tensors are on: its driver, and the launches that it was asked for."""
+    driver = FakeDriver()
+    monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
+    monkeypatch.setattr(backends, "index_of", lambda device: 0)
+    monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
+    monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
+    load, real = launch.load, launch.launch
+    monkeypatch.setattr(launch, "load", lambda binary, index: load(binary, index, driver=driver))
+    started = []
+
+    def recording(kernel, grid, block, smem, packed, stream):
+        started.append(
+            SimpleNamespace(kernel=kernel, grid=grid, block=block, packed=packed, stream=stream)
+        )
+        real(kernel, grid, block, smem, packed, stream)
+
+    monkeypatch.setattr(launch, "launch", recording)
+    return SimpleNamespace(driver=driver, started=started)
