@@ -1,7 +1,9 @@
-"""One call of a spec in the emulator, compared with the float64 oracle."""
+"""A call of a spec in the emulator, compared with the float64 oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.pipeline import Build
+from flashgen.reference import Verdict
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case
+
+Tensor = torch.Tensor
 
 RNG = (0x0123456789ABCDEF, 42)  # seed and offset of dropout
 
@@ -27,72 +32,108 @@ def check_gates(built: Build) -> None:
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
 
-def like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+def normal(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tensors_of(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1) -> Any:
-    """q, k, v and the gradient of out."""
-    generator = torch.Generator().manual_seed(seq_q + seq_k)
-    dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
-    lengths = (seq_q, seq_k, seq_k, seq_q)
-    dtype = getattr(torch, spec.dtype)
-    return tuple(
-        torch.randn(1, heads, seq, dim, generator=generator).to(dtype)
-        for seq, dim in zip(lengths, dims, strict=True)
+def like(tensor: Tensor, seed: int) -> Tensor:
+    return normal(tensor.shape, tensor.dtype, seed)
+
+
+def sized(spec: fg.AttentionSpec, case: Case, dropout_p: float = 0.0) -> fg.AttentionSpec:
+    """The spec for the dtype and the head dims of a case."""
+    return spec.replace(
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or case.head_dim,
+        dropout=dropout_p > 0,
     )
 
 
-def judged_forward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) -> ForwardRun:
-    """Runs and judges out and lse; ``how``: keyword arguments of `flashgen.ops.run_forward`."""
-    q, k, v, _ = tensors_of(spec, seq_q, seq_k)
-    run = run_forward(spec, q, k, v, backend="emulator", **how)
-    exact = reference.attention(spec, q, k, v)
-    same = reference.same_dtype(spec, q, k, v)
-    for found, exactly, yardstick in zip((run.out, run.lse), exact, same, strict=True):
-        verdict = reference.compare(found, exactly, yardstick)
-        assert verdict, verdict
-    return run
+def dropping(dropout_p: float) -> dict[str, Any]:
+    """The arguments of a call with this probability of dropout."""
+    return {"dropout_p": dropout_p, "rng": torch.tensor(RNG)} if dropout_p else {}
 
 
-def judged_backward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) -> BackwardRun:
-    """Runs and judges the gradients; ``how``: keyword arguments of `flashgen.ops.run_backward`."""
-    q, k, v, dout = tensors_of(spec, seq_q, seq_k)
-    forward = run_forward(spec, q, k, v, backend="emulator")
-    run = run_backward(spec, q, k, v, forward.out, forward.lse, dout, backend="emulator", **how)
-    verdicts = reference.judge_gradients((run.dq, run.dk, run.dv), spec, q, k, v, dout)
-    assert all(verdicts.values()), verdicts
-    return run
+class Call:
+    """A call of a spec, with random gradients of both results.
+
+    Attributes:
+        numbers: what the kernels and the oracle take by keyword: captured tensors, scalars,
+            offsets, dropout.
+        how: what only the kernels take: the backend, the architecture, tiles.
+        gradients: of out and of lse.
+    """
+
+    def __init__(
+        self,
+        spec: fg.AttentionSpec,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        numbers: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> None:
+        self.spec, self.qkv, self.numbers = spec, qkv, numbers or {}
+        self.how = {"backend": "emulator", **how}
+        q, _, v = qkv
+        dout = normal((*q.shape[:3], v.shape[3]), q.dtype, 1)
+        self.gradients: tuple[Tensor, Tensor | None] = dout, normal(q.shape[:3], torch.float32, 2)
+
+    def forward(self, **how: Any) -> ForwardRun:
+        return run_forward(self.spec, *self.qkv, **self.numbers, **self.how | how)
+
+    @cached_property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Out and lse by the tiled algorithm on the CPU, for a test of backward kernels only."""
+        run = run_forward(self.spec, *self.qkv, **self.numbers)
+        return run.out, run.lse
+
+    def backward(self, forward: ForwardRun | None = None, **how: Any) -> BackwardRun:
+        """The gradients, from the results of ``forward`` or else from those of the CPU."""
+        results = (forward.out, forward.lse) if forward else self.results
+        given = (*self.qkv, *results, *self.gradients)
+        return run_backward(self.spec, *given, **self.numbers, **self.how | how)
+
+    def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:
+        """By the names of the results, or of the gradients."""
+        if isinstance(run, BackwardRun):
+            found = (run.dq, run.dk, run.dv, *run.captured)
+            of = (self.spec, *self.qkv, *self.gradients)
+            return reference.judge_gradients(found, *of, **self.numbers)
+        exact = reference.attention(self.spec, *self.qkv, **self.numbers)
+        same = reference.same_dtype(self.spec, *self.qkv, **self.numbers)
+        found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
+        return {name: reference.compare(*three) for name, *three in found}
+
+    def check(self, run: ForwardRun | BackwardRun) -> None:
+        """Holds everything that a run gave against the oracle."""
+        wrong = {name: verdict for name, verdict in self.verdicts(run).items() if not verdict.ok}
+        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
+
+    def checked(self, **how: Any) -> tuple[ForwardRun, BackwardRun]:
+        """Both passes, the second from the results of the first; ``how`` is for the second."""
+        forward = self.forward()
+        self.check(forward)
+        backward = self.backward(forward, **how)
+        self.check(backward)
+        return forward, backward
 
 
-def judged_case(
-    spec: fg.AttentionSpec,
+def example(
     path: Path,
     case: Case,
     dropout_p: float = 0.0,
-    *,
-    offsets: dict[str, int],
+    offsets: dict[str, int] | None = None,
+    spec: fg.AttentionSpec | None = None,
     **how: Any,
-) -> BackwardRun:
-    """Runs and judges the gradients of an example, including those of its captured tensors.
+) -> Call:
+    """A call of the spec of a file, with the file's own values of captured tensors and scalars."""
+    spec = sized(spec or fg.load(path), case, dropout_p)
+    case, offsets = fitted(spec, case), offsets or {}
+    numbers = values_of(path, case, **offsets) | offsets | dropping(dropout_p)
+    return Call(spec, case.tensors(seed=case.scores % 1000), numbers, **how)
 
-    Args:
-        spec: the spec of the file at ``path``, whose example values are used.
-        how: keyword arguments of `flashgen.ops.run_backward`.
-    """
-    case = fitted(spec, case)
-    numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
-    if dropout_p:
-        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-    q, k, v = case.tensors(seed=case.scores % 1000)
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
-    results = (forward.out, forward.lse, dout, dlse)
-    run = run_backward(spec, q, k, v, *results, backend="emulator", **how, **numbers)
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
-    for name, verdict in verdicts.items():
-        assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
-    assert run.dq.dtype == run.dk.dtype == run.dv.dtype == q.dtype
-    return run
+
+def plain(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1, **how: Any) -> Call:
+    """A call of a spec without captured tensors, of one batch entry."""
+    case = Case(seq_q, seq_k, 1, heads, heads, spec.dtype, spec.head_dim, spec.head_dim_v)
+    return Call(spec, case.tensors(seq_q + seq_k), **how)
