@@ -10,7 +10,8 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.language.spec import AttentionSpec
-from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.ops import BackwardRun, ForwardRun, run_forward
+from tests.support.judged import Call
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec
 
@@ -31,30 +32,9 @@ def run_both(
     spec: AttentionSpec, case: Case, deterministic: bool = False, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Runs the kernels, and holds all that they give against the oracle."""
-    q, k, v = case.tensors()
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(forward.out.shape, generator=generator).to(q.dtype)
-    dlse = torch.randn(forward.lse.shape, generator=generator)
-    exact = reference.attention(spec, q, k, v, **numbers)
-    same = reference.same_dtype(spec, q, k, v, **numbers)
-    for name, found, wanted, ordinary in zip(
-        ("out", "lse"), (forward.out, forward.lse), exact, same, strict=True
-    ):
-        verdict = reference.compare(found, wanted, ordinary)
-        assert verdict.ok, f"{name}: {verdict}"
-    backward = run_backward(
-        spec,
-        *(q, k, v, forward.out, forward.lse, dout, dlse),
-        backend="emulator",
-        deterministic=deterministic,
-        **numbers,
-    )
-    gradients = (backward.dq, backward.dk, backward.dv, *backward.captured)
-    verdicts = reference.judge_gradients(gradients, spec, q, k, v, dout, dlse, **numbers)
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
-    assert not wrong, "\n".join(wrong)
-    return forward, backward
+    call = Call(spec, case.tensors(), numbers)
+    forward = call.judged_forward()
+    return forward, call.judged_backward(forward, deterministic=deterministic)
 
 
 # dtype, head_dim, block, batch and heads, lengths, heads that differ in their layout, offsets.

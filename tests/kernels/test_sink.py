@@ -15,6 +15,7 @@ from flashgen.language import Tensor as Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.planner import backward_traffic, forward_traffic
+from tests.support.judged import RNG, Call, dropping, like
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in
 from tests.support.tiled_calls import arguments, both
@@ -22,7 +23,6 @@ from tests.support.tiled_calls import arguments, both
 Tensor = torch.Tensor
 
 LOWEST = torch.finfo(torch.float32).min
-RNG = (0x0123456789ABCDEF, 42)
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -42,48 +42,35 @@ def sink_spec(case: Case, mask: Any = causal, **options: Any) -> AttentionSpec:
     return AttentionSpec(mask_mod=mask, **given)
 
 
-def like(tensor: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
 def logits(case: Case) -> Tensor:
     """From one that takes most of a row's weight to one that takes little."""
     return torch.linspace(4, -2, case.heads_q)
 
 
-def run(
+def call_of(
     spec: AttentionSpec, case: Case, sink: Tensor | None, backend: str = "emulator", **numbers: Any
+) -> Call:
+    tensors = {} if sink is None else {"sink": sink}
+    return Call(spec, case.tensors(), numbers | {"tensors": tensors}, backend=backend)
+
+
+def run(
+    *given: Any, deterministic: bool = False, order_seed: int | None = None, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Both passes, with gradients of out and lse."""
-    q, k, v = case.tensors()
-    how = {k: numbers.pop(k) for k in ("deterministic", "order_seed") if k in numbers}
-    given = numbers | {"backend": backend, "tensors": {} if sink is None else {"sink": sink}}
-    forward = run_forward(spec, q, k, v, **given)
-    results = (forward.out, forward.lse, like(forward.out, 1), like(forward.lse, 2))
-    return forward, run_backward(spec, q, k, v, *results, **how, **given)
+    call = call_of(*given, **numbers)
+    forward = call.forward(order_seed=order_seed)
+    how = {"deterministic": deterministic, "order_seed": order_seed}
+    return forward, call.backward(forward, **how)
 
 
 def check(
-    spec: AttentionSpec, case: Case, sink: Tensor, backend: str = "emulator", **numbers: Any
+    *given: Any, deterministic: bool = False, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Runs both passes and holds everything against the oracle."""
-    forward, backward = run(spec, case, sink, backend, **numbers)
-    numbers.pop("deterministic", None)
-    numbers["tensors"] = {"sink": sink}
-    q, k, v = case.tensors()
-    exact = reference.attention(spec, q, k, v, **numbers)
-    same = reference.same_dtype(spec, q, k, v, **numbers)
-    verdicts = {
-        name: reference.compare(*each)
-        for name, *each in zip(("out", "lse"), (forward.out, forward.lse), exact, same, strict=True)
-    }
-    found = (backward.dq, backward.dk, backward.dv, *backward.captured)
-    given = (q, k, v, like(forward.out, 1), like(forward.lse, 2))
-    verdicts |= reference.judge_gradients(found, spec, *given, **numbers)
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
-    assert not wrong, "\n".join(wrong)
-    return forward, backward
+    call = call_of(*given, **numbers)
+    forward = call.judged_forward()
+    return forward, call.judged_backward(forward, deterministic=deterministic)
 
 
 # ---- the error rule -----------------------------------------------------------------------------
@@ -105,8 +92,7 @@ def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
 def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str) -> None:
     case = Case(50, 90, 2, 2, 2, dtype, 40)
     spec = sink_spec(case, window, score_mod=capped, dropout=True)
-    numbers = {"q_offset": 17, "dropout_p": 0.2, "rng": torch.tensor(RNG)}
-    check(spec, case, logits(case), **numbers)
+    check(spec, case, logits(case), q_offset=17, **dropping(0.2))
 
 
 @pytest.mark.parametrize(
@@ -197,12 +183,11 @@ def test_a_call_without_keys_has_the_sink_for_its_lse(shape: tuple[int, ...], ba
     assert torch.equal(forward.lse, sink[:, None].expand(2, 4, 5))
     exact = reference.attention(sink_spec(case), *case.tensors(), tensors={"sink": sink})
     assert torch.equal(exact[1].float(), forward.lse)
-    given = (*case.tensors(), like(forward.out, 1), like(forward.lse, 2))
-    expected = reference.gradients(sink_spec(case), *given, tensors={"sink": sink})[3]
+    call = call_of(sink_spec(case), case, sink)
+    expected = reference.gradients(call.spec, *call.qkv, *call.gradients, **call.numbers)[3]
     torch.testing.assert_close(backward.captured[0].double(), expected, atol=1e-6, rtol=0)
     assert expected.abs().min() > 0
-    operands, options = case.tensors(), {"tensors": {"sink": sink}}
-    found = both(sink_spec(case), *operands, like(forward.out, 1), like(forward.lse, 2), **options)
+    found = both(call.spec, *call.qkv, *call.gradients, **call.numbers)
     assert torch.equal(found[1], forward.lse)
     assert torch.equal(found[5], backward.captured[0])
 
@@ -303,8 +288,8 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> No
     )
     assert forward.counters.global_write_bytes == expected.o + expected.lse
     dlse = like(forward.lse, 2) if given_dlse else None
-    run = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
-    for report in run.reports:
+    backward = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
+    for report in backward.reports:
         found = backward_traffic(report.kernel.plan, 2, 2, 1, 150, 260, dlse=given_dlse)
         assert report.counters.global_read_bytes == found.read + found.added
         assert report.counters.global_write_bytes == found.written + found.added

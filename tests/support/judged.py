@@ -109,13 +109,15 @@ class Call:
         wrong = {name: verdict for name, verdict in self.verdicts(run).items() if not verdict.ok}
         assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
 
-    def checked(self, **how: Any) -> tuple[ForwardRun, BackwardRun]:
-        """Both passes, the second from the results of the first; ``how`` is for the second."""
-        forward = self.forward()
-        self.check(forward)
-        backward = self.backward(forward, **how)
-        self.check(backward)
-        return forward, backward
+    def judged_forward(self, **how: Any) -> ForwardRun:
+        run = self.forward(**how)
+        self.check(run)
+        return run
+
+    def judged_backward(self, forward: ForwardRun | None = None, **how: Any) -> BackwardRun:
+        run = self.backward(forward, **how)
+        self.check(run)
+        return run
 
 
 def example(
@@ -123,11 +125,10 @@ def example(
     case: Case,
     dropout_p: float = 0.0,
     offsets: dict[str, int] | None = None,
-    spec: fg.AttentionSpec | None = None,
     **how: Any,
 ) -> Call:
     """A call of the spec of a file, with the file's own values of captured tensors and scalars."""
-    spec = sized(spec or fg.load(path), case, dropout_p)
+    spec = sized(fg.load(path), case, dropout_p)
     case, offsets = fitted(spec, case), offsets or {}
     numbers = values_of(path, case, **offsets) | offsets | dropping(dropout_p)
     return Call(spec, case.tensors(seed=case.scores % 1000), numbers, **how)

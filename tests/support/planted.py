@@ -30,9 +30,7 @@ def with_text(built: Build, old: str, new: str, after: str = "") -> Build:
     assert count == 1 or (after and count), (old, count)
     text = source.text[:start] + source.text[start:].replace(old, new, 1)
     ptx = compile_ptx(text, built.plan.arch, ("--std=c++17",), source.filename)
-    return replace(
-        built, source=replace(source, text=text), binary=replace(built.binary, ptx=ptx)
-    )
+    return replace(built, source=replace(source, text=text), binary=replace(built.binary, ptx=ptx))
 
 
 @contextmanager
