@@ -76,7 +76,7 @@ def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 700), *(slow(each) for each in [(17, 5), (1, 1), (64, 128), (300, 1)])]
+    "lengths", [(1, 300), *(slow(each) for each in [(17, 5), (1, 1), (64, 128), (300, 1)])]
 )
 def test_lengths_that_fill_no_tile_meet_the_error_rule(lengths: tuple[int, int]) -> None:
     judged(causal(Case(*lengths, 2, 2, 1, "float16", 64), 0.1))
@@ -148,7 +148,7 @@ def test_the_plan_predicts_the_utilisation_of_the_tensor_cores(head_dim: int) ->
 
 @pytest.mark.parametrize("seed", [1, slow(2)])
 def test_deterministic_gradients_do_not_depend_on_the_order_of_warps_and_copies(seed: int) -> None:
-    call = causal(Case(200, 300, 1, 2, 1, "float16", 64), 0.1)
+    call = causal(Case(150, 200, 1, 2, 1, "float16", 64), 0.1)
     usual = judged(call, deterministic=True)
     shuffled = call.backward(deterministic=True, order_seed=seed)
     assert torch.equal(usual.dq, shuffled.dq)

@@ -166,13 +166,14 @@ def call(kernel: str) -> Call:
     """Several steps for each of several blocks; of "dq" more than there are buffers."""
     if kernel == "captured":  # mixed tiles and dropout
         options = {"head_dim": 128, "dtype": "bfloat16"}
-        return composed("planted", reaches, options, 0.2, (300, 600), (1, 1))
+        return composed("planted", reaches, options, 0.2, (200, 400), (1, 1))
     if kernel in ("forward", "work tiles"):
         # With several work tiles, one tile of keys for each: the next one is written early.
         lengths = (128, 1200) if kernel == "forward" else (700, 200)
         spec = fg.AttentionSpec(head_dim=64, name="full")
         return Call(spec, Case(*lengths).tensors(seed=1), arch=ARCH)
-    case = Case(400, 200 if kernel == "fused" else 600, 1, 1, 1, "bfloat16", 128)
+    lengths = (300, 200) if kernel == "fused" else (200, 500)
+    case = Case(*lengths, 1, 1, 1, "bfloat16", 128)
     spec = sized(fg.load(spec_path("causal")), case)
     return Call(spec, case.tensors(seed=1), arch=ARCH, deterministic=kernel == "dq")
 
