@@ -39,7 +39,7 @@ def run_both(
 
 # dtype, head_dim, block, batch and heads, lengths, heads that differ in their layout, offsets.
 CASES = {
-    "16": ("float16", 64, (16, 16), (1, 2, 1), (130, 203), (1, 1), (0, 0)),
+    "16": ("float16", 32, (16, 16), (1, 2, 1), (130, 203), (1, 1), (0, 0)),
     "64": ("bfloat16", 40, (64, 64), (2, 2, 2), (257, 190), (2, 1), (0, 0)),
     "128": ("float16", 64, (128, 128), (1, 2, 1), (300, 257), (1, 2), (0, 0)),
     "48, dividing nothing": ("float32", 16, (48, 48), (2, 2, 1), (113, 203), (2, 2), (0, 0)),
@@ -110,10 +110,12 @@ def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
 
 
 def test_rows_and_columns_without_a_live_block_give_zeros() -> None:
-    spec = sparse_spec(48, 32, dtype="float16")
+    spec = sparse_spec(48, 32, dtype="float16", head_dim=16)
     live = random_layout(spec, (1, 2), (200, 230), 0.5, 3)
     live[:, :, 1] = live[:, :, :, 2] = live[:, 1] = False
-    forward, backward = run_both(spec, Case(200, 230, 1, 2, 2), tensors={"layout": live})
+    forward, backward = run_both(
+        spec, Case(200, 230, 1, 2, 2, head_dim=16), tensors={"layout": live}
+    )
     kept = by_position(live, 48, 32, 200, 230)
     unseen, unseeing = ~kept.any(2), ~kept.any(3)
     assert unseen[0, 0].sum() == 32
@@ -186,10 +188,10 @@ def test_a_layout_equal_to_the_causal_mask_gives_the_bits_of_that_mask(
 
 
 def test_blocks_of_16_on_a_causal_grid_give_the_bits_of_that_mask() -> None:
-    operands = Case(200, 200).tensors()
-    grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16)
+    operands = Case(200, 200, head_dim=16).tensors()
+    grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16, head_dim=16)
     live = {"layout": triangle(16, 200)}
     wanted = run_forward(grid, *operands, backend="emulator")
-    got = run_forward(sparse_spec(16, 16), *operands, tensors=live, backend="emulator")
+    got = run_forward(sparse_spec(16, 16, head_dim=16), *operands, tensors=live, backend="emulator")
     assert torch.equal(wanted.out, got.out)
     assert torch.equal(wanted.lse, got.lse)

@@ -105,7 +105,7 @@ COMPOSITIONS = {
         options={"block_sparse": fg.BlockSparse(near_or_far, block_q=48, block_k=32)},
     ),
     "everything": Composition(
-        Case(391, 361, 1, 4, 2, head_dim=32),
+        Case(391, 361, 1, 2, 1, head_dim=32),
         bottom_right,
         softcap,
         dropout_p=0.2,

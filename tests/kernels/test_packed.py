@@ -91,9 +91,9 @@ def arguments(spec: fg.AttentionSpec, lengths: str) -> dict[str, Any]:
         "cu_seqlens_q": ends(of_q),
         "cu_seqlens_k": ends(of_k),
         "ids": parts.sort(1)[0],
-        "gate": torch.rand(count, 4, generator=generator) + 0.5,
+        "gate": torch.rand(count, 2, generator=generator) + 0.5,
         "bias": torch.randn(70, generator=generator),
-        "sink": torch.randn(4, generator=generator),
+        "sink": torch.randn(2, generator=generator),
     }
     scalars = {scalar.name: 40 for scalar in spec.scalars}
     return {"scalars": scalars, "tensors": {t.name: known[t.name] for t in spec.tensors}}
@@ -103,7 +103,7 @@ def operands(spec: fg.AttentionSpec, lengths: str, tail: int = 7) -> tuple[Tenso
     """q, k, v and dout with NaN behind the last boundary."""
     generator = torch.Generator().manual_seed(1)
     totals = [sum(each) for each in LENGTHS[lengths]]
-    shapes = ((4, totals[0]), (2, totals[1]), (2, totals[1]), (4, totals[0]))
+    shapes = ((2, totals[0]), (1, totals[1]), (1, totals[1]), (2, totals[0]))
     dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
     made = []
     for (heads, total), dim in zip(shapes, dims, strict=True):
@@ -226,13 +226,13 @@ def test_a_sequence_has_the_bits_of_a_separate_call(arch: str) -> None:
 def test_the_first_sequence_may_begin_after_row_0(backend: str, arch: str | None) -> None:
     spec = spec_of("bottom_right", sink=True)
     boundaries = torch.tensor([LATE, LATE + 20, LATE + 60], dtype=torch.int32)
-    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(4)}
+    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(2)}
     generator = torch.Generator().manual_seed(3)
 
     def normal(heads: int) -> Tensor:
         return torch.randn(1, heads, LATE + 80, 16, generator=generator).half()
 
-    q, k, v = normal(4), normal(2), normal(2)
+    q, k, v = normal(2), normal(1), normal(1)
     call = Call(spec, (q, k, v), {"tensors": tensors}, backend=backend, arch=arch)
     run = call.judged_forward()
     back = call.judged_backward(run)
@@ -258,7 +258,7 @@ def test_no_tile_outside_all_sequences_is_computed(arch: str) -> None:
             there = 0
             for rows, keys in zip(*LENGTHS["mixed"], strict=True):
                 keep = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-                there += 4 * present(report, keep)  # heads
+                there += 2 * present(report, keep)  # heads
             assert visited(report) == there
 
 
@@ -384,9 +384,9 @@ BOUNDARIES = {"cu_seqlens_q": ends([64, 128, 64]), "cu_seqlens_k": ends([64, 128
         ({"cu_seqlens_k": torch.tensor([-1, 9, 9, 20]).int()}, "does not ascend", "from -1"),
         ({"cu_seqlens_q": ends([64, 128, 64]).long()}, "dtype", "torch.int64"),
         (
-            {"q": torch.zeros(2, 4, 256, 16, dtype=torch.float16)},
+            {"q": torch.zeros(2, 2, 256, 16, dtype=torch.float16)},
             "one batch entry",
-            "(2, 4, 256, 16)",
+            "(2, 2, 256, 16)",
         ),
         (
             {"ids": torch.zeros(3, 20).int()},

@@ -84,13 +84,13 @@ def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     dtype: str, deterministic: bool
 ) -> None:
     """The composition of GPT-OSS."""
-    case = Case(70, 70, 2, 4, 1, dtype, 64)
+    case = Case(70, 70, 1, 4, 1, dtype, 32)
     check(sink_spec(case, window), case, logits(case), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", one_in(3, DTYPES))
 def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str) -> None:
-    case = Case(50, 90, 2, 2, 2, dtype, 40)
+    case = Case(50, 90, 1, 2, 2, dtype, 40)
     spec = sink_spec(case, window, score_mod=capped, dropout=True)
     check(spec, case, logits(case), q_offset=17, **dropping(0.2))
 
@@ -102,7 +102,7 @@ def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str
 def test_one_sink_may_serve_all_heads_in_any_dtype(
     dims: tuple[Any, ...], dtype: str, shape: tuple[int, ...]
 ) -> None:
-    case = Case(40, 40, 2, 4, 2, "float16", 16)
+    case = Case(40, 40, 2, 2, 1, "float16", 16)
     sink = torch.full(shape, 0.7, dtype=getattr(torch, dtype))
     spec = sink_spec(case, sink=Capture("sink", dims, dtype, grad=True))
     for backend in ("emulator", "tiled"):
@@ -121,7 +121,7 @@ def test_one_sink_may_serve_all_heads_in_any_dtype(
 )
 def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None:
     """Some rows have no keys: LSE of these is the sink to the last bit, also when it is none."""
-    case = Case(60, 50, 3, 6, 2, dtype, 40)
+    case = Case(60, 50, 1, 6, 2, dtype, 40)
     sink = torch.tensor([-math.inf, LOWEST, -1e4, 60.0, 1e4, 1e30])
     forward, backward = check(sink_spec(case), case, sink, backend, k_offset=20)
     assert (forward.lse[:, :, :20] == sink[:, None]).all()
@@ -278,11 +278,11 @@ def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p
 
 @pytest.mark.parametrize("given_dlse", one_in(2, [False, True]))
 def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> None:
-    case = Case(150, 260, 2, 2, 1, "float16", 32)
+    case = Case(150, 260, 1, 2, 1, "float16", 16)
     spec, (q, k, v) = sink_spec(case, None), case.tensors()
     how = {"backend": "emulator", "check_memory": False, "tensors": {"sink": logits(case)}}
     forward = run_forward(spec, q, k, v, **how)
-    expected = forward_traffic(forward.plan, 2, 2, 1, 150, 260)
+    expected = forward_traffic(forward.plan, 1, 2, 1, 150, 260)
     assert forward.counters.global_read_bytes == sum(
         (expected.q, expected.k, expected.v, expected.sink)
     )
@@ -290,7 +290,7 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> No
     dlse = like(forward.lse, 2) if given_dlse else None
     backward = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
     for report in backward.reports:
-        found = backward_traffic(report.kernel.plan, 2, 2, 1, 150, 260, dlse=given_dlse)
+        found = backward_traffic(report.kernel.plan, 1, 2, 1, 150, 260, dlse=given_dlse)
         assert report.counters.global_read_bytes == found.read + found.added
         assert report.counters.global_write_bytes == found.written + found.added
 

@@ -138,7 +138,7 @@ def test_a_score_with_an_infinite_slope_outside_the_mask_does_no_harm() -> None:
 
 
 def gradients_in_order(order_seed: int, deterministic: bool) -> tuple[torch.Tensor, ...]:
-    call = example(CAUSAL, Case(300, 300, 1, 4, 2, "float16", 64), 0.1, check_memory=False)
+    call = example(CAUSAL, Case(200, 200, 1, 2, 1, "float16", 16), 0.1, check_memory=False)
     run = call.backward(deterministic=deterministic, order_seed=order_seed)
     return run.dq, run.dk, run.dv
 
@@ -200,7 +200,7 @@ def test_every_kernel_drops_the_elements_that_the_definition_drops(
     dtype: str, head_dim: int
 ) -> None:
     """Head dims and dtypes have tiles of their own, so this is the same mask with other tiles."""
-    batch, heads, p = 2, 2, 0.5
+    batch, heads, p = 2, 1, 0.5
     spec = fg.AttentionSpec(head_dim=head_dim, dtype=dtype, dropout=True)
     expected = torch.from_numpy(
         keep_mask(p, *RNG, torch.arange(batch * heads).numpy(), range(head_dim), range(head_dim))
