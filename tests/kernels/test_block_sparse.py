@@ -170,7 +170,7 @@ def test_a_layout_equal_to_the_causal_mask_gives_the_bits_of_that_mask(
     mask: Any, block: int
 ) -> None:
     """Of kernels with the same tiles, forward and backward."""
-    case = Case(150, 150, 1, 2, 1, head_dim=16)
+    case = Case(150, 150, head_dim=16)
     found = []
     for spec, tensors in (
         (AttentionSpec(causal, head_dim=16), {}),

@@ -171,9 +171,7 @@ def test_float_sums_do_depend_on_the_order_of_blocks() -> None:
 
 
 JUDGED = [
-    pytest.param(
-        name, dtype, marks=[] if (i, j) == (0, 0) and dtype != "float32" else pytest.mark.slow
-    )
+    pytest.param(name, dtype, marks=[] if (i, j) == (3, 0) else pytest.mark.slow)
     for i, name in enumerate(NAMES)
     for j, dtype in enumerate(DTYPES)
 ]
@@ -196,7 +194,7 @@ def test_the_kernel_is_launched_twice_and_both_are_reported() -> None:
     "name", ["symmetric_bias", pytest.param("temperature", marks=pytest.mark.slow)]
 )
 def test_huge_and_tiny_gradients_are_as_exact_as_others(name: str, factor: float) -> None:
-    call = of_spec(name, Case(40, 50, 1, 2, 2, "float32", 32))
+    call = of_spec(name, Case(40, 50, 1, 2, 2, "float32", 16))
     call.gradients = tuple(factor * gradient for gradient in call.gradients)
     (found,) = call.backward().captured
     *_, exact = reference.gradients(call.spec, *call.qkv, *call.gradients, **call.numbers)
@@ -204,7 +202,7 @@ def test_huge_and_tiny_gradients_are_as_exact_as_others(name: str, factor: float
     assert exact.abs().max() > factor / 100
 
 
-@pytest.mark.parametrize("name", one_in(6, NAMES))
+@pytest.mark.parametrize("name", one_in(6, NAMES, first=3))
 def test_gradients_without_contributions_are_0(name: str) -> None:
     call = of_spec(name, Case(40, 50, 1, 2, 2, "float16", 32))
     call.gradients = tuple(0 * gradient for gradient in call.gradients)
@@ -225,13 +223,13 @@ def test_contributions_that_are_not_finite_give_nan(name: str, bad: float) -> No
 def test_a_sum_of_the_most_contributions_to_one_element_is_exact() -> None:
     """Of one key, every query adds dLSE; all at one place, which only the run can know."""
     bias = fg.Tensor("bias", ("n",), "float32", grad=True)
-    spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: s + bias[q * k], head_dim=32)
-    qkv = Case(200, 1, 2, 4, 2, "float16", 32).tensors()
+    spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: s + bias[q * k], head_dim=16)
+    qkv = Case(200, 1, 2, 2, 1, "float16", 16).tensors()
     call = Call(spec, qkv, {"tensors": {"bias": torch.zeros(1)}}, deterministic=True)
     dout, dlse = call.gradients
     for each in (1.0, -1.0, 2.0**-149, 1.5 * 2.0**116):
         call.gradients = torch.zeros_like(dout), torch.full_like(dlse, each)
-        assert float(call.backward().captured[0]) == 2 * 4 * 200 * each
+        assert float(call.backward().captured[0]) == 2 * 2 * 200 * each
 
 
 @pytest.mark.slow

@@ -213,7 +213,9 @@ def check_compiled(spec: fg.AttentionSpec) -> None:
         assert f"setmaxnreg.dec.sync.aligned.u32 {plan.producer_registers};" in built.ptx
 
 
-@pytest.mark.parametrize("name", [slow("dense_bias"), slow("relative_bias"), "symmetric_bias"])
+@pytest.mark.parametrize(
+    "name", [slow("dense_bias"), slow("relative_bias"), slow("symmetric_bias")]
+)
 def test_planned_tiles_do_not_spill(name: str) -> None:
     head_dim = 128 if name == "relative_bias" else 64
     check_compiled(

@@ -73,7 +73,7 @@ def shared(name: str, *rest: object, slow: bool = False) -> Any:
         # A few new queries behind a cache of keys.
         shared("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
-        shared("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 64, None, "sequence_major"), 2, 0.17, 0),
+        shared("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major"), 2, 0.17, 0),
         shared("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, slow=True),
         # The batch entry's own keys, skipped by tables; a layout that all heads have.
         shared("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, slow=True),
@@ -177,8 +177,8 @@ def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> No
 
 def test_a_layout_by_head_that_is_a_function_is_not_shared() -> None:
     sparse = fg.BlockSparse(lambda b, h, i, j: (i + j + h) % 2 == 0)
-    spec = fg.AttentionSpec(block_sparse=sparse, head_dim=64, name="by_head")
-    run = run_forward(spec, *Case(5, 150, 1, 4, 1).tensors(), **HOW)
+    spec = fg.AttentionSpec(block_sparse=sparse, head_dim=16, name="by_head")
+    run = run_forward(spec, *Case(5, 150, 1, 4, 1, head_dim=16).tensors(), **HOW)
     assert run.plan is not None
     assert run.plan.heads_per_tile == 1
     assert "the block layout depends on the head" in run.report.heads_reason
