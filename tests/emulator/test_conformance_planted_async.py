@@ -1,6 +1,6 @@
 """Bugs planted in kernels with mbarriers and bulk copies: each is reported, for any order of warps.
 
-As in test_emulator_conformance_planted, every kernel is correct when compiled with -DFIXED, and
+As in test_conformance_planted, every kernel is correct when compiled with -DFIXED, and
 lines that an error may refer to end in // BUG.
 """
 

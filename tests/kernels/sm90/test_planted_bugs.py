@@ -172,7 +172,7 @@ def call(kernel: str) -> Call:
         lengths = (128, 1200) if kernel == "forward" else (700, 200)
         spec = fg.AttentionSpec(head_dim=64, name="full")
         return Call(spec, Case(*lengths).tensors(seed=1), arch=ARCH)
-    lengths = (300, 200) if kernel == "fused" else (200, 500)
+    lengths = (300, 200) if kernel == "fused" else (400, 600)
     case = Case(*lengths, 1, 1, 1, "bfloat16", 128)
     spec = sized(fg.load(spec_path("causal")), case)
     return Call(spec, case.tensors(seed=1), arch=ARCH, deterministic=kernel == "dq")
