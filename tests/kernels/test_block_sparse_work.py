@@ -65,7 +65,7 @@ def test_products_are_those_of_the_tiles_that_touch_a_live_block(
     block: str, density: float
 ) -> None:
     block_q, block_k = (TILE.block_q, TILE.block_k) if block == "tiles" else (48, 48)
-    seq_q, seq_k = 3 * TILE.block_q, 5 * TILE.block_k
+    seq_q, seq_k = 2 * TILE.block_q, 4 * TILE.block_k
     case = small_case(seq_q, seq_k, 2)
     spec = small(block_q, block_k)
     all_live = random_layout(spec, (1, 1), (seq_q, seq_k), 1.0, 0)

@@ -17,9 +17,10 @@ import pytest
 from flashgen.planner import Tile
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates, example
-from tests.support.shapes import HEADS, LAYOUTS, Case
+from tests.support.shapes import LAYOUTS, Case
 
 PATHS = ("sm_80", "sm_90a")
+HEADS = ((2, 2), (2, 1), (3, 1))
 # Ragged and whole tiles; fewer keys than a tile; fewer queries; one query.
 LENGTHS = ((113, 90), (128, 64), (70, 33), (20, 150), (1, 139))
 # dtype and head dim: of the smallest kernels, since the compiler takes most of the time.
@@ -30,6 +31,8 @@ KINDS = {
 # Smaller than the planned tiles, so that these problems have empty, full and mixed ones, and a
 # kernel compiles in half of the time. codegen/test_static_gates.py has planned tiles.
 TILES = {"sm_80": Tile(32, 2, 2, 2), "sm_90a": Tile(32, 8, 1, 1)}
+# Their smaller tiles spill 8 bytes on Hopper's path; the planned ones do not.
+AS_PLANNED = ("bigbird", "butterfly")
 # The specs whose backward kernels are executed, and the path on which they are.
 BACKWARD = {
     "alibi": "sm_80",  # a score that reads positions, dropout
@@ -63,7 +66,8 @@ def test_the_kernels_of_every_spec_meet_the_error_rule_on_both_paths(path: Path,
     number = SPECS.index(path)
     case, dropout_p, deterministic = problem(number, arch)
     call = example(path, case, dropout_p, arch=arch)
-    forward = call.judged_forward(tiles={"forward": TILES[arch]})
+    tiles = {} if path.stem in AS_PLANNED else {"forward": TILES[arch]}
+    forward = call.judged_forward(tiles=tiles)
     assert forward.report.kernel is not None
     check_gates(forward.report.kernel)
     assert forward.report.kernel.plan.path == arch

@@ -113,7 +113,7 @@ def composed(
     mask: Any,
     options: dict[str, Any],
     dropout_p: float = 0.0,
-    lengths: tuple[int, int] = (150, 300),
+    lengths: tuple[int, int] = (140, 200),
     heads: tuple[int, int] = (2, 1),
 ) -> Call:
     """A call of a spec with sums of every kind."""

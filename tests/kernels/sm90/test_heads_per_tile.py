@@ -73,7 +73,14 @@ def shared(name: str, *rest: object, slow: bool = False) -> Any:
         # A few new queries behind a cache of keys.
         shared("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
-        shared("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major"), 2, 0.17, 0),
+        shared(
+            "alibi",
+            Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major"),
+            2,
+            0.17,
+            0,
+            slow=True,
+        ),
         shared("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, slow=True),
         # The batch entry's own keys, skipped by tables; a layout that all heads have.
         shared("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, slow=True),
