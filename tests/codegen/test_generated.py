@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import runpy
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,16 @@ from flashgen.cli import app
 from flashgen.cli.emit import kernels_of
 from flashgen.cli.generated import ARCHS
 from flashgen.codegen import Source
+from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.paths import ROOT
 from tests.support.tiers import one_in
 
 GENERATED = ROOT / "generated"
-SPECS = sorted((ROOT / "specs").glob("*.py"))
-SPEC_IDS = [path.stem for path in SPECS]
 MOST_LINES = 25_000
+DECLARED = re.compile(
+    r"^(?:constexpr \w+ |struct (?:alignas\(\d+\) )?|__device__ __forceinline__ [\w ]+?[ *&])(\w+)",
+    re.M,
+)
 
 
 @functools.cache
@@ -57,9 +60,11 @@ def test_the_gallery_has_every_kernel_of_causal_and_is_explained() -> None:
 
 
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_the_functions_of_a_spec_stand_in_the_file_and_in_its_golden(path: Path) -> None:
+def test_a_file_has_the_functions_of_its_spec_and_what_its_kernel_uses(path: Path) -> None:
     golden = (GENERATED / f"specs/{path.stem}.cuh").read_text()
     for source in (*sources(path), *sources(path, "sm_90a")):
+        check_text(source)
+        check_declarations(source)
         if source.role not in ("delta", "minmax_table"):
             assert source.spec_section
         for function in source.spec_section:
@@ -67,27 +72,44 @@ def test_the_functions_of_a_spec_stand_in_the_file_and_in_its_golden(path: Path)
             assert golden.count(f"\n{function}\n") == 1, source.filename
 
 
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_an_emitted_file_is_clean_text(path: Path) -> None:
-    check_text((*sources(path), *sources(path, "sm_90a")))
+def check_declarations(source: Source) -> None:
+    """Every field of the parameters and every declaration is used."""
+    code = re.sub(r"//.*", "", source.text)
+    body = code.partition("struct Params {")[2].partition("};")[2]
+    fields = set(re.findall(r"\b(?:p|packed)\.(\w+)", body))
+    assert {param.field for param in source.params} <= fields, source.filename
+    names, uses = DECLARED.findall(code), Counter(re.findall(r"\w+", code))
+    assert len(names) > 3
+    assert [name for name in names if uses[name] < 2] == [], source.filename
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_specs_without_a_sink_share_the_delta_kernel(arch: str) -> None:
+    """It reads neither mask nor score."""
+    specs = [path for path in SPECS if fg.load(path).sink is None]
+    deltas = {source for path in specs for source in sources(path, arch) if source.role == "delta"}
+    (text,) = {source.text for source in deltas}
+    assert not any(name in text for name in SPEC_IDS if name not in ("full", "sink"))
+    assert {source.filename for source in deltas} == {f"delta_fp16_d64_{arch}.cu"}
 
 
 @pytest.mark.parametrize("name", one_in(6, SPEC_IDS))
 def test_so_is_one_with_dropout_and_unequal_head_dims(name: str) -> None:
     spec = fg.load(ROOT / f"specs/{name}.py")
     spec = spec.replace(dropout=True, head_dim=40, head_dim_v=72)
-    check_text(source for arch in ARCHS for source in kernels_of(spec, arch))
+    for arch in ARCHS:
+        for source in kernels_of(spec, arch):
+            check_text(source)
 
 
-def check_text(sources: Iterable[Source]) -> None:
-    for source in sources:
-        text, lines = source.text, source.text.splitlines()
-        assert text.endswith("}\n")
-        assert all(line == line.rstrip() and "\t" not in line for line in lines)
-        assert [line for line in lines if len(line) > 100] == [], source.filename
-        assert not any(a == b == "" for a, b in itertools.pairwise(lines))
-        assert str(ROOT) not in text
-        assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
+def check_text(source: Source) -> None:
+    text, lines = source.text, source.text.splitlines()
+    assert text.endswith("}\n")
+    assert all(line == line.rstrip() and "\t" not in line for line in lines)
+    assert [line for line in lines if len(line) > 100] == [], source.filename
+    assert not any(a == b == "" for a, b in itertools.pairwise(lines))
+    assert str(ROOT) not in text
+    assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
 
 
 def test_the_document_of_variants_is_what_the_specs_say() -> None:

@@ -12,13 +12,12 @@ import flashgen as fg
 from flashgen.analysis import analyse
 from flashgen.errors import PlanError
 from flashgen.pipeline import Build, build_backward
+from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates
 from tests.support.paths import ROOT
 from tests.support.shapes import DTYPES, HEAD_DIMS
 from tests.support.tiers import one_in
 
-SPECS = sorted((ROOT / "specs").glob("*.py"))
-SPEC_IDS = [path.stem for path in SPECS]
 LEARNED = [path for path in SPECS if analyse(fg.load(path)).score.learned]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")

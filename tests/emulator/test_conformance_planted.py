@@ -315,6 +315,14 @@ ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
 }  # fmt: skip
 
 
+# What the message says of some.
+WORDS = {
+    "two_writers": "a write and a write of another warp",
+    "global_race_between_warps": "another warp of the block",
+    "async_into_a_buffer_still_read": "shared memory",
+}
+
+
 def kernels_of(source: str) -> list[str]:
     return [text[7 : text.index(")")] for text in source.splitlines() if text.startswith("KERNEL(")]
 
@@ -359,6 +367,7 @@ def test_the_bug_is_named_at_its_line(kernel: str, seed: int | None) -> None:
     with pytest.raises(ERRORS[kernel]) as caught:
         start(CUDA, kernel, seed, fixed=False)
     assert_named(CUDA, kernel, caught.value)
+    assert WORDS.get(kernel, "") in str(caught.value)
 
 
 @pytest.mark.parametrize("kernel", [*ERRORS])

@@ -1,6 +1,6 @@
 """Bugs planted in kernels with mbarriers and bulk copies: each is reported, for any order of warps.
 
-As in test_emulator_conformance_planted, every kernel is correct when compiled with -DFIXED, and
+As in test_conformance_planted, every kernel is correct when compiled with -DFIXED, and
 lines that an error may refer to end in // BUG.
 """
 
@@ -20,9 +20,9 @@ from flashgen.emulator.errors import (
 )
 from flashgen.errors import EmulatorError
 from tests.emulator.test_conformance import Array
-from tests.support.hopper_ptx import hopper_ptx, marked_lines
+from tests.emulator.test_conformance_planted import SEEDS, assert_named, kernels_of
+from tests.support.hopper_ptx import PREAMBLE, hopper_ptx
 
-SEEDS = [None, 1, 2]
 ROWS, COLUMNS = 256, 64
 TILE = 32 * COLUMNS * 2  # bytes of a box of 32 rows of float16
 
@@ -399,8 +399,7 @@ ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
     "producer_waits_for_the_wrong_parity": (RaceError, MbarrierMisuse),
     "producer_skips_the_empty_wait": (RaceError, MbarrierMisuse),
 }
-LINES = marked_lines(CUDA)
-KERNELS = sorted({*LINES, *DEADLOCKS})
+KERNELS = kernels_of(CUDA)
 
 
 # What the correct twin leaves: rows of the tensor that its stores reach, or of the raw output.
@@ -456,7 +455,7 @@ def test_a_planted_bug_is_named(kernel: str, seed: int | None) -> None:
         assert "block (0, 0, 0) warp" in said
         assert "try_wait" in said
     else:
-        assert any(line in said for line in LINES[kernel]), said
+        assert_named(PREAMBLE + CUDA, kernel, caught.value)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,6 +1,6 @@
 """Bugs planted around wgmma: each must be reported at its line, for any order of warps.
 
-As in `test_emulator_conformance_planted`, every kernel is correct with -DFIXED.
+As in `test_conformance_planted`, every kernel is correct with -DFIXED.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unsupported programs and invalid launches raise an error that names the cause."""
+"""Unsupported programs, invalid launches and accesses raise an error that names the cause."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from flashgen.emulator import launch
 from flashgen.emulator.errors import (
     EmulatorError,
     LaunchArguments,
+    Misaligned,
+    OutOfBounds,
     PtxSyntaxError,
     StepLimit,
     Trapped,
@@ -16,6 +18,7 @@ from flashgen.emulator.errors import (
     UnknownInstruction,
 )
 from tests.emulator.test_conformance import HEADER, compiled, probe, run, run_ptx
+from tests.support.nvrtc_helper import compile_ptx
 
 WORDS = np.arange(64, dtype=np.uint32)
 
@@ -42,7 +45,7 @@ def test_a_modifier_that_would_change_the_result_is_not_ignored() -> None:
     """sm_100 and later have a packed f32x2; a reader of suffixes might take it for f32."""
     with pytest.raises(EmulatorError) as caught:
         probe("add.rn.wrong.f32 %d, %a, %a;", "f4", WORDS.view(np.float32))
-    assert "wrong" in str(caught.value)
+    assert "add.rn.wrong.f32: the modifier .wrong" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +65,20 @@ PLAIN = """.visible .entry k(.param .u64 p, .param .u32 n) { .reg .b64 %p; .reg 
 
 
 @pytest.mark.parametrize(
-    ("name", "grid", "block", "args", "shared"),
+    ("name", "grid", "block", "args", "shared", "what"),
     [
-        ("other", (1, 1, 1), (32, 1, 1), [WORDS, 1], 0),
-        ("k", (1, 1, 1), (32, 1, 1), [WORDS], 0),
-        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1, 2], 0),
-        ("k", (1, 1, 1), (1025, 1, 1), [WORDS, 1], 0),
-        ("k", (1, 1, 1), (32, 64, 1), [WORDS, 1], 0),
-        ("k", (0, 1, 1), (32, 1, 1), [WORDS, 1], 0),
-        ("k", (1, 1, 1), (0, 1, 1), [WORDS, 1], 0),
-        ("k", (1, 70000, 1), (32, 1, 1), [WORDS, 1], 0),
-        ("k", (1, 1, 1), (32, 1, 1), [WORDS, WORDS], 0),
-        ("k", (1, 1, 1), (32, 1, 1), [WORDS, "text"], 0),
-        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1], -1),
+        ("other", (1, 1, 1), (32, 1, 1), [WORDS, 1], 0, "no kernel 'other'"),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS], 0, "number of arguments differs"),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1, 2], 0, "number of arguments differs"),
+        ("k", (1, 1, 1), (1025, 1, 1), [WORDS, 1], 0, ""),
+        ("k", (1, 1, 1), (32, 64, 1), [WORDS, 1], 0, ""),
+        ("k", (0, 1, 1), (32, 1, 1), [WORDS, 1], 0, ""),
+        ("k", (1, 1, 1), (0, 1, 1), [WORDS, 1], 0, ""),
+        ("k", (1, 70000, 1), (32, 1, 1), [WORDS, 1], 0, ""),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, WORDS], 0, ""),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1.5], 0, "does not fit"),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, "text"], 0, ""),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1], -1, ""),
     ],
 )
 def test_a_launch_that_does_not_fit_the_kernel_is_refused(
@@ -83,9 +87,10 @@ def test_a_launch_that_does_not_fit_the_kernel_is_refused(
     block: tuple[int, int, int],
     args: list[object],
     shared: int,
+    what: str,
 ) -> None:
     before = WORDS.copy()
-    with pytest.raises(LaunchArguments):
+    with pytest.raises(LaunchArguments, match=what or None):
         launch(HEADER + PLAIN, name, grid, block, args, shared_bytes=shared)
     assert (before == WORDS).all()
 
@@ -101,13 +106,6 @@ def test_a_python_number_takes_the_width_of_its_parameter() -> None:
 def test_a_register_never_written_is_noticed() -> None:
     with pytest.raises(UninitialisedRead, match="register"):
         probe(".reg .b32 %ghost; add.u32 %d, %ghost, %a;", "u4", WORDS)
-
-
-def test_a_register_written_by_some_lanes_only_is_noticed_in_the_others() -> None:
-    body = """.reg .b32 %some; .reg .pred p; setp.lt.u32 p, %a, 40; @!p bra SKIP;
-        mov.b32 %some, 7; SKIP: bar.sync 0; add.u32 %d, %some, %a;"""
-    with pytest.raises(UninitialisedRead, match="register"):
-        probe(body, "u4", WORDS)
 
 
 CUDA = r"""
@@ -130,7 +128,7 @@ def lines(mark: str) -> list[int]:
 @pytest.mark.parametrize("check", [True, False])
 def test_an_endless_loop_ends_at_the_step_limit(check: bool) -> None:
     for kernel, args in (("spin", [np.zeros(1, np.int32)]), ("spin_shared", [])):
-        with pytest.raises(StepLimit) as caught:
+        with pytest.raises(StepLimit, match="does not come to an end") as caught:
             launch(compiled(CUDA), kernel, 1, 32, args, check=check, step_limit=2000)
         assert kernel in str(caught.value)
         assert any(f"test.cu:{line}" in str(caught.value) for line in lines("SPIN"))
@@ -160,3 +158,91 @@ def test_half_a_warp_cannot_execute_a_warp_wide_instruction(opcode: str) -> None
     with pytest.raises(EmulatorError) as caught:
         run_ptx(ptx, "k", 1, 32, np.zeros(4, np.uint32))
     assert "lane" in str(caught.value) or "warp" in str(caught.value)
+
+
+def small(body: str, args: list[object], block: int = 64, grid: int = 1, **options: object) -> None:
+    """Runs ``k(float* a, float* b, int n)`` with a body."""
+    source = 'extern "C" __global__ void k(float* a, float* b, int n) {\n' + body + "\n}"
+    launch(compile_ptx(source), "k", grid, block, args, **options)  # type: ignore[arg-type]
+
+
+def test_bounds_of_shared_memory_are_those_of_the_launch() -> None:
+    source = """extern "C" __global__ void k() {
+    extern __shared__ int s[];
+    s[threadIdx.x] = 1;
+    }"""
+    launch(compile_ptx(source), "k", 1, 64, [], 256)
+    with pytest.raises(OutOfBounds, match="outside shared memory") as caught:
+        launch(compile_ptx(source), "k", 1, 64, [], 128)
+    assert "of 128 bytes" in caught.value.numbers
+
+
+def test_misaligned_address_names_the_remainder() -> None:
+    body = "*(float4*)(a + 1 + 4 * threadIdx.x) = make_float4(0, 0, 0, 0);"
+    with pytest.raises(Misaligned, match="misaligned 16-byte access") as caught:
+        small(body, [np.zeros(300, "f4"), np.zeros(64, "f4"), 0])
+    assert "is 4 mod 16" in caught.value.numbers
+
+
+def test_misaligned_view_of_an_array_stays_misaligned() -> None:
+    whole = np.zeros(301, "f4")
+    offset = 1 if whole.ctypes.data % 16 == 0 else 0
+    body = "*(float4*)(a + 4 * threadIdx.x) = make_float4(0, 0, 0, 0);"
+    with pytest.raises(Misaligned):
+        small(body, [whole[offset : offset + 256], np.zeros(64, "f4"), 0])
+
+
+def test_read_one_past_the_end_says_how_far() -> None:
+    body = "b[threadIdx.x] = a[threadIdx.x + 1];"
+    with pytest.raises(OutOfBounds) as caught:
+        small(body, [np.zeros(64, "f4"), np.zeros(64, "f4"), 0])
+    error = caught.value
+    assert "offset 256 of argument 0 (256 bytes)" in error.numbers
+    assert "block (0, 0, 0), warp 1, lane 31, test.cu:2: ld.global" in error.where
+
+
+def test_bounds_are_enforced_with_the_checkers_off() -> None:
+    args = [np.zeros(64, "f4"), np.zeros(64, "f4"), 0]
+    with pytest.raises(OutOfBounds):
+        small("b[threadIdx.x] = a[threadIdx.x - 1];", args, check=False)
+
+
+def test_undefined_register_that_leaves_the_registers_is_reported() -> None:
+    ptx = """.version 8.0
+    .target sm_80
+    .address_size 64
+    .visible .entry k(.param .u64 k_param_0)
+    {
+    .reg .pred %p<2>; .reg .b32 %r<5>; .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [k_param_0];
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, LIMIT;
+    @%p1 mov.u32 %r2, 7;
+    add.s32 %r3, %r2, 1;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd2, %rd2, %rd1;
+    st.global.u32 [%rd2], %r3;
+    ret;
+    }"""
+    out = np.zeros(32, np.int32)
+    launch(ptx.replace("LIMIT", "32"), "k", 1, 32, [out])
+    assert (out == 8).all()
+    with pytest.raises(UninitialisedRead, match="a register is read") as caught:
+        launch(ptx.replace("LIMIT", "31"), "k", 1, 32, [out])
+    assert "lane 31" in caught.value.where
+    assert "st.global.u32 [%rd2], %r3" in caught.value.where
+
+
+def test_unknown_opcode_is_named_with_its_line() -> None:
+    body = 'asm volatile("{ .reg .b32 t; vadd.s32.s32.s32 t, 1, 2; }");'
+    with pytest.raises(UnknownInstruction, match="does not support vadd") as caught:
+        small(body, [np.zeros(64, "f4"), np.zeros(64, "f4"), 1])
+    assert "test.cu:2" in caught.value.where
+
+
+def test_store_to_a_read_only_array_is_refused() -> None:
+    frozen = np.zeros(64, "f4")
+    frozen.flags.writeable = False
+    with pytest.raises(EmulatorError, match="read-only"):
+        small("a[threadIdx.x] = 1;", [frozen, np.zeros(64, "f4"), 0])
+    assert (frozen == 0).all()

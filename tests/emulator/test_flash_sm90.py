@@ -62,9 +62,9 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.n
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n", [1, 64, 65, 300])
+@pytest.mark.parametrize("n", [1, 65, 300])
 def test_forward_agrees_with_fp64(n: int, causal: bool, head_dim: int) -> None:
-    (q, k, v, o), _ = flash(2, n, head_dim, causal)
+    (q, k, v, o), _ = flash(1, n, head_dim, causal)
     assert np.abs(o - attention(q, k, v, causal)).max() < 2e-3
 
 
@@ -166,7 +166,7 @@ def test_a_planted_bug_is_named(name: str, seed: int | None) -> None:
     source = flash_forward(64)
     assert old in source
     with pytest.raises(error) as caught:
-        flash(1, 400, source=source.replace(old, new), seed=seed)
+        flash(1, 260, source=source.replace(old, new), seed=seed)
     text = str(caught.value)
     assert "kernel flash, block (" in text
     assert all(word in text for word in words), text

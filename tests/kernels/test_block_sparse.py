@@ -10,7 +10,8 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.language.spec import AttentionSpec
-from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.ops import BackwardRun, ForwardRun, run_forward
+from tests.support.judged import Call
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec
 
@@ -31,35 +32,14 @@ def run_both(
     spec: AttentionSpec, case: Case, deterministic: bool = False, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Runs the kernels, and holds all that they give against the oracle."""
-    q, k, v = case.tensors()
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(forward.out.shape, generator=generator).to(q.dtype)
-    dlse = torch.randn(forward.lse.shape, generator=generator)
-    exact = reference.attention(spec, q, k, v, **numbers)
-    same = reference.same_dtype(spec, q, k, v, **numbers)
-    for name, found, wanted, ordinary in zip(
-        ("out", "lse"), (forward.out, forward.lse), exact, same, strict=True
-    ):
-        verdict = reference.compare(found, wanted, ordinary)
-        assert verdict.ok, f"{name}: {verdict}"
-    backward = run_backward(
-        spec,
-        *(q, k, v, forward.out, forward.lse, dout, dlse),
-        backend="emulator",
-        deterministic=deterministic,
-        **numbers,
-    )
-    gradients = (backward.dq, backward.dk, backward.dv, *backward.captured)
-    verdicts = reference.judge_gradients(gradients, spec, q, k, v, dout, dlse, **numbers)
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
-    assert not wrong, "\n".join(wrong)
-    return forward, backward
+    call = Call(spec, case.tensors(), numbers)
+    forward = call.judged_forward()
+    return forward, call.judged_backward(forward, deterministic=deterministic)
 
 
 # dtype, head_dim, block, batch and heads, lengths, heads that differ in their layout, offsets.
 CASES = {
-    "16": ("float16", 64, (16, 16), (1, 2, 1), (130, 203), (1, 1), (0, 0)),
+    "16": ("float16", 16, (16, 16), (1, 2, 1), (130, 203), (1, 1), (0, 0)),
     "64": ("bfloat16", 40, (64, 64), (2, 2, 2), (257, 190), (2, 1), (0, 0)),
     "128": ("float16", 64, (128, 128), (1, 2, 1), (300, 257), (1, 2), (0, 0)),
     "48, dividing nothing": ("float32", 16, (48, 48), (2, 2, 1), (113, 203), (2, 2), (0, 0)),
@@ -130,10 +110,12 @@ def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
 
 
 def test_rows_and_columns_without_a_live_block_give_zeros() -> None:
-    spec = sparse_spec(48, 32, dtype="float16")
+    spec = sparse_spec(48, 32, dtype="float16", head_dim=16)
     live = random_layout(spec, (1, 2), (200, 230), 0.5, 3)
     live[:, :, 1] = live[:, :, :, 2] = live[:, 1] = False
-    forward, backward = run_both(spec, Case(200, 230, 1, 2, 2), tensors={"layout": live})
+    forward, backward = run_both(
+        spec, Case(200, 230, 1, 2, 2, head_dim=16), tensors={"layout": live}
+    )
     kept = by_position(live, 48, 32, 200, 230)
     unseen, unseeing = ~kept.any(2), ~kept.any(3)
     assert unseen[0, 0].sum() == 32
@@ -188,7 +170,7 @@ def test_a_layout_equal_to_the_causal_mask_gives_the_bits_of_that_mask(
     mask: Any, block: int
 ) -> None:
     """Of kernels with the same tiles, forward and backward."""
-    case = Case(150, 150, 1, 2, 1, head_dim=16)
+    case = Case(150, 150, head_dim=16)
     found = []
     for spec, tensors in (
         (AttentionSpec(causal, head_dim=16), {}),
@@ -206,10 +188,10 @@ def test_a_layout_equal_to_the_causal_mask_gives_the_bits_of_that_mask(
 
 
 def test_blocks_of_16_on_a_causal_grid_give_the_bits_of_that_mask() -> None:
-    operands = Case(200, 200).tensors()
-    grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16)
+    operands = Case(200, 200, head_dim=16).tensors()
+    grid = AttentionSpec(lambda b, h, q, k: q // 16 >= k // 16, head_dim=16)
     live = {"layout": triangle(16, 200)}
     wanted = run_forward(grid, *operands, backend="emulator")
-    got = run_forward(sparse_spec(16, 16), *operands, tensors=live, backend="emulator")
+    got = run_forward(sparse_spec(16, 16, head_dim=16), *operands, tensors=live, backend="emulator")
     assert torch.equal(wanted.out, got.out)
     assert torch.equal(wanted.lse, got.lse)

@@ -18,13 +18,21 @@ from tests.support.tiers import one_in
 
 Tensor = torch.Tensor
 
-TILE = plan(AttentionSpec(head_dim=64))
+TILE = plan(AttentionSpec(head_dim=16))
 DENSITIES = (1 / 8, 1 / 4, 1 / 2, 1)
 
 
 def products(report: Report) -> int:
     counts = report.counters.opcodes
     return sum(count for name, count in counts.items() if name.startswith("mma."))
+
+
+def small(block_q: int, block_k: int, *mods: Any, **options: Any) -> AttentionSpec:
+    return sparse_spec(block_q, block_k, *mods, head_dim=16, **options)
+
+
+def small_case(seq_q: int, seq_k: int, heads_q: int = 1) -> Case:
+    return Case(seq_q, seq_k, 1, heads_q, 1, head_dim=16)
 
 
 def forward(spec: AttentionSpec, case: Case, **options: Any) -> Any:
@@ -57,9 +65,9 @@ def test_products_are_those_of_the_tiles_that_touch_a_live_block(
     block: str, density: float
 ) -> None:
     block_q, block_k = (TILE.block_q, TILE.block_k) if block == "tiles" else (48, 48)
-    seq_q, seq_k = 4 * TILE.block_q, 6 * TILE.block_k
-    case = Case(seq_q, seq_k, 1, 2, 1)
-    spec = sparse_spec(block_q, block_k)
+    seq_q, seq_k = 2 * TILE.block_q, 4 * TILE.block_k
+    case = small_case(seq_q, seq_k, 2)
+    spec = small(block_q, block_k)
     all_live = random_layout(spec, (1, 1), (seq_q, seq_k), 1.0, 0)
     of_tile = [
         products(report)
@@ -81,13 +89,13 @@ def test_tiles_that_neither_layout_nor_mask_keep_are_skipped() -> None:
         return (q >= k) & ((q - k < 40) | (k % 400 < 20))
 
     seq = 8 * TILE.block_k
-    case, spec = Case(seq, seq), sparse_spec(64, 64, strided)
+    case, spec = small_case(seq, seq), small(64, 64, strided)
     live = random_layout(spec, (1, 1), (seq, seq), 0.1, 9)
     q, k = torch.arange(seq)[:, None], torch.arange(seq)
     tile = TILE.block_q, TILE.block_k
     by_mask = touched((q >= k) & ((q - k < 40) | (k % 400 < 20)), *tile)
     by_layout = touched(by_position(live, 64, 64, seq, seq)[0, 0], *tile)
-    each = products(forward(AttentionSpec(), case).report) // by_mask.numel()
+    each = products(forward(AttentionSpec(head_dim=16), case).report) // by_mask.numel()
     run = forward(spec, case, tensors={"layout": live})
     assert tiles_of(run.report) == tile
     both = int((by_mask & by_layout).sum())
@@ -97,25 +105,25 @@ def test_tiles_that_neither_layout_nor_mask_keep_are_skipped() -> None:
 
 def test_full_tiles_of_aligned_blocks_evaluate_no_element() -> None:
     seq_q, seq_k = 3 * TILE.block_q, 4 * TILE.block_k
-    spec = sparse_spec(TILE.block_q, TILE.block_k)
+    spec = small(TILE.block_q, TILE.block_k)
     live = random_layout(spec, (1, 1), (seq_q, seq_k), 0.5, 2)
-    run = forward(spec, Case(seq_q, seq_k), tensors={"layout": live})
+    run = forward(spec, small_case(seq_q, seq_k), tensors={"layout": live})
     counts = run.report.counters.opcodes
     looks = sum(count for name, count in counts.items() if name.startswith("ld.global.nc.u8"))
     assert looks == TILE.warps * int(live.sum())  # each warp, of each tile: whether it is full
 
 
 def test_work_grows_with_the_live_tiles_and_not_with_all_tiles() -> None:
-    spec = sparse_spec(64, 64, layout=lambda i, j: i == j)
+    spec = small(64, 64, layout=lambda i, j: i == j)
     work = []
     for seq in (512, 2048):
-        run = forward(spec, Case(seq, seq, head_dim=64))
+        run = forward(spec, small_case(seq, seq))
         work.append(sum(run.report.counters.opcodes.values()))
     assert work[1] < 4.4 * work[0]
 
 
 def test_a_layout_with_causal_visits_no_tile_above_the_diagonal() -> None:
     seq = 4 * TILE.block_q
-    run = forward(sparse_spec(64, 64, causal, layout=lambda i, j: j >= i), Case(seq, seq))
-    dense = forward(AttentionSpec(causal), Case(seq, seq))
+    run = forward(small(64, 64, causal, layout=lambda i, j: j >= i), small_case(seq, seq))
+    dense = forward(AttentionSpec(causal, head_dim=16), small_case(seq, seq))
     assert products(run.report) < products(dense.report) / 1.5

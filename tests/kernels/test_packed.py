@@ -17,6 +17,7 @@ from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.ops.registration import operator_of
 from flashgen.planner import plan_backward
 from flashgen.runtime import prepared_call
+from tests.support.judged import Call
 from tests.support.shapes import DTYPES
 from tests.support.tiers import one_in, slow
 from tests.support.tiles_visited import present, visited
@@ -89,9 +90,9 @@ def arguments(spec: fg.AttentionSpec, lengths: str) -> dict[str, Any]:
         "cu_seqlens_q": ends(of_q),
         "cu_seqlens_k": ends(of_k),
         "ids": parts.sort(1)[0],
-        "gate": torch.rand(count, 4, generator=generator) + 0.5,
+        "gate": torch.rand(count, 2, generator=generator) + 0.5,
         "bias": torch.randn(70, generator=generator),
-        "sink": torch.randn(4, generator=generator),
+        "sink": torch.randn(2, generator=generator),
     }
     scalars = {scalar.name: 40 for scalar in spec.scalars}
     return {"scalars": scalars, "tensors": {t.name: known[t.name] for t in spec.tensors}}
@@ -101,7 +102,7 @@ def operands(spec: fg.AttentionSpec, lengths: str, tail: int = 7) -> tuple[Tenso
     """q, k, v and dout with NaN behind the last boundary."""
     generator = torch.Generator().manual_seed(1)
     totals = [sum(each) for each in LENGTHS[lengths]]
-    shapes = ((4, totals[0]), (2, totals[1]), (2, totals[1]), (4, totals[0]))
+    shapes = ((2, totals[0]), (1, totals[1]), (1, totals[1]), (2, totals[0]))
     dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
     made = []
     for (heads, total), dim in zip(shapes, dims, strict=True):
@@ -115,32 +116,22 @@ def check(
     spec: fg.AttentionSpec, lengths: str, backend: str, arch: str | None = None, **options: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Both passes by the error rule; rows of no sequence are 0, and their LSE is -inf."""
-    q, k, v, dout = operands(spec, lengths)
+    *qkv, dout = operands(spec, lengths)
     total_q, total_k = (sum(each) for each in LENGTHS[lengths])
-    values = arguments(spec, lengths) | options
-    how = {"backend": backend, "arch": arch}
-    run = run_forward(spec, q, k, v, **how, **values)
-    dlse = torch.randn(run.lse.shape, generator=torch.Generator().manual_seed(2))
-    grads = (dout.nan_to_num(), dlse)
-    back = run_backward(spec, q, k, v, run.out, run.lse, *grads, **how, **values)
+    numbers = arguments(spec, lengths) | options
+    call = Call(spec, tuple(qkv), numbers, backend=backend, arch=arch)
+    call.gradients = dout.nan_to_num(), call.gradients[1]
+    run = call.judged_forward()
+    back = call.judged_backward(run)
     assert not run.out[:, :, total_q:].any()
     assert (run.lse[:, :, total_q:] == -torch.inf).all()
     for gradient, total in ((back.dq, total_q), (back.dk, total_k), (back.dv, total_k)):
         assert not gradient[:, :, total:].any()
-    exact = reference.attention(spec, q, k, v, **values)
-    same = reference.same_dtype(spec, q, k, v, **values)
-    for got, ref, ordinary in zip((run.out, run.lse), exact, same, strict=True):
-        verdict = reference.compare(got, ref, ordinary)
-        assert verdict.ok, verdict
-    found = (back.dq, back.dk, back.dv, *back.captured)
-    judged = reference.judge_gradients(found, spec, q, k, v, *grads, **values)
-    for name, verdict in judged.items():
-        assert verdict.ok, f"{name}: {verdict}"
     return run, back
 
 
 PAIRS = [
-    pytest.param(mods, lengths, marks=[] if i == j == 4 else pytest.mark.slow)
+    pytest.param(mods, lengths, marks=[] if (i, j) == (4, 0) else pytest.mark.slow)
     for i, mods in enumerate(MODS)
     for j, lengths in enumerate(LENGTHS)
 ]
@@ -157,20 +148,16 @@ def test_kernels_meet_the_error_rule(mods: str, lengths: str) -> None:
 def test_gradients_of_captures_have_the_same_bits_in_any_order(mods: str) -> None:
     spec = spec_of(mods)
     q, k, v, dout = (tensor.nan_to_num() for tensor in operands(spec, "mixed"))
-    values = arguments(spec, "mixed") | {"backend": "emulator"}
+    values = arguments(spec, "mixed")
     run = run_forward(spec, q, k, v, **values)
     given = (q, k, v, run.out, run.lse, dout)
+    how = {"backend": "emulator", "deterministic": True}
     found = [
-        run_backward(spec, *given, deterministic=True, order_seed=seed, **values).captured
-        for seed in range(3)
+        run_backward(spec, *given, order_seed=seed, **how, **values).captured for seed in range(3)
     ]
     assert all(torch.equal(found[0][0], other[0]) for other in found[1:])
-    judged = reference.gradients(spec, q, k, v, dout, **values_of_reference(values))
-    torch.testing.assert_close(found[0][0].double(), judged[3], rtol=1e-2, atol=2e-2)
-
-
-def values_of_reference(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "backend"}
+    exact = reference.gradients(spec, q, k, v, dout, **values)
+    torch.testing.assert_close(found[0][0].double(), exact[3], rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", one_in(3, DTYPES))
@@ -238,25 +225,22 @@ def test_a_sequence_has_the_bits_of_a_separate_call(arch: str) -> None:
 def test_the_first_sequence_may_begin_after_row_0(backend: str, arch: str | None) -> None:
     spec = spec_of("bottom_right", sink=True)
     boundaries = torch.tensor([LATE, LATE + 20, LATE + 60], dtype=torch.int32)
-    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(4)}
+    tensors = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "sink": torch.randn(2)}
     generator = torch.Generator().manual_seed(3)
 
     def normal(heads: int) -> Tensor:
         return torch.randn(1, heads, LATE + 80, 16, generator=generator).half()
 
-    q, k, v, dout = normal(4), normal(2), normal(2), normal(4)
-    values = {"tensors": tensors, "backend": backend, "arch": arch}
-    run = run_forward(spec, q, k, v, **values)
-    back = run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
+    q, k, v = normal(2), normal(1), normal(1)
+    call = Call(spec, (q, k, v), {"tensors": tensors}, backend=backend, arch=arch)
+    run = call.judged_forward()
+    back = call.judged_backward(run)
     rows = torch.arange(LATE + 80)
     nobodys = (rows < LATE) | (rows >= LATE + 60)
     for tensor in (run.out, back.dq, back.dk, back.dv):
         assert not tensor[:, :, nobodys].any()
         assert tensor[:, :, ~nobodys].any()
     assert (run.lse[:, :, nobodys] == -torch.inf).all()
-    found = (back.dq, back.dk, back.dv, *back.captured)
-    judged = reference.judge_gradients(found, spec, q, k, v, dout, tensors=tensors)
-    assert all(verdict.ok for verdict in judged.values()), judged
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -273,7 +257,7 @@ def test_no_tile_outside_all_sequences_is_computed(arch: str) -> None:
             there = 0
             for rows, keys in zip(*LENGTHS["mixed"], strict=True):
                 keep = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-                there += 4 * present(report, keep)  # heads
+                there += 2 * present(report, keep)  # heads
             assert visited(report) == there
 
 
@@ -398,9 +382,9 @@ BOUNDARIES = {"cu_seqlens_q": ends([64, 128, 64]), "cu_seqlens_k": ends([64, 128
         ({"cu_seqlens_k": torch.tensor([-1, 9, 9, 20]).int()}, "does not ascend", "from -1"),
         ({"cu_seqlens_q": ends([64, 128, 64]).long()}, "dtype", "torch.int64"),
         (
-            {"q": torch.zeros(2, 4, 256, 16, dtype=torch.float16)},
+            {"q": torch.zeros(2, 2, 256, 16, dtype=torch.float16)},
             "one batch entry",
-            "(2, 4, 256, 16)",
+            "(2, 2, 256, 16)",
         ),
         (
             {"ids": torch.zeros(3, 20).int()},

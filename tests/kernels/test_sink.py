@@ -15,6 +15,7 @@ from flashgen.language import Tensor as Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.planner import backward_traffic, forward_traffic
+from tests.support.judged import RNG, Call, dropping, like
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in
 from tests.support.tiled_calls import arguments, both
@@ -22,7 +23,6 @@ from tests.support.tiled_calls import arguments, both
 Tensor = torch.Tensor
 
 LOWEST = torch.finfo(torch.float32).min
-RNG = (0x0123456789ABCDEF, 42)
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -42,48 +42,35 @@ def sink_spec(case: Case, mask: Any = causal, **options: Any) -> AttentionSpec:
     return AttentionSpec(mask_mod=mask, **given)
 
 
-def like(tensor: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
 def logits(case: Case) -> Tensor:
     """From one that takes most of a row's weight to one that takes little."""
     return torch.linspace(4, -2, case.heads_q)
 
 
-def run(
+def call_of(
     spec: AttentionSpec, case: Case, sink: Tensor | None, backend: str = "emulator", **numbers: Any
+) -> Call:
+    tensors = {} if sink is None else {"sink": sink}
+    return Call(spec, case.tensors(), numbers | {"tensors": tensors}, backend=backend)
+
+
+def run(
+    *given: Any, deterministic: bool = False, order_seed: int | None = None, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Both passes, with gradients of out and lse."""
-    q, k, v = case.tensors()
-    how = {k: numbers.pop(k) for k in ("deterministic", "order_seed") if k in numbers}
-    given = numbers | {"backend": backend, "tensors": {} if sink is None else {"sink": sink}}
-    forward = run_forward(spec, q, k, v, **given)
-    results = (forward.out, forward.lse, like(forward.out, 1), like(forward.lse, 2))
-    return forward, run_backward(spec, q, k, v, *results, **how, **given)
+    call = call_of(*given, **numbers)
+    forward = call.forward(order_seed=order_seed)
+    how = {"deterministic": deterministic, "order_seed": order_seed}
+    return forward, call.backward(forward, **how)
 
 
 def check(
-    spec: AttentionSpec, case: Case, sink: Tensor, backend: str = "emulator", **numbers: Any
+    *given: Any, deterministic: bool = False, **numbers: Any
 ) -> tuple[ForwardRun, BackwardRun]:
     """Runs both passes and holds everything against the oracle."""
-    forward, backward = run(spec, case, sink, backend, **numbers)
-    numbers.pop("deterministic", None)
-    numbers["tensors"] = {"sink": sink}
-    q, k, v = case.tensors()
-    exact = reference.attention(spec, q, k, v, **numbers)
-    same = reference.same_dtype(spec, q, k, v, **numbers)
-    verdicts = {
-        name: reference.compare(*each)
-        for name, *each in zip(("out", "lse"), (forward.out, forward.lse), exact, same, strict=True)
-    }
-    found = (backward.dq, backward.dk, backward.dv, *backward.captured)
-    given = (q, k, v, like(forward.out, 1), like(forward.lse, 2))
-    verdicts |= reference.judge_gradients(found, spec, *given, **numbers)
-    wrong = [f"{name}: {verdict}" for name, verdict in verdicts.items() if not verdict.ok]
-    assert not wrong, "\n".join(wrong)
-    return forward, backward
+    call = call_of(*given, **numbers)
+    forward = call.judged_forward()
+    return forward, call.judged_backward(forward, deterministic=deterministic)
 
 
 # ---- the error rule -----------------------------------------------------------------------------
@@ -97,16 +84,15 @@ def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     dtype: str, deterministic: bool
 ) -> None:
     """The composition of GPT-OSS."""
-    case = Case(70, 70, 2, 4, 1, dtype, 64)
+    case = Case(70, 70, 1, 4, 1, dtype, 32)
     check(sink_spec(case, window), case, logits(case), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", one_in(3, DTYPES))
 def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str) -> None:
-    case = Case(50, 90, 2, 2, 2, dtype, 40)
+    case = Case(50, 90, 1, 2, 2, dtype, 40)
     spec = sink_spec(case, window, score_mod=capped, dropout=True)
-    numbers = {"q_offset": 17, "dropout_p": 0.2, "rng": torch.tensor(RNG)}
-    check(spec, case, logits(case), **numbers)
+    check(spec, case, logits(case), q_offset=17, **dropping(0.2))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +102,7 @@ def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str
 def test_one_sink_may_serve_all_heads_in_any_dtype(
     dims: tuple[Any, ...], dtype: str, shape: tuple[int, ...]
 ) -> None:
-    case = Case(40, 40, 2, 4, 2, "float16", 16)
+    case = Case(40, 40, 2, 2, 1, "float16", 16)
     sink = torch.full(shape, 0.7, dtype=getattr(torch, dtype))
     spec = sink_spec(case, sink=Capture("sink", dims, dtype, grad=True))
     for backend in ("emulator", "tiled"):
@@ -135,7 +121,7 @@ def test_one_sink_may_serve_all_heads_in_any_dtype(
 )
 def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None:
     """Some rows have no keys: LSE of these is the sink to the last bit, also when it is none."""
-    case = Case(60, 50, 3, 6, 2, dtype, 40)
+    case = Case(60, 50, 1, 6, 2, dtype, 40)
     sink = torch.tensor([-math.inf, LOWEST, -1e4, 60.0, 1e4, 1e30])
     forward, backward = check(sink_spec(case), case, sink, backend, k_offset=20)
     assert (forward.lse[:, :, :20] == sink[:, None]).all()
@@ -197,12 +183,11 @@ def test_a_call_without_keys_has_the_sink_for_its_lse(shape: tuple[int, ...], ba
     assert torch.equal(forward.lse, sink[:, None].expand(2, 4, 5))
     exact = reference.attention(sink_spec(case), *case.tensors(), tensors={"sink": sink})
     assert torch.equal(exact[1].float(), forward.lse)
-    given = (*case.tensors(), like(forward.out, 1), like(forward.lse, 2))
-    expected = reference.gradients(sink_spec(case), *given, tensors={"sink": sink})[3]
+    call = call_of(sink_spec(case), case, sink)
+    expected = reference.gradients(call.spec, *call.qkv, *call.gradients, **call.numbers)[3]
     torch.testing.assert_close(backward.captured[0].double(), expected, atol=1e-6, rtol=0)
     assert expected.abs().min() > 0
-    operands, options = case.tensors(), {"tensors": {"sink": sink}}
-    found = both(sink_spec(case), *operands, like(forward.out, 1), like(forward.lse, 2), **options)
+    found = both(call.spec, *call.qkv, *call.gradients, **call.numbers)
     assert torch.equal(found[1], forward.lse)
     assert torch.equal(found[5], backward.captured[0])
 
@@ -227,7 +212,7 @@ def test_a_sink_that_the_score_reads_too_gets_both_gradients() -> None:
     def scored(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score * fg.sigmoid(sink[h])
 
-    case = Case(40, 30, 2, 2, 1, "float32", 16)
+    case = Case(40, 30, 2, 2, 1, "float16", 16)
     spec = sink_spec(case, sink=sink, score_mod=scored)
     assert spec.tensors == (sink,)
     for backend in ("emulator", "tiled"):
@@ -265,7 +250,7 @@ def test_the_oracle_is_torch_with_a_column_of_sinks() -> None:
 @pytest.mark.parametrize("dims", [("heads",), pytest.param((), marks=pytest.mark.slow)])
 def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p: float) -> None:
     """gradcheck in float64, with rows that have no keys."""
-    case = Case(9, 11, 2, 4, 2, "float32", 8)
+    case = Case(9, 11, 1, 2, 1, "float32", 8)
     spec = sink_spec(case, dropout=dropout_p > 0, sink=Capture("sink", dims, grad=True))
     sink = logits(case).double() if dims else torch.tensor(0.5, dtype=torch.double)
     leaves = [t.double().requires_grad_() for t in (*case.tensors(), sink)]
@@ -293,19 +278,19 @@ def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p
 
 @pytest.mark.parametrize("given_dlse", one_in(2, [False, True]))
 def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> None:
-    case = Case(150, 260, 2, 2, 1, "float16", 32)
+    case = Case(150, 260, 1, 2, 1, "float16", 16)
     spec, (q, k, v) = sink_spec(case, None), case.tensors()
     how = {"backend": "emulator", "check_memory": False, "tensors": {"sink": logits(case)}}
     forward = run_forward(spec, q, k, v, **how)
-    expected = forward_traffic(forward.plan, 2, 2, 1, 150, 260)
+    expected = forward_traffic(forward.plan, 1, 2, 1, 150, 260)
     assert forward.counters.global_read_bytes == sum(
         (expected.q, expected.k, expected.v, expected.sink)
     )
     assert forward.counters.global_write_bytes == expected.o + expected.lse
     dlse = like(forward.lse, 2) if given_dlse else None
-    run = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
-    for report in run.reports:
-        found = backward_traffic(report.kernel.plan, 2, 2, 1, 150, 260, dlse=given_dlse)
+    backward = run_backward(spec, q, k, v, forward.out, forward.lse, forward.out, dlse, **how)
+    for report in backward.reports:
+        found = backward_traffic(report.kernel.plan, 1, 2, 1, 150, 260, dlse=given_dlse)
         assert report.counters.global_read_bytes == found.read + found.added
         assert report.counters.global_write_bytes == found.written + found.added
 

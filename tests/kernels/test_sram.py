@@ -9,7 +9,7 @@ import pytest
 import flashgen as fg
 from flashgen.arch import facts
 from flashgen.planner import Plan
-from tests.support.judged import judged_backward, judged_forward
+from tests.support.judged import plain
 from tests.support.tiers import one_in
 
 KIB = 1024
@@ -32,7 +32,8 @@ def shape_of(plan: Plan) -> tuple[int, ...]:
 def test_four_sizes_of_sram_give_four_forward_kernels_that_pass():
     spec, found = causal(128, "float32"), {}
     for size in SIZES:
-        run = judged_forward(spec, 90, 110, arch=ARCH_OF[size], sram=size * KIB)
+        call = plain(spec, 90, 110, arch=ARCH_OF[size], sram=size * KIB)
+        run = call.judged_forward()
         assert run.plan.smem_bytes <= size * KIB
         found[shape_of(run.plan)] = run.source.text
     assert len(found) == len(set(found.values())) == len(SIZES)
@@ -43,8 +44,9 @@ def test_four_sizes_of_sram_give_four_forward_kernels_that_pass():
 def test_four_sizes_of_sram_give_four_backward_passes_that_pass(deterministic):
     spec, found = causal(128, "float32"), set()
     for size in SIZES:
-        how = {"arch": ARCH_OF[size], "sram": size * KIB, "deterministic": deterministic}
-        plans = [report.kernel.plan for report in judged_backward(spec, 60, 50, **how).reports]
+        call = plain(spec, 60, 50, arch=ARCH_OF[size], sram=size * KIB)
+        run = call.judged_backward(deterministic=deterministic)
+        plans = [report.kernel.plan for report in run.reports]
         assert all(plan.smem_bytes <= size * KIB for plan in plans)
         found.add(tuple((plan.kernel, *shape_of(plan)) for plan in plans))
     assert len(found) == len(SIZES)
@@ -57,19 +59,21 @@ def test_four_sizes_of_sram_give_four_backward_passes_that_pass(deterministic):
 @pytest.mark.parametrize("size", [48, pytest.param(99, marks=pytest.mark.slow)])
 def test_a_small_sram_also_works_for_other_head_dims(head_dim, size):
     spec = causal(head_dim, "bfloat16")
-    judged_forward(spec, 130, 150, sram=size * KIB)
-    judged_backward(spec, 90, 70, sram=size * KIB)
+    plain(spec, 130, 150, sram=size * KIB).judged_forward()
+    plain(spec, 90, 70, sram=size * KIB).judged_backward()
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), one_in(4, itertools.product(CONSUMER, [192, 256])))
-def test_large_head_dims_fit_in_99_kib_forward_and_backward(head_dim, arch):
-    spec = causal(head_dim, "float16")
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "deterministic"),
+    one_in(8, itertools.product(CONSUMER, [192, 256], [False, True])),
+)
+def test_large_head_dims_fit_in_99_kib_forward_and_backward(head_dim, arch, deterministic):
     assert facts(arch).smem_per_block == 99 * KIB
-    assert judged_forward(spec, 70, 90, arch=arch).arch == arch
-    for deterministic in (False, True):
-        run = judged_backward(spec, 60, 50, arch=arch, deterministic=deterministic)
-        assert all(report.kernel.plan.smem_bytes <= 99 * KIB for report in run.reports)
-        assert not any(report.kernel.binary.resources.spill_store_bytes for report in run.reports)
+    call = plain(causal(head_dim, "float16"), 70, 90, arch=arch)
+    assert call.judged_forward().arch == arch
+    run = call.judged_backward(deterministic=deterministic)
+    assert all(report.kernel.plan.smem_bytes <= 99 * KIB for report in run.reports)
+    assert not any(report.kernel.binary.resources.spill_store_bytes for report in run.reports)
 
 
 @pytest.mark.slow
@@ -77,6 +81,6 @@ def test_large_head_dims_fit_in_99_kib_forward_and_backward(head_dim, arch):
 @pytest.mark.parametrize("arch", CONSUMER)
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_large_head_dims_fit_in_99_kib_in_every_dtype(head_dim, arch, dtype):
-    spec = causal(head_dim, dtype)
-    judged_forward(spec, 70, 90, arch=arch)
-    judged_backward(spec, 60, 50, arch=arch)
+    call = plain(causal(head_dim, dtype), 70, 90, arch=arch)
+    call.judged_forward()
+    call.judged_backward()

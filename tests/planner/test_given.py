@@ -7,7 +7,7 @@ import pytest
 import flashgen as fg
 from flashgen.errors import PlanError
 from flashgen.planner import Tile, feasible, plan, plan_backward
-from tests.support.judged import judged_backward, judged_forward
+from tests.support.judged import plain
 
 SPEC = fg.AttentionSpec(mask_mod=lambda b, h, q, k: k <= q, head_dim=64, name="causal")
 
@@ -71,10 +71,10 @@ def test_tiles_of_unknown_kernels_are_refused():
 @pytest.mark.slow
 def test_given_tiles_run_and_pass():
     for each in feasible(SPEC)[::60]:
-        run = judged_forward(SPEC, 70, 100, tiles={"forward": each.tile})
-        assert run.plan == each
+        call = plain(SPEC, 70, 100, tiles={"forward": each.tile})
+        assert call.judged_forward().plan == each
     for each in feasible(SPEC, kernel="fused")[::150]:
-        judged_backward(SPEC, 70, 100, tiles={"fused": each.tile})
+        plain(SPEC, 70, 100, tiles={"fused": each.tile}).judged_backward()
 
 
 def test_a_given_tile_is_kept_even_where_it_spills():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 from tests.support.nvrtc_helper import compile_ptx
 
@@ -82,16 +81,4 @@ template <int left> __device__ __forceinline__ void wait_read() {
 @functools.cache
 def hopper_ptx(source: str, fixed: bool = False) -> str:
     """PTX of CUDA that may use what `PREAMBLE` defines; FIX(...) or BUG(...) parts by ``fixed``."""
-    return compile_ptx(PREAMBLE + source, "sm_90a", ["-DFIXED"] if fixed else [])
-
-
-def marked_lines(source: str) -> dict[str, set[str]]:
-    """For each KERNEL, the places ``test.cu:N`` of its lines that end in ``// BUG``."""
-    found: dict[str, set[str]] = {}
-    kernel = ""
-    for number, row in enumerate((PREAMBLE + source).splitlines(), 1):
-        start = re.match(r"KERNEL\((\w+)\)", row)
-        kernel = start[1] if start else kernel
-        if row.rstrip().endswith("// BUG"):
-            found.setdefault(kernel, set()).add(f"test.cu:{number}")
-    return found
+    return compile_ptx(PREAMBLE + source, "sm_90a", ("-DFIXED",) if fixed else ())

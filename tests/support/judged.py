@@ -1,8 +1,9 @@
-"""One call of a spec in the emulator, compared with the float64 oracle."""
+"""A call of a spec in the emulator, compared with the float64 oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.pipeline import Build
+from flashgen.reference import Verdict
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case
+
+Tensor = torch.Tensor
 
 RNG = (0x0123456789ABCDEF, 42)  # seed and offset of dropout
 
@@ -28,84 +32,129 @@ def check_gates(built: Build) -> None:
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
 
-def like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+def normal(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def tensors_of(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1) -> Any:
-    """q, k, v and the gradient of out."""
-    generator = torch.Generator().manual_seed(seq_q + seq_k)
-    dims = (spec.head_dim, spec.head_dim, spec.head_dim_v, spec.head_dim_v)
-    lengths = (seq_q, seq_k, seq_k, seq_q)
-    dtype = getattr(torch, spec.dtype)
-    return tuple(
-        torch.randn(1, heads, seq, dim, generator=generator).to(dtype)
-        for seq, dim in zip(lengths, dims, strict=True)
+def like(tensor: Tensor, seed: int) -> Tensor:
+    return normal(tensor.shape, tensor.dtype, seed)
+
+
+def sized(spec: fg.AttentionSpec, case: Case, dropout_p: float = 0.0) -> fg.AttentionSpec:
+    """The spec for the dtype and the head dims of a case."""
+    return spec.replace(
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or case.head_dim,
+        dropout=dropout_p > 0,
     )
 
 
-def judge_forward(
-    found: Sequence[torch.Tensor],
+def forward_verdicts(
+    found: Sequence[Tensor],
     spec: fg.AttentionSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     **numbers: Any,
-) -> None:
-    """Holds out and lse to the error rule; ``numbers``: those of `flashgen.reference.attention`."""
+) -> dict[str, Verdict]:
+    """Of out and lse; ``numbers``: those of `flashgen.reference.attention`."""
     exact = reference.attention(spec, q, k, v, **numbers)
     same = reference.same_dtype(spec, q, k, v, **numbers)
-    for name, got, exactly, yardstick in zip(("out", "lse"), found, exact, same, strict=True):
-        verdict = reference.compare(got, exactly, yardstick)
-        assert verdict.ok, f"{name}: {verdict}"
+    of = zip(("out", "lse"), found, exact, same, strict=True)
+    return {name: reference.compare(*three) for name, *three in of}
 
 
-def judged_forward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) -> ForwardRun:
-    """Runs and judges out and lse; ``how``: keyword arguments of `flashgen.ops.run_forward`."""
-    q, k, v, _ = tensors_of(spec, seq_q, seq_k)
-    run = run_forward(spec, q, k, v, backend="emulator", **how)
-    judge_forward((run.out, run.lse), spec, q, k, v)
-    return run
-
-
-def judged_backward(spec: fg.AttentionSpec, seq_q: int, seq_k: int, **how: Any) -> BackwardRun:
-    """Runs and judges the gradients; ``how``: keyword arguments of `flashgen.ops.run_backward`."""
-    q, k, v, dout = tensors_of(spec, seq_q, seq_k)
-    forward = run_forward(spec, q, k, v, backend="emulator")
-    run = run_backward(spec, q, k, v, forward.out, forward.lse, dout, backend="emulator", **how)
-    verdicts = reference.judge_gradients((run.dq, run.dk, run.dv), spec, q, k, v, dout)
+def judge_forward(
+    found: Sequence[Tensor], spec: fg.AttentionSpec, *qkv: Tensor, **numbers: Any
+) -> None:
+    """Holds out and lse to the error rule; arguments as of `forward_verdicts`."""
+    verdicts = forward_verdicts(found, spec, *qkv, **numbers)
     assert all(verdicts.values()), verdicts
-    return run
 
 
-def judged_case(
-    spec: fg.AttentionSpec,
+def dropping(dropout_p: float) -> dict[str, Any]:
+    """The arguments of a call with this probability of dropout."""
+    return {"dropout_p": dropout_p, "rng": torch.tensor(RNG)} if dropout_p else {}
+
+
+class Call:
+    """A call of a spec, with random gradients of both results.
+
+    Attributes:
+        numbers: what the kernels and the oracle take by keyword: captured tensors, scalars,
+            offsets, dropout.
+        how: what only the kernels take: the backend, the architecture, tiles.
+        gradients: of out and of lse.
+    """
+
+    def __init__(
+        self,
+        spec: fg.AttentionSpec,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        numbers: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> None:
+        self.spec, self.qkv, self.numbers = spec, qkv, numbers or {}
+        self.how = {"backend": "emulator", **how}
+        q, _, v = qkv
+        dout = normal((*q.shape[:3], v.shape[3]), q.dtype, 1)
+        self.gradients: tuple[Tensor, Tensor | None] = dout, normal(q.shape[:3], torch.float32, 2)
+
+    def forward(self, **how: Any) -> ForwardRun:
+        return run_forward(self.spec, *self.qkv, **self.numbers, **self.how | how)
+
+    @cached_property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Out and lse by the tiled algorithm on the CPU, for a test of backward kernels only."""
+        run = run_forward(self.spec, *self.qkv, **self.numbers)
+        return run.out, run.lse
+
+    def backward(self, forward: ForwardRun | None = None, **how: Any) -> BackwardRun:
+        """The gradients, from the results of ``forward`` or else from those of the CPU."""
+        results = (forward.out, forward.lse) if forward else self.results
+        given = (*self.qkv, *results, *self.gradients)
+        return run_backward(self.spec, *given, **self.numbers, **self.how | how)
+
+    def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:
+        """By the names of the results, or of the gradients."""
+        if isinstance(run, BackwardRun):
+            found = (run.dq, run.dk, run.dv, *run.captured)
+            of = (self.spec, *self.qkv, *self.gradients)
+            return reference.judge_gradients(found, *of, **self.numbers)
+        return forward_verdicts((run.out, run.lse), self.spec, *self.qkv, **self.numbers)
+
+    def check(self, run: ForwardRun | BackwardRun) -> None:
+        """Holds everything that a run gave against the oracle."""
+        wrong = {name: verdict for name, verdict in self.verdicts(run).items() if not verdict.ok}
+        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
+
+    def judged_forward(self, **how: Any) -> ForwardRun:
+        run = self.forward(**how)
+        self.check(run)
+        return run
+
+    def judged_backward(self, forward: ForwardRun | None = None, **how: Any) -> BackwardRun:
+        run = self.backward(forward, **how)
+        self.check(run)
+        return run
+
+
+def example(
     path: Path,
     case: Case,
     dropout_p: float = 0.0,
-    *,
-    offsets: dict[str, int],
+    offsets: dict[str, int] | None = None,
     **how: Any,
-) -> BackwardRun:
-    """Runs and judges the gradients of an example, including those of its captured tensors.
+) -> Call:
+    """A call of the spec of a file, with the file's own values of captured tensors and scalars."""
+    spec = sized(fg.load(path), case, dropout_p)
+    case, offsets = fitted(spec, case), offsets or {}
+    numbers = values_of(path, case, **offsets) | offsets | dropping(dropout_p)
+    return Call(spec, case.tensors(seed=case.scores % 1000), numbers, **how)
 
-    Args:
-        spec: the spec of the file at ``path``, whose example values are used.
-        how: keyword arguments of `flashgen.ops.run_backward`.
-    """
-    case = fitted(spec, case)
-    numbers: dict[str, Any] = values_of(path, case, **offsets) | offsets
-    if dropout_p:
-        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-    q, k, v = case.tensors(seed=case.scores % 1000)
-    forward = run_forward(spec, q, k, v, backend="emulator", **numbers)
-    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
-    results = (forward.out, forward.lse, dout, dlse)
-    run = run_backward(spec, q, k, v, *results, backend="emulator", **how, **numbers)
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
-    for name, verdict in verdicts.items():
-        assert verdict.ok, f"{path.stem} {case.id} p={dropout_p} {name}: {verdict}"
-    assert run.dq.dtype == run.dk.dtype == run.dv.dtype == q.dtype
-    return run
+
+def plain(spec: fg.AttentionSpec, seq_q: int, seq_k: int, heads: int = 1, **how: Any) -> Call:
+    """A call of a spec without captured tensors, of one batch entry."""
+    case = Case(seq_q, seq_k, 1, heads, heads, spec.dtype, spec.head_dim, spec.head_dim_v)
+    return Call(spec, case.tensors(seq_q + seq_k), **how)

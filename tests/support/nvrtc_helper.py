@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-
-
-def compile_ptx(source: str, arch: str = "sm_80", options: Sequence[str] = ()) -> str:
-    """PTX of header-free CUDA C++, always with -lineinfo; the program is called ``test.cu``."""
-    return _compile(source, arch, tuple(options))
 
 
 @functools.cache
-def _compile(source: str, arch: str, options: tuple[str, ...]) -> str:
+def compile_ptx(
+    source: str, arch: str = "sm_80", options: tuple[str, ...] = (), program: str = "test.cu"
+) -> str:
+    """PTX of header-free CUDA C++, always with -lineinfo."""
     from cuda.bindings import nvrtc
 
     def check(code: object) -> None:
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"NVRTC: {code}")
 
-    code, program = nvrtc.nvrtcCreateProgram(source.encode(), b"test.cu", 0, [], [])
+    code, program = nvrtc.nvrtcCreateProgram(source.encode(), program.encode(), 0, [], [])
     check(code)
     virtual = arch.replace("sm_", "compute_")
     flags = [f"--gpu-architecture={virtual}".encode(), b"-lineinfo"]

@@ -86,6 +86,24 @@ class Case:
         return view
 
 
+def in_turn(number: int, turn: int, head_dim: int) -> tuple[Case, float]:
+    """A problem for 16-bit kernels, and a probability of dropout.
+
+    Every factor changes with the turn, and the lengths with the number too.
+    """
+    small = [lengths for lengths in LENGTHS if lengths[0] * lengths[1] < 70_000]
+    case = Case(
+        *small[(5 * turn + number) % len(small)],
+        1 + 2 * (turn % 4 == 0),
+        *HEADS[turn % len(HEADS)],
+        DTYPES[turn % 2],
+        head_dim,
+        None,
+        LAYOUTS[turn // 2 % len(LAYOUTS)],
+    )
+    return case, (0.0, 0.17)[turn // 3 % 2]
+
+
 def covering(
     seed: int = 0,
     *,

@@ -14,6 +14,7 @@ from flashgen.language.block_layout import TENSORS
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import Report
 from flashgen.signature import LAYOUT
+from tests.support.sparse_layouts import touched
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 # Products of a tile of scores with Q or K, and with V or dO.
@@ -43,10 +44,7 @@ def present(report: Report, keep: torch.Tensor) -> int:
     """Tiles with an element that is kept; bool [..., seq_q, seq_k]."""
     assert report.kernel is not None
     plan = report.kernel.plan
-    rows, columns = -keep.shape[-2] % plan.block_q, -keep.shape[-1] % plan.block_k
-    whole = torch.nn.functional.pad(keep, (0, columns, 0, rows))
-    tiles = whole.unflatten(-1, (-1, plan.block_k)).unflatten(-3, (-1, plan.block_q))
-    return int(tiles.any(-1).any(-2).sum())
+    return int(touched(keep, plan.block_q, plan.block_k).sum())
 
 
 def kept(

@@ -25,7 +25,7 @@ from flashgen.runtime import tuned_tiles as tuned
 from flashgen.runtime.forward import PreparedForward
 from flashgen.tune import Inputs, TileChoice, by_time, checked, derived, fastest, measure, rank
 from tests.support.examples import spec_path, values_of
-from tests.support.judged import tensors_of
+from tests.support.judged import plain
 from tests.support.shapes import Case
 from tests.support.tiers import one_in
 
@@ -95,8 +95,8 @@ def test_no_time_is_predicted_for_packed_sequences():
 
 
 def inputs(seq_q=40, seq_k=50) -> Inputs:
-    q, k, v, dout = tensors_of(NARROW, seq_q, seq_k)
-    return Inputs((q, k, v), (dout, None), {"scalars": {}, "tensors": {}})
+    call = plain(NARROW, seq_q, seq_k)
+    return Inputs(call.qkv, (call.gradients[0], None), {"scalars": {}, "tensors": {}})
 
 
 HOW = {"backend": "emulator", "arch": ARCH}
@@ -184,7 +184,7 @@ def test_a_winner_is_remembered_for_its_gpu_spec_pass_and_shape_class(folder, mo
 
 def test_calls_on_the_gpu_take_the_winner(folder, monkeypatch):
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
-    q, k, v, _ = tensors_of(CAUSAL, 100, 100)
+    q, k, v = plain(CAUSAL, 100, 100).qkv
     call = {"scale": None, "q_offset": 0, "k_offset": 0, "scalars": {}}
     stated = check(CAUSAL, q, k, v, **call)
     target = backends.Target("gpu", ARCH, q.device, 0)
@@ -201,7 +201,7 @@ def test_calls_on_the_gpu_take_the_winner(folder, monkeypatch):
 
 def test_operands_that_tma_cannot_take_do_not_get_a_winner_of_its_path(folder, monkeypatch):
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
-    q, k, v, _ = tensors_of(CAUSAL, 100, 100)
+    q, k, v = plain(CAUSAL, 100, 100).qkv
     q = torch.cat((q, q), 1)
     expanded = [tensor.expand(1, 2, 100, 64) for tensor in (k, v)]
     stated = check(CAUSAL, q, k, v, scale=None, q_offset=0, k_offset=0, scalars={})

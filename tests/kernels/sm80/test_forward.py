@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import reference
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import run_forward
-from tests.support.examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
+from tests.support.examples import SPEC_IDS, SPECS, spec_path
+from tests.support.judged import Call, example, sized
 from tests.support.shapes import (
     DTYPES,
     HEAD_DIMS,
@@ -33,27 +31,11 @@ ODD = ("odd stride", "odd base")
 OFFSETS = [(90, 0), (0, 57), (1000, 900), (-40, -60)]
 
 
-def loaded(path: Path, case: Case) -> AttentionSpec:
-    return fg.load(path).replace(
-        dtype=case.dtype, head_dim=case.head_dim, head_dim_v=case.head_dim_v or case.head_dim
-    )
-
-
 def check_case(path: Path, case: Case, **offsets: int) -> None:
     """Run one problem and hold the output and the LSE against the oracle."""
-    spec = loaded(path, case)
-    case = fitted(spec, case)
-    values = values_of(path, case, **offsets) | offsets
-    q, k, v = case.tensors(seed=case.scores % 1000)
-    run = run_forward(spec, q, k, v, backend="emulator", **values)
-    exact = reference.attention(spec, q, k, v, **values)
-    same = reference.same_dtype(spec, q, k, v, **values)
-    for name, got, ref, ordinary in zip(
-        ("out", "lse"), (run.out, run.lse), exact, same, strict=True
-    ):
-        verdict = reference.compare(got, ref, ordinary)
-        assert verdict.ok, f"{path.stem} {case.id} {name}: {verdict}"
-    assert run.out.dtype == q.dtype
+    call = example(path, case, offsets=offsets)
+    run = call.judged_forward()
+    assert run.out.dtype == call.qkv[0].dtype
     assert run.lse.dtype == torch.float32
 
 
@@ -78,16 +60,12 @@ def test_offsets_shift_the_positions_that_mods_see(path: Path) -> None:
 
 
 def test_a_prefill_in_pieces_equals_the_whole() -> None:
-    path = spec_path("sliding_window")
-    case = Case(257, 257, 1, 2, 2, "float16", 64)
-    spec = loaded(path, case)
-    values = values_of(path, case) | {"backend": "emulator"}
-    q, k, v = case.tensors()
-    whole = run_forward(spec, q, k, v, **values)
-    pieces = [
-        run_forward(spec, q[:, :, a:b], k, v, q_offset=a, **values).out
-        for a, b in ((0, 100), (100, 101), (101, 257))
-    ]
+    call = example(spec_path("sliding_window"), Case(257, 257, 1, 2, 2, "float16", 64))
+    whole, (q, k, v) = call.forward(), call.qkv
+    pieces = []
+    for a, b in ((0, 100), (100, 101), (101, 257)):
+        part = Call(call.spec, (q[:, :, a:b], k, v), call.numbers)
+        pieces.append(part.forward(q_offset=a).out)
     torch.testing.assert_close(torch.cat(pieces, dim=2), whole.out, atol=2e-3, rtol=0)
 
 
@@ -95,25 +73,15 @@ def test_a_prefill_in_pieces_equals_the_whole() -> None:
 @pytest.mark.parametrize("layout", ODD)
 def test_tensors_not_aligned_to_16_bytes_are_read_by_element(dtype: str, layout: str) -> None:
     case = Case(65, 70, 1, 2, 1, dtype, 40)
-    path = spec_path("causal")
-    spec = loaded(path, case)
     moved = []
     for tensor in case.tensors():
-        wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 1), float("nan")).to(tensor.dtype)
-        if layout == "odd base":
-            wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 8), float("nan")).to(
-                tensor.dtype
-            )
-        start = 1 if layout == "odd base" else 0
-        view = wide[..., start : start + tensor.shape[-1]]
+        *shape, dim = tensor.shape
+        start, more = (1, 8) if layout == "odd base" else (0, 1)
+        view = tensor.new_full((*shape, dim + more), math.nan)[..., start : start + dim]
         view.copy_(tensor)
         moved.append(view)
-    run = run_forward(spec, *moved, backend="emulator")
+    run = Call(sized(fg.load(spec_path("causal")), case), tuple(moved)).judged_forward()
     assert run.report.access_bytes == case.tensors()[0].element_size(), run.report.access_reason
-    exact, _ = reference.attention(spec, *moved)
-    same, _ = reference.same_dtype(spec, *moved)
-    verdict = reference.compare(run.out, exact, same)
-    assert verdict.ok, str(verdict)
 
 
 @pytest.mark.slow

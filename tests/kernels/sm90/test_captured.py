@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import reference
-from flashgen.ops import BackwardRun, run_backward, run_forward
+from flashgen.ops import BackwardRun
 from flashgen.pipeline import build_backward
 from flashgen.planner import Plan, Tile, plan_backward
 from flashgen.profile import profile_backward
-from tests.support.examples import SPECS, spec_path, values_of
-from tests.support.judged import RNG, judged_case, like
+from tests.support.examples import SPECS, spec_path
+from tests.support.judged import Call, check_gates, dropping, example
 from tests.support.shapes import HEADS, LAYOUTS, Case
 from tests.support.tiers import slow
 
@@ -45,15 +44,17 @@ def captured_of(run: BackwardRun) -> list[Plan]:
     found = [kernel for kernel in found if kernel.plan.of_captured]
     for kernel in found:
         assert kernel.plan.path == ARCH
-        assert kernel.binary.warnings == ()
-        assert kernel.binary.resources.clean
+        check_gates(kernel)
     return [kernel.plan for kernel in found]
 
 
 # ---- the error rule ----------------------------------------------------------------------------
 
 
-def check(path: Path, head_dim: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("path", LEARNED, ids=IDS)
+def test_every_spec_meets_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
     """Every factor changes with the spec and with the head dim."""
     number, turn = LEARNED.index(path), LEARNED.index(path) + HEAD_DIMS.index(head_dim)
     lengths = LENGTHS[(2 * number + turn) % len(LENGTHS)]
@@ -62,20 +63,9 @@ def check(path: Path, head_dim: int) -> None:
     batch = 2 if lengths[0] * lengths[1] < 40_000 else 1
     case = Case(*lengths, batch, *heads, dtype, head_dim, None, layout)
     deterministic, dropout_p = bool(turn // 2 % 2), (0.0, 0.17)[turn // 3 % 2]
-    spec = fg.load(path).replace(
-        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, dropout=dropout_p > 0
-    )
-    how: dict[str, Any] = {"arch": ARCH, "deterministic": deterministic}
-    run = judged_case(spec, path, case, dropout_p, offsets={}, **how)
+    run = example(path, case, dropout_p, arch=ARCH).judged_backward(deterministic=deterministic)
     kinds = [plan.kernel for plan in captured_of(run)]
     assert kinds == (["captured_exact"] * 2 if deterministic else ["captured"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("path", LEARNED, ids=IDS)
-def test_every_spec_meets_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
-    check(path, head_dim)
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -118,48 +108,28 @@ COMPOSED: list[Any] = [
 ]
 
 
-class Composed:
-    """A call of a spec with sums of every kind, its forward pass done."""
-
-    def __init__(
-        self,
-        name: str,
-        mask: Any,
-        options: dict[str, Any],
-        dropout_p: float = 0.0,
-        lengths: tuple[int, int] = (150, 300),
-        heads: tuple[int, int] = (4, 2),
-    ) -> None:
-        dropping = dropout_p > 0
-        self.spec = fg.AttentionSpec(mask, of_all_kinds, name=name, dropout=dropping, **options)
-        dims = (self.spec.head_dim, self.spec.head_dim_v)
-        case = Case(*lengths, 1, *heads, self.spec.dtype, *dims)
-        generator = torch.Generator().manual_seed(3)
-        known = {
-            "table": torch.randn(heads[0], 200, generator=generator),  # farther: the last element
-            "column": torch.randn(lengths[1], generator=generator),
-            "row": torch.randn(heads[0], lengths[0], generator=generator),
-            "gate": torch.tensor(0.8),
-            "sink": torch.randn(heads[0], generator=generator),
-        }
-        self.numbers: dict[str, Any] = {
-            "tensors": {t.name: known[t.name] for t in self.spec.tensors if t.name in known}
-        }
-        if dropping:
-            self.numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-        self.qkv = case.tensors(seed=1)
-        forward = run_forward(self.spec, *self.qkv, **self.numbers)
-        self.results = (forward.out, forward.lse, like(forward.out, 1), like(forward.lse, 2))
-
-    def backward(self, **options: Any) -> BackwardRun:
-        given: dict[str, Any] = {"backend": "emulator", "arch": ARCH, **options, **self.numbers}
-        return run_backward(self.spec, *self.qkv, *self.results, **given)
-
-    def judge(self, run: BackwardRun) -> None:
-        found = (run.dq, run.dk, run.dv, *run.captured)
-        of = (self.spec, *self.qkv, *self.results[2:])
-        for name, verdict in reference.judge_gradients(found, *of, **self.numbers).items():
-            assert verdict.ok, f"{name}: {verdict}"
+def composed(
+    name: str,
+    mask: Any,
+    options: dict[str, Any],
+    dropout_p: float = 0.0,
+    lengths: tuple[int, int] = (140, 200),
+    heads: tuple[int, int] = (2, 1),
+) -> Call:
+    """A call of a spec with sums of every kind."""
+    spec = fg.AttentionSpec(mask, of_all_kinds, name=name, dropout=dropout_p > 0, **options)
+    case = Case(*lengths, 1, *heads, spec.dtype, spec.head_dim, spec.head_dim_v)
+    generator = torch.Generator().manual_seed(3)
+    known = {
+        "table": torch.randn(heads[0], 200, generator=generator),  # farther: the last element
+        "column": torch.randn(lengths[1], generator=generator),
+        "row": torch.randn(heads[0], lengths[0], generator=generator),
+        "gate": torch.tensor(0.8),
+        "sink": torch.randn(heads[0], generator=generator),
+    }
+    tensors = {t.name: known[t.name] for t in spec.tensors if t.name in known}
+    numbers = {"tensors": tensors} | dropping(dropout_p)
+    return Call(spec, case.tensors(seed=1), numbers, arch=ARCH)
 
 
 @pytest.mark.parametrize("deterministic", [False, slow(True)])
@@ -167,9 +137,7 @@ class Composed:
 def test_sums_of_every_kind_compose_with_masks_layouts_and_dims(
     name: str, mask: Any, options: dict[str, Any], dropout_p: float, deterministic: bool
 ) -> None:
-    call = Composed(name, mask, options, dropout_p)
-    run = call.backward(deterministic=deterministic)
-    call.judge(run)
+    run = composed(name, mask, options, dropout_p).judged_backward(deterministic=deterministic)
     assert captured_of(run)
 
 
@@ -184,9 +152,8 @@ GIVEN = [
 
 @pytest.mark.parametrize(("head_dim", "tile", "stages"), GIVEN)
 def test_a_given_tile_gives_the_same_gradients(head_dim: int, tile: Tile, stages: int) -> None:
-    call = Composed("given", causal, {"head_dim": head_dim})
-    run = call.backward(tiles={"captured": tile})
-    call.judge(run)
+    call = composed("given", causal, {"head_dim": head_dim})
+    run = call.judged_backward(tiles={"captured": tile})
     (plan,) = captured_of(run)
     assert plan.tile == tile
     assert (plan.policy, plan.stages) == ("given", stages)
@@ -200,15 +167,9 @@ def test_nothing_is_added_for_queries_past_the_last(arch: str, deterministic: bo
     spec = fg.AttentionSpec(
         score_mod=lambda s, b, h, q, k: s / (fg.seq_q - q) + bias[h], head_dim=32, name="past"
     )
-    q, k, v = Case(70, 128, 1, 2, 2, "float16", 32).tensors()
     numbers = {"tensors": {"bias": torch.tensor([0.5, -1.0])}}
-    forward = run_forward(spec, q, k, v, **numbers)
-    dout, dlse = like(forward.out, 1), like(forward.lse, 2)
-    rest = (q, k, v, forward.out, forward.lse, dout, dlse)
-    how = {"backend": "emulator", "arch": arch, "deterministic": deterministic}
-    run = run_backward(spec, *rest, **how, **numbers)
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **numbers)
+    call = Call(spec, Case(70, 128, 1, 2, 2, "float16", 32).tensors(), numbers, arch=arch)
+    verdicts = call.verdicts(call.backward(deterministic=deterministic))
     assert verdicts["dbias"].ok, verdicts["dbias"]
 
 
@@ -218,7 +179,7 @@ def test_nothing_is_added_for_queries_past_the_last(arch: str, deterministic: bo
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", [2, 20])
 def test_exact_sums_are_the_same_bits_in_any_order(orders: int) -> None:
-    call = Composed("ordered", causal, {"head_dim": 64}, 0.2)
+    call = composed("ordered", causal, {"head_dim": 64}, 0.2)
     options = {"deterministic": True, "check_memory": False}
     runs = [call.backward(order_seed=seed, **options) for seed in range(orders)]
     for run in runs[1:]:
@@ -228,7 +189,7 @@ def test_exact_sums_are_the_same_bits_in_any_order(orders: int) -> None:
 @pytest.mark.slow
 def test_float_sums_do_depend_on_the_order() -> None:
     """So that the test above can fail: what meets there is enough to tell orders apart."""
-    call = Composed("ordered", causal, {"head_dim": 64}, 0.2)
+    call = composed("ordered", causal, {"head_dim": 64}, 0.2)
     first, second = (call.backward(order_seed=seed, check_memory=False) for seed in (1, 2))
     assert not all(map(torch.equal, first.captured, second.captured))
 
@@ -252,7 +213,9 @@ def check_compiled(spec: fg.AttentionSpec) -> None:
         assert f"setmaxnreg.dec.sync.aligned.u32 {plan.producer_registers};" in built.ptx
 
 
-@pytest.mark.parametrize("name", [slow("dense_bias"), slow("relative_bias"), "symmetric_bias"])
+@pytest.mark.parametrize(
+    "name", [slow("dense_bias"), slow("relative_bias"), slow("symmetric_bias")]
+)
 def test_planned_tiles_do_not_spill(name: str) -> None:
     head_dim = 128 if name == "relative_bias" else 64
     check_compiled(
@@ -280,17 +243,11 @@ def test_no_planned_tile_spills(path: Path, head_dim: int, dropout: bool) -> Non
 def test_bytes_of_operands_and_products_are_those_that_the_plan_predicts(
     name: str, head_dim: int, dropout_p: float, deterministic: bool
 ) -> None:
-    path = spec_path(name)
-    spec = fg.load(path).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout_p > 0)
-    case = Case(113, 203, 2, 4, 2, spec.dtype, head_dim)
-    numbers = values_of(path, case)
-    if dropout_p:
-        numbers |= {"dropout_p": dropout_p, "rng": torch.tensor(RNG)}
-    q, k, v = case.tensors()
-    forward = run_forward(spec, q, k, v, **numbers)
-    results = (forward.out, forward.lse, like(forward.out, 1), like(forward.lse, 2))
+    case = Case(113, 203, 1, 2, 1, "float16", head_dim)
+    call = example(spec_path(name), case, dropout_p)
+    given = (call.spec, *call.qkv, *call.results, *call.gradients)
     how = {"arch": ARCH, "deterministic": deterministic}
-    _, profiles = profile_backward(spec, q, k, v, *results, **how, **numbers)
+    _, profiles = profile_backward(*given, **how, **call.numbers)
     profile = profiles[-1]
     assert profile.plan.of_captured
     assert profile.plan.path == ARCH

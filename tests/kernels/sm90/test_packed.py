@@ -8,12 +8,18 @@ import pytest
 
 import flashgen as fg
 from flashgen.ops import BackwardRun, ForwardRun
-from flashgen.pipeline import build_backward
+from flashgen.pipeline import Build, build_backward
 from tests.kernels.test_packed import LENGTHS, MODS, RNG, check, spec_of
+from tests.support.judged import check_gates
 
 ARCH = "sm_90a"
 OTHERS = {"delta", "minmax_table"}
 """The kernels that are the same on every path."""
+
+
+def check_path(built: Build) -> None:
+    assert built.plan.path == ("sm_80" if built.plan.kernel in OTHERS else ARCH)
+    check_gates(built)
 
 
 def judged(spec: fg.AttentionSpec, lengths: str, **options: Any) -> tuple[ForwardRun, BackwardRun]:
@@ -22,10 +28,7 @@ def judged(spec: fg.AttentionSpec, lengths: str, **options: Any) -> tuple[Forwar
     for report in (run.report, *back.reports):
         if report.kernel is None:
             continue  # there was nothing to compute
-        binary, plan = report.kernel.binary, report.kernel.plan
-        assert plan.path == ("sm_80" if plan.kernel in OTHERS else ARCH)
-        assert binary.warnings == ()
-        assert binary.resources.clean
+        check_path(report.kernel)
     return run, back
 
 
@@ -63,6 +66,4 @@ def test_kernels_pass_the_static_gates(mods: str, head_dim: int) -> None:
     for dtype in ("float16", "bfloat16"):
         spec = spec_of(mods, head_dim=head_dim, dtype=dtype)
         for built in (fg.build(spec, ARCH), *build_backward(spec, ARCH)):
-            assert built.plan.path == ("sm_80" if built.plan.kernel in OTHERS else ARCH)
-            assert built.binary.warnings == ()
-            assert built.binary.resources.clean
+            check_path(built)

@@ -1,0 +1,265 @@
+"""Bugs planted in Hopper's kernels are caught: those of synchronisation by the emulator's checkers,
+those of arithmetic by the error rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import emulator
+from flashgen.ops import BackwardRun, ForwardRun
+from tests.kernels.sm90.test_captured import composed
+from tests.support.examples import spec_path
+from tests.support.judged import Call, sized
+from tests.support.planted import caught, planted
+from tests.support.shapes import Case
+
+ARCH = "sm_90a"
+
+WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
+GIVE_Q = "    if (lane == 0) barrier_arrive(q_empty[stage.index]);"
+GIVE_DO = "    if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);"
+ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
+
+RESIDENT = "    barrier_wait(resident, 0);\n"
+GIVE_K = "    if (lane == 0) barrier_arrive(k_empty[stage.index]);\n"
+GIVE_V = "    if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);\n"
+S_DONE = "    wgmma_wait<1>();\n    pin(s);\n"
+DP_DONE = "    wgmma_wait<0>();\n    pin(ds);\n"
+WAIT_K = "    barrier_wait(k_full[stage.index], stage.parity);\n    const Tile"
+ROOM_K = "        barrier_wait(k_empty[stage.index], stage.parity ^ 1);\n        store_tile"
+ROOM_V = "        barrier_wait(v_empty[stage.index], stage.parity ^ 1);\n"
+
+NO_FENCE = "without a proxy fence"
+WAITS = "Deadlock"
+
+# What is wrong, how, and what the error is called; "" where an early copy may show as any of some.
+FORWARD = [
+    ("consumer does not wait for K",
+     "        barrier_wait(k_full[k.index], k.parity);\n        wait_for_tensor_cores();",
+     "        wait_for_tensor_cores();", "Race"),
+    ("producer does not wait for space",
+     "barrier_wait(v_empty[v.index], v.parity ^ 1);", "", ""),
+    ("wrong phase", "barrier_wait(v_full[v.index], v.parity);\n        start_output",
+     "barrier_wait(v_full[v.index], v.parity ^ 1);\n        start_output", ""),
+    ("more bytes announced than come", "barrier_announce(full, V_BYTES);",
+     "barrier_announce(full, V_BYTES + 16);", WAITS),
+    ("a warpgroup never says that K is read",
+     "pin(s[0]);\n        if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);",
+     "pin(s[0]);", WAITS),
+    ("an arrival too many is asked for", "barrier_init(v_empty[i], CONSUMERS);",
+     "barrier_init(v_empty[i], CONSUMERS + 1);", WAITS),
+    ("S is read before the products are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
+    ("no fence before the output is copied", "  proxy_fence();\n", "", ""),
+    ("the output is copied before all wrote it",
+     "  proxy_fence();\n    named_wait(BARRIER_WARPGROUP + group, WARPGROUP);", "  proxy_fence();",
+     "Race"),
+]  # fmt: skip
+# These show where a block computes several work tiles.
+WORK_TILES = [
+    ("Q is loaded over O before O has been stored", "bulk_wait();\n      if (tile", "if (tile",
+     ""),
+    ("a work tile is read before it is written", "barrier_wait(full, parity);", "", "Race"),
+    ("a work tile is overwritten before it is read", "barrier_wait(empty, parity ^ 1);", "", ""),
+    ("a warp never signals that it read its work tile",
+     "if (threadIdx.x % 32 == 0) barrier_arrive(empty);", "", WAITS),
+    ("Q's phase stands still", "q_parity ^= 1;", "", ""),
+    ("V of a work tile's last key tile is never released",
+     "pin(o[0]);\n      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);",
+     "pin(o[0]);", WAITS),
+    ("the tensor cores are not released",
+     "      start_scores(k.index);\n      release_tensor_cores();",
+     "      start_scores(k.index);", WAITS),
+]  # fmt: skip
+FUSED = [
+    ("no fence before dS is read",
+     "    proxy_fence();\n    const auto ds_here", "    const auto ds_here", NO_FENCE),
+    ("no fence before dQ is added",
+     "    proxy_fence();\n    __syncwarp();\n    if (lane == 0) {", "    __syncwarp();\n"
+     "    if (lane == 0) {", NO_FENCE),
+    ("dS is read before all wrote it",
+     "    named_wait(BARRIER_CONSUMERS, THREADS);\n\n    // 5g", "\n    // 5g", "Race"),
+    ("one buffer of dS", "    exchange ^= 1;\n", "", "Race"),
+    ("dO is given back before it was read",
+     "    wgmma_wait<1>();\n" + GIVE_DO, GIVE_DO, ""),
+    ("Q is given back before dK", ALL_DONE + GIVE_Q, GIVE_Q + "\n" + ALL_DONE, ""),
+    ("dO is not waited for",
+     "    barrier_wait(do_full[stage.index], stage.parity);\n", "", "Race"),
+    ("K and V are not waited for", "    barrier_wait(resident, 0);\n", "", "Race"),
+    ("the phase of Q is always the first", WAIT_Q, WAIT_Q.replace("stage.parity", "0"), ""),
+    ("Q's space is not waited for",
+     "          barrier_wait(q_empty[stage.index], stage.parity ^ 1);\n          barrier_ann",
+     "          barrier_ann", ""),
+    ("dQ is overwritten while it is added",
+     "    if (lane == 0) bulk_wait();  // for", "    if (false) bulk_wait();  // for", "Race"),
+    ("S is read before its product is done",
+     "    wgmma_wait<1>();\n    pin(s);\n", "    pin(s);\n", ""),
+    ("an arrival too many is asked for",
+     "barrier_init(q_full[i], 3)", "barrier_init(q_full[i], 4)", WAITS),
+    ("more bytes are announced than come",
+     "barrier_announce(do_here, DO_BYTES)", "barrier_announce(do_here, DO_BYTES + 16)",
+     WAITS),
+]  # fmt: skip
+DQ = [
+    ("V is not waited for",
+     "    barrier_wait(v_full[stage.index], stage.parity);\n", "", "Race"),
+    ("K is given back before dQ",
+     "    wgmma_wait<0>();\n    pin(dq);\n    if (lane == 0) barrier_arrive(k_empty[stage."
+     "index]);", "    if (lane == 0) barrier_arrive(k_empty[stage.index]);\n"
+     "    wgmma_wait<0>();\n    pin(dq);", ""),
+    ("a warpgroup never says that V is read",
+     "    if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);\n", "", WAITS),
+]  # fmt: skip
+CAPTURED = [
+    ("V is not waited for",
+     "    barrier_wait(v_full[stage.index], stage.parity);\n", "", "Race"),
+    ("the phase of K is always the first", WAIT_K, WAIT_K.replace("stage.parity", "0"), ""),
+    ("Q and dO are not waited for", RESIDENT, "", "Race"),
+    ("K is given back before it was read",
+     S_DONE + GIVE_K, GIVE_K + S_DONE, ""),
+    ("V is given back before it was read",
+     DP_DONE + GIVE_V, GIVE_V + DP_DONE, ""),
+    ("dP is read before its product is done", DP_DONE, "    pin(ds);\n", ""),
+    ("a warpgroup never says that V is read", GIVE_V, "", WAITS),
+    ("a warp never says that K is read", GIVE_K, GIVE_K.replace("lane", "thread"), WAITS),
+    ("K's space is not waited for", ROOM_K, "        store_tile", ""),
+    ("V's space is not waited for", ROOM_V, "", ""),
+    ("more bytes are announced than come",
+     "barrier_announce(v_here, V_BYTES)", "barrier_announce(v_here, V_BYTES + 16)", WAITS),
+    ("an arrival too many is asked for",
+     "barrier_init(v_empty[i], CONSUMERS)", "barrier_init(v_empty[i], 3)", WAITS),
+    ("the products are not fenced from what wrote their registers",
+     "    wgmma_fence();\n", "", "wgmma.fence"),
+]  # fmt: skip
+# Wrong numbers: of every gradient, or of the one that is named.
+COMPUTED_FUSED = [
+    ("wrong swizzle of dS", "16 * (vector ^ lane % 8)", "16 * vector"),
+    ("delta of the other query", "-first.y, -next.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * "
+     "thread + 8", "-first.y, -first.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8"),
+]  # fmt: skip
+COMPUTED_CAPTURED = [
+    ("the mask is left out", "if (!tile.full) {", "if (false) {", "gate"),
+    ("dropped elements keep their dP",
+     "kept(p, bits[e / 2 * 2 + n % 2], e % 2) ? ds[n][e] : 0.0f", "ds[n][e]", "gate"),
+    ("delta is not scaled", "delta[r] = numbers.y / p.dropout_scale;", "delta[r] = numbers.y;",
+     "row"),
+    ("a row's sum is that of one lane", "all_by2 = quad_sum(by2[r])", "all_by2 = by2[r]", "row"),
+    ("a column's sum is that of one lane", "by1 = column_sum(by1);", "", "column"),
+    ("every lane adds a column's sum", "if (lane < 4 && by1", "if (by1", "column"),
+    ("the other row of a lane", "place_of_by3(p, h, q, k)", "place_of_by3(p, h, q + 8, k)",
+     "table"),
+]  # fmt: skip
+
+
+def reaches(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q + 200 >= k
+
+
+@functools.cache
+def call(kernel: str) -> Call:
+    """Several steps for each of several blocks; of "dq" more than there are buffers."""
+    if kernel == "captured":  # mixed tiles and dropout
+        options = {"head_dim": 128, "dtype": "bfloat16"}
+        return composed("planted", reaches, options, 0.2, (200, 400), (1, 1))
+    if kernel in ("forward", "work tiles"):
+        # With several work tiles, one tile of keys for each: the next one is written early.
+        lengths = (128, 1200) if kernel == "forward" else (700, 200)
+        spec = fg.AttentionSpec(head_dim=64, name="full")
+        return Call(spec, Case(*lengths).tensors(seed=1), arch=ARCH)
+    lengths = (300, 200) if kernel == "fused" else (400, 600)
+    case = Case(*lengths, 1, 1, 1, "bfloat16", 128)
+    spec = sized(fg.load(spec_path("causal")), case)
+    return Call(spec, case.tensors(seed=1), arch=ARCH, deterministic=kernel == "dq")
+
+
+def run(kernel: str) -> ForwardRun | BackwardRun:
+    """The pass that has this kernel."""
+    if kernel in ("forward", "work tiles"):
+        return call(kernel).forward(blocks=1 if kernel == "work tiles" else None)
+    return call(kernel).backward()
+
+
+BUGS = {
+    "forward": FORWARD,
+    "work tiles": WORK_TILES,
+    "fused": FUSED,
+    "dq": DQ,
+    "captured": CAPTURED,
+}
+# The places of those in `make test`.
+FAST = {
+    "forward": (0, 2, 5, 6, 7),
+    "work tiles": (0, 2),
+    "fused": (0, 3, 6, 9, 12),
+    "dq": (0,),
+    "captured": (0, 6, 12),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "kind"),
+    [
+        pytest.param(
+            *(kernel, *bug[1:]),
+            id=f"{kernel}: {bug[0]}",
+            marks=[] if place in FAST[kernel] else pytest.mark.slow,
+        )
+        for kernel, bugs in BUGS.items()
+        for place, bug in enumerate(bugs)
+    ],
+)
+def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> None:
+    role = "forward" if kernel == "work tiles" else kernel
+    with planted(role, old, new), caught(kind) as error:
+        run(kernel)
+    assert f"_{role}_" in str(error.value)
+    assert "_sm_90a.cu:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "whose"),
+    [
+        *(pytest.param("fused", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FUSED),
+        *(
+            pytest.param("captured", *bug[1:], id=bug[0], marks=[pytest.mark.slow][: place % 6])
+            for place, bug in enumerate(COMPUTED_CAPTURED)
+        ),
+    ],
+)
+def test_wrong_numbers_are_seen_by_the_error_rule(
+    kernel: str, old: str, new: str, whose: str
+) -> None:
+    with planted(kernel, old, new):
+        verdicts = call(kernel).verdicts(run(kernel))
+    wrong = [name for name, verdict in verdicts.items() if not verdict.ok]
+    assert wrong
+    assert all(math.isfinite(verdicts[name].max_error) for name in wrong)
+    if whose:
+        assert f"d{whose}" in wrong
+        assert not {"dq", "dk", "dv"} & set(wrong)
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    same = "(const __grid_constant__ Params p"
+    for kernel in ("fused", "dq", "captured"):
+        with planted(kernel, same, same):
+            call(kernel).check(run(kernel))
+
+
+def test_a_wrong_swizzle_gives_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = emulator.TensorMap.__init__
+
+    def unswizzled(self: Any, array: Any, box: Any, swizzle: int, **how: Any) -> None:
+        made(self, array, box, 0, **how)
+
+    of = Call(fg.AttentionSpec(head_dim=64, name="full"), Case(64, 64).tensors(seed=1), arch=ARCH)
+    right = of.forward().out
+    monkeypatch.setattr(emulator.TensorMap, "__init__", unswizzled)
+    wrong = of.forward().out
+    assert not torch.allclose(right.float(), wrong.float(), atol=0.1)
