@@ -39,9 +39,8 @@ __all__ = [
     "gradient_terms",
 ]
 
-# Registers to keep free in successive rounds, until the compiler spills none.
-SPARE_REGISTERS = (0, 16, 32, 64, 96, 88)
-"""88 comes last, for plans that spill with 64 to spare and have no tile that leaves 96."""
+MOST_SPARE_REGISTERS = 96
+"""A kernel that spills although its plan leaves this many registers free keeps its spills."""
 
 
 @dataclass(frozen=True)
@@ -227,19 +226,20 @@ def build(
 def _build_forward(request: PlanRequest) -> Build:
     analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
-    for spare in SPARE_REGISTERS if request.tile is None else (0,):
+    spare = 0
+    while spare <= MOST_SPARE_REGISTERS:
         try:
             source = _emit_forward(replace(request, spare_registers=spare))
         except PlanError:
             if best is None:
                 raise
-            continue  # if no tile leaves these registers, the best build has warnings on spills
+            break  # no tile leaves these registers free; the best build has warnings on spills
         made = _compiled(source, analysis)
         if best is None or _spilled(made) < _spilled(best):
             best = made
-        if not _spilled(made):
+        if not _spilled(made) or request.tile is not None:
             break
-        _tell_spill(made, spare)
+        spare = _after_spill(made, spare)
     assert best is not None, "the first round gives a build or raises"
     return best
 
@@ -302,11 +302,9 @@ def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
         spilling = [build for build in made if _spilled(build) and build.source.role not in fixed]
         for build in spilling:
             role = build.source.role
-            _tell_spill(build, spare.get(role, 0))
-            larger = [n for n in SPARE_REGISTERS if n > spare.get(role, 0)]
-            if not larger:
-                return best
-            spare[role] = larger[0]
+            spare[role] = _after_spill(build, spare.get(role, 0))
+        if any(each > MOST_SPARE_REGISTERS for each in spare.values()):
+            return best
         if not spilling:
             return made
 
@@ -334,6 +332,8 @@ def _spilled(build: Build) -> int:
     return build.binary.resources.spill_store_bytes
 
 
-def _tell_spill(build: Build, spare: int) -> None:
-    name, spilled = build.source.name, _spilled(build)
-    config.log(1, f"flashgen: {name} spills {spilled} B with {spare} spare registers")
+def _after_spill(build: Build, spare: int) -> int:
+    """The next number of registers to leave free: its tile does not leave as many."""
+    name, plan = build.source.name, build.plan
+    config.log(1, f"flashgen: {name} spills {_spilled(build)} B with {spare} spare registers")
+    return spare + max(8, plan.registers - plan.registers_needed + 1)
