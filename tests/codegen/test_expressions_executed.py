@@ -112,7 +112,7 @@ def defined(tree: Any, env: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(trees=st.lists(st.one_of(MASKS, NUMBERS), min_size=30, max_size=30), seed=st.integers(0, 9))
 def test_random_expressions_run_to_their_value(trees: list[Any], seed: int) -> None:
     lanes = values_of_lanes(seed)

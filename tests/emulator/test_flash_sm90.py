@@ -102,13 +102,13 @@ def test_counters_agree_with_the_formulas_of_the_kernel(head_dim: int) -> None:
 
 
 def test_speed_is_that_of_large_products() -> None:
-    flash(1, 256, check=False)
-    best = float("inf")
-    for _ in range(3):
+    def seconds() -> float:
         begin = time.process_time()
         flash(8, 1024, 128, check=False)
-        best = min(best, time.process_time() - begin)
-    assert best < 2.0
+        return time.process_time() - begin
+
+    flash(1, 256, check=False)
+    assert any(seconds() < 2.0 for _ in range(3))
 
 
 # ---- planted bugs: (what is replaced, by what, the error, words of its message)

@@ -131,25 +131,22 @@ def test_checkers_and_another_launch_do_not_change_the_bits() -> None:
 
 
 def seconds(heads: int, n: int) -> float:
-    """Of the process, without checkers; the best of three."""
-
-    def once() -> float:
-        begin = time.process_time()
-        flash("flash_fp16", heads, n, check=False)
-        return time.process_time() - begin
-
-    return min(once() for _ in range(3))
+    """Of the process, without checkers."""
+    begin = time.process_time()
+    flash("flash_fp16", heads, n, check=False)
+    return time.process_time() - begin
 
 
 def test_time_grows_with_the_tiles_and_not_faster() -> None:
-    assert seconds(32, 256) < 2.5 * 4 * seconds(8, 256)
+    few = min(seconds(8, 256) for _ in range(3))
+    assert any(seconds(32, 256) < 2.5 * 4 * few for _ in range(3))
 
 
 @pytest.mark.parametrize(("heads", "n", "limit"), [(1, 256, 0.1), (16, 1024, 1.0)])
 def test_speed_targets_are_met_within_a_factor_for_busy_machines(
     heads: int, n: int, limit: float
 ) -> None:
-    assert seconds(heads, n) < 2 * limit
+    assert any(seconds(heads, n) < 2 * limit for _ in range(3))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
