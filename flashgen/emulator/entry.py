@@ -89,6 +89,9 @@ def launch(
         counters = machine.run()
     finally:
         machine.memory.copy_back()
+        # The machine and its parts refer to each other: without this, their memory would stay
+        # until the garbage collector runs.
+        vars(machine).clear()
     counters.seconds = time.perf_counter() - begin
     launches = _LAUNCHES.get()
     if launches is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
+from flashgen.emulator.checks.shared_races import SharedRaces
+from flashgen.emulator.state.memory import FlatMemory
 from flashgen.errors import FlashgenError
 from tests.emulator.test_conformance import Array, agree, probe, run, run_ptx
 
@@ -201,6 +205,19 @@ def test_narrow_stores_keep_the_low_bits() -> None:
     assert (c == values.astype(np.int8)).all()
     assert (s == values.astype(np.int16)).all()
     assert (b == (values & 4 != 0)).all()
+
+
+def test_a_launch_frees_its_memory_without_the_garbage_collector() -> None:
+    values = WORDS[:64].view(np.int32)
+    results = np.zeros(64, np.int8), np.zeros(64, np.int16), np.zeros(64, np.bool_)
+    gc.collect()
+    gc.disable()
+    try:
+        run(CUDA, "narrow_stores", (1,), (64,), values, *results)
+        left = [each for each in gc.get_objects() if isinstance(each, FlatMemory | SharedRaces)]
+    finally:
+        gc.enable()
+    assert not left
 
 
 def test_local_arrays_are_private_and_indexed_at_run_time() -> None:

@@ -88,6 +88,8 @@ class Recorder:
 
     def __init__(self, machine: Wave) -> None:
         self.machine = machine
+        # What is read after the launch, when the machine is gone.
+        self._memory, self._blocks = machine.memory, math.prod(machine.grid)
         size = len(machine.program.code)
         arena = len(machine.memory.flat.bytes)
         self._steps = np.zeros(size + 1, np.int64)
@@ -213,7 +215,7 @@ class Recorder:
     def _by_buffer(
         self, ordered: Array, active: Array, first: Array, least: Array, size: int, kind: int
     ) -> None:
-        memory = self.machine.memory
+        memory = self._memory
         if len(memory.touched) == 1:
             only = memory.touched[0]
             self._issued[only, kind] += size * np.count_nonzero(active)
@@ -252,7 +254,7 @@ class Recorder:
     @property
     def buffers(self) -> tuple[BufferTraffic, ...]:
         """Traffic of each allocation, in the order of their addresses on the host."""
-        memory = self.machine.memory
+        memory = self._memory
         found = []
         for place, allocation in enumerate(memory.allocations):
             start = allocation.start - memory.base
@@ -267,7 +269,7 @@ class Recorder:
     @functools.cached_property
     def trace(self) -> AccessTrace:
         """Every access to global memory, block by block."""
-        count = math.prod(self.machine.grid)
+        count = self._blocks
         if not self._entries:
             none = np.zeros(0, np.int64)
             return AccessTrace(
