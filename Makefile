@@ -17,7 +17,7 @@ export MKL_NUM_THREADS = 1
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
-	@echo "make test   install, then the tests (7 minutes on 2 cores)"
+	@echo "make test   install, then the tests (4 minutes on 2 cores)"
 	@echo "make slow   all tests of the slow tier (hours)"
 	@echo "make share  the twelfth of the slow tier that .ci/run takes for the next commit"
 	@echo "make lint   ruff and mypy"
@@ -60,7 +60,7 @@ slow: $(VENV)/dev.stamp
 COMMIT ?= $(shell expr $$(git rev-list --count HEAD) + 1)
 
 share: $(VENV)/dev.stamp
-	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 12
+	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 18
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

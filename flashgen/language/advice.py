@@ -34,7 +34,7 @@ def for_type(value: object) -> str:
     """What to use instead of a value of an unsupported type."""
     kind = type(value).__name__
     if kind in ("Tensor", "ndarray"):
-        return "a number; captured tensors are not available in this version"
+        return "an element of an fg.Tensor, which is given with each call, or a number"
     if isinstance(value, str | bytes | None.__class__ | list | tuple | dict | set):
         return "an int, a float, a bool, an fg.Scalar or another traced value"
     if isinstance(value, complex):

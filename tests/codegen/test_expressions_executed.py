@@ -178,7 +178,7 @@ def test_sine_and_cosine_hold_for_small_and_for_huge_arguments() -> None:
     exprs = [kind(Q * scale) for scale in scales for kind in (sympy.sin, sympy.cos)]
     for expr, found in zip(exprs, executed(exprs, lanes), strict=True):
         scale = np.float32(float(expr.args[0].as_coeff_Mul()[0]))
-        # What the kernel is asked for: the sine of the float32 that the argument rounds to.
+        # What the kernel computes: the sine of the float32 that the argument rounds to.
         argument = (lanes["q"].astype(np.float32) * scale).astype(np.float32)
         exact = [float(expr.func(sympy.Rational(float(x))).evalf(20)) for x in argument]
         np.testing.assert_allclose(found, exact, rtol=0, atol=2e-7, err_msg=str(expr))

@@ -190,7 +190,7 @@ def test_a_truncated_cubin_is_an_error_and_not_a_guess(cut: int) -> None:
 
 def test_a_cubin_without_its_attributes_is_an_error() -> None:
     whole = build(TOY, "toy").cubin
-    # Turn the number of the register attribute into one that nobody knows.
+    # The number of the register attribute becomes one that no tool defines.
     at = whole.index(struct.pack("<BBH", 4, cubin.REGISTERS, 8))
     broken = whole[: at + 1] + b"\xee" + whole[at + 2 :]
     with pytest.raises(CompileError, match="cannot be read as a cubin"):
@@ -200,7 +200,7 @@ def test_a_cubin_without_its_attributes_is_an_error() -> None:
 def test_a_log_without_the_spills_of_a_kernel_with_a_stack_is_an_error() -> None:
     binary = build(STACKED, "stacked")
     with pytest.raises(CompileError, match="does not contain the spills of the kernel"):
-        nvrtc_log.resources(binary.cubin, "stacked", "a log in words that nobody foresaw")
+        nvrtc_log.resources(binary.cubin, "stacked", "a log without any known phrase")
     toy = build(TOY, "toy")
     assert nvrtc_log.resources(toy.cubin, "toy", "").spill_store_bytes == 0
 

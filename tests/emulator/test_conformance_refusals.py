@@ -51,7 +51,7 @@ def test_a_modifier_that_would_change_the_result_is_not_ignored() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("add.u32 %d, %a;", "bra NOWHERE;", "mov.b32 %d, %nobody;", "mov.b32 %d, ;"),
+        *("add.u32 %d, %a;", "bra NOWHERE;", "mov.b32 %d, %undeclared;", "mov.b32 %d, ;"),
         *("add.u32 %d, %a, %a", "ld.global.b32 %d, [;"),
     ],
 )

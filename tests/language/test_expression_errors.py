@@ -141,7 +141,7 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
         (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),
         (lambda b, h, q, k: q < None, "a NoneType cannot be used", "an int"),
         (lambda b, h, q, k: q < 2j, "a complex cannot be used", "real"),
-        (lambda b, h, q, k: q < np.zeros(3), "a ndarray cannot be used", "captured tensors"),
+        (lambda b, h, q, k: q < np.zeros(3), "a ndarray cannot be used", "element of an fg.Tensor"),
     ],
 )
 def test_operands_of_the_wrong_kind_are_refused(mod: Any, what: str, way_out: str) -> None:

@@ -25,7 +25,7 @@ class Cohort:
         waits: why the cohort cannot run, or None.
         polls: its last test of an mbarrier failed, so that other cohorts run first.
         age: the step at which it last ran.
-        shared_base: see `Wave.shared_base`; None until it is asked for.
+        shared_base: see `Wave.shared_base`; None until it is first read.
         groups: numbers of its warpgroups in the wave, if it consists of whole warpgroups.
     """
 
