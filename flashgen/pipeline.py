@@ -237,9 +237,11 @@ def _build_forward(request: PlanRequest) -> Build:
         made = _compiled(source, analysis)
         if best is None or _spilled(made) < _spilled(best):
             best = made
-        if not _spilled(made) or request.tile is not None:
+        if not _spilled(made):
             break
         spare = _after_spill(made, spare)
+        if request.tile is not None:
+            break  # a given tile is kept
     assert best is not None, "the first round gives a build or raises"
     return best
 

@@ -13,7 +13,7 @@ from tests.support.fake_driver import FakeDriver
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU that CPU tensors are on: its driver, and the launches that it was asked for."""
+    """A GPU that CPU tensors are on: its driver, and the launches that it receives."""
     driver = FakeDriver()
     monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
