@@ -78,8 +78,9 @@ def work_of(built: Build, listing: str | None = None) -> Work:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
         parts[name].append(block)
     mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
-    # A mask that reads memory is evaluated in a loop for each word of bits: 32 iterations or less.
-    turns = [min(32, plan.block_k // 4 - n) for n in range(0, plan.block_k // 4, 32)]
+    # A mask that reads memory is evaluated in a loop for each word of bits: two columns of 8 in an
+    # iteration, 16 iterations or less.
+    turns = [min(16, plan.block_k // 8 - n) for n in range(0, plan.block_k // 8, 16)]
     if mask_loops:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.

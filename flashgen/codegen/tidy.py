@@ -64,7 +64,7 @@ def _without_single_rounds(lines: list[str], ones: frozenset[str]) -> list[str]:
             kept.append(lines[at])
             at += 1
             continue
-        if kept and kept[-1].startswith("#pragma unroll"):
+        if kept and kept[-1].lstrip().startswith("#pragma unroll"):
             kept.pop()
         indent, index = loop[1], loop[2]
         if loop[4]:

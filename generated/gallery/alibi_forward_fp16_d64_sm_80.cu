@@ -102,6 +102,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -476,7 +479,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   int tile = 0;
-  const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
+  const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 
   // 3. Start the copies of Q and of the first K tile.
   const CopyPlace<VECTORS> k_place;

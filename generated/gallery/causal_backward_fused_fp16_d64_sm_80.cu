@@ -141,6 +141,9 @@ struct Range {
   int lo, hi;  // queries [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // specs/causal.py:11
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -532,7 +535,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, k_lo);
   int next_tile = reach.lo / BLOCK_Q;
   const int tile_end =
-      reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
+      reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_Q) : 0;
   const int first_tile = next_tile;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, k_hi);
@@ -689,7 +692,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         StoredColumns<VECTORS_S, DQ_ROW_WARPS>{
             smem_base + SMEM_DS + stored_columns_offset<VECTORS_S>(lane), dq_row},
         smem_base + SMEM_K + v_lane_offset<VECTORS>(lane), dq_first);
-    const int q_groups = (p.seq_q + BLOCK_Q - 1) / BLOCK_Q * (BLOCK_Q / 16);
+    const int q_groups = ceil_div(p.seq_q, BLOCK_Q) * (BLOCK_Q / 16);
     float* dq_sum = p.dq_sum + ((long long)b * p.heads_q + h) * q_groups * (16 * HEAD_DIM)
                     + (long long)(q_start + 16 * dq_row) * HEAD_DIM + 256 * dq_first + lane;
 #pragma unroll

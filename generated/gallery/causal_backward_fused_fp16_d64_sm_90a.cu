@@ -162,6 +162,9 @@ struct Range {
   int lo, hi;  // queries [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // specs/causal.py:11
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -356,11 +359,11 @@ struct Operand {
   unsigned low;
   __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
       : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
-  // The operand `index` buffers of `bytes` bytes further.
-  __device__ __forceinline__ Operand buffer(int index, int bytes) const {
-    Operand moved = *this;
-    moved.low += index * (bytes / 16);
-    return moved;
+  // The operand `count` times `bytes` bytes further.
+  __device__ __forceinline__ Operand moved(int count, int bytes) const {
+    Operand result = *this;
+    result.low += count * (bytes / 16);
+    return result;
   }
   // The descriptor of the operand that begins `bytes` bytes into the tile.
   __device__ __forceinline__ unsigned long long at(int bytes) const {
@@ -596,7 +599,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const Range reach = tile_reach(p, k_lo);
     int next_tile = reach.lo / BLOCK_Q;
     const int tile_end =
-        reach.lo < reach.hi ? (reach.hi + BLOCK_Q - 1) / BLOCK_Q : 0;
+        reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_Q) : 0;
     const int first_tile = next_tile;
     // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
     const Range full = tile_full(p, k_hi);
@@ -724,8 +727,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, a sum that begins at -delta
     float s[QUERIES / 8][4];
     float ds[QUERIES / 8][4];
-    const auto q_here = q_operand.buffer(stage.index, Q_BYTES);
-    const auto do_here = do_operand.buffer(stage.index, DO_BYTES);
+    const auto q_here = q_operand.moved(stage.index, Q_BYTES);
+    const auto do_here = do_operand.moved(stage.index, DO_BYTES);
     const int first = first_query + 2 * (lane % 4);  // first query of this lane in the tile
     const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
     const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
@@ -799,7 +802,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const unsigned scores_here = scores_lane + exchange * S_BYTES;
     store_scores(scores_here + SMEM_DS, ds_rows);
     proxy_fence();
-    const auto ds_here = ds_operand.buffer(exchange, S_BYTES);
+    const auto ds_here = ds_operand.moved(exchange, S_BYTES);
 
     // 5f. dV += P^T dO
     wgmma_fence();
@@ -812,13 +815,14 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 
     // 5g. dQ^T = K^T dS^T of this tile
     float dq[DQ_BLOCKS][DQ_QUERIES / 8][4];
+    const auto ds_columns = ds_here.moved(dq_query, 2 * PANEL_S);
 #pragma unroll
     for (int i = 0; i < DQ_BLOCKS; ++i) {
 #pragma unroll
       for (int n = 0; n < BLOCK_K / 16; ++n) {
         multiply_queries(
             dq[i], k_operand.at((dq_block + i) * (64 / PANEL) * K_PANEL + n * 16 * 2 * PANEL),
-            ds_here.at(n / 4 * S_PANEL + dq_query * 2 * PANEL_S + n % 4 * 32), n > 0);
+            ds_columns.at(n / 4 * S_PANEL + n % 4 * 32), n > 0);
       }
     }
     wgmma_commit();
@@ -850,7 +854,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     proxy_fence();
     __syncwarp();
     if (lane == 0) {
-      const long long tiles = (p.seq_q + BLOCK_Q - 1) / BLOCK_Q * (BLOCK_Q / DQ_QUERIES);
+      const long long tiles = ceil_div(p.seq_q, BLOCK_Q) * (BLOCK_Q / DQ_QUERIES);
       const long long tile =
           ((long long)b * p.heads_q + h) * tiles + (q_start + dq_query) / DQ_QUERIES;
 #pragma unroll

@@ -103,6 +103,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -498,7 +501,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+  const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, q_lo);
 

@@ -133,6 +133,9 @@ __device__ __forceinline__ T floor_div(T a, T b) {
   return quotient - T(quotient * b != a && (a ^ b) < 0);
 }
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // a - b * floor(a / b), as Python's % does: it has the sign of b. Undefined for b = 0.
 template <typename T>
 __device__ __forceinline__ T floor_mod(T a, T b) {
@@ -317,6 +320,10 @@ struct Stage {
     }
   }
 };
+// The stage of tile `number`, counted over all work tiles.
+__device__ __forceinline__ Stage stage_of(unsigned number) {
+  return {int(number % STAGES), number / STAGES % 2};
+}
 
 // Named barriers; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // one for each consumer warpgroup
@@ -352,15 +359,15 @@ __device__ __forceinline__ int next_work_tile(const Params& p, int* next_tile, u
   return uniform(work_tile);
 }
 
-// The same work tile, received by a consumer warp.
+// The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 __device__ __forceinline__ int received_work_tile(const Params& p, const int* next_tile,
                                                   unsigned full, unsigned empty,
-                                                  unsigned& parity) {
+                                                  unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
-  barrier_wait(full, parity);
+  barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-  parity ^= 1;
+  parities ^= 1;
   return work_tile;
 }
 
@@ -663,7 +670,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
-    Stage k, v;  // stages of K and V across work tiles
+    unsigned copied = 0;  // tiles of K, in all work tiles
     unsigned tile_parity = 0;
 #pragma unroll 1
     for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
@@ -684,7 +691,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
       const Range reach = tile_reach(p, q_lo, q_hi);
       int tile = reach.lo / BLOCK_K;
-      const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+      const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
 
       // 2c. The tiles; K is one ahead of V, as the products are.
       int last = -1;  // the first key of the tile whose V is copied next
@@ -695,6 +702,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
         const bool more = tile < tile_end;
         if (copies && more) {
+          const Stage k = stage_of(copied);
           const unsigned full = k_full[k.index];
           barrier_wait(k_empty[k.index], k.parity ^ 1);
           barrier_announce(full, K_BYTES);
@@ -702,15 +710,15 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
                                            full, tile * BLOCK_K, h_kv, b);
         }
         if (copies && last >= 0) {
+          const Stage v = stage_of(copied - 1);
           const unsigned full = v_full[v.index];
           barrier_wait(v_empty[v.index], v.parity ^ 1);
           barrier_announce(full, V_BYTES);
           tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
                                                full, last, h_kv, b);
         }
-        if (last >= 0) v.next();
         if (!more) break;
-        k.next();
+        ++copied;
         last = tile * BLOCK_K;
         ++tile;
       }
@@ -722,7 +730,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
-  unsigned q_parity = 0, tile_parity = 0;
+  unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
   // Ping-pong: while one warpgroup multiplies, the others compute their softmax. Each has a named
   // barrier, at which it waits for the arrival of the warpgroup before it.
   const bool is_last_consumer = threadIdx.x >= THREADS;
@@ -731,7 +739,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll 1
   for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
        work_tile = received_work_tile(p, next_tile, next_tile_full,
-                                      next_tile_empty, tile_parity)) {
+                                      next_tile_empty, parities)) {
     // 4a. The query tile, head and batch entry. Query tiles count first, then heads.
     const int number = uniform(work_tile % p.tiles_per_group);
     const int batch_head = uniform(work_tile / p.tiles_per_group);
@@ -746,7 +754,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_lo, q_hi);
     int tile = reach.lo / BLOCK_K;
-    const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+    const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
     // The bounds are not exact for this mask, so each tile is classified before it is loaded.
     tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
@@ -755,7 +763,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = uniform(thread / WARPGROUP);
+    const unsigned group = uniform(thread / WARPGROUP);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
@@ -822,27 +830,28 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         // other; evaluated all at once, they would take too many registers. A loop computes a bit
         // mask.
 #pragma unroll
-        for (int first = 0; first < BLOCK_K / 4; first += 32) {
+        for (int first = 0; first < BLOCK_K / 8; first += 16) {
           unsigned outside[ROW_GROUPS][2] = {};
 #pragma unroll 1
-          for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-            const int key = column + (first + i) / 2 * 8 + i % 2;
-            const int k = p.k_offset + key;
-            const bool in_range = key < p.seq_k;
+          for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
 #pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int key = column + 8 * (first + n) + e;
+              const int k = p.k_offset + key;
+              const bool in_range = key < p.seq_k;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int q = q_first + 8 * r;
-              const bool kept = mask_mod(p, q, k);
-              if (!(in_range & kept)) outside[0][r] |= 1u << i;
+              for (int r = 0; r < 2; ++r) {
+                const int q = q_first + 8 * r;
+                const bool kept = mask_mod(p, q, k);
+                if (!(in_range & kept)) outside[0][r] |= 1u << (2 * n + e);
+              }
             }
           }
 #pragma unroll
-#pragma unroll
           for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-              float& x = s[0][(first + i) / 2][2 * r + i % 2];
+            for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
+              float& x = s[0][first + i / 2][2 * r + i % 2];
               if (outside[0][r] >> i & 1) x = minus_infinity();
             }
           }
@@ -886,8 +895,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
       ++tile;
       tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-      barrier_wait(q_full[group], q_parity);
-      q_parity ^= 1;
+      barrier_wait(q_full[group], parities >> 1);
+      parities ^= 2;
       barrier_wait(k_full[k.index], k.parity);
       wait_for_tensor_cores();
       wgmma_fence();

@@ -109,6 +109,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -564,7 +567,7 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+  const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
   // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, b, q_lo, q_hi, tile, tile_end);
 
@@ -639,20 +642,23 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
       // other; evaluated all at once, they would take too many registers. A loop computes a bit
       // mask.
 #pragma unroll
-      for (int first = 0; first < BLOCK_K / 4; first += 32) {
+      for (int first = 0; first < BLOCK_K / 8; first += 16) {
         unsigned outside[ROW_GROUPS][2] = {};
 #pragma unroll 1
-        for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-          const int key = column + (first + i) / 2 * 8 + i % 2;
-          const int k = p.k_offset + key;
-          const bool in_range = key < p.seq_k;
+        for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
 #pragma unroll
-          for (int g = 0; g < ROW_GROUPS; ++g) {
+          for (int e = 0; e < 2; ++e) {
+            const int key = column + 8 * (first + n) + e;
+            const int k = p.k_offset + key;
+            const bool in_range = key < p.seq_k;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int q = q_first + 16 * g + 8 * r;
-              const bool kept = mask_mod(p, b, q, k);
-              if (!(in_range & kept)) outside[g][r] |= 1u << i;
+            for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                const int q = q_first + 16 * g + 8 * r;
+                const bool kept = mask_mod(p, b, q, k);
+                if (!(in_range & kept)) outside[g][r] |= 1u << (2 * n + e);
+              }
             }
           }
         }
@@ -661,8 +667,8 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-              float& x = s[g][(first + i) / 2][2 * r + i % 2];
+            for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
+              float& x = s[g][first + i / 2][2 * r + i % 2];
               if (outside[g][r] >> i & 1) x = minus_infinity();
             }
           }

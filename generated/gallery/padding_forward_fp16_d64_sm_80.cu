@@ -106,6 +106,9 @@ struct Range {
 
 typedef long long int64;
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -500,7 +503,7 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   const Range reach = tile_reach(p, b);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+  const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
   // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
   const Range full = tile_full(p, b);
 

@@ -121,6 +121,9 @@ struct Partials {
   float by0;  // score_mod's derivatives by the elements that it reads
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // The index that is nearest to i inside a dimension.
 __device__ __forceinline__ int inside(int i, int size) {
   return min(max(i, 0), size - 1);
@@ -395,7 +398,7 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 
   // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
   int tile = 0;
-  const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
+  const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<VECTORS> k_place;

@@ -132,6 +132,9 @@ struct Scored {
   float value, slope;  // score_mod's result and its derivative by the score
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // The index that is nearest to i inside a dimension.
 __device__ __forceinline__ int inside(int i, int size) {
   return min(max(i, 0), size - 1);
@@ -486,7 +489,7 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // 2. The query tiles [next_tile, tile_end) of each head that the mask can reach.
   int next_h = h_kv * group;
   int next_tile = 0;
-  const int tile_end = (p.seq_q + BLOCK_Q - 1) / BLOCK_Q;
+  const int tile_end = ceil_div(p.seq_q, BLOCK_Q);
   const int first_tile = next_tile;
   // Advance to the next tile in this head or a later one; next_h = h_end when none is left.
   const auto settle = [&] {

@@ -147,6 +147,9 @@ struct Scored {
   float value, slope;  // score_mod's result and its derivative by the score
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // The index that is nearest to i inside a dimension.
 __device__ __forceinline__ int inside(int i, int size) {
   return min(max(i, 0), size - 1);
@@ -538,7 +541,7 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   // 2. The query tiles [next_tile, tile_end) of each head that the mask can reach.
   int next_h = h_kv * group;
   int next_tile = 0;
-  const int tile_end = (p.seq_q + BLOCK_Q - 1) / BLOCK_Q;
+  const int tile_end = ceil_div(p.seq_q, BLOCK_Q);
   const int first_tile = next_tile;
   // Advance to the next tile in this head or a later one; next_h = h_end when none is left.
   const auto settle = [&] {
@@ -697,7 +700,7 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         StoredColumns<VECTORS_S, DQ_ROW_WARPS>{
             smem_base + SMEM_DS + stored_columns_offset<VECTORS_S>(lane), dq_row},
         smem_base + SMEM_K + v_lane_offset<VECTORS>(lane), dq_first);
-    const int q_groups = (p.seq_q + BLOCK_Q - 1) / BLOCK_Q * (BLOCK_Q / 16);
+    const int q_groups = ceil_div(p.seq_q, BLOCK_Q) * (BLOCK_Q / 16);
     float* dq_sum = p.dq_sum + ((long long)b * p.heads_q + h) * q_groups * (16 * HEAD_DIM)
                     + (long long)(q_start + 16 * dq_row) * HEAD_DIM + 256 * dq_first + lane;
 #pragma unroll

@@ -117,6 +117,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -206,6 +209,10 @@ struct Stage {
     }
   }
 };
+// The stage of tile `number`, counted over all work tiles.
+__device__ __forceinline__ Stage stage_of(unsigned number) {
+  return {int(number % STAGES), number / STAGES % 2};
+}
 
 // Named barriers; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // one for each consumer warpgroup
@@ -241,15 +248,15 @@ __device__ __forceinline__ int next_work_tile(const Params& p, int* next_tile, u
   return uniform(work_tile);
 }
 
-// The same work tile, received by a consumer warp.
+// The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 __device__ __forceinline__ int received_work_tile(const Params& p, const int* next_tile,
                                                   unsigned full, unsigned empty,
-                                                  unsigned& parity) {
+                                                  unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
-  barrier_wait(full, parity);
+  barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-  parity ^= 1;
+  parities ^= 1;
   return work_tile;
 }
 
@@ -554,7 +561,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
-    Stage k, v;  // stages of K and V across work tiles
+    unsigned copied = 0;  // tiles of K, in all work tiles
     unsigned tile_parity = 0;
 #pragma unroll 1
     for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
@@ -570,7 +577,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
       // 2b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
       int tile = 0;
-      const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
+      const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 
       // 2c. The tiles; K is one ahead of V, as the products are.
       int last = -1;  // the first key of the tile whose V is copied next
@@ -578,6 +585,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       while (true) {
         const bool more = tile < tile_end;
         if (copies && more) {
+          const Stage k = stage_of(copied);
           const unsigned full = k_full[k.index];
           barrier_wait(k_empty[k.index], k.parity ^ 1);
           barrier_announce(full, K_BYTES);
@@ -585,15 +593,15 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
                                            full, tile * BLOCK_K, h_kv, b);
         }
         if (copies && last >= 0) {
+          const Stage v = stage_of(copied - 1);
           const unsigned full = v_full[v.index];
           barrier_wait(v_empty[v.index], v.parity ^ 1);
           barrier_announce(full, V_BYTES);
           tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
                                                full, last, h_kv, b);
         }
-        if (last >= 0) v.next();
         if (!more) break;
-        k.next();
+        ++copied;
         last = tile * BLOCK_K;
         ++tile;
       }
@@ -605,7 +613,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
-  unsigned q_parity = 0, tile_parity = 0;
+  unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
   // Ping-pong: while one warpgroup multiplies, the others compute their softmax. Each has a named
   // barrier, at which it waits for the arrival of the warpgroup before it.
   const bool is_last_consumer = threadIdx.x >= THREADS;
@@ -614,7 +622,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll 1
   for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
        work_tile = received_work_tile(p, next_tile, next_tile_full,
-                                      next_tile_empty, tile_parity)) {
+                                      next_tile_empty, parities)) {
     // 4a. The query tile, head and batch entry. Query tiles count first, then heads.
     const int number = uniform(work_tile % p.tiles_per_group);
     const int batch_head = uniform(work_tile / p.tiles_per_group);
@@ -626,14 +634,14 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     int tile = 0;
-    const int tile_end = (p.seq_k + BLOCK_K - 1) / BLOCK_K;
+    const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 
     // 5. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
     //    columns 2*(lane%4) and the next of each group of 8 (wgmma accumulators). Their positions
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = uniform(thread / WARPGROUP);
+    const unsigned group = uniform(thread / WARPGROUP);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
@@ -691,7 +699,6 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     const auto finish_scores = [&](int k_start, bool full_tile) {
       // 5c. The score function, on every element.
 #pragma unroll
-#pragma unroll
       for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -705,7 +712,6 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
         // thread_index() is read again: values kept through the main loop would cost registers.
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
-#pragma unroll
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const Range keys = row_keys(p);
@@ -756,8 +762,8 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       int k_start = tile * BLOCK_K;
       bool full_tile = k_start + BLOCK_K <= p.seq_k;
       ++tile;
-      barrier_wait(q_full[group], q_parity);
-      q_parity ^= 1;
+      barrier_wait(q_full[group], parities >> 1);
+      parities ^= 2;
       barrier_wait(k_full[k.index], k.parity);
       wait_for_tensor_cores();
       wgmma_fence();

@@ -111,6 +111,9 @@ __device__ __forceinline__ T floor_div(T a, T b) {
   return quotient - T(quotient * b != a && (a ^ b) < 0);
 }
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // a - b * floor(a / b), as Python's % does: it has the sign of b. Undefined for b = 0.
 template <typename T>
 __device__ __forceinline__ T floor_mod(T a, T b) {
@@ -533,7 +536,7 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
-  const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+  const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
   // The bounds are not exact for this mask, so each tile is classified before it is loaded.
   tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 

@@ -137,6 +137,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // The index that is nearest to i inside a dimension.
 __device__ __forceinline__ int inside(int i, int size) {
   return min(max(i, 0), size - 1);
@@ -392,11 +395,11 @@ struct Operand {
   unsigned low;
   __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
       : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
-  // The operand `index` buffers of `bytes` bytes further.
-  __device__ __forceinline__ Operand buffer(int index, int bytes) const {
-    Operand moved = *this;
-    moved.low += index * (bytes / 16);
-    return moved;
+  // The operand `count` times `bytes` bytes further.
+  __device__ __forceinline__ Operand moved(int count, int bytes) const {
+    Operand result = *this;
+    result.low += count * (bytes / 16);
+    return result;
   }
   // The descriptor of the operand that begins `bytes` bytes into the tile.
   __device__ __forceinline__ unsigned long long at(int bytes) const {
@@ -576,7 +579,7 @@ variable_length_backward_dq_fp16_d64(const __grid_constant__ Params packed) {
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
-    const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+    const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
     // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
     const Range full = tile_full(p, q_lo);
 
@@ -661,8 +664,8 @@ variable_length_backward_dq_fp16_d64(const __grid_constant__ Params packed) {
     // 5a. S = Q K^T and dP = dO V^T
     float s[BLOCK_K / 8][4];
     float ds[BLOCK_K / 8][4];
-    const auto k_here = k_operand.buffer(stage.index, K_BYTES);
-    const auto v_here = v_operand.buffer(stage.index, V_BYTES);
+    const auto k_here = k_operand.moved(stage.index, K_BYTES);
+    const auto v_here = v_operand.moved(stage.index, V_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {

@@ -128,6 +128,9 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
+// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
+__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {
   float y;
@@ -295,6 +298,10 @@ struct Stage {
     }
   }
 };
+// The stage of tile `number`, counted over all work tiles.
+__device__ __forceinline__ Stage stage_of(unsigned number) {
+  return {int(number % STAGES), number / STAGES % 2};
+}
 
 // Named barriers; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // one for each consumer warpgroup
@@ -330,15 +337,15 @@ __device__ __forceinline__ int next_work_tile(const Params& p, int* next_tile, u
   return uniform(work_tile);
 }
 
-// The same work tile, received by a consumer warp.
+// The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 __device__ __forceinline__ int received_work_tile(const Params& p, const int* next_tile,
                                                   unsigned full, unsigned empty,
-                                                  unsigned& parity) {
+                                                  unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
-  barrier_wait(full, parity);
+  barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-  parity ^= 1;
+  parities ^= 1;
   return work_tile;
 }
 
@@ -654,7 +661,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
-    Stage k, v;  // stages of K and V across work tiles
+    unsigned copied = 0;  // tiles of K, in all work tiles
     unsigned tile_parity = 0;
 #pragma unroll 1
     for (int work_tile = blockIdx.x; work_tile < packed.work_tiles;
@@ -683,7 +690,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
       const Range reach = tile_reach(p, q_hi);
       int tile = reach.lo / BLOCK_K;
-      const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+      const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
 
       // 2c. The tiles; K is one ahead of V, as the products are.
       int last = -1;  // the first key of the tile whose V is copied next
@@ -691,6 +698,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       while (true) {
         const bool more = tile < tile_end;
         if (copies && more) {
+          const Stage k = stage_of(copied);
           const unsigned full = k_full[k.index];
           barrier_wait(k_empty[k.index], k.parity ^ 1);
           barrier_announce(full, K_BYTES);
@@ -698,15 +706,15 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
                                            full, tile * BLOCK_K, h_kv, ks);
         }
         if (copies && last >= 0) {
+          const Stage v = stage_of(copied - 1);
           const unsigned full = v_full[v.index];
           barrier_wait(v_empty[v.index], v.parity ^ 1);
           barrier_announce(full, V_BYTES);
           tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
                                                full, last, h_kv, ks);
         }
-        if (last >= 0) v.next();
         if (!more) break;
-        k.next();
+        ++copied;
         last = tile * BLOCK_K;
         ++tile;
       }
@@ -718,7 +726,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
 
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
-  unsigned q_parity = 0, tile_parity = 0;
+  unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
   // Ping-pong: while one warpgroup multiplies, the others compute their softmax. Each has a named
   // barrier, at which it waits for the arrival of the warpgroup before it.
   const bool is_last_consumer = threadIdx.x >= THREADS;
@@ -727,7 +735,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
 #pragma unroll 1
   for (int work_tile = blockIdx.x; work_tile < packed.work_tiles;
        work_tile = received_work_tile(packed, next_tile, next_tile_full,
-                                      next_tile_empty, tile_parity)) {
+                                      next_tile_empty, parities)) {
     // 4a. The sequence, query tile and head. Query tiles count first, then heads.
     const int number = uniform(work_tile % packed.tiles_per_group);
     const int bits = packed.head_bits;
@@ -749,7 +757,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
-    const int tile_end = reach.lo < reach.hi ? (reach.hi + BLOCK_K - 1) / BLOCK_K : 0;
+    const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
     // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
     const Range full = tile_full(p, q_lo);
 
@@ -758,7 +766,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const int group = uniform(thread / WARPGROUP);
+    const unsigned group = uniform(thread / WARPGROUP);
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
@@ -824,7 +832,6 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
         const int q_first =
             p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
 #pragma unroll
-#pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int q = q_first + 8 * r;
           const Range keys = row_keys(p, q);
@@ -877,8 +884,8 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       int k_start = tile * BLOCK_K;
       bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
       ++tile;
-      barrier_wait(q_full[group], q_parity);
-      q_parity ^= 1;
+      barrier_wait(q_full[group], parities >> 1);
+      parities ^= 2;
       barrier_wait(k_full[k.index], k.parity);
       wait_for_tensor_cores();
       wgmma_fence();

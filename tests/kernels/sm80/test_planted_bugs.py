@@ -80,6 +80,9 @@ def test_a_removed_barrier_is_a_race_named_at_both_lines(
     error = check(kernel, (step, SYNC, ""), "RaceError", seed=seed)
     assert "_sm_80.cu:" in error.where
     assert "_sm_80.cu:" in error.numbers
+    if "cp.async is still writing" in str(error):  # in some orders the copy has not arrived
+        assert error.way_out.endswith("then pass a barrier")
+        return
     assert "not ordered" in str(error) or "may overtake" in str(error)
     assert error.way_out.startswith("separate the two accesses by a barrier")
 
