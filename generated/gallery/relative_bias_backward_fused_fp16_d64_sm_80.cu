@@ -632,14 +632,16 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5c. P = exp(S - LSE), and dS = P (dP - delta), times the score function's slope.
     const unsigned rows = smem_base + SMEM_ROWS + buffer * ROWS_BYTES;
     const int column = first_query + 2 * (lane % 4);
+    const int q_first = p.q_offset + q_start + column;
+    const int k_first = p.k_offset + key_first;
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       float lse[2], delta[2];
       read_rows(lse, delta, rows + 8 * (column + 8 * n));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int q = p.q_offset + q_start + column + 8 * n + e % 2;
-        const int k = p.k_offset + key_first + 8 * (e / 2);
+        const int q = q_first + 8 * n + e % 2;
+        const int k = k_first + 8 * (e / 2);
         const Scored scored = score_mod(p, s[0][n][e] * p.scale, q, k);
         const float prob = probability(scored.value, exp_scale, lse[e % 2]);
         const float dp = ds[0][n][e];
