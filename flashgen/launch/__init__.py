@@ -24,6 +24,7 @@ from flashgen.launch.device import (
     Device,
     available,
     check,
+    cuda_version,
     current,
     device_arch,
     device_facts,
@@ -46,6 +47,7 @@ __all__ = [
 
 _GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 _BLOCK_LIMITS = (1024, 1024, 64)
+_FIRST_DRIVERS = {12: "525", 13: "580"}  # for Linux, by the major version of CUDA
 
 
 @dataclass(eq=False)
@@ -67,14 +69,24 @@ class Kernel:
 _kernels: dict[tuple[Any, int, str], Kernel] = {}
 
 
-def load(binary: Binary, device: int = 0, *, driver: Any = None) -> Kernel:
+def load(
+    binary: Binary, device: int = 0, *, stream: int | None = None, driver: Any = None
+) -> Kernel:
     """Loads a binary's kernel on a device; the same binary is loaded once per device.
 
     The cubin is loaded instead of the PTX, because a driver runs cubins of its CUDA major version,
     but rejects PTX of a newer compiler.
 
+    Args:
+        binary: the compiled kernel.
+        device: the number of the CUDA device.
+        stream: the handle of the stream that the kernel will be launched on; None if not known.
+        driver: replaces ``cuda.bindings.driver``.
+
     Raises:
-        LaunchError: there is no driver or device, or the binary is for another architecture.
+        LaunchError: there is no driver or device, the driver is older than the compiler, the binary
+            is for another architecture, or the kernel is not loaded yet and ``stream`` is being
+            captured into a CUDA graph, during which the driver does not load modules.
     """
     driver = driver or real_driver()
     at = device_facts(device, driver)
@@ -83,9 +95,17 @@ def load(binary: Binary, device: int = 0, *, driver: Any = None) -> Kernel:
         known = _kernels.get(key)
         if known is not None:
             return known
-        _check_arch(binary, at)
         where = f"loading {binary.kernel} on CUDA device {device}"
+        _check_arch(binary, at)
+        _check_version(binary, driver, where)
         with current(at, driver):
+            if stream is not None and int(check(driver, driver.cuStreamIsCapturing(stream), where)):
+                raise LaunchError(
+                    "a kernel cannot be loaded while a CUDA graph is being captured",
+                    where=where,
+                    numbers="its first launch would be in the capture",
+                    way_out="call the operator once with the same shapes before the capture",
+                )
             module = check(driver, driver.cuModuleLoadData(binary.cubin), where)
             name = binary.kernel.encode()
             function = check(driver, driver.cuModuleGetFunction(module, name), where)
@@ -106,6 +126,25 @@ def _check_arch(binary: Binary, device: Device) -> None:
             where=f"CUDA device {device.index}",
             numbers=f"binary for {binary.arch}; the device is sm_{have[0]}{have[1]}",
             way_out=f'build the spec with arch="sm_{have[0]}{have[1]}"',
+        )
+
+
+def _check_version(binary: Binary, driver: Any, where: str) -> None:
+    """Checks that a driver is not older than the compiler of a cubin, by their major versions.
+
+    PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX ISA, release notes). Within a major version, a
+    driver loads the cubins of every minor version (CUDA Compatibility, minor version
+    compatibility).
+    """
+    declared = re.search(r"^\.version (\d+)\.", binary.ptx, re.MULTILINE)
+    assert declared is not None, "PTX begins with its version"
+    needed, have = int(declared[1]) + 4, cuda_version(driver)
+    if have[0] < needed:
+        raise LaunchError(
+            "the driver is older than the compiler of the kernel",
+            where=where,
+            numbers=f"compiled for CUDA {needed}; the driver supports CUDA {have[0]}.{have[1]}",
+            way_out=f"install a driver of {_FIRST_DRIVERS[needed]} or newer",
         )
 
 

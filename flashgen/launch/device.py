@@ -20,6 +20,8 @@ from flashgen.errors import LaunchError
 
 _EMULATE = 'run the same call with backend="emulator", which names the instruction and the line'
 _RESTART = "; the process cannot use this GPU any more and has to be restarted"
+_WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
+_BROKEN_CAPTURE = "capture again; " + _WARM_UP
 
 # For each number of a CUresult, its meaning and the way out.
 _MEANINGS: dict[int, tuple[str, str]] = {
@@ -45,6 +47,11 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     717: ("a kernel used an address of the wrong kind of memory" + _RESTART, _EMULATE),
     718: ("a kernel's program counter is invalid" + _RESTART, _EMULATE),
     719: ("a kernel failed while running" + _RESTART, _EMULATE),
+    900: ("the driver refuses this call while a CUDA graph is being captured", _WARM_UP),
+    901: ("an earlier error has invalidated the capture of a CUDA graph", _BROKEN_CAPTURE),
+    905: ("the capture of a CUDA graph depends on work outside of it", _BROKEN_CAPTURE),
+    906: ("the default stream waits for a stream that is being captured", "use another stream"),
+    908: ("another thread began this capture of a CUDA graph", "launch from the capturing thread"),
     803: ("the driver's library and kernel module differ in version", "restart the machine"),
     804: ("this driver does not support this version of CUDA", "install a driver of 580 or newer"),
 }
@@ -128,6 +135,16 @@ def device_arch(device: int = 0, *, driver: Any = None) -> str:
     where = f"CUDA device {device}"
     major, minor = _capability(driver, check(driver, driver.cuDeviceGet(device), where), where)
     return f"sm_{major}{minor}"
+
+
+def cuda_version(driver: Any) -> tuple[int, int]:
+    """The newest CUDA version that the driver supports, such as (12, 8).
+
+    Raises:
+        LaunchError: the driver does not report it.
+    """
+    number = int(check(driver, driver.cuDriverGetVersion(), "cuDriverGetVersion"))
+    return number // 1000, number % 1000 // 10
 
 
 def _attribute(driver: Any, handle: Any, name: str, where: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 from flashgen.errors import LaunchError
-from flashgen.launch.device import check, real_driver
+from flashgen.launch.device import check, current, device_facts, real_driver
 from flashgen.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
 
 # Codes of Python's struct module by C type; little-endian, like every machine with CUDA.
@@ -152,12 +152,14 @@ def _bad_value(param: ParamField, value: object, expected: str) -> LaunchError:
     )
 
 
-def encode(spec: TensorMapSpec, address: int, *, driver: Any = None) -> bytes:
+def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = None) -> bytes:
     """The CUtensorMap of a tensor on the device, to be passed by value (`__grid_constant__`).
 
     Args:
         spec: the tensor map.
         address: the address of the tensor's first element on the device, in bytes.
+        device: the number of the CUDA device, whose context is current while the map is encoded:
+            a thread of autograd may have none.
         driver: replaces ``cuda.bindings.driver``.
 
     Returns:
@@ -175,19 +177,20 @@ def encode(spec: TensorMapSpec, address: int, *, driver: Any = None) -> bytes:
         words = {"DataType": "DATA_TYPE", "L2promotion": "L2_PROMOTION"}.get(kind, kind.upper())
         return getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}")
 
-    result = driver.cuTensorMapEncodeTiled(
-        named("DataType", spec.dtype.upper()),
-        len(spec.dims),
-        first,
-        [driver.cuuint64_t(size) for size in spec.dims],
-        [driver.cuuint64_t(step) for step in spec.strides],
-        [driver.cuuint32_t(size) for size in spec.box],
-        [driver.cuuint32_t(1) for _ in spec.box],
-        named("Interleave", "NONE"),
-        named("Swizzle", _SWIZZLES[spec.swizzle]),
-        named("L2promotion", "L2_128B"),
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
+    with current(device_facts(device, driver), driver):
+        result = driver.cuTensorMapEncodeTiled(
+            named("DataType", spec.dtype.upper()),
+            len(spec.dims),
+            first,
+            [driver.cuuint64_t(size) for size in spec.dims],
+            [driver.cuuint64_t(step) for step in spec.strides],
+            [driver.cuuint32_t(size) for size in spec.box],
+            [driver.cuuint32_t(1) for _ in spec.box],
+            named("Interleave", "NONE"),
+            named("Swizzle", _SWIZZLES[spec.swizzle]),
+            named("L2promotion", "L2_128B"),
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
     where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
     encoded = check(driver, result, where)
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)

@@ -69,18 +69,19 @@ class BoundKernel:
         Args:
             addresses: the values of the kernel's pointers, in order.
         """
+        stream = current_stream(index)
         if self._loaded is None:
             from flashgen import launch as gpu
 
-            self._loaded = gpu.load(self.build.binary, index)
+            self._loaded = gpu.load(self.build.binary, index, stream=stream)
             self._launch = gpu.launch
         self._launch(
             self._loaded,
             self.grid,
             self.block,
             self.smem_bytes,
-            self.arguments.packed(addresses),
-            current_stream(index),
+            self.arguments.packed(addresses, index),
+            stream,
         )
 
     def emulate(self, tensors: Tensors, launch: LaunchOptions) -> Any:

@@ -95,12 +95,17 @@ class KernelArguments:
             "<" + "".join(f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces)
         )
 
-    def packed(self, addresses: Sequence[int]) -> bytes:
-        """The bytes of the structure with the addresses of `pointers`; 0 is a null pointer."""
+    def packed(self, addresses: Sequence[int], device: int = 0) -> bytes:
+        """The bytes of the structure with the addresses of `pointers`; 0 is a null pointer.
+
+        Args:
+            device: the number of the GPU on which the addresses are.
+        """
         if self.maps:
             count = len(self.maps)
-            made = map(encoded, self.maps, addresses[:count])
-            packed = b"".join(made) + self._without_maps(addresses[count:])
+            made = zip(self.maps, addresses[:count], strict=True)
+            packed = b"".join(encoded(spec, address, device) for spec, address in made)
+            packed += self._without_maps(addresses[count:])
             return packed + bytes(-len(packed) % MAP_ALIGN)
         return self._without_maps(addresses)
 
@@ -114,9 +119,9 @@ class KernelArguments:
 
 
 @functools.lru_cache(maxsize=1024)
-def encoded(spec: TensorMapSpec, address: int) -> bytes:
+def encoded(spec: TensorMapSpec, address: int, device: int) -> bytes:
     """The 128 bytes of a tensor map; cached, because training steps repeat addresses."""
-    return encode(spec, address)
+    return encode(spec, address, device)
 
 
 def _pieces(params: Sequence[ParamField], template: bytes) -> Iterator[tuple[int, int, bytes]]:

@@ -205,6 +205,44 @@ def test_a_cubin_is_loaded_only_where_it_can_run(
 
 
 @pytest.mark.parametrize(
+    ("ptx", "cuda", "needed"),
+    [
+        ("8.7", 12_000, None),
+        ("8.7", 11_080, "525"),
+        ("9.0", 13_000, None),
+        ("9.5", 13_000, None),
+        ("9.5", 14_010, None),
+        ("9.0", 12_080, "580"),
+    ],
+)
+def test_a_driver_that_is_older_than_the_compiler_is_named_before_a_load(
+    ptx: str, cuda: int, needed: str | None
+) -> None:
+    binary = replace(toy(), ptx=f"//\n.version {ptx}\n.target sm_80\n", key=ptx)
+    driver = FakeDriver(cuda=cuda)
+    if needed is None:
+        gpu.load(binary, driver=driver)
+        return
+    with pytest.raises(LaunchError, match="the driver is older") as caught:
+        gpu.load(binary, driver=driver)
+    assert f"the driver supports CUDA {cuda // 1000}.{cuda % 1000 // 10}" in caught.value.numbers
+    assert caught.value.way_out == f"install a driver of {needed} or newer"
+    assert not driver.images
+
+
+def test_a_first_launch_in_the_capture_of_a_graph_is_refused_and_a_later_one_is_not() -> None:
+    driver = FakeDriver()
+    driver.capturing = {0x55}
+    with pytest.raises(LaunchError, match="while a CUDA graph is being captured") as caught:
+        gpu.load(toy(), stream=0x55, driver=driver)
+    assert "before the capture" in caught.value.way_out
+    assert not driver.images
+    assert driver.contexts == [0]
+    kernel = gpu.load(toy(), stream=0x66, driver=driver)
+    assert gpu.load(toy(), stream=0x55, driver=driver) is kernel
+
+
+@pytest.mark.parametrize(
     ("grid", "block", "smem", "packed", "what", "numbers"),
     [
         ((0, 1, 1), (64, 1, 1), 0, PACKED, "grid is empty along x", "1 to 2,147,483,647"),
@@ -258,6 +296,7 @@ def test_registers_are_counted_for_the_whole_block() -> None:
         ("cuDevicePrimaryCtxRetain", 2, "out of memory", "smaller batch"),
         ("cuModuleLoadData", 209, "not for this device", "device_arch"),
         ("cuLaunchKernel", 700, "outside its buffers", "emulator"),
+        ("cuLaunchKernel", 900, "while a CUDA graph is being captured", "before the capture"),
         ("cuLaunchKernel", 999, "unknown error", "emulator"),
     ],
 )
@@ -321,3 +360,11 @@ for ask in (launch.device_arch, lambda: launch.load(None)):
     for line in others:
         assert line.startswith("no kernel can be launched on this machine | no NVIDIA driver")
         assert "emulator" in line
+
+
+def test_every_function_of_the_driver_that_a_launch_calls_is_one_of_the_bindings() -> None:
+    from cuda.bindings import driver
+
+    named = [name for name in vars(FakeDriver) if name.startswith("cu")]
+    assert len(named) > 10
+    assert [name for name in named if not hasattr(driver, name)] == []

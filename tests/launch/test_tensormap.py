@@ -57,6 +57,14 @@ def test_a_refusal_of_the_driver_names_the_map() -> None:
     assert "bfloat16, dims (128, 1000, 16)" in caught.value.where
 
 
+def test_a_map_is_encoded_in_the_context_of_its_device() -> None:
+    driver = FakeDriver((9, 0), devices=2)
+    driver.contexts = [0x99]
+    gpu.encode(SPEC, 0x1000, device=1, driver=driver)
+    assert driver.contexts == [0x99]
+    assert driver.calls.index("cuCtxPushCurrent") < driver.calls.index("cuTensorMapEncodeTiled")
+
+
 def test_an_address_that_is_not_aligned_never_reaches_the_driver() -> None:
     driver = FakeDriver((9, 0))
     with pytest.raises(LaunchError, match="not aligned to 16 bytes"):

@@ -20,7 +20,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
     monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
     load, real = launch.load, launch.launch
-    monkeypatch.setattr(launch, "load", lambda binary, index: load(binary, index, driver=driver))
+    monkeypatch.setattr(
+        launch,
+        "load",
+        lambda binary, index, stream: load(binary, index, stream=stream, driver=driver),
+    )
     started = []
 
     def recording(kernel, grid, block, smem, packed, stream):

@@ -18,6 +18,7 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_NO_BINARY_FOR_GPU = 209
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
     CUDA_ERROR_UNKNOWN = 999
 
 
@@ -65,9 +66,12 @@ class FakeDriver:
         devices: int = 1,
         smem: int = 166_912,
         fail: dict[str, int] | None = None,
+        cuda: int = 13_000,
     ) -> None:
         self.values = (*capability, 1024, smem, 65_536)
         self.devices = devices
+        self.cuda = cuda  # the version of CUDA that it supports: 13_000 is 13.0
+        self.capturing: set[int] = set()  # the handles of streams that are captured into a graph
         self.fail = fail or {}
         self.contexts = [0]  # the stack of current contexts of the thread; 0 is none
         self.calls: list[str] = []
@@ -93,6 +97,12 @@ class FakeDriver:
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         assert flags == 0
         return self._done("cuInit")
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return self._done("cuDriverGetVersion", self.cuda)
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
+        return self._done("cuStreamIsCapturing", int(stream in self.capturing))
 
     def cuDeviceGetCount(self) -> tuple[Any, ...]:
         return self._done("cuDeviceGetCount", self.devices)
@@ -133,6 +143,7 @@ class FakeDriver:
         return self._done("cuFuncSetAttribute")
 
     def cuTensorMapEncodeTiled(self, *given: Any) -> tuple[Any, ...]:
+        assert self.contexts[-1], "a map is encoded in a context"
         plain = [[int(v.value) for v in g] if isinstance(g, list) else g for g in given]
         self.tensor_maps.append(tuple(plain))
         opaque = ctypes.create_string_buffer(bytes([len(self.tensor_maps)]) * 128, 128)
