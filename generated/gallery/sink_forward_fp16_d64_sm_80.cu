@@ -107,8 +107,8 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
-// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
-__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+// n / by rounded up, for n >= 0.
+__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
 __device__ __forceinline__ float rcp(float x) {

@@ -111,8 +111,8 @@ __device__ __forceinline__ T floor_div(T a, T b) {
   return quotient - T(quotient * b != a && (a ^ b) < 0);
 }
 
-// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
-__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+// n / by rounded up, for n >= 0.
+__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // a - b * floor(a / b), as Python's % does: it has the sign of b. Undefined for b = 0.
 template <typename T>

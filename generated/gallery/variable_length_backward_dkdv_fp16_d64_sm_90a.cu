@@ -154,8 +154,8 @@ struct Range {
   int lo, hi;  // queries [lo, hi), counted from the first position of this call
 };
 
-// n / by rounded up, for n >= 0: without a sign, a division by a power of two is one shift.
-__device__ __forceinline__ int ceil_div(unsigned n, unsigned by) { return (n + by - 1) / by; }
+// n / by rounded up, for n >= 0.
+__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // The index that is nearest to i inside a dimension.
 __device__ __forceinline__ int inside(int i, int size) {

@@ -115,7 +115,7 @@ def test_the_scheme_that_moves_least_meets_the_targets_and_the_default_is_named_
 
 @pytest.mark.slow
 def test_work_and_traffic_fall_with_the_density_of_a_layout() -> None:
-    rows = paper.by_sparsity(1024, lambda: None)
+    rows = paper.by_sparsity(1024, paper.DENSITIES, lambda: None)
     whole = rows[0]
     assert whole["density"] == 1
     for row in rows[1:]:

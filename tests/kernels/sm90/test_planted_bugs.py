@@ -69,7 +69,7 @@ WORK_TILES = [
     ("a work tile is overwritten before it is read", "barrier_wait(empty, parity ^ 1);", "", ""),
     ("a warp never signals that it read its work tile",
      "if (threadIdx.x % 32 == 0) barrier_arrive(empty);", "", WAITS),
-    ("Q's phase stands still", "q_parity ^= 1;", "", ""),
+    ("Q's phase stands still", "parities ^= 2;", "", ""),
     ("V of a work tile's last key tile is never released",
      "pin(o[0]);\n      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);",
      "pin(o[0]);", WAITS),
