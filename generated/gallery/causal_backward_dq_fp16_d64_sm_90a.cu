@@ -320,7 +320,8 @@ struct Operand {
   }
 };
 
-// Order the products that follow after ordinary writes to their registers.
+// Order the products that follow after ordinary writes to their registers. It also begins each
+// group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -579,6 +580,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     }
     wgmma_commit();
     barrier_wait(v_full[stage.index], stage.parity);
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
       multiply_rows(

@@ -373,7 +373,8 @@ struct Operand {
   }
 };
 
-// Order the products that follow after ordinary writes to their registers.
+// Order the products that follow after ordinary writes to their registers. It also begins each
+// group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

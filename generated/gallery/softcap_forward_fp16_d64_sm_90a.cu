@@ -312,7 +312,8 @@ __device__ __forceinline__ unsigned long long operand(unsigned address, unsigned
          | (unsigned long long)(panel_bytes / 16) << 16 | (address & 0x3ffff) / 16;
 }
 
-// Order the products that follow after ordinary writes to their registers.
+// Order the products that follow after ordinary writes to their registers. It also begins each
+// group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -641,7 +642,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
     const int lane = thread % 32;
-    const unsigned group = uniform(thread / WARPGROUP);
+    const unsigned group = uniform(thread / WARPGROUP);  // unsigned: % takes one instruction
     const int warp_row = thread / 32 * 16;
     const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
     const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
@@ -788,6 +789,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
         wgmma_fence();
         start_scores(k.index);
         barrier_wait(v_full[v.index], v.parity);
+        wgmma_fence();
         start_output(v.index);
         release_tensor_cores();
         wgmma_wait<1>();

@@ -46,8 +46,8 @@ FORWARD = [
      "        wait_for_tensor_cores();", "Race"),
     ("producer does not wait for space",
      "barrier_wait(v_empty[v.index], v.parity ^ 1);", "", ""),
-    ("wrong phase", "barrier_wait(v_full[v.index], v.parity);\n        start_output",
-     "barrier_wait(v_full[v.index], v.parity ^ 1);\n        start_output", ""),
+    ("wrong phase", "barrier_wait(v_full[v.index], v.parity);\n        wgmma_fence",
+     "barrier_wait(v_full[v.index], v.parity ^ 1);\n        wgmma_fence", ""),
     ("more bytes announced than come", "barrier_announce(full, V_BYTES);",
      "barrier_announce(full, V_BYTES + 16);", WAITS),
     ("a warpgroup never says that K is read",
@@ -65,7 +65,7 @@ FORWARD = [
 WORK_TILES = [
     ("Q is loaded over O before O has been stored", "bulk_wait();\n      if (tile", "if (tile",
      ""),
-    ("a work tile is read before it is written", "barrier_wait(full, parity);", "", "Race"),
+    ("a work tile is read before it is written", "barrier_wait(full, parities & 1);", "", "Race"),
     ("a work tile is overwritten before it is read", "barrier_wait(empty, parity ^ 1);", "", ""),
     ("a warp never signals that it read its work tile",
      "if (threadIdx.x % 32 == 0) barrier_arrive(empty);", "", WAITS),
@@ -135,7 +135,8 @@ CAPTURED = [
     ("one arrival too many is expected",
      "barrier_init(v_empty[i], CONSUMERS)", "barrier_init(v_empty[i], 3)", WAITS),
     ("the products are not fenced from what wrote their registers",
-     "    wgmma_fence();\n", "", "wgmma.fence"),
+     "    wgmma_fence();\n#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +",
+     "#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +", "wgmma.fence"),
 ]  # fmt: skip
 # Wrong numbers: of every gradient, or of the one that is named.
 COMPUTED_FUSED = [
