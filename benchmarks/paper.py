@@ -79,14 +79,14 @@ def table_of_gpt2(n: int, batch: int, heads: int) -> dict[str, Any]:
         forward, backward = executed(spec_of(), n, every, deterministic=deterministic)
         seconds = predicted_seconds(spec_of(), batch, heads, n, deterministic=deterministic)
         schemes[scheme] = {
-            **_told((forward + backward).times(every)),
-            "forward": _told(forward.times(every)),
-            "backward": _told(backward.times(every)),
+            **_rates_of((forward + backward).times(every)),
+            "forward": _rates_of(forward.times(every)),
+            "backward": _rates_of(backward.times(every)),
             "ratio": standard.hbm / (forward + backward).hbm,
             "predicted_ms": seconds * 1e3,
         }
     found: dict[str, Any] = {
-        "standard": _told(standard.times(every)),
+        "standard": _rates_of(standard.times(every)),
         **schemes,
         "default": plan_backward(spec_of(), ARCH).scheme,
         "moves_least": min(schemes, key=lambda name: schemes[name]["hbm_gb"]),
@@ -126,7 +126,7 @@ def _schemes(gpt2: dict[str, Any], n: int, heads: int) -> str:
     )
 
 
-def _told(counts: Counts) -> dict[str, float]:
+def _rates_of(counts: Counts) -> dict[str, float]:
     return {
         "gflops": 2 * counts.multiply_adds / 1e9,
         "issued_gb": counts.issued / 1e9,

@@ -39,10 +39,10 @@ N = 384
 LEAST = 0.9
 TERMS = ("tensor", "shared", "l2", "special", "issue")
 TITLES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "feasible tiles": lambda told: float(told["tiles"]),
-    "cost, all of them": lambda told: told["spearman"],
-    "cost, each shape at its best occupancy": lambda told: told["spearman_best_occupancy"],
-    "best by prediction / best by counts": lambda told: told["best_to_least_counted"],
+    "feasible tiles": lambda result: float(result["tiles"]),
+    "cost, all of them": lambda result: result["spearman"],
+    "cost, each shape at its best occupancy": lambda result: result["spearman_best_occupancy"],
+    "best by prediction / best by counts": lambda result: result["best_to_least_counted"],
 }
 
 
@@ -64,13 +64,13 @@ def rows_of(
     n: int,
     *,
     every: int = 1,
-    told: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
     """All feasible tiles of a forward kernel, each shape executed once for one head of n rows.
 
     Args:
         every: 5 takes each fifth shape.
-        told: called with the number of shapes that are done and the number of all shapes.
+        progress: called with the number of shapes that are done and the number of all shapes.
     """
     by_shape: dict[Any, list[Plan]] = {}
     for plan in feasible(spec, ARCH):
@@ -84,12 +84,12 @@ def rows_of(
     shapes = sorted(by_shape)[::every]
     found: list[Row] = []
     for place, shape in enumerate(shapes):
-        told(place, len(shapes))
+        progress(place, len(shapes))
         plans = by_shape[shape]
         _, (profile,) = profile_forward(spec, q, k, v, arch=ARCH, tiles={"forward": plans[0].tile})
         # Tiles that differ in the number of resident blocks have the same code and the same work.
         found += [_row(replace(profile, plan=plan)) for plan in plans]
-    told(len(shapes), len(shapes))
+    progress(len(shapes), len(shapes))
     return found
 
 
@@ -133,7 +133,7 @@ def agreement(rows: Sequence[Row], name: str) -> float:
     return spearman([row.predicted[name] for row in rows], [row.counted[name] for row in rows])
 
 
-def told_of(rows: Sequence[Row]) -> dict[str, Any]:
+def record_of(rows: Sequence[Row]) -> dict[str, Any]:
     """The record of one head dim."""
     one_each = best_occupancy(rows)
     ratios = {
@@ -173,16 +173,16 @@ def main() -> int:
                 causal.replace(head_dim=head_dim),
                 options.length,
                 every=options.every,
-                told=lambda done, total, task=task: progress.update(
+                progress=lambda done, total, task=task: progress.update(
                     task, completed=done, total=total
                 ),
             )
-            found[f"causal, head_dim {head_dim}"] = told_of(rows)
+            found[f"causal, head_dim {head_dim}"] = record_of(rows)
     table = Table("Spearman, predicted against counted", *found)
     for title, value in TITLES.items():
-        table.add_row(title, *(f"{value(told):.4g}" for told in found.values()))
+        table.add_row(title, *(f"{value(result):.4g}" for result in found.values()))
     for term in TERMS:
-        correlations = (told["spearman_of_terms"].get(term, 1.0) for told in found.values())
+        correlations = (result["spearman_of_terms"].get(term, 1.0) for result in found.values())
         table.add_row(f"of the term {term}", *(f"{value:.3f}" for value in correlations))
     console.print(table)
     console.print("issue counts instructions of PTX, and predicts those of the machine code")

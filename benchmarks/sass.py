@@ -163,20 +163,20 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], list[list[int]]]:
     labels: dict[str, int] = {}
     in_text = False
     lines: list[int] = []
-    told = False  # the lines above are of the instruction before
+    ended = False  # whether the lines above belong to the previous instruction
     for text in listing.splitlines():
         if re.match(r"\s*\.section\s", text):
             in_text = ".text." in text
         elif not in_text:
             continue
         elif place := PLACE.match(text):
-            if told:
-                lines, told = [], False
+            if ended:
+                lines, ended = [], False
             lines.append(int(place[1]))
         elif label := LABEL.match(text):
             labels[label[1]] = len(code)
         elif match := INSTRUCTION.match(text):
-            told = True
+            ended = True
             target = re.search(r"\.L_[\w$]+", match[4])
             code.append(
                 Instruction(

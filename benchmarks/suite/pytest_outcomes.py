@@ -74,7 +74,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
-            text = _told(report)
+            text = _reason(report)
             if self._worst.get(report.nodeid, ("", ""))[0] != "failed":
                 self._worst[report.nodeid] = (report.outcome, text)
 
@@ -84,7 +84,7 @@ class Outcomes:
             session.exitstatus = RESTART
 
 
-def _told(report: pytest.TestReport) -> str:
+def _reason(report: pytest.TestReport) -> str:
     """Why a test failed or was skipped, in one line."""
     found: Any = report.longrepr
     if isinstance(found, tuple):

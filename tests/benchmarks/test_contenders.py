@@ -206,7 +206,7 @@ def test_what_is_wrong_outside_the_slice_is_caught_by_a_peer() -> None:
 
 
 class Stub:
-    """A contender that does as told."""
+    """A contender that runs the given function."""
 
     def __init__(self, name: str, ours: bool, act: Any = None, reason: str | None = None) -> None:
         self.name, self.ours, self._act, self._reason = name, ours, act, reason

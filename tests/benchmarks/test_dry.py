@@ -98,12 +98,12 @@ def test_the_part_counts_outcomes_and_lists_what_was_lost_or_left_out(tmp_path: 
     rows = read(tmp_path / "measures.csv")
     counts = {r["metric"]: r["value"] for r in rows if r["subject"] == "tests/gpu"}
     assert counts == {"passed": "1", "failed": "1", "skipped": "0", "lost": "1", "not run": "2"}
-    told = entries(context.journal.path)
-    assert [e["what"] for e in told if e["event"] == "failed"] == [
+    logged = entries(context.journal.path)
+    assert [e["what"] for e in logged if e["event"] == "failed"] == [
         "b: 2.0 of 1.0",
         "c: its process was lost: ended by SIGSEGV",
     ]
-    assert [e["what"] for e in told if e["event"] == "skipped"] == ["2 tests: d, e"]
+    assert [e["what"] for e in logged if e["event"] == "skipped"] == ["2 tests: d, e"]
 
 
 def test_the_exit_code_for_a_restart_is_none_of_pytest() -> None:

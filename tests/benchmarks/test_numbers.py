@@ -155,7 +155,7 @@ def test_a_slow_contender_is_in_fewer_rounds_and_never_in_too_few() -> None:
     assert found["fast"].timing.samples > 15 * found["slow"].timing.samples / 2
 
 
-def test_a_contender_that_fails_in_its_warm_up_is_told_and_the_others_are_timed() -> None:
+def test_a_contender_that_fails_in_its_warm_up_is_reported_and_the_others_are_timed() -> None:
     def broken(index: int) -> None:
         raise MemoryError("90 GiB")
 

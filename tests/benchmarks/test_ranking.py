@@ -41,12 +41,12 @@ def test_every_feasible_tile_is_ranked_as_its_work(head_dim: int) -> None:
     assert len(rows) > 100
     assert ranking.agreement(rows, "cost") >= ranking.LEAST
     assert ranking.agreement(one_each, "cost") >= ranking.LEAST
-    told = ranking.told_of(rows)
-    assert told["best_to_least_counted"] < 1.05
+    record = ranking.record_of(rows)
+    assert record["best_to_least_counted"] < 1.05
 
 
 def test_the_record_is_of_these_targets() -> None:
     record = json.loads(Path(ranking.ROOT, "benchmarks/results/ranking.json").read_text())
     assert record["n"] == ranking.N
-    for told in record["specs"].values():
-        assert min(told["spearman"], told["spearman_best_occupancy"]) >= ranking.LEAST
+    for entry in record["specs"].values():
+        assert min(entry["spearman"], entry["spearman_best_occupancy"]) >= ranking.LEAST

@@ -167,7 +167,7 @@ def test_cvt_f32_to_integer_rounds_and_saturates(target: str, mode: str) -> None
 
 @pytest.mark.parametrize("source", ["s32", "u32", "s64", "u64", "s16", "u16", "s8", "u8"])
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
-def test_cvt_integer_to_f32_rounds_as_told(source: str, mode: str) -> None:
+def test_cvt_integer_to_f32_rounds_in_the_named_mode(source: str, mode: str) -> None:
     width = max(16, int(source[1:]))
     rng = np.random.default_rng(5)
     values = np.concatenate(

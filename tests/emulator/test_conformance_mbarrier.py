@@ -82,7 +82,7 @@ KERNEL(ring_of_states)(const int* in, int* out, int rounds) {
     }
     out[blockIdx.x * 128 + T] = x;
 }
-KERNEL(polling)(const int* in, int* out) {            // the earlier warp asks until it is told
+KERNEL(polling)(const int* in, int* out) {            // the earlier warp polls until it succeeds
     START(32);
     __shared__ int s[32];
     if (T >= 32) { s[T - 32] = in[T - 32] * 2; arrive(b); }

@@ -315,7 +315,7 @@ ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
 }  # fmt: skip
 
 
-# What the message says of some.
+# Words of some messages.
 WORDS = {
     "two_writers": "a write and a write of another warp",
     "global_race_between_warps": "another warp of the block",

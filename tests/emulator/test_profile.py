@@ -177,7 +177,7 @@ def test_each_block_has_its_accesses_in_order_by_lines() -> None:
     assert trace.kind[5:].tolist() == [READ, READ, WRITE, WRITE, ATOMIC, ATOMIC]
 
 
-def test_work_is_told_by_class_and_multiply_adds_by_shape() -> None:
+def test_work_is_reported_by_class_and_multiply_adds_by_shape() -> None:
     use = """.reg .f32 %c<4>;
         mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%c0, %c1, %c2, %c3},
           {%w0, %w1, %w2, %w3}, {%w0, %w1}, {%c0, %c1, %c2, %c3};

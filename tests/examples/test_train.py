@@ -139,8 +139,8 @@ def test_the_emitted_kernels_train_it_in_bfloat16_as_on_a_gpu(
     monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
     given = ["--device", "cpu", "--dtype", "bfloat16", "--steps", "1"]
     assert example.main([*given, "--plot", str(tmp_path / "curves.png")]) == 0
-    told = capsys.readouterr().out
-    assert "flashgen  causal_forward_bf16_d8, delta_bf16_d8" in told
+    printed = capsys.readouterr().out
+    assert "flashgen  causal_forward_bf16_d8, delta_bf16_d8" in printed
 
 
 @pytest.mark.usefixtures("small")
@@ -181,7 +181,7 @@ def test_dropout_acts_while_training_alone(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (["--steps", "0"], "--steps 0: at least 1"),
         (["--dropout", "1"], "--dropout 1.0: from 0 to below 1"),
@@ -189,10 +189,10 @@ def test_dropout_acts_while_training_alone(example: ModuleType) -> None:
         (["--text", os.devnull], "0 characters, at least"),
     ],
 )
-def test_a_wrong_option_is_told_before_anything_is_trained(
-    example: ModuleType, capsys: pytest.CaptureFixture[str], given: list[str], told: str
+def test_a_wrong_option_is_reported_before_anything_is_trained(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         example.main([*given, "--device", "cpu"])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

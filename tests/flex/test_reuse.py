@@ -202,7 +202,7 @@ class Layer(torch.nn.Module):
 def test_methods_and_objects(counts: Counts) -> None:
 
     def call(layer):
-        # torch wants a function for a mask_mod; ours need not be one.
+        # PyTorch requires a function as mask_mod; flashgen accepts any callable.
         q, k, v = (x.detach() for x in operands(2, 4, 24, 32))
         mask = create_block_mask(causal_mask, None, None, 24, 32, device="cpu")
         mask.mask_mod = layer.mask_mod

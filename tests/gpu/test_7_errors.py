@@ -1,4 +1,4 @@
-"""On a GPU: bad input never reaches a launch, and errors of the driver are told as LaunchError.
+"""On a GPU: bad input never reaches a launch, and errors of the driver become LaunchErrors.
 
 Dry, launches of the emulator are counted, and a stand-in for the driver fails on demand: it does
 not show which codes a real driver gives, nor that the device works afterwards.
@@ -161,7 +161,7 @@ def test_a_damaged_binary_is_an_error_of_the_driver_in_words(one: Problem, damag
     assert not one.wrong()
 
 
-def test_an_impossible_grid_is_refused_and_told_by_the_driver_too(
+def test_an_impossible_grid_is_refused_and_rejected_by_the_driver_too(
     one: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = of_forward(one)
@@ -189,11 +189,11 @@ def lose_the_device() -> None:
         bad.run(kernel)
     assert "code 700" in caught.value.numbers
     assert "emulator" in caught.value.way_out
-    print("told")
+    print("reported")
 
 
-def test_a_kernel_that_leaves_its_buffers_is_told_at_the_next_launch() -> None:
+def test_a_kernel_that_leaves_its_buffers_is_reported_at_the_next_launch() -> None:
     """In a process of its own, which loses the device by it."""
     program = "import tests.gpu.test_7_errors as t; t.lose_the_device()"
     done = run_python("-c", program, status=None)
-    assert "told" in done.stdout, done.stderr[-2000:]
+    assert "reported" in done.stdout, done.stderr[-2000:]

@@ -50,7 +50,7 @@ def test_every_kernel_keeps_the_elements_that_float32_keeps(arch: str, head_dim:
     assert (product == given["rest"][:, None]).sum() > 1000
 
     how: dict[str, Any] = {"tensors": given, "backend": "emulator", "arch": arch}
-    # Without scores, what a row keeps is what its LSE says and what dV adds up.
+    # With scores of 0, the LSE and dV show which elements a row keeps.
     q = torch.zeros_like(q)
     forward = run_forward(spec, q, k, v, **how)
     count = keep.sum(1)
@@ -75,7 +75,7 @@ LINE = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*);", re.M)
 def may_be_merged(ptx: str) -> list[str]:
     """Comparisons with 0 of sums with products in them that ptxas may make one operation of.
 
-    It is, where neither says how it rounds; the emulator, which rounds both, cannot tell. The
+    It may merge operations that do not name their rounding; the emulator rounds each. The
     kernel's own comparisons, of sums of exponentials and of maxima, are not with 0 or not ordered.
     """
     made: dict[str, list[tuple[str, list[str]]]] = {}

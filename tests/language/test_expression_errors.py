@@ -187,7 +187,7 @@ def test_wrong_arity_shows_the_signature_to_write() -> None:
     assert "score, b, h, q, k" in refusal(lambda b, h, q, k: q, "score").way_out
 
 
-def test_an_unknown_name_is_told_at_its_line() -> None:
+def test_an_unknown_name_is_reported_at_its_line() -> None:
     def misspelt(b: Any, h: Any, q: Any, k: Any) -> Any:
         return q - k < windw  # type: ignore[name-defined] # noqa: F821 # misspelt
 
@@ -197,7 +197,7 @@ def test_an_unknown_name_is_told_at_its_line() -> None:
     assert "fg.Scalar" in error.way_out
 
 
-def test_an_exception_of_the_mod_is_told_at_its_line() -> None:
+def test_an_exception_of_the_mod_is_reported_at_its_line() -> None:
     def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
         return {}["missing"]  # broken
 
@@ -207,7 +207,7 @@ def test_an_exception_of_the_mod_is_told_at_its_line() -> None:
     assert isinstance(error.__cause__, KeyError)
 
 
-def test_an_error_inside_a_library_is_told_at_the_line_that_called_it() -> None:
+def test_an_error_inside_a_library_is_reported_at_the_line_that_called_it() -> None:
     def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
         return np.reshape(np.zeros(6), (4, 2)) < q  # reshaped
 

@@ -125,7 +125,7 @@ def test_an_option_out_of_range_is_refused_with_one_that_is_in(
     assert caught.value.where.startswith(f"{HERE}:")
 
 
-def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
+def test_all_mistakes_of_a_spec_are_reported_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         fg.AttentionSpec(lambda q, k: q >= k, lambda s, b, h, q, k: q < k, head_dim=7, dtype="int8")
     assert caught.value.what.startswith("4 mistakes")
@@ -263,7 +263,7 @@ def test_a_missing_variable_names_the_specs_there_are(tmp_path: Path) -> None:
     ("text", "what", "line"),
     [("x = 1\ny = x / 0\n", "ZeroDivisionError", 2), ("x = (\n", "SyntaxError", 1)],
 )
-def test_a_file_that_fails_is_told_with_its_line(
+def test_a_file_that_fails_is_reported_with_its_line(
     tmp_path: Path, text: str, what: str, line: int
 ) -> None:
     file = tmp_path / "broken.py"

@@ -74,7 +74,7 @@ def test_the_limit_of_dropout_is_32_bits_in_an_int(p):
     bits = struct.unpack("<I", struct.pack("<i", found["dropout_limit"]))[0]
     assert bits == (kept_levels(p) << 16) - 1
     assert found["dropout_scale"] == keep_scale(p)
-    # What the kernel asks of 16 random bits in a high half is whether they are kept.
+    # The kernel compares 16 random bits in the high half of a word with the limit.
     for level in (0, kept_levels(p) - 1, kept_levels(p), 65535):
         if level < 65536:
             assert ((level << 16) <= bits) == (level < kept_levels(p))
@@ -140,7 +140,7 @@ def rows_of_nan(shape, rows_first):
 
 
 def check_sums(shape, plan, rows_first, parts, place, scale):
-    """That `copy_sums` finds each element where ``place`` says; the others are infinite."""
+    """Checks that `copy_sums` reads each element at ``place``; all others are infinite."""
     dq = rows_of_nan(shape, rows_first)
     sums = zero_sums(dq, plan)
     assert sums.shape == (*shape[:2], *parts)

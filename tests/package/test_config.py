@@ -99,8 +99,8 @@ def test_debug_blocks_nest_and_end(
         config.log(4, "the CUDA text")
         config.log(5, "the PTX")
     assert config.debug_level() == 1
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "the CUDA text\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "the CUDA text\n")
     with pytest.raises(FlashgenError, match="no such debug level"), config.debug(9):
         pass
 

@@ -64,8 +64,8 @@ def first_call(
         return None
     if ended.code:
         ours = name.startswith("flashgen")
-        told = context.journal.failed if ours else context.journal.skipped
-        told(f"compile time of {name}, {spec}: {ended.reason}: {text[-400:]}")
+        report = context.journal.failed if ours else context.journal.skipped
+        report(f"compile time of {name}, {spec}: {ended.reason}: {text[-400:]}")
         return None
     found: dict[str, float] = json.loads(text.strip().splitlines()[-1])
     return found

@@ -45,8 +45,8 @@ def _measured(context: Context, contender: Contender, case: Case) -> None:
         context.device.free()
     except Exception as error:
         context.usable()
-        told = context.journal.failed if contender.ours else context.journal.skipped
-        told(f"memory of {contender.name}: {first_line(error)}")
+        report = context.journal.failed if contender.ours else context.journal.skipped
+        report(f"memory of {contender.name}: {first_line(error)}")
 
 
 def peaks(context: Context, contender: Contender, case: Case) -> dict[str, int]:

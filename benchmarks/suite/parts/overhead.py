@@ -48,8 +48,8 @@ def run(context: Context) -> None:
                         )  # fmt: skip
             except Exception as error:
                 context.usable()
-                told = context.journal.failed if contender.ours else context.journal.skipped
-                told(f"overhead of {contender.name}: {first_line(error)}")
+                report = context.journal.failed if contender.ours else context.journal.skipped
+                report(f"overhead of {contender.name}: {first_line(error)}")
 
 
 def modes(

@@ -54,8 +54,8 @@ def turns(number: int) -> tuple[float, bool]:
 def with_rows(case: Case) -> Case:
     """A float32 case with a batch that gives it rows and keys enough, while that is affordable.
 
-    The errors of a row go together: it takes many rows before an RMS says more than chance. The
-    16-bit kernels are far enough from what is allowed.
+    The errors of a row are correlated: the RMS of a few rows depends on chance. The errors of the
+    16-bit kernels are far below what is allowed.
     """
     if case.dtype != "float32":
         return case

@@ -97,7 +97,7 @@ def test_forward_meets_the_error_rule_at_every_head_dim(path: Path, head_dim: in
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
         if batch * heads_q * seq_q * seq_k > 400_000:
             batch, heads_q, heads_kv = 1, 1, 1
-        # The errors of a row go together: it takes many rows before an RMS says more than chance.
+        # The errors of a row are correlated: the RMS of a few rows depends on chance.
         batch = max(batch, math.ceil(ROWS / (heads_q * seq_q)))
         check_case(
             path, Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)

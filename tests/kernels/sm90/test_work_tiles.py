@@ -35,7 +35,7 @@ HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH}
 @pytest.mark.parametrize(
     ("name", "case", "dropout_p"),
     [
-        # Jobs of different lengths, longest first; of no key tile at all; random bits.
+        # Work tiles of different lengths, the longest first; some without key tiles; dropout.
         ("causal", Case(300, 200, 1, 2, 1, "float16", 64), 0.0),
         slow("causal", Case(400, 150, 2, 2, 2, "bfloat16", 128), 0.17),
         # Tiles that are searched for, by tables, by lists; heads that share a tile; sequences.
@@ -90,7 +90,7 @@ def test_the_number_follows_the_gpus_multiprocessors() -> None:
 
 
 def test_every_work_tile_is_counted_once(monkeypatch) -> None:
-    """And the profile says so beforehand."""
+    """The profile predicts the count."""
     few = replace(facts(ARCH), sms=1)
     monkeypatch.setattr(schedule, "facts", lambda name: few)
     (profile,) = profile_forward(CAUSAL, *random_operands(loaded("causal"), (1, 8, 8, 40, 40)),
