@@ -72,7 +72,7 @@ def idle_driver() -> Any:
     )
 
 
-def idle_kernel(binary: Any, device: int = 0) -> launch.Kernel:
+def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kernel:
     """A kernel loaded on a device of its own architecture."""
     facts = launch.device.Device(
         index=0,

@@ -68,7 +68,7 @@ def plain(driver: Any, status: Any) -> tuple[str, str]:
 
 
 def check(driver: Any, result: tuple[Any, ...], where: str) -> Any:
-    """The value of a driver call that returns a status and at most one value.
+    """The first value of a driver call, which returns a status before its values; None if none.
 
     Raises:
         LaunchError: the status is not success.

@@ -21,6 +21,13 @@ _RANGES = {
     "int64": (-(2**63), 2**63 - 1),
     "int32": (-(2**31), 2**31 - 1),
 }
+_C64, _C32 = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+# cuTensorMapEncodeTiled: CUtensorMap*, data type, rank, address, sizes, strides, box, element
+# strides; then interleave, swizzle, L2 promotion and the fill of elements outside (cuda.h).
+_ENCODE = ctypes.CFUNCTYPE(
+    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+    *(_C64, _C64, _C32, _C32, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+)
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
@@ -172,25 +179,42 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
     first = spec.first(address)
     driver = driver or real_driver()
 
-    def named(kind: str, name: str) -> Any:
-        # Such as CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B.
-        words = {"DataType": "DATA_TYPE", "L2promotion": "L2_PROMOTION"}.get(kind, kind.upper())
-        return getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}")
+    where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
 
+    def named(kind: str, name: str) -> int:
+        # Such as CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B.
+        words = {
+            "DataType": "DATA_TYPE",
+            "L2promotion": "L2_PROMOTION",
+            "FloatOOBfill": "FLOAT_OOB_FILL",
+        }.get(kind, kind.upper())
+        return int(getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}"))
+
+    # cuda.bindings would write to memory of Python's allocator, which aligns to 16 bytes.
+    memory = ctypes.create_string_buffer(2 * MAP_BYTES)
+    start = -ctypes.addressof(memory) % MAP_BYTES
+    function = check(driver, driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12_000, 0), where)
+    if not function:
+        raise LaunchError(
+            "the driver has no function for tensor maps",
+            where=where,
+            numbers="cuTensorMapEncodeTiled of CUDA 12.0",
+            way_out="install a driver of 525 or newer, or use arch='sm_80'",
+        )
     with current(device_facts(device, driver), driver):
-        result = driver.cuTensorMapEncodeTiled(
+        status = _ENCODE(int(function))(
+            ctypes.addressof(memory) + start,
             named("DataType", spec.dtype.upper()),
             len(spec.dims),
             first,
-            [driver.cuuint64_t(size) for size in spec.dims],
-            [driver.cuuint64_t(step) for step in spec.strides],
-            [driver.cuuint32_t(size) for size in spec.box],
-            [driver.cuuint32_t(1) for _ in spec.box],
+            (ctypes.c_uint64 * len(spec.dims))(*spec.dims),
+            (ctypes.c_uint64 * len(spec.strides))(*spec.strides),
+            (ctypes.c_uint32 * len(spec.box))(*spec.box),
+            (ctypes.c_uint32 * len(spec.box))(*(1 for _ in spec.box)),
             named("Interleave", "NONE"),
             named("Swizzle", _SWIZZLES[spec.swizzle]),
             named("L2promotion", "L2_128B"),
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            named("FloatOOBfill", "NONE"),
         )
-    where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
-    encoded = check(driver, result, where)
-    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+    check(driver, (driver.CUresult(status),), where)
+    return memory.raw[start : start + MAP_BYTES]

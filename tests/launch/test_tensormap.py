@@ -7,7 +7,7 @@ import pytest
 from flashgen import launch as gpu
 from flashgen.errors import LaunchError
 from flashgen.tensormap import ELEMENT_BYTES, TensorMapSpec
-from tests.support.fake_driver import FakeDriver, Field, Result
+from tests.support.fake_driver import PRIMARY, FakeDriver, Field, Result
 
 SPEC = TensorMapSpec("bfloat16", (128, 1000, 16), (256, 256_000), (64, 128, 1), 128)
 
@@ -46,8 +46,8 @@ def test_every_name_that_encode_uses_is_one_of_the_bindings() -> None:
         assert hasattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{size}")
     assert hasattr(driver.CUtensorMapInterleave, "CU_TENSOR_MAP_INTERLEAVE_NONE")
     assert hasattr(driver.CUtensorMapFloatOOBfill, "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE")
-    assert hasattr(driver.CUtensorMap, "getPtr")
-    assert int(driver.cuuint64_t(5)) == int(driver.cuuint32_t(5)) == 5
+    assert int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) == 9
+    assert driver.CUresult(700).name == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 def test_a_refusal_of_the_driver_names_the_map() -> None:
@@ -62,7 +62,13 @@ def test_a_map_is_encoded_in_the_context_of_its_device() -> None:
     driver.contexts = [0x99]
     gpu.encode(SPEC, 0x1000, device=1, driver=driver)
     assert driver.contexts == [0x99]
-    assert driver.calls.index("cuCtxPushCurrent") < driver.calls.index("cuTensorMapEncodeTiled")
+    assert driver.encoded_in == PRIMARY + 1
+
+
+def test_a_driver_without_tensor_maps_is_named() -> None:
+    with pytest.raises(LaunchError, match="no function for tensor maps") as caught:
+        gpu.encode(SPEC, 0x1000, driver=FakeDriver((9, 0), cuda=11_080))
+    assert "525" in caught.value.way_out
 
 
 def test_an_address_that_is_not_aligned_never_reaches_the_driver() -> None:

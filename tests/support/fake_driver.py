@@ -36,6 +36,12 @@ _TENSOR_MAP = {
     "L2promotion": ("L2_PROMOTION", "NONE L2_64B L2_128B L2_256B"),
     "FloatOOBfill": ("FLOAT_OOB_FILL", "NONE"),
 }
+_POINTER, _INT, _WORD = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+_LONGS, _WORDS = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+# int cuTensorMapEncodeTiled(map, type, rank, address, sizes, strides, box, steps, kinds ...)
+_ENCODE = ctypes.CFUNCTYPE(
+    *(_INT, _POINTER, _INT, _WORD, _POINTER, _LONGS, _LONGS, _WORDS, _WORDS, *(_INT,) * 4)
+)
 _SMEM = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 PRIMARY = 0xC0  # the handle of device 0's primary context; device 1 has the next
 
@@ -82,11 +88,12 @@ class FakeDriver:
             **{f"CU_DEVICE_ATTRIBUTE_{name}": i for i, name in enumerate(_ATTRIBUTES)}
         )
         for kind, (prefix, names) in _TENSOR_MAP.items():
-            values = {f"CU_TENSOR_MAP_{prefix}_{n}": n for n in names.split()}
+            values = {f"CU_TENSOR_MAP_{prefix}_{n}": i for i, n in enumerate(names.split())}
             setattr(self, f"CUtensorMap{kind}", SimpleNamespace(**values))
-        self.cuuint32_t, self.cuuint64_t = ctypes.c_uint32, ctypes.c_uint64
+        self.CUresult = Result
+        self.encode = _ENCODE(self._encode_tiled)
         self.tensor_maps: list[tuple[Any, ...]] = []
-        self.encoded: list[Any] = []  # kept alive, because callers hold their addresses
+        self.encoded_in = 0  # the context that was current when a map was encoded
         self.CUfunction_attribute = SimpleNamespace(**{_SMEM: _SMEM})
 
     def _done(self, name: str, *values: Any) -> tuple[Any, ...]:
@@ -142,14 +149,23 @@ class FakeDriver:
         self.allowed_smem.append(value)
         return self._done("cuFuncSetAttribute")
 
-    def cuTensorMapEncodeTiled(self, *given: Any) -> tuple[Any, ...]:
-        assert self.contexts[-1], "a map is encoded in a context"
-        plain = [[int(v.value) for v in g] if isinstance(g, list) else g for g in given]
-        self.tensor_maps.append(tuple(plain))
-        opaque = ctypes.create_string_buffer(bytes([len(self.tensor_maps)]) * 128, 128)
-        self.encoded.append(opaque)
-        made = SimpleNamespace(getPtr=lambda: ctypes.addressof(opaque))
-        return self._done("cuTensorMapEncodeTiled", made)
+    def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        assert (symbol, flags) == (b"cuTensorMapEncodeTiled", 0)
+        address = ctypes.cast(self.encode, ctypes.c_void_p).value if version <= self.cuda else 0
+        return self._done("cuGetProcAddress", address, 0)
+
+    def _encode_tiled(self, to: int, *given: Any) -> int:
+        """Fills the map with the number of maps so far."""
+        kind, rank, address, sizes, strides, box, steps, *rest = given
+        names = [names.split() for _, names in _TENSOR_MAP.values()]
+        numbers = [sizes[:rank], strides[: rank - 1], box[:rank], steps[:rank]]
+        kinds = [known[value] for known, value in zip(names[1:], rest, strict=True)]
+        self.tensor_maps.append((names[0][kind], rank, address, *numbers, *kinds))
+        self.encoded_in = self.contexts[-1]
+        if to % 128:
+            return Result.CUDA_ERROR_ILLEGAL_ADDRESS  # an exception would not leave a C function
+        ctypes.memset(to, len(self.tensor_maps), 128)
+        return int(self._done("cuTensorMapEncodeTiled")[0])
 
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[Any, ...]:
         *sizes, smem, stream, pointers, extra = rest
