@@ -21,6 +21,8 @@ from typing import Any
 from flashgen.compile import Binary
 from flashgen.errors import LaunchError
 from flashgen.launch.device import (
+    FIRST_DRIVERS,
+    WARM_UP,
     Device,
     available,
     check,
@@ -47,7 +49,6 @@ __all__ = [
 
 _GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 _BLOCK_LIMITS = (1024, 1024, 64)
-_FIRST_DRIVERS = {12: "525", 13: "580"}  # for Linux, by the major version of CUDA
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ def load(
                     "a kernel cannot be loaded while a CUDA graph is being captured",
                     where=where,
                     numbers="its first launch would be in the capture",
-                    way_out="call the operator once with the same shapes before the capture",
+                    way_out=WARM_UP,
                 )
             module = check(driver, driver.cuModuleLoadData(binary.cubin), where)
             name = binary.kernel.encode()
@@ -144,7 +145,7 @@ def _check_version(binary: Binary, driver: Any, where: str) -> None:
             "the driver is older than the compiler of the kernel",
             where=where,
             numbers=f"compiled for CUDA {needed}; the driver supports CUDA {have[0]}.{have[1]}",
-            way_out=f"install a driver of {_FIRST_DRIVERS[needed]} or newer",
+            way_out=f"install a driver of {FIRST_DRIVERS[needed]} or newer",
         )
 
 

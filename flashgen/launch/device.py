@@ -20,8 +20,12 @@ from flashgen.errors import LaunchError
 
 _EMULATE = 'run the same call with backend="emulator", which names the instruction and the line'
 _RESTART = "; the process cannot use this GPU any more and has to be restarted"
-_WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
-_BROKEN_CAPTURE = "capture again; " + _WARM_UP
+
+FIRST_DRIVERS = {12: "525", 13: "580"}
+"""The first driver for Linux of each major version of CUDA."""
+
+WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
+_BROKEN_CAPTURE = "capture again; " + WARM_UP
 
 # For each number of a CUresult, its meaning and the way out.
 _MEANINGS: dict[int, tuple[str, str]] = {
@@ -35,8 +39,14 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     200: ("the cubin is damaged", "run `flashgen cache clear` and build again"),
     201: ("there is no valid context", "do not reset the device while flashgen uses it"),
     209: ("the cubin is not for this device", "build for the architecture of device_arch()"),
-    218: ("the driver does not accept the code", "install a driver for CUDA 13 (580 or newer)"),
-    222: ("the code is newer than the driver", "install a driver for CUDA 13 (580 or newer)"),
+    218: (
+        "the driver does not accept the code",
+        f"install a driver for CUDA 13 ({FIRST_DRIVERS[13]} or newer)",
+    ),
+    222: (
+        "the code is newer than the driver",
+        f"install a driver for CUDA 13 ({FIRST_DRIVERS[13]} or newer)",
+    ),
     400: ("the stream belongs to another device or is gone", "use a stream of the kernel's device"),
     500: ("the binary has no kernel of this name", "build it again"),
     700: ("a kernel used memory outside its buffers" + _RESTART, _EMULATE),
@@ -47,13 +57,16 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     717: ("a kernel used an address of the wrong kind of memory" + _RESTART, _EMULATE),
     718: ("a kernel's program counter is invalid" + _RESTART, _EMULATE),
     719: ("a kernel failed while running" + _RESTART, _EMULATE),
-    900: ("the driver refuses this call while a CUDA graph is being captured", _WARM_UP),
+    803: ("the driver's library and kernel module differ in version", "restart the machine"),
+    804: (
+        "this driver does not support this version of CUDA",
+        f"install a driver of {FIRST_DRIVERS[13]} or newer",
+    ),
+    900: ("the driver refuses this call while a CUDA graph is being captured", WARM_UP),
     901: ("an earlier error has invalidated the capture of a CUDA graph", _BROKEN_CAPTURE),
     905: ("the capture of a CUDA graph depends on work outside of it", _BROKEN_CAPTURE),
     906: ("the default stream waits for a stream that is being captured", "use another stream"),
     908: ("another thread began this capture of a CUDA graph", "launch from the capturing thread"),
-    803: ("the driver's library and kernel module differ in version", "restart the machine"),
-    804: ("this driver does not support this version of CUDA", "install a driver of 580 or newer"),
 }
 
 
