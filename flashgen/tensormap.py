@@ -25,7 +25,11 @@ ELEMENT_BYTES = {
     "float64": 8,
     "bfloat16": 2,
 }
-MAP_BYTES, MAP_ALIGN = 128, 64  # size and alignment of a CUtensorMap
+MAP_BYTES, MAP_ALIGN = 128, 128  # size and alignment of a CUtensorMap in CUDA 13; 12 aligns to 64
+RAGGED_ROWS = 1 << 30
+"""The end of the row coordinate of a map with ragged rows: see `TensorMapSpec.ragged`."""
+_WRAPPING_STRIDE = 1 << 35  # bytes; RAGGED_ROWS of them are a multiple of 2^64
+_RAGGED_SIZE = 0x7FFF0000  # of the last two dimensions: more than any of their coordinates
 SWIZZLES = (0, 32, 64, 128)
 MAX_DIMENSIONS = 5
 MAX_BOX_SIDE = 256
@@ -46,8 +50,6 @@ class TensorMapSpec:
         box: sizes in elements of the box that one copy moves.
         swizzle: span in bytes of the permutation of 16-byte vectors in shared memory: 32, 64 or
             128; 0 for no permutation.
-        before: bytes from the first element of the map to the first element of the tensor. Boxes
-            never access the elements before the tensor; see `stretches`.
 
     Raises:
         LaunchError: the driver would reject the map.
@@ -58,7 +60,6 @@ class TensorMapSpec:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
-    before: int = 0
 
     def __post_init__(self) -> None:
         rank = len(self.dims)
@@ -107,55 +108,58 @@ class TensorMapSpec:
         last = sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
         return last + self.element_bytes
 
-    def stretches(self) -> TensorMapSpec:
+    def ragged(self) -> TensorMapSpec:
         """A map of the same 4-d tensor whose boxes end at the end of a packed sequence.
 
-        A packed sequence (stretch) is a range of consecutive rows (dimension 1) of a tensor with
-        one batch entry and N rows. In the new map, element (c, n, h, e) is the element (c, h) of
-        row n + e - N. For a sequence of L rows that ends before row e, its row r is n = N - L + r.
-        The first row after the sequence is n = N, which is outside the map: it is read as zeros
-        and is not written.
+        Packed sequences are ranges of consecutive rows (dimension 1) of a tensor with one batch
+        entry. In a sequence of L rows that ends before row e of the tensor, row r has the
+        coordinates (column, R - L + r, head, e, R), where R is `RAGGED_ROWS`. In the first row
+        after the sequence the second coordinate is R, which is outside the map: that row is read as
+        zeros and is not written.
 
-        The driver and TMA permit strides with which elements overlap, and map elements without
-        memory if no box contains them. Triton's ragged descriptors (triton/tools/ragged_tma.py)
-        use the same technique; their addresses wrap around, instead of a map that starts earlier.
+        The strides of the last two dimensions make the address that of row e - L + r: e rows, and
+        R times 2^35 bytes less a row, which is R rows less than a multiple of 2^64. Addresses of 64
+        bits wrap around, so that the map begins at the tensor. Triton's ragged descriptors
+        (triton/tools/ragged_tma.py, `create_ragged_descriptor`) have these dimensions and strides.
 
         Raises:
-            LaunchError: there are several batch entries, or the driver would reject the map.
+            LaunchError: there are several batch entries, or more than R rows, or the driver would
+                reject the map.
         """
         if len(self.dims) != 4 or self.dims[3] != 1:
             self._refuse(
                 "packed sequences in several batch entries", "4 dimensions, the last of size 1"
             )
         columns, rows, heads, _ = self.dims
+        if rows > RAGGED_ROWS:
+            self._refuse("as many rows of packed sequences", f"at most {RAGGED_ROWS:,}")
         per_row, per_head, _ = self.strides
         return replace(
             self,
-            dims=(columns, rows, heads, rows + 1),
-            strides=(per_row, per_head, per_row),
-            before=rows * per_row,
+            dims=(columns, RAGGED_ROWS, heads, _RAGGED_SIZE, _RAGGED_SIZE),
+            strides=(per_row, per_head, per_row, _WRAPPING_STRIDE - per_row),
+            box=(*self.box, 1),
         )
 
-    def first(self, address: int) -> int:
-        """The address of the map, for a tensor at ``address``.
+    @property
+    def wraps_around(self) -> bool:
+        """Whether addresses exceed 64 bits, so that the tensor need not contain the whole map."""
+        return self.span_bytes > 1 << 64
+
+    def check_address(self, address: int) -> None:
+        """Checks the address of the tensor's first element.
 
         Raises:
-            LaunchError: the address is not aligned to 16 bytes, or is smaller than ``before``.
+            LaunchError: it is not aligned to 16 bytes.
         """
         if address % 16:
             self._refuse("a tensor that is not aligned to 16 bytes", f"it starts at {address:#x}")
-        if address < self.before:
-            self._refuse(
-                "elements before address 0", f"{self.before:,} B before a tensor at {address:#x}"
-            )
-        return address - self.before
 
     def _refuse(self, what: str, numbers: str) -> NoReturn:
         raise LaunchError(
             f"a tensor map cannot have {what}",
             where=f"TensorMapSpec, {self.dtype}, dims {self.dims}, strides {self.strides} B, "
-            f"box {self.box}, swizzle {self.swizzle}"
-            + (f", {self.before:,} B before it" if self.before else ""),
+            f"box {self.box}, swizzle {self.swizzle}",
             numbers=numbers,
             way_out="choose sizes and strides that TMA supports, or copy without a tensor map",
         )

@@ -24,6 +24,7 @@ from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
+from flashgen.tensormap import RAGGED_ROWS
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def kernel(
         packed=packed,
         parameter="packed" if packed else "p",
         maps=[param.name for param in params if param.ctype == "tensormap"],
+        ragged_rows=RAGGED_ROWS,
         sink=logit,
         **fields,
     )

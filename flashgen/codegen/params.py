@@ -104,7 +104,7 @@ def _of_all_sequences(param: Param) -> Param:
     sizes = {"batch": "sequences", "seq_q": "rows of all sequences", "seq_k": "keys of all"}
     what = sizes.get(param.name, param.what.replace("[batch, ", "[1, "))
     if param.ctype == "tensormap":
-        what += ", in stretches"
+        what += ", with ragged rows"
     return dataclasses.replace(param, what=what)
 
 

@@ -176,7 +176,7 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
         LaunchError: the address does not fit the map, there is no driver, or the driver rejects
             the map.
     """
-    first = spec.first(address)
+    spec.check_address(address)
     driver = driver or real_driver()
 
     where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
@@ -206,7 +206,7 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
             ctypes.addressof(memory) + start,
             named("DataType", spec.dtype.upper()),
             len(spec.dims),
-            first,
+            address,
             (ctypes.c_uint64 * len(spec.dims))(*spec.dims),
             (ctypes.c_uint64 * len(spec.strides))(*spec.strides),
             (ctypes.c_uint32 * len(spec.box))(*spec.box),

@@ -116,7 +116,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
         tensors: q, k, v, and o or do, with 4 dimensions, a contiguous last axis and strides of
             multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
-            hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.stretches`.
+            hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
     """
     if plan.path != "sm_90a":
         return {}
@@ -135,7 +135,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
             (columns, rows, heads, 1),
             columns * width,
         )
-        found[name] = made.stretches() if packed else made
+        found[name] = made.ragged() if packed else made
     return found
 
 

@@ -98,9 +98,14 @@ class BoundKernel:
             if param.ctype == "tensormap":
                 spec, tensor = next(maps), tensors[param.name]
                 assert tensor is not None, "operands of a kernel are never null"
-                how: dict[str, Any] = {"dims": spec.dims, "strides": spec.strides}
-                how |= {"dtype": spec.dtype, "before": spec.before}
-                return emulator.TensorMap(span(tensor), spec.box, spec.swizzle, **how)
+                return emulator.TensorMap(
+                    span(tensor),
+                    spec.box,
+                    spec.swizzle,
+                    dims=spec.dims,
+                    strides=spec.strides,
+                    dtype=spec.dtype,
+                )
             numbers = {"int64": np.int64, "int32": np.int32, "float32": np.float32}
             return numbers[param.ctype](arguments.numbers[param.name])  # type: ignore[arg-type]
 

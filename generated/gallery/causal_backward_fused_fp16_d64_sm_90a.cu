@@ -125,7 +125,7 @@ static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 

@@ -90,7 +90,7 @@ static_assert(SMEM_BYTES == SMEM_NEXT_TILE + 8, "plan and code disagree: V tiles
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 

@@ -91,15 +91,15 @@ static_assert(SMEM_BYTES == SMEM_NEXT_TILE + 8, "plan and code disagree: V tiles
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 
 struct Params {
-  TensorMap q_map;  // [1, heads_q, seq_q, HEAD_DIM], read by TMA, in stretches
-  TensorMap k_map;  // [1, heads_kv, seq_k, HEAD_DIM], read by TMA, in stretches
-  TensorMap v_map;  // [1, heads_kv, seq_k, HEAD_DIM_V], read by TMA, in stretches
-  TensorMap o_map;  // [1, heads_q, seq_q, HEAD_DIM_V], written by TMA, in stretches
+  TensorMap q_map;  // [1, heads_q, seq_q, HEAD_DIM], read by TMA, with ragged rows
+  TensorMap k_map;  // [1, heads_kv, seq_k, HEAD_DIM], read by TMA, with ragged rows
+  TensorMap v_map;  // [1, heads_kv, seq_k, HEAD_DIM_V], read by TMA, with ragged rows
+  TensorMap o_map;  // [1, heads_q, seq_q, HEAD_DIM_V], written by TMA, with ragged rows
   float* lse;  // [1, heads_q, seq_q], natural log
   int batch;  // sequences
   int heads_q;
@@ -220,19 +220,20 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   return p;
 }
 
-// The coordinates of a sequence's rows in a tensor map. The map of a packed tensor has two
-// coordinates for rows: row n with end e is the tensor's row n + e - packed.seq_q (or seq_k), and n
-// is limited as in every map. With e at the end of the sequence, rows after it lie outside the map
-// instead of in the next sequence: they are read as zeros, and are not written.
-struct Stretch {
-  int first;  // n of the sequence's first row
-  int end;    // e: the first row after the sequence
+// The coordinates of a sequence's rows in a tensor map with ragged rows: row r has the coordinates
+// first + r and end, and RAGGED_ROWS as the last. The first of them is below RAGGED_ROWS in the
+// sequence alone: rows after it lie outside the map instead of in the next sequence; they are read
+// as zeros, and are not written. The strides make the address that of row end - length + r.
+constexpr int RAGGED_ROWS = 1073741824;
+struct RaggedRows {
+  int first;  // of the sequence's first row
+  int end;    // the first row of the tensor after the sequence
 };
-__device__ __forceinline__ Stretch stretch_q(const Params& packed, int b, int length) {
-  return {packed.seq_q - length, start_q(packed, b + 1)};
+__device__ __forceinline__ RaggedRows ragged_q(const Params& packed, int b, int length) {
+  return {RAGGED_ROWS - length, start_q(packed, b + 1)};
 }
-__device__ __forceinline__ Stretch stretch_k(const Params& packed, int b, int length) {
-  return {packed.seq_k - length, start_k(packed, b + 1)};
+__device__ __forceinline__ RaggedRows ragged_k(const Params& packed, int b, int length) {
+  return {RAGGED_ROWS - length, start_k(packed, b + 1)};
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -353,27 +354,27 @@ __device__ __forceinline__ int received_work_tile(const Params& p, const int* ne
 // on. Elements outside the sequence become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, unsigned barrier,
-                                         int row, int h, const Stretch& of) {
+                                         int row, int h, const RaggedRows& of) {
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end) : "memory");
+           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS) : "memory");
   }
 }
 
 // Copy such boxes to global memory; rows and columns outside the sequence are skipped.
 template <int PANELS, int PANEL, int ROWS>
 __device__ __forceinline__ void tma_store(const TensorMap& to, unsigned from, int row, int h,
-                                          const Stretch& of) {
+                                          const RaggedRows& of) {
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-                 "[%0, {%2, %3, %4, %5}], [%1];"
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%2, %3, %4, %5, %6}], [%1];"
                  :: "l"(&to), "r"(from + panel * (PANEL * ROWS * ELEMENT_BYTES)),
-                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end)
+                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
                  : "memory");
   }
 }
@@ -683,7 +684,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       const int h_kv = h / (p.heads_q / p.heads_kv);
       // The sequence's queries and keys in the tensor maps of the kernel's parameter: TMA must not
       // read maps from p, which is a copy.
-      const Stretch ks = stretch_k(packed, b, p.seq_k);
+      const RaggedRows ks = ragged_k(packed, b, p.seq_k);
       const TensorMap& k_map = packed.k_map;
       const TensorMap& v_map = packed.v_map;
 
@@ -749,7 +750,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     if (q_start >= p.seq_q) continue;
     // The sequence's queries and keys in the tensor maps of the kernel's parameter: TMA must not
     // read maps from p, which is a copy.
-    const Stretch qs = stretch_q(packed, b, p.seq_q);
+    const RaggedRows qs = ragged_q(packed, b, p.seq_q);
     const TensorMap& q_map = packed.q_map;
     const TensorMap& o_map = packed.o_map;
 

@@ -78,13 +78,13 @@ def test_an_address_that_is_not_aligned_never_reaches_the_driver() -> None:
     assert not driver.calls
 
 
-def test_a_map_lies_at_a_multiple_of_64_bytes_of_the_parameters() -> None:
+def test_a_map_lies_at_a_multiple_of_128_bytes_of_the_parameters() -> None:
     fields = [Field("n", "int32"), Field("q", "tensormap"), Field("o", "pointer")]
     packed = gpu.pack(fields, [7, bytes(range(128)), 9])
-    assert len(packed) == 256
+    assert len(packed) == 384
     assert packed[:4] == (7).to_bytes(4, "little")
-    assert packed[64:192] == bytes(range(128))
-    assert packed[192:200] == (9).to_bytes(8, "little")
+    assert packed[128:256] == bytes(range(128))
+    assert packed[256:264] == (9).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize("value", [bytes(127), bytes(129), 5, None])
@@ -99,29 +99,30 @@ def test_a_map_knows_its_sizes() -> None:
     assert SPEC.span_bytes == 15 * 256_000 + 999 * 256 + 256
 
 
-# ---- maps whose boxes end where a stretch of rows does ----------------------------------------
+# ---- maps whose boxes end where a packed sequence does ----------------------------------------
 
 ROWS = TensorMapSpec("float16", (64, 500, 4, 1), (512, 128, 128), (64, 128, 1, 1), 128)
 
 
-def test_a_map_in_stretches_begins_a_tensor_before_the_tensor() -> None:
+def test_a_map_with_ragged_rows_begins_at_its_tensor() -> None:
     driver = FakeDriver((9, 0))
-    gpu.encode(ROWS.stretches(), 0x7F00_0000_0000, driver=driver)
+    gpu.encode(ROWS.ragged(), 0x7F00_0000_0000, driver=driver)
     (asked,) = driver.tensor_maps
-    assert asked[2:5] == (
-        0x7F00_0000_0000 - 500 * 512,
-        [64, 500, 4, 501],
-        [512, 128, 512],
-    )
+    address, dims, strides = asked[2:5]
+    assert address == 0x7F00_0000_0000
+    assert dims == [64, 1 << 30, 4, 0x7FFF0000, 0x7FFF0000]
+    # Row 7 of a sequence of 20 rows that ends before row 300 of the tensor, head 3.
+    coordinates = ((1 << 30) - 20 + 7, 3, 300, 1 << 30)
+    offset = sum(at * step for at, step in zip(coordinates, strides, strict=True))
+    assert offset % (1 << 64) == (300 - 20 + 7) * 512 + 3 * 128
 
 
-def test_what_no_map_in_stretches_can_be_made_of_is_refused() -> None:
+def test_what_no_map_with_ragged_rows_can_be_made_of_is_refused() -> None:
     several = TensorMapSpec("float16", (64, 500, 4, 2), (512, 128, 512_000), (64, 128, 1, 1), 128)
     for spec in (several, SPEC):
         with pytest.raises(LaunchError, match="packed sequences in several batch entries"):
-            spec.stretches()
-    driver = FakeDriver((9, 0))
-    with pytest.raises(LaunchError, match="before address 0") as caught:
-        gpu.encode(ROWS.stretches(), 0x1000, driver=driver)
-    assert "256,000 B before a tensor at 0x1000" in caught.value.numbers
-    assert not driver.calls
+            spec.ragged()
+    many = TensorMapSpec("float16", (64, (1 << 30) + 1, 4, 1), (512, 128, 0), (64, 128, 1, 1))
+    with pytest.raises(LaunchError, match="as many rows of packed sequences") as caught:
+        many.ragged()
+    assert "at most 1,073,741,824" in caught.value.numbers

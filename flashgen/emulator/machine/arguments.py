@@ -171,7 +171,8 @@ class DeviceArguments:
         data = bytearray()
         widest = 1
         for place, item in enumerate(items):
-            align = MAP_ALIGN if isinstance(item, TensorMap) else 1
+            # CUtensorMap is aligned to 64 bytes in CUDA 12; the alignment of the struct shows it.
+            align = min(param.align, MAP_ALIGN) if isinstance(item, TensorMap) else 1
             part = self._reference(item, param, len(data) + -len(data) % align)
             if isinstance(item, np.generic):
                 part = item.tobytes()

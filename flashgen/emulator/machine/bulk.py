@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
+from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
 from flashgen.emulator.isa.semantics.atomics import combine
 from flashgen.emulator.machine import transfers
 from flashgen.emulator.machine.tma import (
@@ -88,7 +88,9 @@ class BulkCopies:
                         f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
                         _FIT,
                     )
-                box = self._box(site, tensor, base, where[chosen], at[0][chosen])
+                box = self._box(
+                    site, tensor, base, where[chosen], at[0][chosen], load=barrier is not None
+                )
                 reduction = None
                 if operation is not None:
                     reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
@@ -100,7 +102,14 @@ class BulkCopies:
                 self._start(some, pc, box, at[0][chosen], to, signal, reduction)
 
     def _box(
-        self, site: Site, tensor: TensorMap, base: int, coordinates: Array, shared: Array
+        self,
+        site: Site,
+        tensor: TensorMap,
+        base: int,
+        coordinates: Array,
+        shared: Array,
+        *,
+        load: bool,
     ) -> Boxes:
         """The boxes of a tensor at ``base``, as offsets into `GlobalMemory.flat`."""
         m, spec = self.machine, tensor.spec
@@ -112,11 +121,19 @@ class BulkCopies:
                 f"{spec.inner_bytes} bytes, span {spec.swizzle}",
                 _FIT,
             )
-        first = base - spec.before
+        first = base - tensor.before
+        if tensor.before and load:
+            m.fail(
+                OutOfBounds,
+                "a load by a tensor map that begins before its array",
+                site,
+                f"{tensor.before:,} B before it",
+                "begin the map at the array: addresses of 64 bits may wrap around",
+            )
         box = boxes(spec, first, coordinates)
         transfers.check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
-        if spec.before:
-            transfers.check_box(m, site, box, spec.before, tensor.bytes)
+        if tensor.checks_boxes:
+            transfers.check_box(m, site, box, tensor.before, tensor.bytes)
         m.memory.touched = [m.memory.find(base)]
         shift = first - m.memory.base
         return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)

@@ -30,8 +30,10 @@ class TensorMap:
         dims: sizes of the tensor, innermost first; those of the array by default.
         strides: bytes between neighbours of dimensions 1 and up; those of the array by default.
         dtype: that of the array by default; "bfloat16" for uint16 bit patterns.
-        before: bytes from the first element of the map to the array. Such a map may extend beyond
-            the array on both sides; each copied box is then checked.
+        before: bytes from the first element of the map to the array. Where it is not 0, and where
+            the addresses of the map exceed 64 bits and wrap around, each copied box is checked
+            instead of the whole map. Loads by a map that begins before its array are refused,
+            because TMA may access the first element of a map for elements outside the tensor.
 
     Raises:
         LaunchError: cuTensorMapEncodeTiled would reject the map.
@@ -63,13 +65,14 @@ class TensorMap:
             tuple(array.strides[-2::-1]) if strides is None else tuple(strides),
             tuple(box),
             swizzle,
-            before,
         )
+        self.before = before
         start = array.ctypes.data
-        self.spec.first(start)
+        self.spec.check_address(start - before)
         end = np.lib.array_utils.byte_bounds(array)[1]
         self.bytes = end - start
-        if not before and self.spec.span_bytes > self.bytes:
+        self.checks_boxes = bool(before) or self.spec.wraps_around
+        if not self.checks_boxes and self.spec.span_bytes > self.bytes:
             raise LaunchArguments(
                 "a tensor map extends beyond its array",
                 where="flashgen.emulator.TensorMap",

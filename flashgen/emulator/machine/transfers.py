@@ -135,7 +135,7 @@ def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
 
 
 def check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
-    """Checks that boxes of a map that starts before its array lie in the array's bytes."""
+    """Checks that boxes lie in the bytes of an array that begins ``before`` bytes after the map."""
     at = box.offsets - before
     bad = (at < 0) | (at + box.unit > size)
     if box.inside is not None:
