@@ -224,7 +224,7 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
 // first + r and end, and RAGGED_ROWS as the last. The first of them is below RAGGED_ROWS in the
 // sequence alone: rows after it lie outside the map instead of in the next sequence; they are read
 // as zeros, and are not written. The strides make the address that of row end - length + r.
-constexpr int RAGGED_ROWS = 1073741824;
+constexpr int RAGGED_ROWS = 1 << 30;
 struct RaggedRows {
   int first;  // of the sequence's first row
   int end;    // the first row of the tensor after the sequence
@@ -361,7 +361,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS) : "memory");
+           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
+        : "memory");
   }
 }
 
