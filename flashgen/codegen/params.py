@@ -35,6 +35,8 @@ _DROPOUT = (
     Param("dropout_scale", "float", "1 / keep probability"),
 )
 WORK_TILES = (
+    Param("first_head_group", "int", "of this launch: a grid has 65,535 along y and z"),
+    Param("first_batch", "int", "of this launch"),
     Param("head_bits", "int", "2^head_bits heads alternate, tile by tile"),
     Param("tiles_per_group", "int", "work tiles of a head group"),
     Param("head_groups", "int", "heads, or sets of heads, per batch entry"),
@@ -45,7 +47,7 @@ WORK_TILES = (
         "work tiles drawn after each block's first; null: one tile per block",
     ),
 )
-"""Fields of kernels whose tiles have different amounts of work, and of persistent ones."""
+"""Fields by which blocks find their work tiles; each kernel has those that it reads."""
 
 SINK_SUMS = Param(
     "sink_sums", "float*", "[batch, heads_q, row tiles, WARPS]: sums over the rows of a warp"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from flashgen.call import CheckedCall
 from flashgen.errors import PlanError
-from flashgen.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.signature import LAYOUT
 from flashgen.tensormap import TensorMapSpec
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from flashgen.pipeline import Build
     from flashgen.planner import HeadsPerTile, Plan
     from flashgen.planner.schedule import LaunchBlocks
+
+MOST_ALONG_Y_AND_Z = 65_535
+"""Thread blocks along y and z of a grid, by the CUDA programming guide."""
 
 
 def bind(
@@ -69,7 +72,22 @@ def bind(
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
     maps = maps_of(plan, tensors, packed=packed)
-    return BoundKernel(build, KernelArguments(params, numbers, maps), grid, chosen)
+    rest = None
+    for first_head, first_batch, part in reversed(list(_parts(grid))):
+        firsts = {"first_head_group": first_head, "first_batch": first_batch}
+        arguments = KernelArguments(params, numbers | firsts, maps)
+        rest = BoundKernel(build, arguments, part, chosen, rest)
+    assert rest is not None, "a grid has blocks"
+    return rest
+
+
+def _parts(grid: Grid) -> Iterator[tuple[int, int, Grid]]:
+    """The launches of a grid, each within the limit along y and z, with their first y and z."""
+    tiles, heads, entries = grid
+    for z in range(0, entries, MOST_ALONG_Y_AND_Z):
+        for y in range(0, heads, MOST_ALONG_Y_AND_Z):
+            most = MOST_ALONG_Y_AND_Z
+            yield y, z, (tiles, min(heads - y, most), min(entries - z, most))
 
 
 def blocks_of_call(

@@ -30,6 +30,7 @@ class BoundKernel:
 
     Attributes:
         blocks: the number of blocks of a persistent kernel, with the reason; None for others.
+        rest: the blocks beyond the limits of a grid, which are launched after these.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class BoundKernel:
         arguments: KernelArguments,
         grid: Grid,
         blocks: LaunchBlocks | None = None,
+        rest: BoundKernel | None = None,
     ) -> None:
         self.build = build
         self.arguments = arguments
         self.grid = grid
         self.blocks = blocks
+        self.rest = rest
         self.block = (build.plan.threads, 1, 1)
         self.smem_bytes = build.plan.smem_bytes
         self._loaded: Any = None
@@ -83,6 +86,8 @@ class BoundKernel:
             self.arguments.packed(addresses, index),
             stream,
         )
+        if self.rest is not None:
+            self.rest.launch(addresses, index)
 
     def emulate(self, tensors: Tensors, launch: LaunchOptions) -> Any:
         """Runs the kernel's PTX in the emulator; tensors are passed as the memory they span."""
@@ -110,7 +115,7 @@ class BoundKernel:
             return numbers[param.ctype](arguments.numbers[param.name])  # type: ignore[arg-type]
 
         structure = tuple(map(argument, arguments.params))
-        return emulator.launch(
+        counters = emulator.launch(
             self.build.binary.ptx,
             self.build.source.name,
             self.grid,
@@ -120,6 +125,9 @@ class BoundKernel:
             check=launch.check_memory,
             order_seed=launch.order_seed,
         )
+        if self.rest is not None:
+            counters.add(self.rest.emulate(tensors, launch))
+        return counters
 
 
 def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:

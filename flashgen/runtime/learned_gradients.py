@@ -233,8 +233,8 @@ def add_sink_without_keys(
 
 def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:
     """A buffer for the sums of the delta kernel's warps, [batch, heads_q, row tiles, warps]."""
-    tiles, heads, batch = kernel.grid
-    return q.new_empty((batch, heads, tiles, kernel.build.plan.warps), dtype=torch.float32)
+    sizes = (*q.shape[:2], kernel.grid[0], kernel.build.plan.warps)
+    return q.new_empty(sizes, dtype=torch.float32)
 
 
 def add_sink_sums(

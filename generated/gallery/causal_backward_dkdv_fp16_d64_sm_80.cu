@@ -116,6 +116,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
 };
 
@@ -460,8 +462,9 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // The first tiles reach the most queries: they start first, so that no long one runs at
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const int k_start = (blockIdx.x >> p.head_bits) * BLOCK_K;
-  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
-  const int b = blockIdx.z;
+  const int h_kv = (p.first_head_group + blockIdx.y) << p.head_bits
+      | (blockIdx.x & ((1 << p.head_bits) - 1));
+  const int b = p.first_batch + blockIdx.z;
 
   const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
   const int h_end = (h_kv + 1) * group;

@@ -137,6 +137,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
 };
 
@@ -172,6 +174,13 @@ __device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
 // The 32-bit address that shared-memory instructions take.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// blockIdx.y. The assembly is volatile, so that each call reads it again.
+__device__ __forceinline__ int block_index_y() {
+  int y;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+  return y;
 }
 
 // The index of this thread among the consumers. The assembly is volatile, so that each call reads
@@ -307,7 +316,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
@@ -484,8 +494,9 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // The first tiles reach the most queries: they start first, so that no long one runs at
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const int k_start = (blockIdx.x >> p.head_bits) * BLOCK_K;
-  const int h_kv = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
-  const int b = blockIdx.z;
+  const int h_kv = (p.first_head_group + blockIdx.y) << p.head_bits
+      | (blockIdx.x & ((1 << p.head_bits) - 1));
+  const int b = p.first_batch + blockIdx.z;
 
   const TensorMap& q_map = p.q_map;
   const TensorMap& k_map = p.k_map;
@@ -756,8 +767,10 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.
   named_wait(BARRIER_CONSUMERS, THREADS);
-  Element* dk_rows = p.dk + b * p.dk_stride_b + h_kv * p.dk_stride_h + k_start * p.dk_stride_n;
-  Element* dv_rows = p.dv + b * p.dv_stride_b + h_kv * p.dv_stride_h + k_start * p.dv_stride_n;
+  const int head = (p.first_head_group + block_index_y()) << p.head_bits
+      | (blockIdx.x & ((1 << p.head_bits) - 1));  // h_kv, which the loop does not keep
+  Element* dk_rows = p.dk + b * p.dk_stride_b + head * p.dk_stride_h + k_start * p.dk_stride_n;
+  Element* dv_rows = p.dv + b * p.dv_stride_b + head * p.dv_stride_h + k_start * p.dv_stride_n;
   store_rows<BLOCK_K, VECTORS>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start,
                                thread);
   store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,

@@ -120,6 +120,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
 };
 
@@ -290,7 +292,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
@@ -453,8 +456,9 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   // The last tiles reach the most keys: they start first, so that no long one runs at
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const int q_tile = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits);
-  const int h = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
-  const int b = blockIdx.z;
+  const int h = (p.first_head_group + blockIdx.y) << p.head_bits
+      | (blockIdx.x & ((1 << p.head_bits) - 1));
+  const int b = p.first_batch + blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
   const TensorMap& q_map = p.q_map;

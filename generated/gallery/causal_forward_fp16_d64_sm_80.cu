@@ -94,6 +94,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
 };
 
@@ -483,8 +485,9 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   // The last tiles reach the most keys: they start first, so that no long one runs at
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const int q_tile = ((gridDim.x - 1 - blockIdx.x) >> p.head_bits);
-  const int h = blockIdx.y << p.head_bits | (blockIdx.x & ((1 << p.head_bits) - 1));
-  const int b = blockIdx.z;
+  const int h = (p.first_head_group + blockIdx.y) << p.head_bits
+      | (blockIdx.x & ((1 << p.head_bits) - 1));
+  const int b = p.first_batch + blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 

@@ -270,7 +270,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
@@ -592,7 +593,8 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       const int bits = p.head_bits;
       const int batch_head = uniform(work_tile / p.tiles_per_group);
       const int b = uniform(batch_head / p.head_groups);
-      const int h = uniform(batch_head % p.head_groups << bits | (number & ((1 << bits) - 1)));
+      const int h = uniform((batch_head % p.head_groups) << bits
+          | (number & ((1 << bits) - 1)));
       const int q_start = ((p.tiles_per_group - 1 - number) >> bits) * BLOCK_Q;
       const int h_kv = h / (p.heads_q / p.heads_kv);
       const TensorMap& k_map = p.k_map;
@@ -653,7 +655,8 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const int bits = p.head_bits;
     const int batch_head = uniform(work_tile / p.tiles_per_group);
     const int b = uniform(batch_head / p.head_groups);
-    const int h = uniform(batch_head % p.head_groups << bits | (number & ((1 << bits) - 1)));
+    const int h = uniform((batch_head % p.head_groups) << bits
+        | (number & ((1 << bits) - 1)));
     const int q_start = ((p.tiles_per_group - 1 - number) >> bits) * BLOCK_Q;
     const TensorMap& q_map = p.q_map;
     const TensorMap& o_map = p.o_map;

@@ -50,6 +50,8 @@ struct Params {
   long long dout_stride_n;  // elements to the next row
   int heads_q;
   int seq_q;
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
 };
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -92,8 +94,8 @@ __device__ __forceinline__ void add_product(Sum& sum, Vector a, Vector b) {
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 delta_fp16_d64(const __grid_constant__ Params p) {
   // 1. The rows of this block: grid (row tiles, heads, batch).
-  const int h = blockIdx.y;
-  const int b = blockIdx.z;
+  const int h = p.first_head_group + blockIdx.y;
+  const int b = p.first_batch + blockIdx.z;
   const char* o_rows = (const char*)(p.o + b * p.o_stride_b + h * p.o_stride_h);
   const char* do_rows = (const char*)(p.dout + b * p.dout_stride_b + h * p.dout_stride_h);
   const long long o_step = p.o_stride_n * ELEMENT_BYTES;  // bytes from one row to the next

@@ -90,6 +90,8 @@ struct Params {
   int seq_q;
   int seq_k;
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
@@ -452,8 +454,8 @@ full_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 1. The query tile, head and batch entry of this block: grid (query tiles, heads, batch).
   const int q_tile = blockIdx.x;
-  const int h = blockIdx.y;
-  const int b = blockIdx.z;
+  const int h = p.first_head_group + blockIdx.y;
+  const int b = p.first_batch + blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 

@@ -117,6 +117,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   const float* c_table;  // [distances], the spec's table
   long long c_table_stride_0;  // elements to the next along distances
   int c_table_size_0;  // distances
@@ -471,8 +473,8 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
   // 1. The keys of this block: grid (key tiles, key heads, batch).
   const int k_start = blockIdx.x * BLOCK_K;
-  const int h_kv = blockIdx.y;
-  const int b = blockIdx.z;
+  const int h_kv = p.first_head_group + blockIdx.y;
+  const int b = p.first_batch + blockIdx.z;
 
   const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
   const int h_end = (h_kv + 1) * group;

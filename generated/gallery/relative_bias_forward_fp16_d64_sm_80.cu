@@ -94,6 +94,8 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
+  int first_batch;  // of this launch
   const float* c_table;  // [distances], the spec's table
   long long c_table_stride_0;  // elements to the next along distances
   int c_table_size_0;  // distances
@@ -477,8 +479,8 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 1. The query tile, head and batch entry of this block: grid (query tiles, heads, batch).
   const int q_tile = blockIdx.x;
-  const int h = blockIdx.y;
-  const int b = blockIdx.z;
+  const int h = p.first_head_group + blockIdx.y;
+  const int b = p.first_batch + blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
 

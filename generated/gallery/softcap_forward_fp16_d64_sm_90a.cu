@@ -268,7 +268,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)

@@ -139,6 +139,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
   int head_bits;  // 2^head_bits heads alternate, tile by tile
   const int* c_cu_seqlens_q;  // [boundaries], the spec's cu_seqlens_q
   long long c_cu_seqlens_q_stride_0;  // elements to the next along boundaries
@@ -264,6 +265,13 @@ __device__ __forceinline__ RaggedRows ragged_k(const Params& packed, int b, int 
 // The 32-bit address that shared-memory instructions take.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// blockIdx.y. The assembly is volatile, so that each call reads it again.
+__device__ __forceinline__ int block_index_y() {
+  int y;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+  return y;
 }
 
 // The index of this thread among the consumers. The assembly is volatile, so that each call reads
@@ -399,7 +407,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
@@ -577,7 +586,8 @@ variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const Place place = place_of(packed, (blockIdx.x >> packed.head_bits));
   const int b = place.b;
-  const int h_kv = blockIdx.y << packed.head_bits | (blockIdx.x & ((1 << packed.head_bits) - 1));
+  const int h_kv = (packed.first_head_group + blockIdx.y) << packed.head_bits
+      | (blockIdx.x & ((1 << packed.head_bits) - 1));
   const int k_start = place.tile * BLOCK_K;
   const Params p = sequence_of(packed, b);
   if (k_start >= p.seq_k) return;
@@ -855,8 +865,10 @@ variable_length_backward_dkdv_fp16_d64(const __grid_constant__ Params packed) {
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.
   named_wait(BARRIER_CONSUMERS, THREADS);
-  Element* dk_rows = p.dk + b * p.dk_stride_b + h_kv * p.dk_stride_h + k_start * p.dk_stride_n;
-  Element* dv_rows = p.dv + b * p.dv_stride_b + h_kv * p.dv_stride_h + k_start * p.dv_stride_n;
+  const int head = (packed.first_head_group + block_index_y()) << packed.head_bits
+      | (blockIdx.x & ((1 << packed.head_bits) - 1));  // h_kv, which the loop does not keep
+  Element* dk_rows = p.dk + b * p.dk_stride_b + head * p.dk_stride_h + k_start * p.dk_stride_n;
+  Element* dv_rows = p.dv + b * p.dv_stride_b + head * p.dv_stride_h + k_start * p.dv_stride_n;
   store_rows<BLOCK_K, VECTORS>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start,
                                thread);
   store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,

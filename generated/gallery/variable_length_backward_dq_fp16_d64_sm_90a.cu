@@ -122,6 +122,7 @@ struct Params {
   int q_offset;  // position of query row 0
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
+  int first_head_group;  // of this launch: a grid has 65,535 along y and z
   int head_bits;  // 2^head_bits heads alternate, tile by tile
   const int* c_cu_seqlens_q;  // [boundaries], the spec's cu_seqlens_q
   long long c_cu_seqlens_q_stride_0;  // elements to the next along boundaries
@@ -380,7 +381,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
@@ -544,7 +546,8 @@ variable_length_backward_dq_fp16_d64(const __grid_constant__ Params packed) {
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const Place place = place_of(packed, ((gridDim.x - 1 - blockIdx.x) >> packed.head_bits));
   const int b = place.b;
-  const int h = blockIdx.y << packed.head_bits | (blockIdx.x & ((1 << packed.head_bits) - 1));
+  const int h = (packed.first_head_group + blockIdx.y) << packed.head_bits
+      | (blockIdx.x & ((1 << packed.head_bits) - 1));
   const int q_start = place.tile * BLOCK_Q;
   const Params p = sequence_of(packed, b);
   if (q_start >= p.seq_q) return;

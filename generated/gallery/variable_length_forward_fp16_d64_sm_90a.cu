@@ -358,7 +358,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+        ".mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
            "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
@@ -678,7 +679,8 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       const int batch_head = uniform(work_tile / packed.tiles_per_group);
       const Place place = place_of(packed, ((packed.tiles_per_group - 1 - number) >> bits));
       const int b = place.b;
-      const int h = uniform(batch_head % packed.head_groups << bits | (number & ((1 << bits) - 1)));
+      const int h = uniform((batch_head % packed.head_groups) << bits
+          | (number & ((1 << bits) - 1)));
       const int q_start = place.tile * BLOCK_Q;
       const Params p = sequence_of(packed, b);
       if (q_start >= p.seq_q) continue;
@@ -745,7 +747,8 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     const int batch_head = uniform(work_tile / packed.tiles_per_group);
     const Place place = place_of(packed, ((packed.tiles_per_group - 1 - number) >> bits));
     const int b = place.b;
-    const int h = uniform(batch_head % packed.head_groups << bits | (number & ((1 << bits) - 1)));
+    const int h = uniform((batch_head % packed.head_groups) << bits
+        | (number & ((1 << bits) - 1)));
     const int q_start = place.tile * BLOCK_Q;
     const Params p = sequence_of(packed, b);
     if (q_start >= p.seq_q) continue;

@@ -87,6 +87,14 @@ class Counters:
         self.local_bytes = 0
         self.seconds = 0.0
 
+    def add(self, other: Counters) -> None:
+        """Adds the totals of another launch of the same kernel; `recorded` stays."""
+        for name, value in vars(other).items():
+            if isinstance(value, int | float):
+                setattr(self, name, getattr(self, name) + value)
+        for segment, warps in other.segments.items():
+            self.segments[segment] = self.segments.get(segment, 0) + warps
+
     def instruction_counts(self) -> list[int]:
         """Number of warps that executed each instruction of the kernel."""
         size = len(self._program.code)
