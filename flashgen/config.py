@@ -10,6 +10,9 @@ FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" o
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
 FLASHGEN_DEBUG        level of messages on stderr; each level adds to those before it:
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
+FLASHGEN_EMULATOR_SUMS
+                      how tensor cores add in the emulator: "hardware", as those of the
+                      architecture do, or "rounded", once to nearest (unset: "rounded")
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
 ====================  ==========================================================================
@@ -32,6 +35,7 @@ from pathlib import Path
 from flashgen.errors import FlashgenError
 
 BACKENDS = ("gpu", "emulator", "tiled")
+EMULATOR_SUMS = ("hardware", "rounded")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
@@ -77,6 +81,19 @@ def backend() -> str | None:
     value = _read("FLASHGEN_BACKEND")
     if value is not None and value not in BACKENDS:
         raise _refuse("FLASHGEN_BACKEND", value, " or ".join(repr(name) for name in BACKENDS))
+    return value
+
+
+def emulator_sums() -> str:
+    """FLASHGEN_EMULATOR_SUMS, one of `EMULATOR_SUMS`: `flashgen.emulator.launch` explains them.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_EMULATOR_SUMS") or "rounded"
+    if value not in EMULATOR_SUMS:
+        expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
+        raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
     return value
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
-# A developer's own settings must not decide what the tests see, but where the GPU tests run.
-KEPT = ("FLASHGEN_GPU_DRY",)
+# A developer's own settings must not decide what the tests see, but where the GPU tests run and how
+# tensor cores add in the emulator.
+KEPT = ("FLASHGEN_GPU_DRY", "FLASHGEN_EMULATOR_SUMS")
 for variable in [n for n in os.environ if n.startswith("FLASHGEN_") and n not in KEPT]:
     del os.environ[variable]
 # Kept between runs and shared by parallel workers: it is keyed by content.

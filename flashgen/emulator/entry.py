@@ -25,6 +25,7 @@ from flashgen.emulator.ptx.syntax import Module
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
+SUMS = ("hardware", "rounded")
 _KEPT_MODULES = 32
 _MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
@@ -43,6 +44,7 @@ def launch(
     *,
     step_limit: int = STEP_LIMIT,
     profile: bool = False,
+    sums: str = "hardware",
 ) -> Counters:
     """Executes a kernel of a PTX text.
 
@@ -63,6 +65,9 @@ def launch(
         step_limit: number of compiled segments after which the launch is considered endless.
         profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
             so too.
+        sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
+            ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
+            rounded to float32 once for a chain of instructions, which is faster.
 
     Returns:
         Counters of instructions and memory traffic.
@@ -81,6 +86,7 @@ def launch(
         order_seed,
         step_limit,
         profile or _LAUNCHES.get() is not None,
+        sums,
     )
     _check_shape(program, config)
     machine = Machine(segments, config, DeviceArguments(program, args))
@@ -157,6 +163,12 @@ def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
     required = tuple((*program.required_threads, 1, 1)[:3])
     cluster = program.directives.get(".reqnctapercluster", (1,))
     for bad, what, numbers, way_out in (
+        (
+            config.sums not in SUMS,
+            "tensor cores have no such sums",
+            f"sums = {config.sums!r}",
+            f"pass one of {', '.join(map(repr, SUMS))}",
+        ),
         (
             threads > limit,
             "too many threads per block",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from flashgen import config
 from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
 from flashgen.launch.params import ParamField
 from flashgen.runtime.backends import Target
@@ -124,6 +125,7 @@ class BoundKernel:
             shared_bytes=self.smem_bytes,
             check=launch.check_memory,
             order_seed=launch.order_seed,
+            sums=config.emulator_sums(),
         )
         if self.rest is not None:
             counters.add(self.rest.emulate(tensors, launch))

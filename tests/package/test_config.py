@@ -71,6 +71,7 @@ def test_without_a_home_the_error_names_the_variable(monkeypatch: pytest.MonkeyP
         ("FLASHGEN_ARCH", "hopper", "sm_90a"),
         ("FLASHGEN_ARCH", "90", "sm_90a"),
         ("FLASHGEN_BACKEND", "cpu", "'gpu' or 'emulator' or 'tiled'"),
+        ("FLASHGEN_EMULATOR_SUMS", "exact", "'hardware' or 'rounded'"),
         ("FLASHGEN_DEBUG", "6", "5 PTX"),
         ("FLASHGEN_DEBUG", "-1", "0 nothing"),
         ("FLASHGEN_DEBUG", "yes", "2 timings"),

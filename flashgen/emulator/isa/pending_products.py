@@ -13,9 +13,14 @@ from dataclasses import dataclass
 
 @dataclass
 class PendingProduct:
-    """An mma whose code has not been written yet; the fields are names of locals."""
+    """An mma whose code has not been written yet; ``a`` to ``d`` are names of locals.
 
-    kind: str
+    Attributes:
+        form: the types of A and of B, and k.
+        depth: 16-byte chunks along k.
+    """
+
+    form: tuple[str, str, int]
     depth: int
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -57,7 +62,7 @@ class PendingProducts:
         for product in pending:
             at = tail.pop(product.c, None)
             joins = at is not None and not needed.intersection(product.c)
-            if joins and at is not None and chains[at][0].kind == product.kind:
+            if joins and at is not None and chains[at][0].form == product.form:
                 chains[at].append(product)
             else:
                 chains.append([product])
@@ -68,14 +73,14 @@ class PendingProducts:
             tail[product.d] = at
             for name in product.d:
                 level_of_name[name] = levels[at]
-        groups: dict[tuple[int, str, int], list[list[PendingProduct]]] = {}
+        groups: dict[tuple[int, tuple[str, str, int], int], list[list[PendingProduct]]] = {}
         for chain, level in zip(chains, levels, strict=True):
-            key = (level, chain[0].kind, sum(p.depth for p in chain))
+            key = (level, chain[0].form, sum(p.depth for p in chain))
             groups.setdefault(key, []).append(chain)
         lines = []
-        for (_, kind, depth), members in sorted(groups.items()):
+        for (_, form, depth), members in sorted(groups.items()):
             for grid in _grids(members):
-                lines.append(_grid_statement(kind, depth, grid))
+                lines.append(_grid_statement(form, depth, grid))
         return lines
 
 
@@ -105,11 +110,13 @@ def _grids(chains: list[list[PendingProduct]]) -> list[list[list[list[PendingPro
     return [*by_columns.values(), *extra]
 
 
-def _grid_statement(kind: str, depth: int, grid: list[list[list[PendingProduct]]]) -> str:
+def _grid_statement(
+    form: tuple[str, str, int], depth: int, grid: list[list[list[PendingProduct]]]
+) -> str:
     a = [name for row in grid for name in _sequence(row[0], "a")]
     b = [name for chain in grid[0] for name in _sequence(chain, "b")]
     c = [name for row in grid for chain in row for name in chain[0].c]
     d = [name for row in grid for chain in row for name in chain[-1].d]
     tiles = (len(grid), len(grid[0]), depth)
     args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    return f"{', '.join(d)}, = mma_group(C, {kind!r}, {tiles}, {args})"
+    return f"{', '.join(d)}, = mma_group(E, C, {form}, {tiles}, {args})"

@@ -15,6 +15,7 @@ from flashgen.emulator.checks.shared_races import SharedRaces
 from flashgen.emulator.counters.recorder import Recorder
 from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.isa.segments import Segments
+from flashgen.emulator.isa.semantics.sum_models import SumModels
 from flashgen.emulator.isa.special_registers import special_values
 from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.barriers import Barriers
@@ -45,6 +46,7 @@ class LaunchConfig:
     order_seed: int | None
     step_limit: int
     profile: bool
+    sums: str
 
 
 class Machine(Scheduler):
@@ -59,6 +61,7 @@ class Machine(Scheduler):
         self.memory, self.maps = arguments.memory, arguments.maps
         self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
         self.check = config.check
+        self.sums = SumModels(program) if config.sums == "hardware" else None
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.step_limit = config.step_limit

@@ -263,7 +263,7 @@ class Warpgroups:
     ) -> None:
         m = self.machine
         arena = chain.groups // self.per_block * m.shared_pitch
-        accumulators = chain.execute(count, m.shared.view[16], arena)
+        accumulators = chain.execute(count, m.shared.view[16], arena, m.sums)
         if count < len(chain.steps):
             chain.start, chain.steps = accumulators, chain.steps[count:]
             return

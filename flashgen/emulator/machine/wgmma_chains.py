@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics.mma import add_half, add_single
-from flashgen.emulator.isa.semantics.wgmma import SharedOperand, WgmmaForm, multiply
+from flashgen.emulator.isa.semantics.mma import add_single, join_halves, split_halves
+from flashgen.emulator.isa.semantics.sum_models import SumModels
+from flashgen.emulator.isa.semantics.wgmma import SharedOperand, WgmmaForm, warpgroup_product
 
 Array = npt.NDArray[Any]
 
@@ -75,13 +76,15 @@ class WgmmaChain:
             step = replace(step, adds=None)
         self.steps.append(step)
 
-    def execute(self, count: int, view: Array, arena: Array) -> list[Any]:
+    def execute(self, count: int, view: Array, arena: Array, sums: SumModels | None) -> list[Any]:
         """The accumulators after the first ``count`` instructions, each (warps, 32).
 
         Args:
             view: shared memory of the wave in 16-byte chunks.
             arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
+            sums: how tensor cores add; None: sums are rounded once.
         """
+        warps = 4 * len(self.groups)
         accumulators = self.start
         at = 0
         while at < count:
@@ -92,13 +95,19 @@ class WgmmaChain:
                 end += 1
             run = self.steps[at:end]
             a, b = [step.a for step in run], [step.b for step in run]
-            product = multiply(view, arena, first.form, a, b, 4 * len(self.groups))
             if first.adds is not None and accumulators is not None:
                 keep = np.repeat(first.adds, 4)[:, None]
                 accumulators = [
                     np.where(keep, value, value.dtype.type(0)) for value in accumulators
                 ]
-            accumulators = (add_half if first.form.half else add_single)(product, accumulators)
+            form, start = first.form, list(accumulators or ())
+            if form.half:
+                start = split_halves(start, warps)
+            model = sums.of("wgmma", form.kinds[0], form.depth, form.half) if sums else None
+            product = warpgroup_product(view, arena, form, a, b, warps, model, start)
+            accumulators = list(product) if model else add_single(product, start)
+            if form.half:
+                accumulators = join_halves(accumulators)
             at = end
         return list(accumulators or ())
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashgen.emulator.checks.shared_races import SharedRaces
     from flashgen.emulator.counters.recorder import Recorder
     from flashgen.emulator.counters.totals import Counters
+    from flashgen.emulator.isa.semantics.sum_models import SumModels
     from flashgen.emulator.machine.barriers import Barriers
     from flashgen.emulator.machine.bulk import BulkCopies
     from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
@@ -59,6 +60,7 @@ class Wave:
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
         random: source of random scheduling decisions; None without an order_seed.
+        sums: how tensor cores add; None if their sums are rounded once.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
     """
 
@@ -78,6 +80,7 @@ class Wave:
     shared_size: int
     shared_pitch: int
     check: bool
+    sums: SumModels | None
     counters: Counters
     recorder: Recorder | None
     global_races: GlobalRaces | None

@@ -16,13 +16,12 @@ from flashgen.emulator.isa.semantics.wgmma import KEPT_GROUPS, WgmmaForm
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Vec
 
+_SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
 # (shape, operand type) -> 16-byte chunks along k
 _DEPTH = {
-    (f"m16n8k{16 * depth // size}", kind): depth
-    for kind, size in (("f16", 2), ("bf16", 2), ("tf32", 4), ("s8", 1), ("u8", 1))
-    for depth in (1, 2)
+    (f"m16n8k{16 * depth // size}", kind): depth for kind, size in _SIZE.items() for depth in (1, 2)
 }
-# Of wgmma: element type -> k of one instruction, and types of the accumulators
+# Element type -> k of one wgmma, and types of the accumulators
 _WGMMA_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
 _SUMS = {kind: ("f32",) if kind in ("bf16", "tf32") else ("f32", "f16") for kind in _WGMMA_DEPTH}
 _WGMMA_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
@@ -51,21 +50,27 @@ def multiply(g: Generator, ins: Instruction) -> None:
     a = _operands(g, a_items, 2 * depth)
     b = _operands(g, b_items, depth)
     integers = a_type in ("s8", "u8")
-    if not integers and a_type != b_type:
+    if not integers and not _go_together(a_type, b_type):
         raise g.unknown("mixed operand types")
+    form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     if not integers and d_type == "f32":
-        _defer(g, a_type, depth, a, b, c_items, to)
+        _defer(g, form, depth, a, b, c_items, to)
         return
-    if not integers and (d_type, a_type) != ("f16", "f16"):
+    if not integers and d_type not in _SUMS[a_type]:
         raise g.unknown("this accumulator")
-    function, dtype = ("mma_integer", "i4") if integers else ("mma_half", "u4")
+    dtype = "i4" if integers else "u4"
     c = [g.read(o, dtype) for o in c_items]
     g.require_defined()
-    kinds = (a_type, b_type)
-    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    out = g.let(f"{function}(C, {kinds!r}, {depth}, {args})")
+    args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
+    out = g.let(f"{function}, {args})")
     for place, item in enumerate(to):
         g.write(item, f"{out}[{place}]", dtype)
+
+
+def _go_together(a_type: str, b_type: str) -> bool:
+    """Whether A and B may have these types: only 8-bit floats mix."""
+    return a_type == b_type or {a_type, b_type} == {"e4m3", "e5m2"}
 
 
 def _operands(g: Generator, items: tuple[Operand, ...], count: int) -> list[str]:
@@ -80,7 +85,7 @@ def local_of(g: Generator, expression: str) -> str:
 
 def _defer(
     g: Generator,
-    kind: str,
+    form: tuple[str, str, int],
     depth: int,
     a: list[str],
     b: list[str],
@@ -98,7 +103,7 @@ def _defer(
     g.require_defined()
     # Reading c may have flushed the pending products; names read before that remain valid.
     d = tuple(g.fresh() for _ in to)
-    g.products.add(PendingProduct(kind, depth, tuple(a), tuple(b), tuple(c), d))
+    g.products.add(PendingProduct(form, depth, tuple(a), tuple(b), tuple(c), d))
     later = []
     for operand, name in zip(to, d, strict=True):
         if not isinstance(operand, Reg):
@@ -241,7 +246,7 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     _, d_type, a_type, b_type = mods.left
     mods.left.clear()
     columns, depth = (int(number) for number in shape.groups())
-    mixed = a_type != b_type and {a_type, b_type} != {"e4m3", "e5m2"}
+    mixed = not _go_together(a_type, b_type)
     if a_type not in _WGMMA_DEPTH or mixed or d_type not in _SUMS[a_type]:
         raise g.unknown("these types")
     if depth != _WGMMA_DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:

@@ -10,14 +10,15 @@ columns 2t and 2t + 1; if the columns of the product are ordered as (tile, parit
 
 from __future__ import annotations
 
-import math
-import threading
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.isa.semantics.scratch import scratch
+from flashgen.emulator.isa.semantics.sum_models import SumModel
+from flashgen.emulator.isa.semantics.tensor_core_sums import sum_products
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.state.cohort import Cohort, spread
 from flashgen.emulator.state.wave import Wave
@@ -32,20 +33,6 @@ def register_chunks(register: Any, n: int) -> Array:
     if register.ndim != 2 or register.shape != (n, 32) or register.strides[1] != 4:
         register = np.ascontiguousarray(np.broadcast_to(register, (n, 32)))
     return register.view(CHUNK)  # type: ignore[no-any-return]
-
-
-# Buffers by role that are reused by all calls of a thread, because mapping new pages is slow.
-_SCRATCH = threading.local()
-
-
-def scratch(role: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """An uninitialised array that is valid until the next call with the same role."""
-    size = math.prod(shape) * dtype.itemsize
-    buffers = vars(_SCRATCH)
-    if role not in buffers or len(buffers[role]) < size:
-        buffers[role] = np.empty(size, np.uint8)
-    found: Array = buffers[role][:size].view(dtype).reshape(shape)
-    return found
 
 
 def half_to_single(bits: Array) -> Array:
@@ -95,25 +82,62 @@ def to_single(elements: Array, kind: str) -> Array:
     return elements.astype(np.float32)
 
 
-def multiply_rounding_once(x: Array, y: Array, out: Array) -> None:
-    """x y of float32, summed in float64 and rounded once.
+def multiply(
+    model: SumModel | None,
+    kinds: tuple[str, str],
+    x: Array,
+    y: Array,
+    start: Array | None,
+    out: Array,
+) -> None:
+    """x y + start of float32 by a model (`sum_products`); without one x y alone, rounded once.
 
-    Sums in float32 would depend on the summation order of the host's BLAS, which on some CPUs
-    depends on the shapes: the bits of a result would depend on the other rows and columns.
+    The product that is rounded once is summed in float64. Sums in float32 would depend on the
+    summation order of the host's BLAS, which on some CPUs depends on the shapes: the bits of a
+    result would depend on the other rows and columns.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = np.matmul(x.astype(np.float64), y.astype(np.float64))
+    with np.errstate(all="ignore"):
+        if model is None:
+            out[...] = np.matmul(x.astype(np.float64), y.astype(np.float64))
+        else:
+            out[...] = sum_products(model, kinds, x, y, start)
+
+
+def accumulator_chunks(registers: Any, n: int, m_tiles: int, n_tiles: int) -> Array | None:
+    """Accumulators of float32 as a matrix per warp (n, 16 m_tiles, 8 n_tiles); None for zeros.
+
+    The columns of eight are ordered 0 2 4 6 1 3 5 7.
+
+    Args:
+        registers: ordered by (m tile, n tile, row half, parity of the column).
+    """
+    if all(register.ndim == 0 and register == 0 for register in registers):
+        return None
+    out = scratch("c", (n, m_tiles, 2, 8, n_tiles, 2), CHUNK)
+    places = np.ndindex(m_tiles, n_tiles, 2, 2)
+    for register, (m, tile, half, parity) in zip(registers, places, strict=True):
+        out[:, m, half, :, tile, parity] = register_chunks(register, n)
+    return out.reshape(n, 16 * m_tiles, 2 * n_tiles).view(np.float32)
 
 
 def multiply_matrices(
-    cohort: Cohort, kind_a: str, kind_b: str, tiles: tuple[int, int, int], a: Any, b: Any
+    cohort: Cohort,
+    kinds: tuple[str, str],
+    tiles: tuple[int, int, int],
+    a: Any,
+    b: Any,
+    model: SumModel | None,
+    c: Any,
 ) -> Array:
     """Products of fragments, float32, as registers (m, n_tile, 4, rows, 32).
 
     Args:
+        kinds: the types of A and of B.
         tiles: m tiles of 16 rows, n tiles of 8 columns, k chunks of 16 bytes.
         a: registers ordered by (m tile, k chunk, row half).
         b: registers ordered by (n tile, k chunk).
+        model: how C is added; None: it is not, and the products are rounded once.
+        c: registers of float32 ordered by (m tile, n tile, register), read if there is a model.
     """
     n = cohort.n
     m_tiles, n_tiles, depth = tiles
@@ -123,18 +147,19 @@ def multiply_matrices(
     right = scratch("b", (n, n_tiles, 8, depth), CHUNK)
     for register, (tile, k) in zip(b, np.ndindex(n_tiles, depth), strict=True):
         right[:, tile, :, k] = register_chunks(register, n)
-    rows = left.reshape(n, 16 * m_tiles, depth).view(ELEMENTS[kind_a])
-    columns = right.view(ELEMENTS[kind_b]).reshape(n, n_tiles, 4, 2, -1).transpose(0, 4, 1, 3, 2)
+    start = accumulator_chunks(c, n, m_tiles, n_tiles) if model else None
+    rows = left.reshape(n, 16 * m_tiles, depth).view(ELEMENTS[kinds[0]])
+    columns = right.view(ELEMENTS[kinds[1]]).reshape(n, n_tiles, 4, 2, -1).transpose(0, 4, 1, 3, 2)
     product = scratch("d", (n, 16 * m_tiles, 8 * n_tiles), np.dtype("f4"))
     # A few warps at a time, so that their operands fit into the cache.
     step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes))
     for low in range(0, n, step):
         now = slice(low, low + step)
-        x = to_single(rows[now], kind_a)
+        x = to_single(rows[now], kinds[0])
         # BLAS is twice as fast without a transposed B: transpose while the elements are narrow.
         narrow = np.ascontiguousarray(columns[now])
-        y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kind_b)
-        multiply_rounding_once(x, y, product[now])
+        y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kinds[1])
+        multiply(model, kinds, x, y, None if start is None else start[now], product[now])
     parts = product.view(CHUNK).reshape(n, m_tiles, 2, 8, n_tiles, 2)
     out = np.ascontiguousarray(parts.transpose(1, 4, 2, 5, 0, 3))
     return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)
@@ -149,37 +174,58 @@ def add_single(product: Array, start: Any) -> list[Array]:
     return out
 
 
-def add_half(product: Array, start: Any) -> list[Array]:
-    """Accumulators of float16 in pairs, half as many registers; ``start`` None is zero."""
-    pairs = product.reshape(-1, 2, 2, *product.shape[1:])  # columns of 8, row half, parity
+def split_halves(registers: Any, n: int) -> list[Array]:
+    """Accumulators of float16 in pairs as registers of float32, twice as many."""
     out = []
-    for number in range(2 * len(pairs)):
-        pair = np.stack(list(pairs[number // 2, number % 2]), axis=-1)
-        if start is not None:
-            old = np.ascontiguousarray(np.broadcast_to(start[number], pair.shape[:2]))
-            pair += old.view(np.float16).reshape(pair.shape).astype(np.float32)
-        out.append(pair.astype(np.float16).view(np.uint32)[..., 0])
+    for register in registers:
+        pairs = np.ascontiguousarray(spread(register, n)).view(np.float16).reshape(n, 32, 2)
+        out += [pairs[..., 0].astype(np.float32), pairs[..., 1].astype(np.float32)]
     return out
 
 
+def join_halves(registers: list[Array]) -> list[Array]:
+    """Registers of float32 rounded to float16, two to a register."""
+    return [
+        np.stack(pair, axis=-1).astype(np.float16).view(np.uint32)[..., 0]
+        for pair in zip(registers[::2], registers[1::2], strict=True)
+    ]
+
+
 def mma_group(
-    cohort: Cohort, kind: str, tiles: tuple[int, int, int], a: Any, b: Any, c: Any
+    machine: Wave,
+    cohort: Cohort,
+    form: tuple[str, str, int],
+    tiles: tuple[int, int, int],
+    a: Any,
+    b: Any,
+    c: Any,
 ) -> list[Array]:
-    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
-    product = multiply_matrices(cohort, kind, kind, tiles, a, b)
-    return add_single(product.reshape(-1, cohort.n, 32), c)
+    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register).
+
+    Args:
+        form: the types of A and of B, and k of one instruction.
+    """
+    kind_a, kind_b, k = form
+    model = machine.sums.of("mma", kind_a, k, half=False) if machine.sums else None
+    product = multiply_matrices(cohort, (kind_a, kind_b), tiles, a, b, model, c)
+    registers = product.reshape(-1, cohort.n, 32)
+    return list(registers) if model else add_single(registers, c)
 
 
 def mma_half(
-    cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any
+    machine: Wave, cohort: Cohort, form: tuple[str, str, int], depth: int, a: Any, b: Any, c: Any
 ) -> list[Array]:
     """One tile with a float16 accumulator: two registers of two halves each."""
-    return add_half(multiply_matrices(cohort, *kinds, (1, 1, depth), a, b)[0, 0], c)
+    kind_a, kind_b, k = form
+    model = machine.sums.of("mma", kind_a, k, half=True) if machine.sums else None
+    start = split_halves(c, cohort.n)
+    product = multiply_matrices(cohort, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
+    return join_halves(list(product) if model else add_single(product, start))
 
 
 def mma_integer(cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any) -> Any:
     """One tile of 8-bit integers: float32 holds the products of one step exactly."""
-    product = multiply_matrices(cohort, *kinds, (1, 1, depth), a, b)[0, 0]
+    product = multiply_matrices(cohort, kinds, (1, 1, depth), a, b, None, ())[0, 0]
     return [product[i].astype(np.int32) + c[i] for i in range(4)]
 
 

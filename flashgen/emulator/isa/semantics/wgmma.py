@@ -29,11 +29,13 @@ from flashgen.emulator.isa.semantics.mma import (
     CACHE_BYTES,
     CHUNK,
     ELEMENTS,
-    multiply_rounding_once,
+    accumulator_chunks,
+    multiply,
     register_chunks,
-    scratch,
     to_single,
 )
+from flashgen.emulator.isa.semantics.scratch import scratch
+from flashgen.emulator.isa.semantics.sum_models import SumModel
 
 Array = npt.NDArray[Any]
 ROWS = 64
@@ -61,6 +63,11 @@ class WgmmaForm:
     sign: int
     registers: tuple[int, ...]
     fragments: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """k of the instruction: 32 bytes."""
+        return 32 // np.dtype(ELEMENTS[self.kinds[0]]).itemsize
 
     @property
     def fuses_as(self) -> tuple[Any, ...]:
@@ -144,8 +151,15 @@ def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
     return left.reshape(warps // 4, ROWS, -1)
 
 
-def multiply(
-    view: Array, arena: Array, form: WgmmaForm, a: list[Any], b: list[SharedOperand], warps: int
+def warpgroup_product(
+    view: Array,
+    arena: Array,
+    form: WgmmaForm,
+    a: list[Any],
+    b: list[SharedOperand],
+    warps: int,
+    model: SumModel | None,
+    c: list[Any],
 ) -> Array:
     """One product of successive instructions, as registers (N / 2, warps, 32) of float32.
 
@@ -155,6 +169,8 @@ def multiply(
         a: per instruction a SharedOperand, or four registers that broadcast to (warps, 32).
         b: one operand per instruction.
         warps: four times the warpgroups.
+        model: how the accumulators are added; None: they are not, and the product is rounded once.
+        c: the accumulators as registers of float32, read if there is a model.
     """
     groups, n = warps // 4, form.columns
     kind_a, kind_b = form.kinds
@@ -168,12 +184,20 @@ def multiply(
     alone = [part.part(slice(None, None, sharers)) for part in b]
     right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
     product = scratch("wgmma d", (groups // sharers, ROWS * sharers, n), np.dtype("f4"))
+    start = accumulator_chunks(c, warps, 1, n // 8) if model else None
+    if start is not None:
+        if mn_b:
+            even_first = start.reshape(-1, n // 8, 2, 4)
+            start = np.ascontiguousarray(even_first.swapaxes(2, 3))
+        start = start.reshape(product.shape)
     rows = left.view(ELEMENTS[kind_a])
     columns = right.view(ELEMENTS[kind_b])
     step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
     for low in range(0, len(product), step):
         now = slice(low, low + step)
         x = to_single(rows[low * sharers : (low + step) * sharers], kind_a)
+        if form.sign < 0:
+            x = -x
         if mn_a:
             x = x.swapaxes(1, 2)
         x = x.reshape(-1, ROWS * sharers, x.shape[2])
@@ -182,9 +206,7 @@ def multiply(
             # BLAS is faster without a transposed B: transpose while the elements are narrow.
             y = np.ascontiguousarray(y.swapaxes(1, 2))
         y = to_single(y.reshape(len(y), -1, n), kind_b)
-        multiply_rounding_once(x, y, product[now])
-    if form.sign < 0:
-        np.negative(product, out=product)
+        multiply(model, form.kinds, x, y, None if start is None else start[now], product[now])
     if mn_b:
         single = product.reshape(groups, 4, 2, 8, n // 8, 4, 2)
         out = np.ascontiguousarray(single.transpose(4, 2, 6, 0, 1, 3, 5))
