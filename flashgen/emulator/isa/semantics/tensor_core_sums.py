@@ -17,7 +17,7 @@ from 2^128 on. A sum of zeros is +0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,9 @@ _SMALLEST = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
 _FRACTION_BITS = {"f32": 23, "e8m13": 13}
 # `_block` is right for exponents from LOW to HIGH: 2^(F - E) and its inverse are normal float32.
 LOW, HIGH = -100, 120
-_PIECE = 8  # largest number of products whose largest exponent one sum of powers gives
+_AT_ONCE = 1 << 15  # sums that are computed together: their terms fit into a cache
+_TERMS = 4  # products of a sum that are made together
+_EXPONENT = 0x7F800000  # the bits of the exponent in float32
 
 
 def sum_products(
@@ -67,132 +69,210 @@ def _add_blocks(
     model: SumModel, kinds: tuple[str, str], x: Array, y: Array, start: Array | None
 ) -> Array:
     smallest = [_SMALLEST[kind] for kind in kinds]
-    wide = min(smallest) < -14
-    powers_x, powers_y = _powers(x, smallest[0], wide, 1), _powers(y, smallest[1], wide, 0)
-    total = start
-    for first in range(0, x.shape[2], model.products):
-        now = slice(first, first + model.products)
-        a, b = x[:, :, now], y[:, now]
-        exponents = _largest_exponents(powers_x[:, :, now], powers_y[:, now])
-        total = _block(model, smallest, a, b, exponents, total)
-    assert total is not None
-    return total
+    (batch, rows, depth), columns = x.shape, y.shape[2]
+    left = _powers(x, smallest[0], 127)
+    right = _powers(y, smallest[1], 128 - left.top)
+    out = scratch("out", (batch, rows, columns), F4)
+    row_parts = _parts(rows, _AT_ONCE // columns)
+    for which in _parts(batch, _AT_ONCE // (columns * (row_parts[0].stop - row_parts[0].start))):
+        for some in row_parts:
+            part = (which, some)
+            block = _Block(model, smallest, left, right, out[part].shape)
+            total = None if start is None else start[part]
+            for first in range(0, depth, model.products):
+                now = slice(first, first + model.products)
+                x_powers, y_powers = left.values[part][..., now], right.values[which, now]
+                total = block.add(x[part][..., now], y[which, now], x_powers, y_powers, total)
+            out[part] = total
+    return out
+
+
+def _parts(size: int, most: int) -> list[slice]:
+    """Equal parts of a range, of about ``most`` at most."""
+    step = -(-size // -(-size // max(most, 1)))
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
 
 
 # ---- exponents
 #
 # The largest e(a_i) + e(b_i) of every row and column is the exponent of a matrix product of
 # 16^e(a_i) and 16^e(b_i): the sum of at most 8 powers is less than 16 times the largest of them,
-# in whatever order it is rounded. A zero has the power zero, an infinity or NaN is infinite.
+# in whatever order it is rounded. float32 has the range for exponents from the largest of a matrix
+# to _SEEN less; the powers of others may vanish.
+
+_SEEN = 46
+_PIECE = 8
 
 
-def _powers(values: Array, smallest: int, wide: bool, bias: int) -> Array:
-    """2^bias 16^e of each value, in float64 where float32 has not the range."""
-    bits = values.view(I4)
-    field = bits >> 23 & 255
-    power = np.maximum(field - 127, smallest) * 4
-    power += (1023 if wide else 127) + bias
-    result: Array = (power.astype(np.int64) << 52).view(F8) if wide else (power << 23).view(F4)
-    result[field == 255] = np.inf
-    result[values == 0] = 0
-    return result
+class _Powers(NamedTuple):
+    """16^(e - top) 2^60 of the values of an operand; 0 for a zero, inf for an infinity or a NaN.
 
-
-def _largest_exponents(powers_x: Array, powers_y: Array) -> Array:
-    """The largest exponent of the products that are not zero, int32 (batch, rows, columns).
-
-    It is less than those of all products if there is none, and greater if a term is not finite.
+    Attributes:
+        top: the largest exponent.
+        finite: whether all powers are.
     """
-    shape = (*powers_x.shape[:2], powers_y.shape[2])
-    depth = powers_x.shape[2]
-    total = np.matmul(
-        powers_x[:, :, :_PIECE], powers_y[:, :_PIECE], out=scratch("power", shape, powers_x.dtype)
-    )
-    for first in range(_PIECE, depth, _PIECE):
-        now = slice(first, first + _PIECE)
-        np.maximum(total, np.matmul(powers_x[:, :, now], powers_y[:, now]), out=total)
-    if total.dtype == F8:
-        return (total.view(np.uint64) >> np.uint64(54)).astype(np.int32) - np.int32(256)
-    field = total.view(np.uint32)
-    field >>= np.uint32(25)
-    exponents = field.view(np.int32)
-    exponents -= np.int32(32)
-    return exponents
+
+    values: Array
+    top: int
+    finite: bool
+
+
+def _powers(values: Array, smallest: int, most: int) -> _Powers:
+    """The powers of an operand, relative to an exponent of at most ``most``."""
+    power: Array = (values.view(I4) & np.int32(_EXPONENT)).view(F4)  # 2^e, or inf
+    np.maximum(power, np.float32(2.0**smallest), out=power)
+    power *= values != 0
+    largest = power.max()
+    finite = bool(np.isfinite(largest))
+    if not finite:
+        largest = power.max(where=np.isfinite(power), initial=0)
+    exponent = int(np.frexp(largest)[1]) - 1 if largest else 0
+    top = max(min(exponent, most), LOW)
+    power *= np.float32(2.0 ** (15 - top))
+    power *= power
+    power *= power
+    return _Powers(power, top, finite and exponent <= most)
 
 
 # ---- blocks
 
 
-def _block(
-    model: SumModel, smallest: list[int], a: Array, b: Array, of_products: Array, c: Array | None
-) -> Array:
-    """The sums of one block, float32 (batch, rows, columns), in place of ``c``."""
-    shape = of_products.shape
-    exponents = of_products
-    if c is not None:
-        exponents = scratch("exponent", shape, I4)
-        np.right_shift(c.view(I4), 23, out=exponents)
-        exponents &= np.int32(255)
-        exponents -= np.int32(127)
-        np.maximum(exponents, of_products, out=exponents)
-    odd = _others(model, sum(smallest), of_products, exponents, c)
-    exponents = np.maximum(exponents, max(model.floor, LOW), out=scratch("exponent", shape, I4))
-    scale = _power_of_two(model.fraction - exponents)
-    terms = scratch("terms", (a.shape[2], *shape), F4)
-    np.multiply(a.transpose(2, 0, 1)[..., None], b.transpose(1, 0, 2)[:, :, None], out=terms)
-    terms *= scale
-    # The conversion to integers truncates. 16 terms below 4 2^25 fit into 32 bits.
-    integers = scratch("integers", terms.shape, I4)
-    np.copyto(integers, terms, casting="unsafe")
-    products = np.add.reduce(integers, axis=0, dtype=np.int32, out=scratch("sum", shape, I4))
-    total = scratch("total", shape, F8)
-    np.copyto(total, products)
-    if c is not None:
-        scale *= c
-        total += np.trunc(scale, out=scale)
-    result = _rounded(model, total, exponents)
-    if odd is not None:
+def _field(exponent: int) -> int:
+    """An exponent as the bits of 2^exponent in float32."""
+    return (exponent + 127) << 23
+
+
+class _Block:
+    """The sums of one block after the other, for matrices of one shape (batch, rows, columns)."""
+
+    def __init__(
+        self,
+        model: SumModel,
+        smallest: list[int],
+        left: _Powers,
+        right: _Powers,
+        shape: tuple[int, ...],
+    ) -> None:
+        self.model = model
+        self.smallest = smallest
+        self.finite = left.finite and right.finite
+        self.top = left.top + right.top
+        batch, rows, columns = shape
+        self.power = scratch("power", shape, F4)
+        self.exponent = scratch("exponent", shape, I4)
+        self.scale = scratch("scale", shape, F4)
+        self.factors = np.zeros((batch, _TERMS, rows, _TERMS), F4)
+        self.terms = scratch("terms", (batch, _TERMS, rows, columns), F4)
+        self.integers = scratch("integers", self.terms.shape, I4)
+        self.part = scratch("part", shape, I4)
+        self.sum = scratch("sum", shape, I4)
+        self.total = scratch("total", shape, F8)
+        self.result = scratch("result", shape, F4)
+        # Whether the sum of all terms, C among them, fits into 32 bits.
+        self.fits = (4 * model.products + 2) << model.fraction <= 1 << 31
+
+    def add(self, a: Array, b: Array, powers_a: Array, powers_b: Array, c: Array | None) -> Array:
+        """A B + C of one block, float32, valid until the next call.
+
+        Args:
+            a, b: (batch, rows, L) and (batch, L, columns), with their powers.
+            c: (batch, rows, columns), or None.
+        """
+        model = self.model
+        exponent = self._exponents(powers_a, powers_b, c)
+        odd = self._others(a, b, c)
+        fraction = np.uint32(_field(model.fraction) + _field(0))
+        np.subtract(fraction, exponent.view(np.uint32), out=self.scale.view(np.uint32))
+        self._add_terms(a, b)
+        if c is not None:
+            self.scale *= c
+        if c is not None and self.fits:
+            np.copyto(self.part, self.scale, casting="unsafe")
+            self.sum += self.part
+        np.copyto(self.total, self.sum)
+        if c is not None and not self.fits:
+            self.total += np.trunc(self.scale, out=self.scale)
+        exponent -= np.int32(model.fraction << 23)
+        start = None if c is None or odd is None else c[odd]
+        self._round(exponent.view(F4))
+        if odd is not None:
+            self._replace(odd, a, b, start)
+        return self.result
+
+    def _add_terms(self, a: Array, b: Array) -> None:
+        """Sets the sum of the truncated products, scaled by 2^(F - E).
+
+        The products, each by itself, are those of a matrix with the factors of A on a diagonal: a
+        matrix product is faster than an outer product.
+        """
+        batch, columns = len(a), b.shape[2]
+        diagonal = np.einsum("bkrk->bkr", self.factors)
+        factors = self.factors.reshape(batch, -1, _TERMS)
+        products = self.terms.reshape(batch, -1, columns)
+        for first in range(0, self.model.products, _TERMS):
+            now = slice(first, first + _TERMS)
+            diagonal[...] = a[..., now].swapaxes(1, 2)
+            np.matmul(factors, b[:, now], out=products)
+            self.terms *= self.scale[:, None]
+            # The conversion to integers truncates.
+            np.copyto(self.integers, self.terms, casting="unsafe")
+            out = self.part if first else self.sum
+            np.add.reduce(self.integers, axis=1, dtype=np.int32, out=out)
+            if first:
+                self.sum += self.part
+
+    def _exponents(self, powers_a: Array, powers_b: Array, c: Array | None) -> Array:
+        """The largest exponent of each sum, as `_field` has it."""
+        power, exponent = self.power, self.exponent
+        np.matmul(powers_a[..., :_PIECE], powers_b[:, :_PIECE], out=power)
+        for first in range(_PIECE, self.model.products, _PIECE):
+            now = slice(first, first + _PIECE)
+            np.maximum(power, np.matmul(powers_a[..., now], powers_b[:, now]), out=power)
+        # The exponent 4 E + r of a power plus 128 is a multiple of 4 and r.
+        bits = np.add(power.view(np.uint32), np.uint32(1 << 23), out=exponent.view(np.uint32))
+        bits >>= np.uint32(2)
+        bits &= np.uint32(_field(0))
+        exponent += np.int32(_field(self.top - 30 - 32))
+        if c is not None:
+            of_c = np.bitwise_and(c.view(I4), np.int32(_EXPONENT), out=self.part)
+            np.maximum(exponent, of_c, out=exponent)
+        return exponent
+
+    def _others(self, a: Array, b: Array, c: Array | None) -> tuple[Array, ...] | None:
+        """The places of the sums that `_exact_block` has to make; None if there are none.
+
+        Raises the exponents to the smallest that are right here.
+        """
+        exponent, floor = self.exponent, self.model.floor
+        right = max(LOW, self.top - _SEEN)
+        lowest, highest = exponent.min(), exponent.max()
+        if self.finite and highest <= _field(HIGH) and lowest >= _field(max(right, floor)):
+            return None
+        odd = exponent > _field(HIGH)
+        if not self.finite:
+            odd |= ~np.isfinite(self.power)
+        if floor < right and lowest < _field(right):
+            some = np.matmul((a != 0).astype(F4), (b != 0).astype(F4)) != 0
+            odd |= (exponent < _field(right)) & (some if c is None else some | (c != 0))
+        np.maximum(exponent, _field(max(floor, LOW)), out=exponent)
+        return odd.nonzero() if odd.any() else None
+
+    def _round(self, scale: Array) -> None:
+        """The totals times ``scale``, a power of two, rounded to the form of the result."""
+        if self.model.result == "f16":
+            self.total *= scale
+            self.result[...] = self.total.astype(np.float16)
+            return
+        bits = self.total.view(np.int64)
+        bits &= np.int64(-1 << (52 - _FRACTION_BITS[self.model.result]))
+        np.copyto(self.result, self.total, casting="same_kind")
+        self.result *= scale
+
+    def _replace(self, odd: tuple[Array, ...], a: Array, b: Array, start: Array | None) -> None:
         where, row, column = odd
-        start = np.zeros(len(row), F4) if c is None else c[odd]
-        given = a[where, row], b.swapaxes(1, 2)[where, column], start
-        result[odd] = _exact_block(model, smallest, *given)
-    return result
-
-
-def _others(
-    model: SumModel, smallest: int, of_products: Array, exponents: Array, c: Array | None
-) -> tuple[Array, ...] | None:
-    """The places of the sums that `_block` cannot compute; None if there are none."""
-    finite = 254 if smallest < -28 else 30
-    high = of_products.max() > finite or exponents.max() > HIGH
-    low = model.floor < LOW and exponents.min() < LOW
-    if not high and not low:
-        return None
-    odd = (of_products > finite) | (exponents > HIGH)
-    if low:
-        zero = of_products < smallest
-        odd |= (exponents < LOW) & ~(zero if c is None else zero & (c == 0))
-    return odd.nonzero() if odd.any() else None
-
-
-def _power_of_two(exponents: Array) -> Array:
-    """2^exponents as float32."""
-    bits: Array = exponents + np.int32(127)
-    bits <<= 23
-    return bits.view(F4)
-
-
-def _rounded(model: SumModel, total: Array, exponents: Array) -> Array:
-    """total 2^(E - F) as float32, rounded to the form of the result; overwrites ``total``."""
-    scale = _power_of_two(exponents - np.int32(model.fraction))
-    if model.result == "f16":
-        total *= scale
-        return total.astype(np.float16).astype(F4)
-    bits = total.view(np.int64)
-    bits &= np.int64(-1 << (52 - _FRACTION_BITS[model.result]))
-    result = total.astype(F4)
-    result *= scale
-    return result
+        c = np.zeros(len(row), F4) if start is None else start
+        given = a[where, row], b.swapaxes(1, 2)[where, column], c
+        self.result[odd] = _exact_block(self.model, self.smallest, *given)
 
 
 def _exact_block(model: SumModel, smallest: list[int], a: Array, b: Array, c: Array) -> Array:
