@@ -73,14 +73,15 @@ def vectors_of(path: Path) -> list[Vectors]:
 def emulated(v: Vectors) -> Array:
     """The results of the emulator (count,) as float32."""
     if v.gpu in ("H100", "H200") and v.kind in ("E4M3", "E5M2") and not v.half:
-        return _by_wgmma(v)
-    return _by_mma(v)
+        return by_wgmma(v)
+    return by_mma(v)
 
 
 # ---- mma.sync: eight vectors to a warp, whose results lie on the diagonal of D
 
 
-def _by_mma(v: Vectors) -> Array:
+def by_mma(v: Vectors, times: int = 1, sums: str = "hardware") -> Array:
+    """The results of ``times`` instructions that add the same product, (count,) as float32."""
     name, dtype = KINDS[v.kind]
     count, k = v.a.shape
     per_register = 4 // np.dtype(dtype).itemsize
@@ -94,7 +95,7 @@ def _by_mma(v: Vectors) -> Array:
     rows = np.broadcast_to((lane // 4)[None, :, None], at.shape)
     words = [np.ascontiguousarray(m[:, rows, at]).view(np.uint32)[..., 0] for m in (a, b)]
     left = np.stack([words[0], np.zeros_like(words[0])], axis=2).reshape(-1, 2 * chunks, 32)
-    sums = "f16" if v.half else "f32"
+    type_ = "f16" if v.half else "f32"
     start = np.zeros((len(a), 8, 8), np.float16 if v.half else np.float32)
     start[:, range(8), range(8)] = v.c.reshape(-1, 8)
     # The accumulators of rows 0 to 7 come first, columns 2t and 2t + 1.
@@ -103,17 +104,17 @@ def _by_mma(v: Vectors) -> Array:
     c = np.ascontiguousarray(c.swapaxes(1, 2)).view(np.uint32)
     c = np.concatenate([c, np.zeros_like(c)], axis=1)
     operands = [left, words[1], c]
-    opcode = f"mma.sync.aligned.m16n8k{k}.row.col.{sums}.{name}.{name}.{sums}"
+    opcode = f"mma.sync.aligned.m16n8k{k}.row.col.{type_}.{name}.{name}.{type_}"
     counts = [operand.shape[1] for operand in operands]
-    text = _mma_ptx(opcode, TARGETS[v.gpu], *counts)
+    text = _mma_ptx(opcode, TARGETS[v.gpu], times, *counts)
     flat = [np.ascontiguousarray(operand) for operand in operands]
-    emulator.launch(text, "k", len(a), 32, flat, sums="hardware")
+    emulator.launch(text, "k", len(a), 32, flat, sums=sums)
     out = flat[2][:, : c.shape[1] // 2]
     values = np.ascontiguousarray(out.swapaxes(1, 2)).view(start.dtype).reshape(len(a), 8, 8)
     return values[:, range(8), range(8)].reshape(count).astype(np.float32)
 
 
-def _mma_ptx(opcode: str, target: str, a: int, b: int, c: int) -> str:
+def _mma_ptx(opcode: str, target: str, times: int, a: int, b: int, c: int) -> str:
     """A kernel k(a, b, c) of a warp per block: fragments are loaded, multiplied, and c stored.
 
     Operands are [blocks, registers, 32] words.
@@ -130,7 +131,8 @@ def _mma_ptx(opcode: str, target: str, a: int, b: int, c: int) -> str:
             f"mad.wide.u32 %p{letter}, %lane, 4, %p{letter};",
             *(f"ld.global.b32 %{letter}{i}, [%p{letter}+{128 * i}];" for i in range(count)),
         ]
-    lines.append(f"{opcode} {names('c', c)}, {names('a', a)}, {names('b', b)}, {names('c', c)};")
+    product = f"{opcode} {names('c', c)}, {names('a', a)}, {names('b', b)}, {names('c', c)};"
+    lines += [product] * times
     lines += [f"st.global.b32 [%pc+{128 * i}], %c{i};" for i in range(c)]
     body = "\n  ".join(lines)
     return f""".version 8.7
@@ -148,11 +150,13 @@ def _mma_ptx(opcode: str, target: str, a: int, b: int, c: int) -> str:
 
 
 @functools.cache
-def _wgmma_ptx(name: str) -> str:
-    return compile_ptx(HEAD + gemm("k", 64, kinds=(name, name), flags=(1, 1)), "sm_90a")
+def _wgmma_ptx(name: str, type_: str) -> str:
+    flags = (1, 1, 0, 0) if name in ("f16", "bf16") else (1, 1)
+    return compile_ptx(HEAD + gemm("k", 64, kinds=(name, name), sums=type_, flags=flags), "sm_90a")
 
 
-def _by_wgmma(v: Vectors) -> Array:
+def by_wgmma(v: Vectors) -> Array:
+    """The results (count,) as float32 of as many instructions along k as the vectors are long."""
     name, dtype = KINDS[v.kind]
     count, depth = v.a.shape
     padded = np.zeros((2, -(-count // 64) * 64, depth), dtype)
@@ -162,9 +166,10 @@ def _by_wgmma(v: Vectors) -> Array:
         left, right = stored(a, 32), stored(b, 32)
         where = np.stack([left.descriptors(), right.descriptors(left.image.size)], axis=1)
         sizes = [np.int32(part.image.size) for part in (left, right)]
-        out = np.zeros((128, 32), np.float32)
+        out = np.zeros((128, 32), np.float16 if v.half else np.float32)
         args = [left.image, sizes[0], right.image, sizes[1], out, where, np.int32(len(where))]
         shared = left.image.size + right.image.size
-        emulator.launch(_wgmma_ptx(name), "k", 1, 128, args, shared, sums="hardware")
+        ptx = _wgmma_ptx(name, "f16" if v.half else "f32")
+        emulator.launch(ptx, "k", 1, 128, args, shared, sums="hardware")
         found.append(np.diagonal(sums_of(out, 64)))
-    return np.concatenate(found)[:count]
+    return np.concatenate(found)[:count].astype(np.float32)
