@@ -51,7 +51,7 @@ def test_a_benchmark_runs_on_the_smallest_sizes(
         assert list(tmp_path.iterdir())
 
 
-def test_the_emulator_is_measured_with_and_without_checkers(
+def test_the_emulator_is_measured_with_checkers_and_with_both_kinds_of_sums(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import emulator
@@ -60,5 +60,6 @@ def test_the_emulator_is_measured_with_and_without_checkers(
     monkeypatch.setattr(emulator, "TARGETS", {})
     emulator.main(((1, 64),))
     out = capsys.readouterr().out
-    assert re.search(r"^ +1 x 64 +1 +\d\.\d{3} +\d\.\d{3}", out, re.MULTILINE), out
+    row = r"^ +1 x 64 +1 +\d\.\d{3} +\d\.\d{3} +\d+\.\d\d +[\d.]+ +\d\.\d{3} +\d+\.\d\d$"
+    assert re.search(row, out, re.MULTILINE), out
     assert re.search(r"^[1-9][\d,]+ warp instructions", out, re.MULTILINE), out

@@ -6,9 +6,7 @@ as one matrix product, and so are the warpgroups of a block that multiply by the
 eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row in four lanes form a
 16-byte chunk; this order is free where B is gathered by columns.
 
-Products of f16, bf16, tf32 and 8-bit floats are exact in float32. The sum along k of one matrix
-product is rounded to float32 once. Not modelled: tensor cores truncate intermediate sums, to fewer
-bits for 8-bit floats.
+`mma.multiply` adds the products: as tensor cores do (`tensor_core_sums`), or rounded once.
 """
 
 from __future__ import annotations
