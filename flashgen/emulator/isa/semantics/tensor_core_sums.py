@@ -70,14 +70,14 @@ def _add_blocks(
 ) -> Array:
     smallest = [_SMALLEST[kind] for kind in kinds]
     (batch, rows, depth), columns = x.shape, y.shape[2]
-    left = _powers(x, smallest[0], 127)
-    right = _powers(y, smallest[1], 128 - left.top)
+    left, right = _powers(x, smallest[0], 2), _powers(y, smallest[1], 1)
     out = scratch("out", (batch, rows, columns), F4)
     row_parts = _parts(rows, _AT_ONCE // columns)
     for which in _parts(batch, _AT_ONCE // (columns * (row_parts[0].stop - row_parts[0].start))):
         for some in row_parts:
             part = (which, some)
-            block = _Block(model, smallest, left, right, out[part].shape)
+            finite, top = left.finite and right.finite, left.top[part] + right.top[which]
+            block = _Block(model, smallest, finite, top)
             total = None if start is None else start[part]
             for first in range(0, depth, model.products):
                 now = slice(first, first + model.products)
@@ -97,10 +97,11 @@ def _parts(size: int, most: int) -> list[slice]:
 #
 # The largest e(a_i) + e(b_i) of every row and column is the exponent of a matrix product of
 # 16^e(a_i) and 16^e(b_i): the sum of at most 8 powers is less than 16 times the largest of them,
-# in whatever order it is rounded. float32 has the range for exponents from the largest of a matrix
-# to _SEEN less; the powers of others may vanish.
+# in whatever order it is rounded. The powers are relative to the largest of a row of A and a column
+# of B. float32 has the range for the 46 exponents below both; the powers of others may vanish.
 
 _SEEN = 46
+_HIGHEST = 64  # what powers are relative to at most: the sum of two is an exponent of float32
 _PIECE = 8
 
 
@@ -108,30 +109,30 @@ class _Powers(NamedTuple):
     """16^(e - top) 2^60 of the values of an operand; 0 for a zero, inf for an infinity or a NaN.
 
     Attributes:
-        top: the largest exponent.
+        top: the largest exponents (batch, rows, 1) or (batch, 1, columns).
         finite: whether all powers are.
     """
 
     values: Array
-    top: int
+    top: Array
     finite: bool
 
 
-def _powers(values: Array, smallest: int, most: int) -> _Powers:
-    """The powers of an operand, relative to an exponent of at most ``most``."""
+def _powers(values: Array, smallest: int, axis: int) -> _Powers:
+    """The powers of an operand whose sums go along ``axis``."""
     power: Array = (values.view(I4) & np.int32(_EXPONENT)).view(F4)  # 2^e, or inf
     np.maximum(power, np.float32(2.0**smallest), out=power)
     power *= values != 0
-    largest = power.max()
-    finite = bool(np.isfinite(largest))
+    largest = power.max(axis=axis, keepdims=True)
+    finite = bool(largest.max() <= 2.0**_HIGHEST)
     if not finite:
-        largest = power.max(where=np.isfinite(power), initial=0)
-    exponent = int(np.frexp(largest)[1]) - 1 if largest else 0
-    top = max(min(exponent, most), LOW)
-    power *= np.float32(2.0 ** (15 - top))
+        small = power <= 2.0**_HIGHEST
+        largest = power.max(axis=axis, keepdims=True, where=small, initial=0)
+    top = np.maximum(np.frexp(largest)[1] - 1, LOW)
+    power *= np.ldexp(np.float32(1), 15 - top)
     power *= power
     power *= power
-    return _Powers(power, top, finite and exponent <= most)
+    return _Powers(power, top, finite)
 
 
 # ---- blocks
@@ -149,15 +150,18 @@ class _Block:
         self,
         model: SumModel,
         smallest: list[int],
-        left: _Powers,
-        right: _Powers,
-        shape: tuple[int, ...],
+        finite: bool,
+        top: Array,
     ) -> None:
+        """For powers that are finite or not, relative to ``top`` (batch, rows, columns)."""
         self.model = model
         self.smallest = smallest
-        self.finite = left.finite and right.finite
-        self.top = left.top + right.top
-        batch, rows, columns = shape
+        self.finite = finite
+        shape = batch, rows, columns = top.shape
+        self.base = (top + (127 - 30 - 32)) << 23
+        # Exponents from here on are right.
+        self.right = (np.maximum(top - _SEEN, LOW) + 127) << 23
+        self.right[self.right <= _field(model.floor)] = _field(model.floor)
         self.power = scratch("power", shape, F4)
         self.exponent = scratch("exponent", shape, I4)
         self.scale = scratch("scale", shape, F4)
@@ -232,7 +236,7 @@ class _Block:
         bits = np.add(power.view(np.uint32), np.uint32(1 << 23), out=exponent.view(np.uint32))
         bits >>= np.uint32(2)
         bits &= np.uint32(_field(0))
-        exponent += np.int32(_field(self.top - 30 - 32))
+        exponent += self.base
         if c is not None:
             of_c = np.bitwise_and(c.view(I4), np.int32(_EXPONENT), out=self.part)
             np.maximum(exponent, of_c, out=exponent)
@@ -243,18 +247,18 @@ class _Block:
 
         Raises the exponents to the smallest that are right here.
         """
-        exponent, floor = self.exponent, self.model.floor
-        right = max(LOW, self.top - _SEEN)
-        lowest, highest = exponent.min(), exponent.max()
-        if self.finite and highest <= _field(HIGH) and lowest >= _field(max(right, floor)):
+        exponent = self.exponent
+        np.maximum(exponent, _field(self.model.floor), out=exponent)
+        low = np.subtract(exponent, self.right, out=self.part).min() < 0
+        if self.finite and not low and exponent.max() <= _field(HIGH):
             return None
         odd = exponent > _field(HIGH)
         if not self.finite:
             odd |= ~np.isfinite(self.power)
-        if floor < right and lowest < _field(right):
+        if low:
             some = np.matmul((a != 0).astype(F4), (b != 0).astype(F4)) != 0
-            odd |= (exponent < _field(right)) & (some if c is None else some | (c != 0))
-        np.maximum(exponent, _field(max(floor, LOW)), out=exponent)
+            odd |= (exponent < self.right) & (some if c is None else some | (c != 0))
+        np.maximum(exponent, _field(LOW), out=exponent)
         return odd.nonzero() if odd.any() else None
 
     def _round(self, scale: Array) -> None:
