@@ -248,7 +248,8 @@ class _Block:
         Raises the exponents to the smallest that are right here.
         """
         exponent = self.exponent
-        np.maximum(exponent, _field(self.model.floor), out=exponent)
+        if self.model.floor > LOW:
+            np.maximum(exponent, _field(self.model.floor), out=exponent)
         low = np.subtract(exponent, self.right, out=self.part).min() < 0
         if self.finite and not low and exponent.max() <= _field(HIGH):
             return None
