@@ -12,7 +12,7 @@ FLASHGEN_DEBUG        level of messages on stderr; each level adds to those befo
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
 FLASHGEN_EMULATOR_SUMS
                       how tensor cores add in the emulator: "hardware", as those of the
-                      architecture do, or "rounded", once to nearest (unset: "rounded")
+                      architecture do, or "rounded", once to nearest (unset: "hardware")
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
 ====================  ==========================================================================
@@ -90,7 +90,7 @@ def emulator_sums() -> str:
     Raises:
         FlashgenError: another value.
     """
-    value = _read("FLASHGEN_EMULATOR_SUMS") or "rounded"
+    value = _read("FLASHGEN_EMULATOR_SUMS") or "hardware"
     if value not in EMULATOR_SUMS:
         expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
         raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
