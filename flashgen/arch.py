@@ -6,6 +6,11 @@ its product. The planner uses rates only to compare tiles with each other and to
 Sources of the limits: CUDA C++ Programming Guide 13, "Compute Capabilities", table "Technical
 Specifications per Compute Capability" (threads, warps, blocks, registers and shared memory per
 SM), and table "Throughput of Native Arithmetic Instructions" (operations per clock and SM).
+
+Source of the rates of L2, which are lower than those of the whitepapers (64 B per clock and SM):
+reads of a buffer that fits in L2, by all SMs, as measured by github.com/te42kyfo/gpu-benches
+(gpu-l2-cache, gpu-cache): A100 80GB 5.4 TB/s = 35 B per clock and SM, H100 PCIe 6.9 TB/s = 34.5,
+H200 9.8 TB/s = 37, A40 2.43 TB/s = 17, L40 5.2 TB/s = 15.
 """
 
 from __future__ import annotations
@@ -28,7 +33,6 @@ SMEM_RESERVED = 1 * KIB  # the system's share of shared memory in every resident
 SCHEDULERS = 4  # per SM, each issues one warp instruction per clock
 SMEM_BYTES_PER_CLOCK = 128  # 32 banks of 4 bytes
 SPECIAL_PER_CLOCK = 16  # exp2, log2, reciprocal, ... results per clock and SM
-L2_PORT = 64  # bytes per clock that one SM can take from L2 (A100 whitepaper: 64 B/clk/SM)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ _SM_80 = Arch(
     registers_per_sm=64 * KIB,
     fp32_per_clock=64,
     # NVIDIA A100 whitepaper and A100 80GB datasheet: 312 TFLOPS fp16, 156 TFLOPS tf32, 40 MB of
-    # L2 with 5,120 B per clock for the whole chip, 2,039 GB/s.
+    # L2, 2,039 GB/s.
     product="A100 SXM 80GB",
     sms=108,
     clock_hz=1410e6,
@@ -84,7 +88,7 @@ _SM_80 = Arch(
     tensor_16bit=1024,
     mma_16bit=1024,
     mma_tf32=512,
-    l2_bytes_per_clock=5120 / 108,
+    l2_bytes_per_clock=35,
 )
 _SM_86 = Arch(
     name="sm_86",
@@ -105,7 +109,7 @@ _SM_86 = Arch(
     tensor_16bit=512,
     mma_16bit=512,
     mma_tf32=256,
-    l2_bytes_per_clock=L2_PORT,
+    l2_bytes_per_clock=17,
 )
 _SM_89 = replace(
     _SM_86,
@@ -118,6 +122,7 @@ _SM_89 = replace(
     clock_hz=2505e6,
     l2_bytes=96 * MIB,
     hbm_bytes_per_s=960e9,
+    l2_bytes_per_clock=15,
 )
 _SM_90 = replace(
     _SM_80,
@@ -135,13 +140,14 @@ _SM_90 = replace(
     tensor_16bit=2048,
     mma_16bit=1288,
     mma_tf32=644,
-    l2_bytes_per_clock=L2_PORT,
+    l2_bytes_per_clock=35,
 )
 _SM_100 = replace(
     _SM_90,
     name="sm_100",
     # NVIDIA DGX B200 datasheet, an eighth of it: 2.25 PFLOPS fp16, 8 TB/s; 148 SMs at 1.86 GHz and
-    # 126 MB of L2 as the device reports. No rate of mma.sync is published: sm_80's is assumed.
+    # 126 MB of L2 as the device reports. No rate of mma.sync is published: sm_80's is assumed; nor
+    # one of L2: H100's is assumed.
     product="B200",
     sms=148,
     clock_hz=1860e6,
@@ -155,7 +161,7 @@ _SM_120 = replace(
     _SM_89,
     name="sm_120",
     # NVIDIA RTX PRO Blackwell whitepaper, RTX PRO 6000: 503.8 TFLOPS fp16, 251.9 TFLOPS tf32,
-    # 128 MB of L2, 1,792 GB/s.
+    # 128 MB of L2, 1,792 GB/s. The rate of L2 is assumed to be that of L40.
     product="RTX PRO 6000 Blackwell",
     sms=188,
     clock_hz=2617e6,

@@ -1,8 +1,8 @@
 """The predictions of the plan's model for the main shapes: nothing here was measured.
 
 The model counts clocks of one SM per score element (`Plan.cost`); over the SMs and the clock of
-the product that the architecture's facts name, that is a rate. The model includes neither the end
-of a launch nor masked tiles nor clocks that fall under load.
+the product that the architecture's facts name, that is a rate. It includes neither the start and
+the end of work tiles nor masked tiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from benchmarks.suite.cases import Case, flops, grid, llama, make
 from benchmarks.suite.contenders.ours import in_short, spec_of
 from flashgen.arch import facts
 from flashgen.planner import Plan, plan_backward
+from flashgen.planner.models.fitted_time import STATED_ERROR
 
 
 def cases() -> list[Case]:
@@ -31,7 +32,7 @@ def table(arch: str) -> str:
     """One row per case and pass, with empty columns for the outcome."""
     product = facts(arch)
     lines = [
-        f"Predicted for {arch} with the rates of one {product.product}:",
+        f"Predicted for {arch} with the rates of one {product.product}; {STATED_ERROR}:",
         "",
         "| problem | pass | plan | predicted TFLOP/s | measured | why they differ |",
         "| --- | --- | --- | --- | --- | --- |",

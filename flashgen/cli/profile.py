@@ -9,6 +9,7 @@ from flashgen.cli.arguments import ProfileArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, listing, say, seconds
 from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
     from flashgen.profile import Profile, Quantity
@@ -111,7 +112,11 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
     if found is not None:
         turns = f"wave quantisation: {found.quantisation:.3f} times as long"
         rows.append(
-            ("time", f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}")
+            (
+                "time",
+                f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}; "
+                f"{STATED_ERROR}",
+            )
         )
     return rows
 

@@ -10,6 +10,7 @@ from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.cli.inputs import Shape, load_spec, parse_shape
+from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
     from flashgen.call import CheckedCall
@@ -40,7 +41,7 @@ def tune(arguments: TuneArguments) -> None:
             ("spec", f"{spec.name}, {arguments.path}"),
             ("shape", f"{sizes}, {spec.dtype}, {which}"),
             ("arch", arch),
-            ("ranked", f"{plural(len(choices), 'choice')} by the model's {unit}"),
+            ("ranked", f"{plural(len(choices), 'choice')} by the model's {unit}; {STATED_ERROR}"),
         ]
     )
     say()

@@ -1,9 +1,14 @@
-"""The predicted duration of a launch for given sizes; nothing here is measured.
+"""The predicted duration of a launch for given sizes; nothing of flashgen was measured.
 
-The plan's cost is in clocks of one busy SM per score element. A launch has a number of thread
-blocks, which the SMs run in rounds: the last round may leave some SMs idle, and where a mask gives
-blocks different numbers of steps, a long one may start late. And no kernel ends before all of its
-bytes have passed through global memory once.
+The plan's cost is in clocks of one busy SM per score element. A work tile takes longer than its
+steps: nothing overlaps the loads of the rows that its block owns, the products and the softmax of
+its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
+run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
+numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
+through global memory once.
+
+`benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
+libraries with their published ones.
 """
 
 from __future__ import annotations
@@ -18,16 +23,23 @@ from flashgen.planner.derivation import DerivationLine, line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
 from flashgen.planner.schedule import SLOTS, head_bits
 from flashgen.planner.traffic import LSE_BYTES, LaunchSizes, Visited, walks_of_head
 
-QUANTISATION = Formula("quantisation", "makespan*slots/steps")
-WORK = Formula("work", "cost*scores/sms", "clk")
+# One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
+BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
+QUANTISATION = Formula("quantisation", "makespan*slots/(steps + begun*work_tiles)")
+WORK = Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
-FORMULAS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
+STREAMING_KERNELS = ("delta", "minmax_table")
+
+FORMULAS = (SLOTS, BEGUN, QUANTISATION, WORK, HBM, TIME)
+# Kernels without score elements: one round of their blocks is one step.
+STREAMING_FORMULAS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Duration:
     def __str__(self) -> str:
         product = facts(self.plan.arch).product
         head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
-        lines = [f"predicted {head}, bound by {self.bound}"]
+        lines = [f"predicted {head}, bound by {self.bound}; {STATED_ERROR}"]
         for line in self.lines:
             lines += printed_line(line)
         return "\n".join(lines)
@@ -72,7 +84,7 @@ def duration_of(
     Raises:
         ValueError: visited tiles are for another number of tiles.
     """
-    arch = facts(plan.arch)
+    arch, streams = facts(plan.arch), plan.kernel in STREAMING_KERNELS
     parts, rows = [], 0
     for sizes, visited in walks:
         tiles, heads, entries = plan.grid(*sizes)
@@ -81,19 +93,30 @@ def duration_of(
         parts.append(HeadSteps(lengths, heads * entries, 1 << bits))
         rows += sizes.batch * sizes.heads_q * sizes.seq_q
     steps = sum(sum(part.lengths) * part.times for part in parts)
+    work_tiles = sum(len(part.lengths) * part.times for part in parts)
     scores = rows if plan.kernel == "delta" else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
         "steps": max(1, steps),
-        "makespan": makespan(parts, arch.sms * plan.blocks_per_sm),
+        "work_tiles": work_tiles,
+        "block_q": plan.block_q,
+        "block_k": plan.block_k,
+        "edges": 0 if streams else _edges(plan),
+        "l2_rate": arch.l2_bytes_per_clock,
         "cost": plan.cost,
         "scores": scores,
         "bytes": sum(_bytes(plan, sizes) for sizes, _ in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    FormulaSequence(*FORMULAS)(at)
-    lines = tuple(line_of(formula, at) for formula in FORMULAS)
+    formulas = STREAMING_FORMULAS if streams else FORMULAS
+    begun = at["begun"] = 0 if streams else BEGUN(at)
+    at["makespan"] = makespan(
+        [part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts],
+        arch.sms * plan.blocks_per_sm,
+    )
+    FormulaSequence(*formulas)(at)
+    lines = tuple(line_of(formula, at) for formula in formulas)
     bound = "hbm" if at["hbm"] >= at["work"] else "work"
     return Duration(plan, lines, at["time"] / arch.clock_hz, bound, float(at["quantisation"]))
 
@@ -107,12 +130,12 @@ class HeadSteps(NamedTuple):
         together: the number of interleaved heads, whose longest blocks are launched first.
     """
 
-    lengths: Sequence[int]
+    lengths: Sequence[float]
     times: int
     together: int = 1
 
 
-def makespan(parts: Sequence[HeadSteps], slots: int) -> int:
+def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
     """Steps until all blocks are done, when each free slot runs the next block.
 
     Args:
@@ -125,7 +148,7 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> int:
     if len(different) == 1:
         blocks = sum(len(part.lengths) * part.times for part in parts)
         return max(1, different.pop() * -(-blocks // slots))
-    ends = [0] * slots
+    ends = [0.0] * slots
     for lengths, times, together in parts:
         ordered = sorted(lengths, reverse=True)
         for first in range(0, times, together):
@@ -137,12 +160,21 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> int:
 
 def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:
     """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
-    if plan.kernel in ("delta", "minmax_table"):
+    if plan.kernel in STREAMING_KERNELS:
         return [1] * tiles
     group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
     walks = walks_of_head(plan, sizes, visited)
     times = group * tiles // len(walks)  # more than 1 where the heads of a group walk alike
     return [times * sum(map(len, walks[tile::tiles])) for tile in range(tiles)]
+
+
+def _edges(plan: Plan) -> int:
+    """Bytes of the rows that a block owns: operands before its steps, results after them."""
+    d_qk, d_v = plan.head_dim, plan.head_dim_v
+    if plan.owns_keys:
+        return plan.itemsize * plan.block_k * 2 * (d_qk + d_v)
+    gradient = d_qk if plan.kernel == "dq" else 0
+    return plan.itemsize * plan.block_q * (d_qk + d_v + gradient)
 
 
 def _bytes(plan: Plan, sizes: LaunchSizes) -> int:

@@ -11,6 +11,7 @@ from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
+from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import KEY_KERNELS, SMEM_OF_SM
 from flashgen.planner.quantities import Number, Quantities
 from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
@@ -75,7 +76,7 @@ def _notes(problem: TileProblem, tile: Tile) -> Iterator[str]:
     yield (
         f"{problem.arch.name}: M {problem.smem_limit:,} B, M_sm {problem.smem_of_sm:,} B, "
         f"R {problem.arch.registers_per_sm:,}; rates of {problem.arch.product}; "
-        f"clk: clocks of an SM per score element"
+        f"clk: clocks of an SM per score element, {STATED_ERROR}"
     )
     if problem.path_note:
         yield problem.path_note

@@ -15,7 +15,7 @@ from flashgen.planner.models import (
     forward_sm90,
     spec_terms,
 )
-from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
+from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.planner.quantities import ITEMSIZE, Number
 
@@ -138,9 +138,9 @@ class TileProblem:
             "factors": 6 if wide else 1,
             "tensor_rate": self.arch.mma_tf32 if wide else fastest,
             "l2_rate": self.arch.l2_bytes_per_clock,
-            "atomic_rate": self.arch.l2_bytes_per_clock * ATOMIC_SHARE_OF_L2_RATE,
             "score_ops": self.score_ops,
             "dropout_ops": self.dropout_ops,
+            **CONSTANTS,
         }
 
     @functools.cached_property

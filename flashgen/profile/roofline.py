@@ -14,8 +14,7 @@ from flashgen.emulator import Totals
 from flashgen.emulator.counters.l2 import L2Traffic
 from flashgen.emulator.counters.recorder import SECTOR_BYTES
 from flashgen.errors import InputError
-from flashgen.planner.models.fitted_common import ATOMIC_SHARE_OF_L2_RATE
-from flashgen.planner.models.fitted_sm80 import BARRIER_CLOCKS
+from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.quantities import Number
 from flashgen.planner.tile_problem import PATHS
 from flashgen.profile.kernel_profile import Profile, Roofline, RooflineBound
@@ -54,7 +53,7 @@ def clocks(
         "tensor": totals.tensor_multiply_adds / tensor_rate(arch, dtype, path),
         "shared": float(totals.wavefronts),
         "l2": plain / arch.l2_bytes_per_clock,
-        "atomics": added_bytes / (ATOMIC_SHARE_OF_L2_RATE * arch.l2_bytes_per_clock),
+        "atomics": added_bytes / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock),
         "special": totals.lanes.get("special", 0) / SPECIAL_PER_CLOCK,
         "issue": totals.warp_instructions / SCHEDULERS,
     }
@@ -103,9 +102,9 @@ def counted_cost(profile: Profile) -> float:
     share = at["rest"] / (at["products"] + at["rest"])
     at |= counted
     at["rest"] = share * counted["issue"] * SCHEDULERS * WARP
-    at["barriers"] = profile.totals.barriers / plan.warps * BARRIER_CLOCKS / plan.blocks_per_sm
+    at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
     for formula in model.cost_steps:
-        if formula.name in ("busiest", "alone", "cost"):
+        if formula.name in ("busiest", "alone", "pace", "cost"):
             at[formula.name] = formula(at)
     return float(at["cost"])
 

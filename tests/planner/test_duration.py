@@ -10,6 +10,7 @@ import flashgen as fg
 from flashgen.planner import Plan, plan, plan_backward
 from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.planner.formulas import evaluate
+from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.schedule import head_bits
 from flashgen.planner.traffic import LaunchSizes, Visited
 
@@ -67,13 +68,36 @@ def test_a_launch_that_fills_its_rounds_loses_nothing() -> None:
     assert one_more.quantisation == pytest.approx(2 * slots / (slots + 1))
 
 
-def test_half_of_the_tiles_take_half_of_the_work() -> None:
+def value(found: Duration, name: str) -> float:
+    return next(line.value for line in found.lines if line.name == name)
+
+
+def test_a_work_tile_takes_its_steps_one_more_and_the_copies_of_its_rows() -> None:
+    chosen = plan(SPEC)
+    rows = chosen.block_q * chosen.block_k
+    bytes_of_rows = 2 * chosen.block_q * (64 + 64)
+    copies = bytes_of_rows / chosen.quantities["l2_rate"] / (chosen.cost * rows)
+    found = duration(chosen, 1, 108 * chosen.blocks_per_sm, 1, chosen.block_q, 3 * chosen.block_k)
+    assert value(found, "begun") == pytest.approx(1 + copies)
+    assert value(found, "time") == pytest.approx(
+        (3 + 1 + copies) * chosen.cost * rows * chosen.blocks_per_sm
+    )
+
+
+def test_every_prediction_states_the_error_of_the_model() -> None:
+    chosen = plan(SPEC)
+    assert STATED_ERROR in str(duration(chosen, 1, 1, 1, 512, 512))
+    assert STATED_ERROR in " ".join(str(chosen).split())
+
+
+def test_half_of_the_tiles_take_half_of_the_work_of_the_loop() -> None:
     chosen = plan(SPEC)
     n = 64 * chosen.block_q
     tiles = -(-n // chosen.block_k)
     some = [range(tiles // 2)] * 64
     whole, half = duration(chosen, 8, 8, 8, n, n), duration(chosen, 8, 8, 8, n, n, visited=some)
-    assert half.seconds == pytest.approx(whole.seconds * (tiles // 2) / tiles)
+    begun = value(whole, "begun")
+    assert half.seconds == pytest.approx(whole.seconds * (tiles // 2 + begun) / (tiles + begun))
     with pytest.raises(ValueError, match="there are 64"):
         duration(chosen, 1, 1, 1, n, n, visited=[range(2)])
 
@@ -84,8 +108,9 @@ def test_a_block_walks_for_each_head_of_its_group() -> None:
     alike = duration(dkdv, *sizes, visited=[[0], [1, 2]])
     assert duration(dkdv, *sizes, visited=[[0], [1, 2], [0], [1, 2]]) == alike
     fewer = duration(dkdv, *sizes, visited=[[0], [1, 2], [], [0]])
-    work = {found: found.lines[2].value for found in (alike, fewer)}
-    assert work[fewer] == pytest.approx(work[alike] * 4 / 6)
+    of_starts = 2 * value(alike, "begun")  # of two work tiles
+    share = (4 + of_starts) / (6 + of_starts)
+    assert value(fewer, "work") == pytest.approx(value(alike, "work") * share)
 
 
 def test_interleaved_heads_leave_no_long_block_for_the_end() -> None:

@@ -30,7 +30,7 @@ import math
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
-from flashgen.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, OVERLAP
+from flashgen.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, OVERLAP, SUSTAINED
 from flashgen.planner.models.kernel_model import (
     KEY_KERNELS,
     LEARNED_KERNELS,
@@ -120,7 +120,7 @@ def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
 TENSOR = Formula("tensor", "factors*macs/tensor_rate", "clk")
-BARRIERS = Formula("barriers", f"syncs*{fitted.BARRIER_CLOCKS}/(block_q*block_k*blocks)", "clk")
+BARRIERS = Formula("barriers", "syncs*barrier/(block_q*block_k*blocks)", "clk")
 
 # mma.sync and ldmatrix of 16-bit operands; six products of tf32 parts for float32.
 PRODUCTS = {
@@ -167,7 +167,7 @@ def _cost_steps(kernel: str, itemsize: int) -> tuple[Formula, ...]:
         Formula("rest", rest),
         TENSOR,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
-        *rates(kernel, computed="repeats"),
+        *rates(kernel, computed="repeats", tensor=SUSTAINED),
         ALONE,
         OVERLAP,
         OCCUPIED,

@@ -22,18 +22,21 @@ one.
 
 from __future__ import annotations
 
-from flashgen.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.arch import SMEM_BYTES_PER_CLOCK
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
 from flashgen.planner.models.forward_sm90 import (
+    ALONE,
     BUSY,
     CONSUMER,
     DEPTH,
     DEPTH_V,
     LAUNCHED,
+    PACE,
     PRODUCER,
     PRODUCER_WARPS,
 )
+from flashgen.planner.models.forward_sm90 import COST as FORWARD_COST
 from flashgen.planner.models.kernel_model import (
     KEY_KERNELS,
     LEARNED_KERNELS,
@@ -130,12 +133,7 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
 TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
-# A warpgroup alone waits for its products, then computes P and dS; TMA is ahead of both.
-ALONE = Formula("alone", f"max(tensor, shared) + special + rest/{SCHEDULERS * WARP}", "clk")
-# The products of one warpgroup overlap the arithmetic of the other half of the time: in each step
-# both wait for the tiles that they exchange or share.
-OVERLAP = Formula("overlap", "blocks*(warps + 4)/8")
-COST = Formula("cost", "busiest + (alone - busiest)/max(1, overlap) + barriers + waits", "clk")
+COST = Formula("cost", f"{FORWARD_COST.text} + waits", "clk")
 
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
@@ -185,10 +183,11 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
         ALONE,
-        OVERLAP,
+        PACE,
         Formula("barriers", f"({clocks})/(block_q*block_k*blocks)", "clk"),
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
         COST,
+        ALONE,
         BUSY,
     )
 

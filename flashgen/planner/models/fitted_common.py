@@ -18,11 +18,6 @@ READ_INSTRUCTIONS = 5
 DROPOUT_INSTRUCTIONS = 6
 TRANSPOSED_DROPOUT_INSTRUCTIONS = 12
 
-# ---- rates ---------------------------------------------------------------------------------------
-
-# Assumed. Atomic additions to L2 reach this share of the rate of reads from L2.
-ATOMIC_SHARE_OF_L2_RATE = 0.5
-
 # ---- choices that depend on more than one tile ---------------------------------------------------
 
 # Assumed. The share of L2 for the operands that interleaved heads read again and again. The rest

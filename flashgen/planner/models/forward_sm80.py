@@ -8,10 +8,16 @@ in registers. At the end, O is staged in shared memory over Q, K and V.
 
 from __future__ import annotations
 
-from flashgen.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
-from flashgen.planner.models.kernel_model import VECTOR, KernelModel, rates, scaled
+from flashgen.planner.models.kernel_model import (
+    VECTOR,
+    KernelModel,
+    rates,
+    scaled,
+    time_alone,
+)
 
 # A row is copied in one pass, a 16-byte vector by each thread.
 COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{VECTOR}/{WARP})", "warps")
@@ -34,15 +40,16 @@ SHARED = Formula(
     f"/{SMEM_BYTES_PER_CLOCK}",
     "clk",
 )
-# A warp alone waits for its keys, then takes the products' time, then the softmax's.
-ALONE = Formula("alone", f"l2 + max(tensor, shared) + special + rest/{SCHEDULERS * WARP}", "clk")
+# The tensor cores at the rate that they sustain.
+SUSTAINED = f"tensor/{fitted.SUSTAINED_SHARE}"
+ALONE = time_alone(SUSTAINED)
 # Warps that are out of step with it fill the time that it leaves idle: those of other blocks
 # always; those of the same block, which meet at two barriers in each step, half of the time.
 OVERLAP = Formula("overlap", "blocks*min(warps/4, (warps + 4)/8)")
 # With fewer than four warps on an SM, some of its schedulers have none.
 OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
 # Two barriers per step; other blocks fill the time.
-BARRIERS = Formula("barriers", f"2*{fitted.BARRIER_CLOCKS}/(block_q*block_k*blocks)", "clk")
+BARRIERS = Formula("barriers", "2*barrier/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied + barriers", "clk")
 
 # ---- instructions per score element and thread ---------------------------------------------------
@@ -83,7 +90,7 @@ def _forward(itemsize: int) -> KernelModel:
             Formula("rest", rest),
             TENSOR,
             SHARED,
-            *rates("forward"),
+            *rates("forward", tensor=SUSTAINED),
             ALONE,
             OVERLAP,
             OCCUPIED,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
-from flashgen.planner.models.kernel_model import KernelModel, rates
+from flashgen.planner.models.kernel_model import KernelModel, rates, time_alone
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 
 PRODUCER_WARPS = 4
@@ -67,9 +67,13 @@ SHARED = Formula(
     f"/{SMEM_BYTES_PER_CLOCK}",
     "clk",
 )
+ALONE = time_alone()
+# Warpgroups take turns with the tensor cores. Where the softmax takes longer than the products, two
+# of them cannot keep the tensor cores busy.
+PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
 # Two hand-overs per step: of a K buffer and of a V buffer.
 BARRIERS = Formula("barriers", f"2*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk")
-COST = Formula("cost", "busiest + barriers", "clk")
+COST = Formula("cost", "pace + exposed*(alone - pace) + queued*l2 + barriers", "clk")
 # The predicted share of the time in which the tensor cores multiply.
 BUSY = Formula("busy", "tensor/cost")
 
@@ -80,7 +84,18 @@ FORWARD = KernelModel(
     smem_bound=BLOCK_K_BY_SMEM,
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
-    cost_steps=(PRODUCTS, REST, TENSOR, SHARED, *rates("forward"), BARRIERS, COST, BUSY),
+    cost_steps=(
+        PRODUCTS,
+        REST,
+        TENSOR,
+        SHARED,
+        *rates("forward"),
+        ALONE,
+        PACE,
+        BARRIERS,
+        COST,
+        BUSY,
+    ),
     register_limit=CONSUMER,
     stages=2,
     warp_counts=(8, 12),

@@ -52,19 +52,31 @@ def sides(kernel: str) -> tuple[str, str]:
     return ("block_k", "block_q") if kernel in KEY_KERNELS else ("block_q", "block_k")
 
 
-def rates(kernel: str, computed: str = "1") -> tuple[Formula, ...]:
+def time_alone(tensor: str = "tensor") -> Formula:
+    """Clocks of a warp that nothing overlaps but the copies, which run ahead.
+
+    It waits for its products, then computes the softmax, or P and dS, and issues the next products.
+
+    Args:
+        tensor: as in `rates`.
+    """
+    return Formula("alone", f"max(busiest, max({tensor}, shared) + special + issue)", "clk")
+
+
+def rates(kernel: str, computed: str = "1", tensor: str = "tensor") -> tuple[Formula, ...]:
     """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
 
     Args:
         computed: the number of times that each score is computed.
+        tensor: the clocks of the products at the rate that kernels reach.
     """
     formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
-        formulas.append(Formula("atomics", "4*d_qk/block_k/atomic_rate", "clk"))
+        formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
     formulas.append(Formula("special", f"{computed}/{SPECIAL_PER_CLOCK}", "clk"))
     formulas.append(Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk"))
     # Every resource must do its work: the busiest one sets the pace.
-    names = ", ".join(("tensor", "shared", *(formula.name for formula in formulas)))
+    names = ", ".join((tensor, "shared", *(formula.name for formula in formulas)))
     return (*formulas, Formula("busiest", f"max({names})", "clk"))
 
 

@@ -1,0 +1,237 @@
+"""The time model against published measurements: ``python benchmarks/fit_duration.py``.
+
+Predicts the durations of other libraries' kernels, whose tiles and speeds are published
+(benchmarks/published.json), by the planner's formulas, and prints the errors. `--fit` fits the
+constants of `flashgen.planner.models.fitted_time` anew and prints them. No GPU is needed.
+
+Which points are fitted was decided by a rule, not by results: of the charts of FlashAttention-2
+and -3, every other length (2,048 and 8,192). The other lengths, and all other sources, are held
+out. Lengths below `LEAST` are shown, but count for nothing: their launches take up to 0.2 ms, of
+which the host and the clearing of buffers are a large part, and these are not in the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import flashgen as fg  # noqa: E402
+from flashgen.arch import facts  # noqa: E402
+from flashgen.planner import Plan, Tile  # noqa: E402
+from flashgen.planner.duration import duration_of  # noqa: E402
+from flashgen.planner.models.fitted_time import CONSTANTS  # noqa: E402
+from flashgen.planner.models.kernel_model import KEY_KERNELS, MMA_ROWS  # noqa: E402
+from flashgen.planner.plan_of_tile import plan_of_tile  # noqa: E402
+from flashgen.planner.quantities import Number, Quantities  # noqa: E402
+from flashgen.planner.search import quantities  # noqa: E402
+from flashgen.planner.streaming_kernels import plan_delta  # noqa: E402
+from flashgen.planner.tile_problem import TileProblem, problem_of  # noqa: E402
+from flashgen.planner.traffic import LaunchSizes, Visited  # noqa: E402
+
+PUBLISHED = ROOT / "benchmarks" / "published.json"
+LEAST = 1024
+FITTED_LENGTHS = (2048, 8192)
+CHARTS = ("fa2-", "fa3-forward", "fa3-backward")
+
+DELTA = 0.01  # relative change of a constant for a difference quotient
+
+# FLOP per score element and element of the head dim, by the convention of FlashAttention.
+FLOPS = {"forward": 4, "backward": 10, "both": 14}
+# Bytes per element of dQ beside the main kernel's: zeros written, sums read, dQ written.
+CONVERSION_BYTES = 4 + 4 + 2
+
+Constants = Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A published measurement of one length: TFLOP/s, and the series that it belongs to."""
+
+    series: int
+    seq: int
+    tflops: float
+    fitted: bool
+
+    @property
+    def short(self) -> bool:
+        return self.seq < LEAST
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return found
+
+
+def published() -> list[dict[str, Any]]:
+    """The series of the file."""
+    series: list[dict[str, Any]] = _file()["series"]
+    return series
+
+
+def sources() -> dict[str, str]:
+    """The sources of the series by their names."""
+    found: dict[str, str] = _file()["sources"]
+    return found
+
+
+def points() -> list[Point]:
+    """All points of the file."""
+    return [
+        Point(place, seq, tflops, seq in FITTED_LENGTHS and series["source"].startswith(CHARTS))
+        for place, series in enumerate(published())
+        for seq, tflops in zip(series["seq"], series["tflops"], strict=True)
+    ]
+
+
+@functools.cache
+def _kernels(place: int) -> tuple[tuple[TileProblem, Plan], ...]:
+    """The kernels of a series as plans of this project's models, whether or not they would fit."""
+    series = published()[place]
+    spec = fg.AttentionSpec(head_dim=series["head_dim"], dtype=series["dtype"])
+    found = []
+    for kernel in series["kernels"]:
+        problem = problem_of(spec, facts(series["arch"]), None, 16, kernel=kernel["kernel"])
+        owned, step = kernel["block_q"], kernel["block_k"]
+        if kernel["kernel"] in KEY_KERNELS:
+            owned, step = step, owned
+        column_warps = kernel.get("column_warps", 1)
+        tile = Tile(
+            step=step,
+            warps=kernel["warps"],
+            row_groups=owned * column_warps // (MMA_ROWS * kernel["warps"]),
+            blocks=kernel["blocks_per_sm"],
+            column_warps=column_warps,
+            score_warps=kernel.get("score_warps", 1),
+        )
+        found.append((problem, plan_of_tile(problem, tile, "given")))
+    return tuple(found)
+
+
+def _with_cost(place: int, problem: TileProblem, plan: Plan, constants: Constants) -> Plan:
+    """The plan, its cost by these constants and by what is known of the published kernel."""
+    series = published()[place]
+    at = quantities(problem, plan.tile) | dict(constants)
+    for formula in problem.model.cost_steps:
+        at[formula.name] = formula(at)
+        if formula.name == "rest" and "instructions" in series:
+            at["rest"] = series["instructions"] - at["products"]
+        if formula.name == "l2":
+            at["l2"] /= series.get("cluster", 1)
+    return replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
+
+
+def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
+    """The speed that the model predicts for a point, in TFLOP/s."""
+    series, seq = published()[point.series], point.seq
+    batch = series["batch"] if "batch" in series else series["tokens"] // seq
+    heads, head_dim, causal = series["heads"], series["head_dim"], series["causal"]
+    sizes = LaunchSizes(batch, heads, heads, seq, seq)
+    seconds = 0.0
+    for problem, plan in _kernels(point.series):
+        plan = _with_cost(point.series, problem, plan, constants)
+        visited = _causal_tiles(plan, seq) if causal else None
+        seconds += duration_of(plan, [(sizes, visited)], uneven=causal).seconds
+        if plan.owns_keys:
+            spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
+            seconds += duration_of(plan_delta(spec, problem.arch), [(sizes, None)]).seconds
+            elements = batch * heads * seq * head_dim
+            seconds += CONVERSION_BYTES * elements / problem.arch.hbm_bytes_per_s
+    flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)
+    return flops / seconds / 1e12
+
+
+def _causal_tiles(plan: Plan, seq: int) -> Visited:
+    """The tiles that a block visits: keys up to its queries, or queries from its keys on."""
+    of_queries, of_keys = -(-seq // plan.block_q), -(-seq // plan.block_k)
+    if plan.owns_keys:
+        return [range(key * plan.block_k // plan.block_q, of_queries) for key in range(of_keys)]
+    last = (min(seq, (tile + 1) * plan.block_q) for tile in range(of_queries))
+    return [range(-(-end // plan.block_k)) for end in last]
+
+
+def errors(of: Sequence[Point], constants: Constants = CONSTANTS) -> list[float]:
+    """Predicted over measured speed, minus 1."""
+    return [predicted(point, constants) / point.tflops - 1 for point in of]
+
+
+def counted(of: Sequence[Point]) -> list[Point]:
+    """The points that count: all but those of short lengths."""
+    return [point for point in of if not point.short]
+
+
+def step(constants: Constants) -> dict[str, Number]:
+    """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
+    of = counted([point for point in points() if point.fitted])
+    base = np.log1p(errors(of, constants))
+    columns = [
+        (np.log1p(errors(of, {**constants, name: value * (1 + DELTA)})) - base) / DELTA
+        for name, value in constants.items()
+    ]
+    change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
+    return {
+        name: value * (1 + float(np.clip(by, -0.5, 0.5)))
+        for (name, value), by in zip(constants.items(), change, strict=True)
+    }
+
+
+def in_words(of: Sequence[Point], constants: Constants = CONSTANTS) -> str:
+    """Number of points, median and worst error."""
+    size = [abs(error) for error in errors(of, constants)]
+    return f"{len(of)} points, median {statistics.median(size):.1%}, worst {max(size):.1%}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", type=int, metavar="STEPS", help="fit anew in this many steps")
+    options = parser.parse_args()
+    console, constants = Console(width=150), CONSTANTS
+    for _ in range(options.fit or 0):
+        constants = step(constants)
+        console.print({name: round(value, 4) for name, value in constants.items()})
+    every = points()
+    table = Table("kernel", "GPU", "pass", "d", "mask", "predicted / measured - 1, by length")
+    for place, series in enumerate(published()):
+        of = [point for point in every if point.series == place]
+        shown = (
+            f"{p.seq}: {error:+.0%}" + ("*" if p.fitted else "")
+            for p, error in zip(of, errors(of, constants), strict=True)
+        )
+        mask = "causal" if series["causal"] else "none"
+        table.add_row(
+            *(series["library"], series["gpu"], series["pass"], str(series["head_dim"]), mask),
+            "  ".join(shown),
+        )
+    console.print(table)
+    all_counted = counted(every)
+    console.print("*: fitted to. Errors of the fitted and of the held-out points, and of all:")
+    for title, of in (
+        ("fitted", [point for point in all_counted if point.fitted]),
+        ("held out", [point for point in all_counted if not point.fitted]),
+        ("all", all_counted),
+        (f"below {LEAST:,}, not counted", [point for point in every if point.short]),
+    ):
+        console.print(f"{title}: {in_words(of, constants)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
