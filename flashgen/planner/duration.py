@@ -117,7 +117,7 @@ def duration_of(
     )
     FormulaSequence(*formulas)(at)
     lines = tuple(line_of(formula, at) for formula in formulas)
-    bound = "hbm" if at["hbm"] >= at["work"] else "work"
+    bound = "hbm" if at["time"] == at["hbm"] else "work"
     return Duration(plan, lines, at["time"] / arch.clock_hz, bound, float(at["quantisation"]))
 
 

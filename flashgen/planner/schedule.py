@@ -38,6 +38,7 @@ from flashgen.planner.models.fitted_common import HEADS_PER_TILE_GAIN, L2_SHARE_
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import obstacles_to_sharing
+from flashgen.planner.tile_problem import PATHS
 
 SLOTS = Formula("slots", "sms*blocks")
 ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")
@@ -72,10 +73,11 @@ def choose_heads(
     *,
     layout_heads: int = 1,
 ) -> HeadsPerTile:
-    """The number of heads per tile with which a forward launch has the fewest tiles.
+    """The number of heads per tile with which the tiles of a forward launch have the fewest rows.
 
     Candidates are powers of two, so that few kernels are compiled; the smallest one within a factor
-    of `HEADS_PER_TILE_GAIN` of the fewest tiles is chosen.
+    of `HEADS_PER_TILE_GAIN` of the fewest rows is chosen. Heads that cannot share the plan's tile
+    may share one of fewer warps, unless the tile was given.
 
     Args:
         plan: the plan of the forward kernel with one head per tile.
@@ -88,23 +90,48 @@ def choose_heads(
     obstacle = why_walks_differ(spec, layout_heads)
     if obstacle:
         return HeadsPerTile(1, f"{of}: {obstacle}")
+    rows = {
+        heads: _rows_to_share(plan, heads)
+        for heads in (1 << power for power in range(group.bit_length()))
+        if group % heads == 0
+    }
     tiles = {
         heads: math.prod(
-            replace(plan, heads_per_tile=heads).grid(batch, heads_q, heads_kv, seq_q, 1)
+            replace(plan, heads_per_tile=heads, block_q=found).grid(
+                batch, heads_q, heads_kv, seq_q, 1
+            )
         )
-        for heads in (1 << power for power in range(group.bit_length()))
-        if group % heads == 0 and not any(obstacles_to_sharing(plan.block_q, heads))
+        for heads, found in rows.items()
+        if found
     }
     if len(tiles) == 1:
         why = f"no power of two that divides {group} can share a tile of {plan.block_q} rows"
         return HeadsPerTile(1, f"{of}: {why}")
-    chosen = next(
-        heads for heads in tiles if tiles[heads] <= HEADS_PER_TILE_GAIN * min(tiles.values())
-    )
+    computed = {heads: tiles[heads] * rows[heads] for heads in tiles}
+    fewest = min(computed.values())
+    chosen = next(heads for heads in tiles if computed[heads] <= HEADS_PER_TILE_GAIN * fewest)
     if chosen == 1:
         return HeadsPerTile(1, "")
     made = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
-    return HeadsPerTile(chosen, f"{of}: {made} instead of {tiles[1]:,}")
+    saved = f"{made} instead of {tiles[1]:,}"
+    if rows[chosen] != plan.block_q:
+        saved = f"{made} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
+    return HeadsPerTile(chosen, f"{of}: {saved}")
+
+
+def _rows_to_share(plan: Plan, heads: int) -> int:
+    """Rows of the largest tile up to the plan's that this number of heads can share; 0: none."""
+    counts = PATHS[plan.path][plan.kernel, plan.itemsize].warp_counts
+    if plan.policy == "given":
+        counts = (plan.warps,)
+    return max(
+        (
+            rows
+            for rows in (plan.block_q * warps // plan.warps for warps in counts)
+            if rows <= plan.block_q and not any(obstacles_to_sharing(rows, heads))
+        ),
+        default=0,
+    )
 
 
 def why_walks_differ(spec: AttentionSpec, layout_heads: int = 1) -> str:

@@ -18,6 +18,7 @@ from flashgen.emulator import Totals
 from flashgen.emulator.counters.l2 import L2Traffic
 from flashgen.emulator.counters.totals import added
 from flashgen.errors import InputError
+from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.profile import Quantity, check_plot, plot, profile_backward, profile_forward, steps_of
 from flashgen.profile.kernel_steps import lines_of, phases_of
 from flashgen.profile.roofline import roofline
@@ -135,7 +136,7 @@ def test_the_bound_is_the_resource_that_is_busy_longest():
     assert seconds["instruction issue"] == pytest.approx(1000 / 4 / chip)
     assert seconds["L2"] == pytest.approx(24000 / arch.l2_bytes_per_clock / chip)
     assert seconds["atomic additions in L2"] == pytest.approx(
-        16000 / arch.l2_bytes_per_clock / chip
+        8000 / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock) / chip
     )
     assert seconds["HBM"] == pytest.approx(1600 / arch.hbm_bytes_per_s)
     assert line.bound.name == "tensor cores"

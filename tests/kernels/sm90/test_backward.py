@@ -133,14 +133,16 @@ def test_a_tile_that_does_not_fit_is_refused_by_the_numbers() -> None:
     assert "does not support this combination" in str(caught.value)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_plan_predicts_the_utilisation_of_the_tensor_cores(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "published"), [(64, 474), (128, 561)])
+def test_the_plan_predicts_the_utilisation_of_the_tensor_cores(
+    head_dim: int, published: int
+) -> None:
+    """Nearly that of FlashAttention-3: its TFLOP/s on H100 include two more kernels."""
     plan = plan_backward(CAUSAL.replace(head_dim=head_dim), ARCH).kernel("fused")
     tensor, busy = plan.quantities["tensor"], plan.quantities["busy"]
     assert busy == pytest.approx(tensor / plan.cost)
     assert "busy = tensor/cost" in str(plan)
-    if head_dim == 128:  # at 64 an exponential comes with half as many products
-        assert busy >= 0.65
+    assert published / 989 < busy < 1.2 * published / 989
 
 
 # ---- order -------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tests.support.sparse_layouts import random_layout
 
 ARCH = "sm_90a"
 CAUSAL = fg.load(spec_path("causal"))
+WIDE = CAUSAL.replace(head_dim=128)  # its tile has 128 rows, which heads can share
 HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH}
 
 # Of these specs the keys that a query keeps depend on its head.
@@ -140,9 +141,9 @@ def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     runs = [run_forward(CAUSAL, *Case(n, 40, 1, 4, 1).tensors(), **HOW) for n in (1, 9, 130)]
     made = [run.report.kernel for run in runs]
     assert made[0] is made[1]
-    # 130 queries of four heads: ceil(130 / 32) = 5 tiles, or 8.
+    # 130 queries of four heads: ceil(130 / 32) = 5 tiles of 128 rows, or 4 of 192.
     assert made[2] is made[0]
-    assert "5 tiles instead of 8" in runs[2].report.heads_reason
+    assert "5 tiles of 128 rows instead of 4 of 192" in runs[2].report.heads_reason
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
@@ -203,14 +204,14 @@ def test_the_sm80_path_has_one_head_per_tile_and_reports_no_reason() -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
 def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int) -> None:
-    plan = fg.plan(CAUSAL, ARCH)
+    plan = fg.plan(WIDE, ARCH)
     taken = set()
     for seq_q in (*range(1, 300, 7), 512, 1000, 4097):
         able = [heads for heads in (1, 2, 4, 8) if group % heads == 0]
         tiles = {n: 3 * 2 * group // n * -(-seq_q * n // plan.block_q) for n in able}
         fewest = min(tiles.values())
         want = next(heads for heads in able if 10 * tiles[heads] <= 11 * fewest)
-        got = choose_heads(CAUSAL, plan, 3, 2 * group, 2, seq_q)
+        got = choose_heads(WIDE, plan, 3, 2 * group, 2, seq_q)
         assert got.heads == want, seq_q
         if want > 1:
             saved = f"of {group} that share K and V: {tiles[want]:,} tiles instead of {tiles[1]:,}"
@@ -223,16 +224,21 @@ def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int) ->
     assert taken == set(able)
 
 
-def test_tiles_that_heads_cannot_share_have_one_head() -> None:
-    plan = replace(fg.plan(CAUSAL, ARCH), block_q=192, warps=12)
-    got = choose_heads(CAUSAL, plan, 1, 8, 1, 1)
+def test_a_given_tile_that_heads_cannot_share_has_one_head_and_a_derived_one_is_replaced() -> None:
+    plan = fg.plan(CAUSAL, ARCH)
+    assert plan.block_q == 192
+    got = choose_heads(CAUSAL, replace(plan, policy="given"), 1, 8, 1, 1)
     assert got.heads == 1
     assert "divides 8 can share a tile of 192 rows" in got.reason
+    got = choose_heads(CAUSAL, plan, 1, 8, 1, 1)
+    assert got.heads == 8
+    assert got.reason.endswith("1 tile of 128 rows instead of 8 of 192")
+    assert fg.plan(CAUSAL, ARCH, heads_per_tile=8).block_q == 128
 
 
 def test_the_plan_prints_the_heads_and_rows_of_a_tile() -> None:
-    plan = fg.plan(CAUSAL, ARCH, heads_per_tile=4)
-    alone = fg.plan(CAUSAL, ARCH)
+    plan = fg.plan(WIDE, ARCH, heads_per_tile=4)
+    alone = fg.plan(WIDE, ARCH)
     assert plan.tile == alone.tile
     assert plan.queries_per_tile == 32
     assert plan.grid(3, 8, 2, 65, 70) == (3, 2, 3)
@@ -406,7 +412,10 @@ def said(*arguments: str) -> str:
 def test_run_prints_how_many_heads_share_a_tile() -> None:
     where = ("--arch", ARCH, "--backend", "emulator", "--no-check")
     shared = said("run", "specs/causal.py", "--shape", "1,8,2,5,40", *where)
-    assert "heads 4 per tile, of 4 that share K and V: 2 tiles instead of 8" in shared
+    assert (
+        "heads 4 per tile, of 4 that share K and V: 2 tiles of 128 rows instead of 8 of 192"
+        in shared
+    )
     assert " heads " not in said("run", "specs/causal.py", "--shape", "1,2,2,5,40", *where).replace(
         "heads 2,", ""
     )
@@ -415,8 +424,10 @@ def test_run_prints_how_many_heads_share_a_tile() -> None:
 def test_plan_predicts_the_launch_that_a_call_has() -> None:
     shape = ("--shape", "2,8,2,5,1000")
     text = said("plan", "specs/causal.py", "--arch", ARCH, *shape)
-    assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
+    assert (
+        "heads_per_tile 4 of 4 that share K and V: 4 tiles of 128 rows instead of 16 of 192" in text
+    )
     assert "plan block_q 128 heads_per_tile 4 block_k" in text
     assert "tiles 4 for 4 blocks" in text
-    assert "makespan*slots/steps = 1*132/4" in text
+    assert "makespan*slots/(steps + begun*work_tiles) = 2.253*132/(4 + 1.253*4)" in text
     assert "heads_per_tile" not in said("plan", "specs/causal.py", *shape)
