@@ -55,6 +55,7 @@ DELTA = 0.01  # relative change of a constant for a difference quotient
 
 # FLOP per score element and element of the head dim, by the convention of FlashAttention.
 FLOPS = {"forward": 4, "backward": 10, "both": 14}
+_PASSES = {name: name for name in FLOPS} | {"both": "forward and backward"}
 # Bytes per element of dQ beside the main kernel's: zeros written, sums read, dQ written.
 CONVERSION_BYTES = 4 + 4 + 2
 
@@ -193,6 +194,23 @@ def step(constants: Constants) -> dict[str, Number]:
     }
 
 
+def table_of_errors() -> str:
+    """The errors by library, GPU and pass as a table of docs/planner.md."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    of = counted(points())
+    for point, error in zip(of, errors(of), strict=True):
+        series = published()[point.series]
+        key = series["library"], _PASSES[series["pass"]], series["gpu"]
+        groups.setdefault(key, []).append(abs(error))
+        groups.setdefault(("all", "", ""), []).append(abs(error))
+    lines = ["| kernels | pass | GPU | points | median error | worst |", f"|{' --- |' * 6}"]
+    groups["all", "", ""] = groups.pop(("all", "", ""))
+    for key, found in groups.items():
+        median, worst = statistics.median(found), max(found)
+        lines.append(f"| {' | '.join(key)} | {len(found)} | {median:.1%} | {worst:.1%} |")
+    return "\n".join(line.replace("|  ", "| ") for line in lines)
+
+
 def in_words(of: Sequence[Point], constants: Constants = CONSTANTS) -> str:
     """Number of points, median and worst error."""
     size = [abs(error) for error in errors(of, constants)]
@@ -202,7 +220,11 @@ def in_words(of: Sequence[Point], constants: Constants = CONSTANTS) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", type=int, metavar="STEPS", help="fit anew in this many steps")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/planner.md")
     options = parser.parse_args()
+    if options.table:
+        print(table_of_errors())
+        return 0
     console, constants = Console(width=150), CONSTANTS
     for _ in range(options.fit or 0):
         constants = step(constants)

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, WARP, Arch
+from flashgen.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
 from flashgen.emulator import Totals
 from flashgen.emulator.counters.l2 import L2Traffic
 from flashgen.emulator.counters.recorder import SECTOR_BYTES
@@ -92,16 +92,13 @@ def counted_cost(profile: Profile) -> float:
 
     The clocks of each resource and the barriers are counted. The plan's formulas add them up: the
     clocks of the busiest resource, and those of the others that no other warp overlaps. PTX
-    instructions are counted, which the assembler translates to other ones: the share of the matrix
-    products among them is taken from the plan.
+    instructions are counted, which the assembler translates to other ones.
     """
     plan = profile.plan
     model = PATHS[plan.path][plan.kernel, plan.itemsize]
     counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
     at: dict[str, Number] = dict(plan.quantities)
-    share = at["rest"] / (at["products"] + at["rest"])
     at |= counted
-    at["rest"] = share * counted["issue"] * SCHEDULERS * WARP
     at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
     for formula in model.cost_steps:
         if formula.name in ("busiest", "alone", "pace", "cost"):

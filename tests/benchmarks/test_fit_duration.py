@@ -59,3 +59,25 @@ def test_the_script_prints_the_errors() -> None:
     done = run_python(str(ROOT / "benchmarks" / "fit_duration.py"), "--fit", "1")
     assert done.returncode == 0, done.stderr
     assert "held out: 101 points" in done.stdout
+
+
+def test_the_documentation_has_the_present_errors() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert fit_duration.table_of_errors() in page
+    of = fit_duration.counted(fit_duration.points())
+    sizes = [
+        [
+            abs(error)
+            for point, error in zip(of, fit_duration.errors(of), strict=True)
+            if found(point)
+        ]
+        for found in (lambda point: point.fitted, lambda point: not point.fitted)
+    ]
+    medians, worsts = (
+        [f"{100 * f(size):.1f} %" for size in sizes] for f in (statistics.median, max)
+    )
+    text = " ".join(page.split())
+    assert f"median error {' and '.join(medians)}, worst {' and '.join(worsts)}" in text
+    short = [point for point in fit_duration.points() if point.short]
+    error = statistics.median(map(abs, fit_duration.errors(short)))
+    assert f"errs by {100 * error:.1f} % there" in text
