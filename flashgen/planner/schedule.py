@@ -8,7 +8,7 @@ head.
 The order of thread blocks. Where a mask's bounds move with the tile, as for a causal mask, the
 blocks of one head have different numbers of steps. The longest are launched first, so that none of
 them starts when the other SMs have no work left. If the heads are launched one after another, this
-order holds only within each head: for 16 heads of 4,096 queries in tiles of 128, 132 SMs need 1.28
+order holds only within each head: for 16 heads of 4,096 queries in tiles of 128, 132 SMs need 1.26
 times the time of an even distribution, by the model; with all heads interleaved, 1.03. But
 interleaved heads need their K and V in L2 at the same time. Source: the scheduler of
 FlashAttention-3 for causal masks, which launches the longest tiles first in groups of heads, a
