@@ -11,44 +11,45 @@
 //
 //   mask_mod  = q >= k
 //
-// plan      dkdv  block_q 112  block_k 128  warps 8  blocks per SM 1
+// plan      dkdv  block_q 112  block_k 64  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
-//               an SM per score element
+//               an SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + exchanged*block_k) +
-//             16) = 2*128*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*128) + 16) = 77,568 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 1*(77568 + 1024) = 78,592 B of 167,936 B
+//             16) = 2*64*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*64) + 16) = 61,184 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 2*(61184 + 1024) = 124,416 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(1*8/4))) = 255
+//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = 56 + extra + row_groups*columns/2 + block_q*row_groups*(1 +
 //             pending)/score_warps = 56 + 0 + 1*128/2 + 112*1*(1 + 0.125)/1 = 246 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
 //               d_qk + exchanged*block_k) + 16)
-//             = (min(166912, 167936/1 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64 + 0*128) + 16)
-//             = 335.3600
+//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + 0*64) + 16)
+//             = 166.4000
 //           block_q <= (register_limit - (56 + extra + row_groups*columns/2))/(row_groups*(1 +
 //             pending)/score_warps) = (255 - (56 + 0 + 1*128/2))/(1*(1 + 0.125)/1) = 120
 //           tensor = factors*macs/tensor_rate = 1*256/1024 = 0.2500 clk
 //           shared = (reads + e*(d_qk + d_v)/block_k + e*exchanged)/128
-//             = (34.29 + 2*(64 + 64)/128 + 2*0)/128 = 0.2835 clk
-//           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/128/47.41 = 0.0422 clk
-//           issue = (products + rest)/128 = (6.143 + 6.643)/128 = 0.0999 clk
-//           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.04219 + max(0.25, 0.2835) + 0.0625 + 6.643/128 = 0.4401 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(112*128*1) = 0.0419 clk
+//             = (34.29 + 2*(64 + 64)/64 + 2*0)/128 = 0.2991 clk
+//           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
+//           issue = (products + rest)/128 = (6.143 + 6.768)/128 = 0.1009 clk
+//           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
+//             = max(0.2991, max(0.25/0.87, 0.2991) + 0.0625 + 0.1009) = 0.4625 clk
+//           barriers = syncs*barrier/(block_q*block_k*blocks) = 2*220/(112*64*2) = 0.0307 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2835 + (0.4401 - 0.2835)/max(1, 1.5))/1 + 0.04185 = 0.4297 clk
+//             = (0.2991 + (0.4625 - 0.2991)/max(1, 2))/1 + 0.03069 = 0.4115 clk  (binds)
 //           refused block_q 128: needs 264 registers per thread, 255 allowed
-//           refused block_k 256 by 32 keys per warp: needs 436 registers per thread, 255 allowed
-//           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 256  dynamic shared memory 77,568 B
+//           refused block_k 128 by 32 keys per warp: needs 436 registers per thread, 255 allowed
+//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.4263 clk against
+//               0.4115
+// launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 61,184 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
 
 constexpr int BLOCK_Q = 112;  // query rows per step of the main loop
-constexpr int BLOCK_K = 128;  // keys per block
+constexpr int BLOCK_K = 64;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 8;
+constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 1;  // groups of 16 keys that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
@@ -59,11 +60,11 @@ constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and 
 
 // Byte offsets into dynamic shared memory. dK and dV are staged over K and V when the loop is done.
 constexpr int SMEM_K = 0;
-constexpr int SMEM_V = 16384;
-constexpr int SMEM_Q = 32768;  // two buffers: Q is used first and last in a step
-constexpr int SMEM_DO = 61440;
-constexpr int SMEM_ROWS = 75776;  // two buffers: LSE and delta of each query
-constexpr int SMEM_BYTES = 77568;
+constexpr int SMEM_V = 8192;
+constexpr int SMEM_Q = 16384;  // two buffers: Q is used first and last in a step
+constexpr int SMEM_DO = 45056;
+constexpr int SMEM_ROWS = 59392;  // two buffers: LSE and delta of each query
+constexpr int SMEM_BYTES = 61184;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
@@ -453,7 +454,7 @@ struct Accumulated {
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);

@@ -11,81 +11,83 @@
 //
 //   mask_mod  = q >= k
 //
-// plan      fused  block_q 96  block_k 64  warps 4  blocks per SM 2
+// plan      fused  block_q 96  block_k 128  warps 8  column_warps 2  score_warps 2  blocks per SM 1
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
-//               an SM per score element
+//               an SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + max(1,
 //               exchanged)*block_k) + 16)
-//             = 2*64*(64 + 64) + 96*(2*(64 + 64 + 64 + max(1, 0)*64) + 16) = 67,072 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 2*(67072 + 1024) = 136,192 B of 167,936 B
+//             = 2*128*(64 + 64) + 96*(2*(64 + 64 + 64 + max(1, 2)*128) + 16)
+//             = 120,320 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 1*(120320 + 1024) = 121,344 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
+//             = min(255, 8*floor(65536/1024/ceil(1*8/4))) = 255
 //           registers = 66 + extra + row_groups*columns/2 + block_q*max(row_groups*(1 +
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
-//             = 66 + 0 + 1*128/2 + 96*max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 238 of 255  (binds)
+//             = 66 + 0 + 2*64/2 + 96*max(2*(1 + 0.125)/2, (16*9/8)/(32*2)) = 238 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
 //               d_qk + max(1, exchanged)*block_k) + 16)
-//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + max(1, 0)*64)
-//             + 16) = 126.0606
+//             = (min(166912, 167936/1 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64 + max(1,
+//             2)*128) + 16) = 147.0877
 //           block_q <= (register_limit - (66 + extra + row_groups*columns/2))/max(row_groups*(1 +
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
-//             = (255 - (66 + 0 + 1*128/2))/max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 111.1111
+//             = (255 - (66 + 0 + 2*64/2))/max(2*(1 + 0.125)/2, (16*9/8)/(32*2)) = 111.1111
 //           tensor = factors*macs/tensor_rate = 1*320/1024 = 0.3125 clk
 //           shared = (reads + e*(d_qk + d_v)/block_k + e*max(1, exchanged))/128
-//             = (41.33 + 2*(64 + 64)/64 + 2*max(1, 0))/128 = 0.3698 clk
-//           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/47.41 = 0.0844 clk
-//           atomics = 4*d_qk/block_k/atomic_rate = 4*64/64/23.7 = 0.1688 clk
-//           issue = (products + rest)/128 = (7.583 + 11.04)/128 = 0.1455 clk
-//           alone = l2 + max(tensor, shared) + special + rest/128
-//             = 0.08438 + max(0.3125, 0.3698) + 0.0625 + 11.04/128 = 0.6029 clk
-//           barriers = syncs*300/(block_q*block_k*blocks) = 2*300/(96*64*2) = 0.0488 clk
+//             = (40 + 2*(64 + 64)/128 + 2*max(1, 2))/128 = 0.3594 clk
+//           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
+//           atomics = 4*d_qk/block_k/(atomic_share*l2_rate) = 4*64/128/(0.25*35) = 0.2286 clk
+//           issue = (products + rest)/128 = (7.5 + 11.19)/128 = 0.1460 clk
+//           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
+//             = max(0.3594, max(0.3125/0.87, 0.3594) + 0.0625 + 0.146) = 0.5679 clk
+//           barriers = syncs*barrier/(block_q*block_k*blocks) = 3*220/(96*128*1) = 0.0537 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.3698 + (0.6029 - 0.3698)/max(1, 2))/1 + 0.04883 = 0.5352 clk  (binds)
-//           refused block_q 112: needs 256 registers per thread, 255 allowed
-//           refused block_k 128 by 32 keys per warp: needs 410 registers per thread, 255 allowed
-//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.5544 clk against
-//               0.5352
-// launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 67,072 B
+//             = (0.3594 + (0.5679 - 0.3594)/max(1, 1.5))/1 + 0.05371 = 0.5521 clk
+//           refused block_q 128: needs 274 registers per thread, 255 allowed
+//           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed
+// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 256  dynamic shared memory 120,320 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
 
 constexpr int BLOCK_Q = 96;  // query rows per step of the main loop
-constexpr int BLOCK_K = 64;  // keys per block
+constexpr int BLOCK_K = 128;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 4;
+constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 1;  // groups of 16 keys that one warp owns
+constexpr int ROW_GROUPS = 2;  // groups of 16 keys that one warp owns
+constexpr int COLUMN_WARPS = 2;  // warps that share the same keys
 constexpr int ELEMENT_BYTES = 2;  // float16
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
 constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and dO
-constexpr int VECTORS_S = BLOCK_Q * ELEMENT_BYTES / 16;     // per row (key) of dS
+constexpr int VECTORS_S = BLOCK_Q * ELEMENT_BYTES / 16;     // per row (key) of P and dS
 
 // Byte offsets into dynamic shared memory. dK and dV are staged over K and V when the loop is done.
 constexpr int SMEM_K = 0;
-constexpr int SMEM_V = 8192;
-constexpr int SMEM_Q = 16384;  // two buffers: Q is used first and last in a step
-constexpr int SMEM_DO = 40960;
-constexpr int SMEM_ROWS = 53248;  // two buffers: LSE and delta of each query
-constexpr int SMEM_DS = 54784;
-constexpr int SMEM_BYTES = 67072;
+constexpr int SMEM_V = 16384;
+constexpr int SMEM_Q = 32768;  // two buffers: Q is used first and last in a step
+constexpr int SMEM_DO = 57344;
+constexpr int SMEM_ROWS = 69632;  // two buffers: LSE and delta of each query
+constexpr int SMEM_P = 71168;
+constexpr int SMEM_DS = 95744;
+constexpr int SMEM_BYTES = 120320;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
-static_assert(BLOCK_K == 16 * ROW_GROUPS * WARPS, "plan and code disagree: keys per warp");
+static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
 static_assert(SMEM_V >= SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_Q >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
 static_assert(SMEM_ROWS >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
-static_assert(SMEM_DS >= SMEM_ROWS + 2 * ROWS_BYTES, "plan and code disagree: rows");
+static_assert(SMEM_P >= SMEM_ROWS + 2 * ROWS_BYTES, "plan and code disagree: rows");
+static_assert(SMEM_DS >= SMEM_P + 16 * VECTORS_S * BLOCK_K, "plan and code disagree: P tile");
 static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K, "plan and code disagree: dS tile");
 
 // Groups of 8 columns of dK and of dV that one warp sums.
-constexpr int COLUMNS = HEAD_DIM / 8;
-constexpr int COLUMNS_V = HEAD_DIM_V / 8;
-constexpr int QUERIES = BLOCK_Q;  // queries whose scores one warp computes
+constexpr int COLUMNS = (HEAD_DIM + 16 * COLUMN_WARPS - 1) / (16 * COLUMN_WARPS) * 2;
+constexpr int COLUMNS_V = (HEAD_DIM_V + 16 * COLUMN_WARPS - 1) / (16 * COLUMN_WARPS) * 2;
+constexpr int QUERIES = BLOCK_Q / COLUMN_WARPS;  // queries whose scores one warp computes
 
 // How the warps share dQ: rows in groups of 16, columns in pairs of 8.
 constexpr int DQ_ROW_WARPS = 2;
@@ -373,10 +375,6 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 
 // P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
 constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-}
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
 template <int G>
@@ -458,14 +456,20 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
   }
 }
 
-// A operand from accumulators: 8 columns each of TILES tiles become the depth.
-template <int GROUPS, int TILES>
-struct Accumulated {
-  const float (&s)[GROUPS][TILES][4];
+// A operand: keys are rows, queries are the depth, in the order of load_v.
+template <int G>
+struct StoredRows {
+  unsigned lane_address;
   __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][n * (P_KEYS / 8)]);
+    load_a<G>(a, lane_address, 16 * g, 2 * n);
   }
 };
+
+// A lane's byte offset for StoredRows, rows first_row and on.
+template <int G>
+__device__ __forceinline__ unsigned stored_rows_offset(int first_row, int lane) {
+  return a_lane_offset<G>(first_row, lane);
+}
 
 // A operand: queries are rows, keys are the depth, in the order of load_v. Row group g begins at
 // query 16 * (first + g * STEP).
@@ -506,7 +510,7 @@ __device__ __forceinline__ void store_scores(unsigned tile, const float (&s)[GRO
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
@@ -589,8 +593,9 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   //    columns 2*(lane%4) and the next of each group of 8 (mma.m16n8 fragments). Rows are keys.
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
-  constexpr int first_query = 0;  // every warp computes the scores of all queries
+  const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
+  const int column_warp = warp % COLUMN_WARPS;
+  const int first_query = column_warp * QUERIES;  // first query whose scores the warp computes
   const unsigned k_lane = smem_base + SMEM_K + a_lane_offset<VECTORS>(warp_row, lane);
   const unsigned v_lane = smem_base + SMEM_V + a_lane_offset<VECTORS_V>(warp_row, lane);
   const unsigned q_lane =
@@ -635,11 +640,14 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       float lse[2], delta[2];
       read_rows(lse, delta, rows + 8 * (column + 8 * n));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float prob = probability(s[0][n][e], exp_scale, lse[e % 2]);
-        const float dp = ds[0][n][e];
-        s[0][n][e] = prob;
-        ds[0][n][e] = prob * (dp - delta[e % 2]);
+      for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float prob = probability(s[g][n][e], exp_scale, lse[e % 2]);
+          const float dp = ds[g][n][e];
+          s[g][n][e] = prob;
+          ds[g][n][e] = prob * (dp - delta[e % 2]);
+        }
       }
     }
 
@@ -647,43 +655,50 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     if (!full_tile) {
       // thread_index() is read again: values kept through the main loop would cost registers.
       const int thread = thread_index();
-      const int column = q_start + thread % 4 * 2;
-      const int row = k_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int column = q_start + thread / 32 % COLUMN_WARPS * QUERIES + thread % 4 * 2;
+      const int row = k_start + thread / 32 / COLUMN_WARPS * (16 * ROW_GROUPS) + thread % 32 / 4;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = row + 8 * r;
-        const int k = p.k_offset + key;
-        const Range queries = key_queries(p, k);
-        const int lo = queries.lo - column;
-        const int hi = key < p.seq_k ? queries.hi - column : 0;
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n) {
+        for (int r = 0; r < 2; ++r) {
+          const int key = row + 16 * g + 8 * r;
+          const int k = p.k_offset + key;
+          const Range queries = key_queries(p, k);
+          const int lo = queries.lo - column;
+          const int hi = key < p.seq_k ? queries.hi - column : 0;
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (8 * n + e < lo || 8 * n + e >= hi) {
-              s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
+          for (int n = 0; n < QUERIES / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              if (8 * n + e < lo || 8 * n + e >= hi) {
+                s[g][n][2 * r + e] = ds[g][n][2 * r + e] = 0.0f;
+              }
             }
           }
         }
       }
     }
 
-    // 5e. dS to shared memory, for dQ.
+    // 5e. P and dS to shared memory, for the other warps of the same keys, visible by the barrier.
+    store_scores(smem_base + SMEM_P, s, warp_row, first_query, lane);
     store_scores(smem_base + SMEM_DS, ds, warp_row, first_query, lane);
-
+    __syncthreads();
     // 5f. dV += P^T dO
-    const Accumulated<ROW_GROUPS, QUERIES / 8> p_rows{s};
-    multiply_columns<VECTORS_V, BLOCK_Q>(dv, p_rows, do_depth);
+    const unsigned stored = stored_rows_offset<VECTORS_S>(warp_row, lane);
+    const StoredRows<VECTORS_S> p_rows{smem_base + SMEM_P + stored};
+    multiply_columns<VECTORS_V, BLOCK_Q, COLUMN_WARPS>(dv, p_rows, do_depth,
+                                                       column_warp * (COLUMNS_V / 2));
 
-    // 5g. dS is complete. Every warp is done with dO, into whose space the next is loaded.
+    // 5g. Every warp is done with dO, into whose space the next is loaded.
     __syncthreads();
     if (next_h < h_end) load_do();
     copy_commit();
 
     // 5h. dK += dS^T Q
-    const Accumulated<ROW_GROUPS, QUERIES / 8> ds_rows{ds};
+    const StoredRows<VECTORS_S> ds_rows{smem_base + SMEM_DS + stored};
     const unsigned q_columns = q_depth + buffer * Q_BYTES;
-    multiply_columns<VECTORS, BLOCK_Q>(dk, ds_rows, q_columns);
+    multiply_columns<VECTORS, BLOCK_Q, COLUMN_WARPS>(dk, ds_rows, q_columns,
+                                                     column_warp * (COLUMNS / 2));
     buffer ^= 1;
 
     // 5i. dQ = dS K of this tile, summed in global memory over all blocks that reach the queries.
@@ -716,18 +731,25 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   copy_wait_all();
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + 8 * r + lane / 4;
+  for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      stage_pair<VECTORS>(smem_base + SMEM_K, row, n, lane,
-                           dk[0][n][2 * r] * p.scale, dk[0][n][2 * r + 1] * p.scale);
-    }
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + 16 * g + 8 * r + lane / 4;
 #pragma unroll
-    for (int n = 0; n < COLUMNS_V; ++n) {
-      stage_pair<VECTORS_V>(smem_base + SMEM_V, row, n, lane,
-                             dv[0][n][2 * r],
-                             dv[0][n][2 * r + 1]);
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = column_warp * COLUMNS + n;
+        if (column >= HEAD_DIM / 8) break;
+        stage_pair<VECTORS>(smem_base + SMEM_K, row, column, lane,
+                             dk[g][n][2 * r] * p.scale, dk[g][n][2 * r + 1] * p.scale);
+      }
+#pragma unroll
+      for (int n = 0; n < COLUMNS_V; ++n) {
+        const int column = column_warp * COLUMNS_V + n;
+        if (column >= HEAD_DIM_V / 8) break;
+        stage_pair<VECTORS_V>(smem_base + SMEM_V, row, column, lane,
+                               dv[g][n][2 * r],
+                               dv[g][n][2 * r + 1]);
+      }
     }
   }
 

@@ -11,48 +11,52 @@
 //       radius) & (abs(minimum(width - radius - 1, maximum(radius, (q % width))) - (k % width)) <=
 //       radius)
 //
-// plan      block_q 128  block_k 192  warps 8  stages 2  blocks per SM 1
+// plan      block_q 192  block_k 96  warps 12  stages 2  blocks per SM 1
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
-//               SM per score element
+//               SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           depth = 16*ceil(d_qk/16) = 16*ceil(64/16) = 64
 //           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
-//           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
-//           producer = max(2*warps + 8, searching) = max(2*8 + 8, 56) = 56
+//           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(12 + 4))) = 128
+//           producer = max(2*warps + 8, searching) = max(2*12 + 8, 56) = 56
 //           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(3 +
-//             4*stages) + 2*warps = 2*(128*max(64, 64) + 2*192*(64 + 64)) + 8*(3 + 4*2) + 2*8
-//             = 114,792 B of 232,448 B
-//           smem_sm = blocks*(smem + reserved) = 1*(114792 + 1024) = 115,816 B of 233,472 B
+//             4*stages) + 2*warps = 2*(192*max(64, 64) + 2*96*(64 + 64)) + 8*(3 + 4*2) + 2*12
+//             = 73,840 B of 232,448 B
+//           smem_sm = blocks*(smem + reserved) = 1*(73840 + 1024) = 74,864 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
-//             = 8*floor((168*(8 + 4) - 4*56)/(8*8)) = 224
-//           registers = block_k*3/4 + d_v/2 + 32 + extra = 192*3/4 + 64/2 + 32 + 8
-//             = 216 of 224  (binds)
+//             = 8*floor((128*(12 + 4) - 4*56)/(8*12)) = 152
+//           registers = block_k*3/4 + d_v/2 + 32 + extra = 96*3/4 + 64/2 + 32 + 8
+//             = 144 of 152  (binds)
 //           block_k <= ((min(M, M_sm/blocks - reserved) - (8*(3 + 4*stages) + 2*warps))/e -
 //               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
-//             = ((min(232448, 233472/1 - 1024) - (8*(3 + 4*2) + 2*8))/2 - 128*max(64, 64))/(2*(64
-//             + 64)) = 421.7969
-//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (224 - 32 - 8 - 64/2)/(3/4)
-//             = 202.6667
+//             = ((min(232448, 233472/1 - 1024) - (8*(3 + 4*2) + 2*12))/2 - 192*max(64,
+//             64))/(2*(64 + 64)) = 405.7812
+//           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (152 - 32 - 8 - 64/2)/(3/4)
+//             = 106.6667
 //           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk
 //           shared = e*(depth/block_k + (depth + d_v)/64 + (depth + depth_v)/block_q)/128
-//             = 2*(64/192 + (64 + 64)/64 + (64 + 64)/128)/128 = 0.0521 clk
-//           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/64 = 0.0312 clk
-//           issue = (products + rest)/128 = (1.085 + 4.5)/128 = 0.0436 clk
-//           barriers = 2*150/(block_q*block_k*blocks) = 2*150/(128*192*1) = 0.0122 clk
-//           cost = busiest + barriers = 0.0625 + 0.01221 = 0.0747 clk
-//           busy = tensor/cost = 0.0625/0.07471 = 0.8366
-//           refused block_k 208: needs 228 registers per thread, 224 allowed
-//           refused block_q 192 by 12 warps: needs 216 registers per thread, 152 allowed
-// tiles     (ceil(seq_q / 128), heads_q, batch), drawn from a counter in global memory
-// launch    grid (blocks)  block 384  dynamic shared memory 114,792 B
+//             = 2*(64/96 + (64 + 64)/64 + (64 + 64)/192)/128 = 0.0521 clk
+//           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/192/35 = 0.0381 clk
+//           issue = (products + rest)/128 = (1.708 + 4.5)/128 = 0.0485 clk
+//           alone = max(busiest, max(tensor, shared) + special + issue)
+//             = max(0.0625, max(0.0625, 0.05208) + 0.0625 + 0.0485) = 0.1735 clk
+//           pace = max(busiest, alone/(blocks*warps/4)) = max(0.0625, 0.1735/(1*12/4)) = 0.0625 clk
+//           barriers = 2*100/(block_q*block_k*blocks) = 2*100/(192*96*1) = 0.0109 clk
+//           cost = pace + exposed*(alone - pace) + queued*l2 + barriers
+//             = 0.0625 + 0.37*(0.1735 - 0.0625) + 0.12*0.0381 + 0.01085 = 0.1190 clk
+//           busy = tensor/cost = 0.0625/0.119 = 0.5252
+//           refused block_k 112: needs 156 registers per thread, 152 allowed
+//           refused block_q 384 by 24 warps: needs 24 warps, 12 allowed
+// tiles     (ceil(seq_q / 192), heads_q, batch), drawn from a counter in global memory
+// launch    grid (blocks)  block 512  dynamic shared memory 73,840 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
 
-constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 192;  // keys per step of the main loop
+constexpr int BLOCK_Q = 192;  // query rows per block
+constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int WARPGROUP = 128;  // threads
-constexpr int CONSUMERS = 2;  // warpgroups besides the producer
+constexpr int CONSUMERS = 3;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
 constexpr int STAGES = 2;  // buffers for K, and for V
@@ -76,11 +80,11 @@ constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 
 // Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;
-constexpr int SMEM_K = 16384;
-constexpr int SMEM_V = 65536;
+constexpr int SMEM_K = 24576;
+constexpr int SMEM_V = 49152;
 constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;
 constexpr int SMEM_NEXT_TILE = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);
-constexpr int SMEM_BYTES = 114792;
+constexpr int SMEM_BYTES = 73840;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
@@ -483,20 +487,17 @@ __device__ __forceinline__ void multiply_columns(
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
 __device__ __forceinline__ void multiply_rows(
-    float (&d)[24][4], unsigned long long a, unsigned long long b, bool add) {
+    float (&d)[12][4], unsigned long long a, unsigned long long b, bool add) {
   asm volatile(
       "{\n"
       ".reg .pred add;\n"
-      "setp.ne.b32 add, %98, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
+      "setp.ne.b32 add, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
-      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
-      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, "
-      "%75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, "
-      "%90, %91, %92, %93, %94, %95"
-      "}, %96, %97, add, 1, 1, 0, 0;\n"
+      "%45, %46, %47"
+      "}, %48, %49, add, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
         "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
@@ -509,19 +510,7 @@ __device__ __forceinline__ void multiply_rows(
         "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
         "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
         "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3]),
-        "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]),
-        "+f"(d[17][0]), "+f"(d[17][1]), "+f"(d[17][2]), "+f"(d[17][3]),
-        "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]),
-        "+f"(d[19][0]), "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]),
-        "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]),
-        "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]),
-        "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), "+f"(d[22][3]),
-        "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3])
+        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -729,7 +718,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
 
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
