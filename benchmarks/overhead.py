@@ -43,6 +43,7 @@ import flashgen as fg  # noqa: E402
 from flashgen import launch  # noqa: E402
 from flashgen.ops import run_forward  # noqa: E402
 from flashgen.runtime import backends, bound_kernel  # noqa: E402
+from flashgen.trust import Decision  # noqa: E402
 
 LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
 
@@ -91,7 +92,7 @@ def pretend_a_gpu() -> None:
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
     bound_kernel.current_stream = lambda index: 0
-    launch.device_arch = lambda device=0: "sm_80"
+    backends.decide = lambda index, capturing: Decision("sm_80", "a stub")
     launch.load = idle_kernel
     launch.launch = lambda *arguments: None
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from flashgen.errors import PlanError
 
-__all__ = ["Arch", "facts", "known"]
+__all__ = ["Arch", "facts", "known", "paths_of"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -198,6 +198,25 @@ def facts(name: str) -> Arch:
         numbers=f"known: {', '.join(_FACTS)}, and from sm_90 on those with an a at the end",
         way_out=_way_out(match),
     )
+
+
+def paths_of(device: str) -> tuple[str, ...]:
+    """The architectures whose code a device runs, the one with the fastest code path first.
+
+    The last one has the code path of all devices. It is the newest architecture with facts of the
+    device's major version: a cubin runs on the same major version from its minor version up.
+
+    Args:
+        device: the device's compute capability, such as "sm_90".
+
+    Raises:
+        PlanError: there is no such architecture.
+    """
+    major, minor = device[:-1], int(device[-1])
+    fitting = [name for name in known() if name[:-1] == major and int(name[-1]) <= minor]
+    newest = facts(fitting[-1] if fitting else device).name
+    own = f"{device}a"
+    return (own, newest) if own in _PATHS else (newest,)
 
 
 def _way_out(match: re.Match[str] | None) -> str:

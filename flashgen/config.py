@@ -15,6 +15,10 @@ FLASHGEN_EMULATOR_SUMS
                       architecture do, or "rounded", once to nearest (unset: "hardware")
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
+FLASHGEN_TRUST        which code paths are taken on a GPU: "check" those that passed a trial there
+                      or that a record proves (the default), "always" the fastest one without a
+                      trial, "never" only one that a record proves. It is read at the first call
+                      on each GPU.
 ====================  ==========================================================================
 
 An empty variable counts as unset. Variables are read when their value is needed, not at import, so
@@ -36,6 +40,7 @@ from flashgen.errors import FlashgenError
 
 BACKENDS = ("gpu", "emulator", "tiled")
 EMULATOR_SUMS = ("hardware", "rounded")
+TRUST = ("check", "always", "never")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
@@ -95,6 +100,29 @@ def emulator_sums() -> str:
         expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
         raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
     return value
+
+
+def trust() -> str:
+    """FLASHGEN_TRUST, one of `TRUST`; the first of them when it is unset.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_TRUST") or TRUST[0]
+    if value not in TRUST:
+        raise _refuse("FLASHGEN_TRUST", value, " or ".join(repr(name) for name in TRUST))
+    return value
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that runs flashgen's own problems.
+
+    It imports this installation. An edited kernel does not replace one of the problems'.
+    """
+    package = str(Path(__file__).resolve().parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {name: value for name, value in os.environ.items() if name != "FLASHGEN_OVERRIDE"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def override() -> Path | None:

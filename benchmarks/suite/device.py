@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -103,14 +102,14 @@ class Gpu(Device):
 
     def __init__(self) -> None:
         super().__init__()
-        from flashgen import launch
-        from flashgen.runtime.backends import nearest_arch
+        from flashgen.launch.gpu import driver_version
+        from flashgen.trust import decide
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
         facts = torch.cuda.get_device_properties(self.torch)
         self.name = facts.name
-        self.driver = _driver_version()
-        self.arch = nearest_arch(launch.device_arch(self.torch.index))
+        self.driver = driver_version()
+        self.arch = decide(self.torch.index).arch
         self.l2_bytes = int(getattr(facts, "L2_cache_size", 64 << 20))
         self.memory_bytes = int(facts.total_memory)
 
@@ -197,28 +196,6 @@ def versions() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "; ".join([*found, f"python {platform.python_version()}"])
-
-
-def _driver_version() -> str:
-    """The version of the NVIDIA kernel module, from its file on Linux or from nvidia-smi."""
-    try:
-        with open("/proc/driver/nvidia/version", encoding="ascii") as file:
-            return driver_in(file.readline()) or "unknown"
-    except OSError:
-        return _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
-def driver_in(line: str) -> str:
-    """The version in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Tue ..."."""
-    return next((w for w in line.split() if w[0].isdigit() and w.count(".") > 0), "")
-
-
-def _asked(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (done.stdout.split() or ["unknown"])[0]
 
 
 def own_threads(count: int) -> None:

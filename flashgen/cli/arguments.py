@@ -174,6 +174,17 @@ class CacheArguments:
     ] = 90.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """Check versions, the compiler and each code path of a GPU: the screen for a bug report.
+
+    Exit status: 0 all well, 1 something is wrong, 2 all well but for a GPU, which is missing.
+    """
+
+    device: Annotated[int, Option(metavar="N", help="Number of the CUDA device to try.")] = 0
+    json: Annotated[bool, Option("--json", help="All of it as JSON.")] = False
+
+
 COMMANDS = (
     RunArguments,
     ProfileArguments,
@@ -182,5 +193,6 @@ COMMANDS = (
     EmitArguments,
     InspectArguments,
     CacheArguments,
+    DoctorArguments,
 )
 """The commands in the order of the help."""

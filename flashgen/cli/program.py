@@ -21,8 +21,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
     epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    "FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE. Exit status: 0 done, 1 a result is wrong or a file "
-    "differs, 2 refused.",
+    "FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. Exit status: 0 done, 1 a result is "
+    "wrong or a file differs, 2 refused.",
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from flashgen import config
+from flashgen import config, launch
+from flashgen.arch import paths_of
 from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
@@ -66,20 +67,18 @@ def _pass(arguments: TuneArguments) -> str:
 
 def _target(arguments: TuneArguments) -> tuple[str, str, str]:
     """The architecture, the device of the tensors, and why a measurement is impossible, or ""."""
-    from flashgen.runtime.backends import nearest_arch
+    from flashgen.trust import decide
 
     given = arguments.arch or config.arch()
     backend, why = choose_backend(None)
     if backend != "gpu":
         return given or DEFAULT_ARCH, "cpu", why
-    from flashgen import launch
-
-    own = nearest_arch(launch.device_arch(0))
-    if given not in (None, own):
-        return given or own, "cpu", f"the GPU here is {why}, {own}"
+    runs = paths_of(launch.device_arch(0))
+    if given is not None and given not in runs:
+        return given, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
     if arguments.sram is not None:
-        return own, "cpu", "--sram plans for another machine than this one"
-    return own, "cuda", ""
+        return given or runs[0], "cpu", "--sram plans for another machine than this one"
+    return given or decide(0).arch, "cuda", ""
 
 
 def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:

@@ -7,6 +7,7 @@ line comments. The default ``{{ }}`` would silently eat CUDA initialisers such a
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 
 import jinja2
@@ -20,9 +21,8 @@ TEMPLATE_FOLDERS = (
 )
 
 
-@functools.cache
-def environment() -> jinja2.Environment:
-    """The environment that loads the templates of this installation.
+def template_folder() -> Path:
+    """The folder of the templates of this installation.
 
     Raises:
         RenderError: when the templates folder is missing.
@@ -35,8 +35,33 @@ def environment() -> jinja2.Environment:
             numbers=f"{len(TEMPLATE_FOLDERS)} folders searched, sm80/forward.cu.j2 in none",
             way_out="reinstall flashgen, or run it from a complete checkout",
         )
+    return folder
+
+
+@functools.cache
+def template_digest() -> str:
+    """A digest of the names and contents of all templates, 16 hex digits.
+
+    Raises:
+        RenderError: when the templates folder is missing.
+    """
+    folder, found = template_folder(), hashlib.sha256()
+    for path in sorted(folder.rglob("*.j2")):
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode())
+        found.update(text)
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The environment that loads the templates of this installation.
+
+    Raises:
+        RenderError: when the templates folder is missing.
+    """
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(template_folder()),
         block_start_string="/*%",
         block_end_string="%*/",
         variable_start_string="/*{",

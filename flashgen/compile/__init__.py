@@ -193,7 +193,7 @@ def _load_or_make(request: _Request) -> Binary:
     found = _load(request, folder)
     if found is not None:
         return found
-    with cache.locked(root, key) as held:
+    with cache.locked(root, cache.lock_of(key)) as held:
         if not held:
             return _make(request, filename)
         # Another process may have compiled it while this one waited.

@@ -6,6 +6,7 @@
                   /locks/<2 hex digits>.lock   held while an entry is compiled
                   /tmp-*                       entries being written
                   /tuned/                      measured tiles, not kernels
+                  /trust/                      verdicts on code paths, not kernels
 
 An entry is written under a temporary name and renamed into place, so that it exists entirely or not
 at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
@@ -32,6 +33,7 @@ from typing import Any
 SCHEMA = 1  # part of every key: increase it when the contents of entries change
 META = "meta.json"
 TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.runtime.tuned_tiles`
+TRUST = "trust"  # folder of the verdicts on code paths: `flashgen.trust.verdicts`
 _LOCKS = "locks"
 _TEMPORARY = "tmp-"
 _LOCK_SECONDS = 120.0  # far longer than any compilation: the holder of the lock hangs
@@ -138,6 +140,23 @@ def write(path: Path, entry_key: str, meta: dict[str, Any], files: dict[str, byt
     return True
 
 
+def replace_text(path: Path, text: str) -> str | None:
+    """Writes a small file in one step; returns why that is impossible, None when it is done."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{_TEMPORARY}", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+        return error.strerror or str(error)
+    return None
+
+
 def discard(path: Path) -> None:
     """Removes an entry if it exists and can be removed, atomically for readers."""
     with suppress(OSError):
@@ -147,11 +166,18 @@ def discard(path: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextmanager
-def locked(root: Path, entry_key: str) -> Iterator[bool]:
-    """Holds the lock of a key across processes and threads; yields False where locking fails.
+def lock_of(entry_key: str) -> str:
+    """The name of an entry's lock: 256 lock files serve all keys, so that they do not pile up."""
+    return entry_key[:2]
 
-    256 lock files serve all keys, so that they do not pile up.
+
+@contextmanager
+def locked(root: Path, name: str, seconds: float = _LOCK_SECONDS) -> Iterator[bool]:
+    """Holds a lock across processes and threads; yields False where locking fails.
+
+    Args:
+        name: the name of the lock; `lock_of` has that of an entry.
+        seconds: how long the call waits for another holder of the lock.
     """
     from filelock import FileLock, Timeout
 
@@ -159,14 +185,14 @@ def locked(root: Path, entry_key: str) -> Iterator[bool]:
         held = False
         try:
             (root / _LOCKS).mkdir(parents=True, exist_ok=True)
-            lock = FileLock(str(root / _LOCKS / f"{entry_key[:2]}.lock"))
-            stack.enter_context(lock.acquire(timeout=_LOCK_SECONDS))
+            lock = FileLock(str(root / _LOCKS / f"{name}.lock"))
+            stack.enter_context(lock.acquire(timeout=seconds))
             held = True
         except Timeout:
-            _note(f"another process has held a lock in {root} for {_LOCK_SECONDS:.0f} s; going on")
+            _note(f"another process has held a lock in {root} for {seconds:.0f} s; going on")
         except (OSError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
-            _note(f"the kernel cache {root} cannot be written ({reason}); compiling without it")
+            _note(f"the kernel cache {root} cannot be written ({reason}); going on without it")
         yield held
 
 
@@ -202,7 +228,8 @@ def clear(root: Path) -> int:
         shutil.rmtree(path, ignore_errors=True)
         removed += not path.exists()
     _sweep(root, older_than=0.0)
-    shutil.rmtree(root / TUNED, ignore_errors=True)
+    for folder in (TUNED, TRUST):
+        shutil.rmtree(root / folder, ignore_errors=True)
     # A process that still holds one of these locks compiles concurrently, which is harmless.
     shutil.rmtree(root / _LOCKS, ignore_errors=True)
     return removed

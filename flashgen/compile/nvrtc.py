@@ -81,14 +81,23 @@ def version() -> str:
     releases.
     """
     _, major, minor = _bindings().nvrtcVersion()
-    text = f"{major}.{minor}"
+    text, path = f"{major}.{minor}", library()
+    try:
+        return f"{text} build {path.stat().st_size}" if path is not None else text
+    except OSError:
+        return text
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> Path | None:
+    """The path of NVRTC's library; None where it is not known."""
     try:
         from cuda import pathfinder
 
-        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
-        return f"{text} build {Path(library).stat().st_size}" if library else text
+        path = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
     except (ImportError, OSError, RuntimeError):
-        return text
+        return None
+    return Path(path) if path else None
 
 
 def supported_archs() -> tuple[str, ...]:

@@ -33,15 +33,20 @@ from flashgen.launch.device import (
     guard,
     real_driver,
 )
+from flashgen.launch.gpu import Gpu, gpu_facts, gpus
 from flashgen.launch.params import ParamField, Value, encode, pack
 
 __all__ = [
+    "FIRST_DRIVERS",
+    "Gpu",
     "Kernel",
     "ParamField",
     "Value",
     "available",
     "device_arch",
     "encode",
+    "gpu_facts",
+    "gpus",
     "launch",
     "load",
     "pack",

@@ -160,15 +160,16 @@ def cuda_version(driver: Any) -> tuple[int, int]:
     return number // 1000, number % 1000 // 10
 
 
-def _attribute(driver: Any, handle: Any, name: str, where: str) -> int:
+def attribute(driver: Any, handle: Any, name: str, where: str) -> int:
+    """The value of CU_DEVICE_ATTRIBUTE_<name> of a device."""
     kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     return int(check(driver, driver.cuDeviceGetAttribute(kind, handle), where))
 
 
 def _capability(driver: Any, handle: Any, where: str) -> tuple[int, int]:
     return (
-        _attribute(driver, handle, "COMPUTE_CAPABILITY_MAJOR", where),
-        _attribute(driver, handle, "COMPUTE_CAPABILITY_MINOR", where),
+        attribute(driver, handle, "COMPUTE_CAPABILITY_MAJOR", where),
+        attribute(driver, handle, "COMPUTE_CAPABILITY_MINOR", where),
     )
 
 
@@ -205,9 +206,9 @@ def device_facts(index: int, driver: Any) -> Device:
             # Retained for the life of the process: kernels loaded in it stay valid.
             context=check(driver, driver.cuDevicePrimaryCtxRetain(handle), where),
             capability=_capability(driver, handle, where),
-            max_threads=_attribute(driver, handle, "MAX_THREADS_PER_BLOCK", where),
-            max_smem_bytes=_attribute(driver, handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", where),
-            registers=_attribute(driver, handle, "MAX_REGISTERS_PER_BLOCK", where),
+            max_threads=attribute(driver, handle, "MAX_THREADS_PER_BLOCK", where),
+            max_smem_bytes=attribute(driver, handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", where),
+            registers=attribute(driver, handle, "MAX_REGISTERS_PER_BLOCK", where),
         )
         _devices[driver, index] = found
         return found

@@ -151,7 +151,8 @@ class Operator:
         if call is None:
             settled(options.deterministic)  # wrong values must not wait for the backward call
             call = forward.prepare(self.spec, operands, options)
-            _cache(self._forwards, key, call)
+            if call.target.settled:
+                _cache(self._forwards, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         out, lse, self.done = call.run(operands)
@@ -180,7 +181,8 @@ class Operator:
         if call is None:
             options = options._replace(deterministic=deterministic)
             call = backward.prepare(self.spec, operands, gradients, options, needed=needed)
-            _cache(self._backwards, key, call)
+            if call.target.settled:
+                _cache(self._backwards, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         found, self.done_backward = call.run(operands, gradients)

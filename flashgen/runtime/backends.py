@@ -9,6 +9,7 @@ import torch
 from flashgen import arch as archs
 from flashgen import config
 from flashgen.errors import InputError
+from flashgen.trust import Decision, decide
 
 DEFAULT_ARCH = "sm_80"
 """The architecture of calls without a GPU: the code path that every architecture has."""
@@ -29,12 +30,16 @@ class Target:
         arch: the architecture that kernels are compiled for, or whose tiles the CPU path uses.
         device: the device of the operands.
         index: the number of the GPU; 0 where there is none.
+        arch_reason: why this architecture.
+        settled: whether later calls with the same arguments have the same target.
     """
 
     backend: str
     arch: str
     device: torch.device
     index: int
+    arch_reason: str = ""
+    settled: bool = True
 
     @property
     def sms(self) -> int | None:
@@ -51,10 +56,12 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
         InputError: there is no such backend or architecture, or the backend does not accept
             tensors of the device.
         PlanError: the generation of the GPU is not supported.
+        LaunchError: no code path of the GPU passes its trial.
     """
     chosen = choose(backend, device)
     index = index_of(device) if chosen == "gpu" else 0
-    return Target(chosen, arch_of(arch, chosen, device), device, index)
+    found = arch_of(arch, chosen, device)
+    return Target(chosen, found.arch, device, index, found.why, found.settled)
 
 
 def choose(given: str | None, device: torch.device) -> str:
@@ -86,41 +93,30 @@ def choose(given: str | None, device: torch.device) -> str:
     return name
 
 
-def arch_of(given: str | None, backend: str, device: torch.device) -> str:
-    """The architecture: the argument, else FLASHGEN_ARCH, else the GPU's, else `DEFAULT_ARCH`.
+def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:
+    """The architecture: the argument, else FLASHGEN_ARCH, else that of the code path that the GPU
+    takes (`flashgen.trust`), else `DEFAULT_ARCH`.
 
     Raises:
         InputError: the argument is not a string.
         PlanError: the generation of the GPU is not supported.
+        LaunchError: no code path of the GPU passes its trial.
     """
-    if given is not None and not isinstance(given, str):
-        raise InputError(
-            "arch is not the name of an architecture",
-            where="argument arch",
-            numbers=f"given {given!r}",
-            way_out=f"one of {', '.join(archs.known())}, or None",
-        )
-    name = given or config.arch()
+    if given is not None:
+        if not isinstance(given, str):
+            raise InputError(
+                "arch is not the name of an architecture",
+                where="argument arch",
+                numbers=f"given {given!r}",
+                way_out=f"one of {', '.join(archs.known())}, or None",
+            )
+        return Decision(given, "argument arch")
+    name = config.arch()
     if name is not None:
-        return name
+        return Decision(name, "FLASHGEN_ARCH")
     if backend != "gpu":
-        return DEFAULT_ARCH
-    from flashgen import launch
-
-    return nearest_arch(launch.device_arch(index_of(device)))
-
-
-def nearest_arch(device: str) -> str:
-    """The newest supported architecture whose code runs on ``device``.
-
-    A cubin runs on devices of its own major version from its minor version up.
-
-    Raises:
-        PlanError: there is no such architecture.
-    """
-    major, minor = device[:-1], int(device[-1])
-    fitting = [name for name in archs.known() if name[:-1] == major and int(name[-1]) <= minor]
-    return archs.facts(fitting[-1] if fitting else device).name
+        return Decision(DEFAULT_ARCH, f"the default of the backend {backend!r}")
+    return decide(index_of(device), capturing=torch.cuda.is_current_stream_capturing)
 
 
 def index_of(device: torch.device) -> int:

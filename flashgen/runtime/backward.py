@@ -235,12 +235,21 @@ def reports(record: BackwardRecord) -> tuple[Report, ...]:
     """The Reports of a backward call, one per launch."""
     target, reason = record.call.target, record.reason
     if not record.launches:
-        return (Report("none", target.arch, 0, reason),)
-    width = 0 if reason is CPU_REASON else 16
-    built = record.build_seconds
+        return (Report("none", target.arch, 0, reason, arch_reason=target.arch_reason),)
     return tuple(
-        Report(target.backend, target.arch, width, reason, build, counters, built, seconds)
-        for build, counters, seconds in record.launches
+        Report(
+            target.backend,
+            target.arch,
+            0 if reason is CPU_REASON else 16,
+            reason,
+            run.build,
+            run.counters,
+            record.build_seconds,
+            run.seconds,
+            arch_reason=target.arch_reason,
+            table=run.table,
+        )
+        for run in record.launches
     )
 
 

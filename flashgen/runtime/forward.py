@@ -211,9 +211,10 @@ def report(record: ForwardRecord) -> Report:
     """The Report of a forward call."""
     call, kernel, width, reason = record.call, record.kernel, record.width, record.reason
     backend = "none" if reason is EMPTY else call.target.backend
-    arch = call.target.arch
+    arch, why = call.target.arch, call.target.arch_reason
     if kernel is None:
-        return Report(backend, arch, width, reason, run_seconds=record.run_seconds)
+        seconds = record.run_seconds
+        return Report(backend, arch, width, reason, run_seconds=seconds, arch_reason=why)
     return Report(
         backend,
         arch,
@@ -224,11 +225,22 @@ def report(record: ForwardRecord) -> Report:
         build_seconds=record.build_seconds,
         run_seconds=record.run_seconds,
         tables=tuple(
-            Report(backend, arch, width, reason, table.build, table.counters, 0.0, table.seconds)
-            for table in record.tables
+            Report(
+                backend,
+                arch,
+                width,
+                reason,
+                made.build,
+                made.counters,
+                run_seconds=made.seconds,
+                arch_reason=why,
+                table=made.table,
+            )
+            for made in record.tables
         ),
         heads_reason=kernel.heads_reason,
         blocks=kernel.bound.blocks,
+        arch_reason=why,
     )
 
 

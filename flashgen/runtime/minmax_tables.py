@@ -33,11 +33,13 @@ class KernelRun(NamedTuple):
         build: the kernel; None for the CPU path.
         counters: the counters of the emulator; None elsewhere.
         seconds: duration of the emulation, or of queueing the launch.
+        table: the min/max table that it made; None for other kernels.
     """
 
     build: Build | None
     counters: Any
     seconds: float
+    table: Tensor | None = None
 
 
 class MinMaxTables:
@@ -81,9 +83,10 @@ class MinMaxTables:
         given, runs = pointers_of(captured), []
         for name, bound, model in self._kernels:
             start = time.perf_counter()
-            tables[name] = torch.empty_like(model, memory_format=torch.contiguous_format)
-            counters = bound.run(target, {**given, name: tables[name]}, launch)
-            runs.append(KernelRun(bound.build, counters, time.perf_counter() - start))
+            table = torch.empty_like(model, memory_format=torch.contiguous_format)
+            tables[name] = table
+            counters = bound.run(target, {**given, name: table}, launch)
+            runs.append(KernelRun(bound.build, counters, time.perf_counter() - start, table))
         return tables, runs
 
 

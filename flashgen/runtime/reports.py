@@ -34,6 +34,9 @@ class Report:
         heads_reason: the reason for the number of heads in the tiles of a forward kernel; "" where
             there is no choice.
         blocks: for a persistent kernel, the number of its blocks with the reason; else None.
+        arch_reason: the reason for the architecture of the call.
+        table: for a kernel of a min/max table, the table: [levels, 2, lines, entries]. Entry i of
+            level l is defined where i + 2^l <= entries.
     """
 
     backend: str
@@ -47,6 +50,8 @@ class Report:
     tables: tuple[Report, ...] = ()
     heads_reason: str = ""
     blocks: LaunchBlocks | None = None
+    arch_reason: str = ""
+    table: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,9 @@ other classes use the planner's tiles.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +22,7 @@ import torch
 
 from flashgen import config
 from flashgen.call import CheckedCall
-from flashgen.compile.cache import TUNED, CacheWarning
+from flashgen.compile.cache import TUNED, CacheWarning, replace_text
 from flashgen.errors import PlanError
 from flashgen.version import __version__
 
@@ -96,20 +93,10 @@ def place(
 
 def write(path: Path, winner: Winner) -> bool:
     """Stores tuned tiles atomically; False, with a `CacheWarning`, where that is impossible."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(winner), file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
-        _note(f"tuned tiles cannot be stored in {path.parent}: {error.strerror or error}")
-        return False
-    return True
+    hindrance = replace_text(path, json.dumps(asdict(winner), indent=1, sort_keys=True))
+    if hindrance is not None:
+        _note(f"tuned tiles cannot be stored in {path.parent}: {hindrance}")
+    return hindrance is None
 
 
 def read(path: Path) -> Winner | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.suite.cases import Case, flops, grid, llama, make
-from benchmarks.suite.device import Device, Span, driver_in
+from benchmarks.suite.device import Device, Span
 from benchmarks.suite.parts.roofline import parse
 from benchmarks.suite.parts.sanitizer import errors_in
 from benchmarks.suite.parts.sparsity import window_of
@@ -194,10 +194,3 @@ def test_the_last_line_of_a_sanitizer_is_counted_and_its_absence_is_no_zero() ->
     assert errors_in("========= ERROR SUMMARY: 1 error") == 1
     assert errors_in("== RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)") == 3
     assert errors_in("Device not supported") is None
-
-
-def test_the_driver_is_found_in_both_forms_of_its_line() -> None:
-    line = "NVRM version: NVIDIA UNIX {}  580.159.03  Tue Oct  7 00:00:00 UTC 2025"
-    assert driver_in(line.format("x86_64 Kernel Module")) == "580.159.03"
-    assert driver_in(line.format("Open Kernel Module for x86_64")) == "580.159.03"
-    assert driver_in("nothing") == ""

@@ -8,6 +8,7 @@ import pytest
 
 from flashgen import launch
 from flashgen.runtime import backends, bound_kernel
+from flashgen.trust import Decision
 from tests.support.fake_driver import FakeDriver
 
 
@@ -18,7 +19,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(backends.TAKES, "gpu", "cpu")
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
     monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
-    monkeypatch.setattr(launch, "device_arch", lambda device=0: "sm_80")
+    monkeypatch.setattr(backends, "decide", lambda index, capturing: Decision("sm_80", "a stub"))
     load, real = launch.load, launch.launch
     monkeypatch.setattr(
         launch,

@@ -15,7 +15,6 @@ import torch
 import flashgen as fg
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import run_forward
-from flashgen.runtime.backends import nearest_arch
 from tests.support.judged import judge_forward
 from tests.support.shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 from tests.support.tiers import one_in
@@ -230,22 +229,3 @@ def test_a_kernel_is_built_once():
     second = emulated(spec.replace(), q, k, v)
     assert second.report.kernel is first.report.kernel
     assert second.report.build_seconds < 0.01
-
-
-@pytest.mark.parametrize(
-    ("device", "arch"),
-    [
-        ("sm_80", "sm_80"),
-        ("sm_87", "sm_86"),
-        ("sm_90", "sm_90"),
-        ("sm_103", "sm_100"),
-        ("sm_121", "sm_120"),
-    ],
-)
-def test_a_gpu_gets_the_newest_code_that_it_can_run(device, arch):
-    assert nearest_arch(device) == arch
-
-
-def test_a_gpu_of_an_unknown_generation_is_refused():
-    with pytest.raises(fg.PlanError, match="no facts"):
-        nearest_arch("sm_75")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.arch import KIB, facts, known
+from flashgen.arch import KIB, facts, known, paths_of
 from flashgen.errors import PlanError
 from tests.support.paths import ROOT
 
@@ -76,3 +76,22 @@ def test_the_message_for_an_unknown_architecture():
         "with an a at the end\n"
         '  try      arch="sm_86"; its kernels also run on sm_87'
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "archs"),
+    [
+        ("sm_80", ("sm_80",)),
+        ("sm_87", ("sm_86",)),
+        ("sm_90", ("sm_90a", "sm_90")),
+        ("sm_103", ("sm_100",)),
+        ("sm_121", ("sm_120",)),
+    ],
+)
+def test_a_gpu_has_its_own_code_path_first_and_the_newest_portable_one_last(device, archs):
+    assert paths_of(device) == archs
+
+
+def test_a_gpu_of_an_unknown_generation_is_refused():
+    with pytest.raises(PlanError, match="no facts"):
+        paths_of("sm_75")

@@ -34,18 +34,20 @@ PIPELINE = (
     "codegen",
     "compile",
     "launch",
+    "trust",
     "pipeline",
 )
 # Those beside it, and all that they may import of flashgen.
 BESIDE = {
     "emulator": {"errors", "tensormap"},
     "reference": {"errors", "dtypes", "signature", "dropout", "language"},
-    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "pipeline"},
+    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "trust", "pipeline"},
     "runtime": {*PIPELINE, "emulator", "reference", "cpu"},
     "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
     "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
     "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
+    "doctor": {*PIPELINE, "reference", "runtime", "ops", "tune"},
 }
 # These may import everything.
 TOP = {"__init__", "__main__", "cli"}
@@ -70,6 +72,7 @@ OUTSIDE = {
     "codegen": {"sympy", "jinja2"},
     "compile": {"cuda", "filelock"},
     "launch": {"cuda"},
+    "trust": set(),
     "pipeline": set(),
     "emulator": {"numpy"},
     "reference": {"torch", "numpy", "sympy"},
@@ -79,6 +82,7 @@ OUTSIDE = {
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
     "tune": {"torch"},
+    "doctor": {"torch", "numpy"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {

@@ -36,7 +36,7 @@ def test_the_wheel_holds_every_module_and_every_template(wheel: zipfile.ZipFile)
     names = set(wheel.namelist())
     for path in sorted((ROOT / "flashgen").rglob("*.py")):
         assert path.relative_to(ROOT).as_posix() in names
-    assert "flashgen/py.typed" in names
+    assert {"flashgen/py.typed", "flashgen/trust/proven.json"} <= names
     templates = sorted((ROOT / "templates").glob("*/*.j2"))
     assert templates
     for path in templates:
@@ -49,7 +49,9 @@ def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
     others = {
         name
         for name in wheel.namelist()
-        if not re.fullmatch(r"flashgen/(.*\.py|py\.typed|templates/\w+/[^/]+)", name)
+        if not re.fullmatch(
+            r"flashgen/(.*\.py|py\.typed|trust/proven\.json|templates/\w+/[^/]+)", name
+        )
         and not re.fullmatch(r"flashgen-[^/]+\.dist-info/.*", name)
     }
     assert others == set()

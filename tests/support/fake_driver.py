@@ -28,6 +28,8 @@ _ATTRIBUTES = (
     "MAX_THREADS_PER_BLOCK",
     "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "MAX_REGISTERS_PER_BLOCK",
+    "MULTIPROCESSOR_COUNT",
+    "COMPUTE_MODE",
 )
 _TENSOR_MAP = {
     "DataType": ("DATA_TYPE", "UINT8 UINT16 UINT32 INT32 UINT64 INT64 FLOAT16 FLOAT32 BFLOAT16"),
@@ -73,8 +75,11 @@ class FakeDriver:
         smem: int = 166_912,
         fail: dict[str, int] | None = None,
         cuda: int = 13_000,
+        name: str = "NVIDIA A100-SXM4-80GB",
+        compute_mode: int = 0,
     ) -> None:
-        self.values = (*capability, 1024, smem, 65_536)
+        self.values = (*capability, 1024, smem, 65_536, 108, compute_mode)
+        self.name = name
         self.devices = devices
         self.cuda = cuda  # the version of CUDA that it supports: 13_000 is 13.0
         self.capturing: set[int] = set()  # the handles of streams that are captured into a graph
@@ -118,6 +123,14 @@ class FakeDriver:
         if index >= self.devices:
             return Result.CUDA_ERROR_INVALID_DEVICE, None
         return self._done("cuDeviceGet", index)
+
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[Any, ...]:
+        assert device < self.devices
+        return self._done("cuDeviceGetName", self.name.encode()[: length - 1].ljust(length, b"\0"))
+
+    def cuDeviceTotalMem(self, device: int) -> tuple[Any, ...]:
+        assert device < self.devices
+        return self._done("cuDeviceTotalMem", 80 << 30)
 
     def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
         assert device < self.devices

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flashgen import launch
-from flashgen.runtime.backends import nearest_arch
+from flashgen.trust import decide
 
 Tensor = torch.Tensor
 Chosen = TypeVar("Chosen")
@@ -48,7 +48,7 @@ def pick(real: Chosen, dry: Chosen) -> Chosen:
 
 def arch() -> str:
     """The architecture that operators compile for by default."""
-    return "sm_80" if DRY else nearest_arch(launch.device_arch(0))
+    return "sm_80" if DRY else decide(0).arch
 
 
 def options(turn: int = 0) -> dict[str, Any]:

@@ -1,0 +1,11 @@
+"""`diagnose`: whether flashgen works on this machine: versions, GPU, compiler, each code path.
+
+The problems run in child processes (`flashgen.trust.trial`), so that a fault or a hang on the GPU
+ends no more than one of them.
+"""
+
+from flashgen.doctor.check import Result
+from flashgen.doctor.diagnosis import Diagnosis, Path, diagnose
+from flashgen.doctor.machine import Cache, Finding, Machine, Nvrtc
+
+__all__ = ["Cache", "Diagnosis", "Finding", "Machine", "Nvrtc", "Path", "Result", "diagnose"]

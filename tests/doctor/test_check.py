@@ -1,0 +1,181 @@
+"""One problem of doctor: right in the emulator, and wrong where a result is made wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.doctor import Result, check, child
+from flashgen.doctor.problems import PROBLEMS, Problem, named
+from flashgen.errors import CompileError, LaunchError
+from flashgen.pipeline import build, build_backward
+from flashgen.trust import trial
+from tests.support.tiers import one_in
+
+CPU = torch.device("cpu")
+TRIAL = [problem for problem in PROBLEMS if problem.trial]
+
+
+@pytest.mark.parametrize("problem", one_in(4, {each.name: each for each in PROBLEMS}))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_problem_is_right_in_the_emulator(problem: str, arch: str) -> None:
+    found = check.run(named(problem), arch, CPU, emulate=False)
+    assert found.ok, found.text
+    assert found.share is not None
+    assert found.share < 1
+
+
+def test_names_of_problems_are_unique_and_the_trial_has_few() -> None:
+    assert len({problem.name for problem in PROBLEMS}) == len(PROBLEMS)
+    assert 3 <= len(TRIAL) <= 6
+    kinds = {(problem.spec().dtype, problem.spec().head_dim) for problem in PROBLEMS}
+    assert {dtype for dtype, _ in kinds} == {"float16", "bfloat16", "float32"}
+    assert {40, 64, 128, 256} <= {dim for _, dim in kinds}
+    assert any(problem.sizes[4] == 1 for problem in TRIAL)
+    assert any(problem.sizes[4] == 3 for problem in TRIAL)
+    assert any(problem.spec().packed and problem.poisoned for problem in TRIAL)
+    assert any(problem.dropout_p for problem in TRIAL)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("problem", TRIAL[1:2], ids=lambda problem: problem.name)
+def test_a_trial_compiles_nothing_once_a_problem_runs(
+    problem: Problem, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped while it compiles must not count as a kernel that hangs."""
+    compiled = []
+    real = check.run_forward
+
+    def recording(*given: Any, **more: Any) -> Any:
+        from flashgen import pipeline
+
+        monkeypatch.setattr(pipeline, "compile", lambda *a, **b: compiled.append(a))
+        return real(*given, **more)
+
+    monkeypatch.setattr(check, "run_forward", recording)
+    assert check.run(problem, arch, CPU, emulate=False).ok
+    assert compiled == []
+
+
+def test_the_emulator_has_its_own_bits_again_and_tables_are_compared_bit_for_bit() -> None:
+    found = check.run(named("documents, float16, d 64"), "sm_80", CPU, emulate=True)
+    assert found.equal == 1.0
+    assert found.exact == 2  # the table of the forward pass, and of the backward pass
+
+
+def test_a_table_with_another_bit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = named("documents, float16, d 64")
+    runs = check._runs(problem, problem.inputs(), "sm_80")
+    (table,) = runs.forward.report.tables
+    assert table.table is not None
+    other = table.table.clone()
+    other[0, 0, 0, 0] ^= 1
+    main = replace(runs.forward.report, tables=(replace(table, table=other),))
+    left = replace(runs, forward=replace(runs.forward, report=main))
+    bits = check.compare_bits(left, runs)
+    assert bits.wrong == ("documents_minmax_ids_1",)
+    assert bits.equal < 1
+    monkeypatch.setattr(check, "_on_cpu", lambda found: left)
+    found = check.run(problem, "sm_80", CPU, emulate=True)
+    assert not found.ok
+    assert "documents_minmax_ids_1: not the emulator's bits" in found.text
+
+
+def test_the_share_of_equal_elements_counts_bits() -> None:
+    problem = TRIAL[0]
+    runs = check._runs(problem, problem.inputs(), "sm_80")
+    out = runs.forward.out.clone()
+    out.view(torch.int16)[0, 0, 0, :7] ^= 1
+    other = replace(runs, forward=replace(runs.forward, out=out))
+    every = [runs.forward.out, runs.forward.lse, runs.backward.dq, runs.backward.dk]
+    total = sum(each.numel() for each in (*every, runs.backward.dv))
+    bits = check.compare_bits(runs, other)
+    assert bits.equal == pytest.approx(1 - 7 / total)
+    assert bits.wrong == ()  # PTX leaves the bits of exp2 open
+
+
+@pytest.mark.parametrize("spoil", [torch.nan, 1.0])
+def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, spoil: float) -> None:
+    real = check._on_cpu
+
+    def spoiled(runs: check.Runs) -> check.Runs:
+        found = real(runs)
+        found.backward.dk[0, 0, 0, 0] += spoil
+        return found
+
+    monkeypatch.setattr(check, "_on_cpu", spoiled)
+    found = check.run(TRIAL[0], "sm_80", CPU, emulate=False)
+    assert not found.ok
+    assert found.text.startswith("dk FAIL")
+    assert found.share is not None
+    assert found.share > 1
+
+
+# ---- the child process ---------------------------------------------------------------------------
+
+
+def events_of(runner: child.Runner, count: int = 2) -> list[dict[str, Any]]:
+    out = io.StringIO()
+    child.report(PROBLEMS[:count], "sm_80", runner, out)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def right(problem: Problem, step: check.Step) -> Result:
+    step("building")
+    step("running")
+    return Result(problem.name, "sm_80", True, "out pass", 0.5)
+
+
+def test_each_step_is_an_event() -> None:
+    found = [each["event"] for each in events_of(right)]
+    assert found == ["ready", *["building", "running", "result"] * 2, "end"]
+
+
+def test_an_error_on_the_device_is_a_result_and_the_last_one() -> None:
+    def failing(problem: Problem, step: check.Step) -> Result:
+        right(problem, step)
+        raise LaunchError("a kernel failed", where="here", numbers="code 719", way_out="none")
+
+    found = events_of(failing)
+    assert [each["event"] for each in found] == ["ready", "building", "running", "result"]
+    assert not found[-1]["ok"]
+    assert "code 719" in found[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [
+        ("building", CompileError("no NVRTC", where="", numbers="", way_out="")),
+        ("running", torch.OutOfMemoryError("CUDA out of memory")),
+    ],
+)
+def test_what_says_nothing_about_the_kernels_is_no_result(when: str, error: Exception) -> None:
+    def failing(problem: Problem, step: check.Step) -> Result:
+        step(when)
+        raise error
+
+    with pytest.raises(type(error)):
+        events_of(failing)
+
+
+def test_a_real_child_process_runs_a_problem_in_the_emulator() -> None:
+    """The protocol between the two sides, without a fake."""
+    name = TRIAL[0].name
+    ended = trial.run(trial.command("sm_80", -1, "--problem", name))
+    assert ended.reason == ""
+    assert [each["event"] for each in ended.events][0::4] == ["ready", "end"]
+    (result,) = ended.results
+    assert (result["problem"], result["ok"]) == (name, True)
+
+
+def test_kernels_of_a_problem_are_those_that_build_gives() -> None:
+    problem = TRIAL[2]
+    runs = check._runs(problem, problem.inputs(), "sm_80")
+    assert runs.forward.report.kernel is build(problem.spec(), "sm_80", access_bytes=16)
+    made = [report.kernel for report in runs.backward.reports]
+    assert made == list(build_backward(problem.spec(), "sm_80"))
