@@ -32,8 +32,9 @@ MINUTES = 9.0
 DRY_MINUTES = 2.8
 DRY = "dry"
 DRY_SECONDS = {
-    "ceilings": 5, "suite": 35, "overhead": 10, "compile": 22, "memory": 8, "sparsity": 12,
-    "blocks": 10, "roofline": 10, "sanitizer": 10, "correctness": 50,
+    "doctor": 12, "boxes": 8, "paths": 14, "packed": 12, "ceilings": 5, "suite": 30,
+    "overhead": 10, "compile": 20, "memory": 8, "sparsity": 10, "blocks": 8, "roofline": 8,
+    "sanitizer": 8, "correctness": 40,
 }  # fmt: skip
 
 
@@ -94,10 +95,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def dry_parts() -> list[Part]:
     """All parts, with shares for the emulator's speed. The tests are last: pytest runs them too."""
-    first, *rest = PARTS
+    tests = named("correctness")
     return [
         replace(part, share=replace(part.share, weight=DRY_SECONDS[part.name]))
-        for part in (*rest, first)
+        for part in (*(part for part in PARTS if part is not tests), tests)
     ]
 
 

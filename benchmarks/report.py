@@ -3,10 +3,12 @@
     python benchmarks/report.py                   the newest run, flashgen's slowest cases first
     python benchmarks/report.py --figures [DIR]   figures, in benchmarks/results/figures
     python benchmarks/report.py --speed-table [--check]
+    python benchmarks/report.py --proven [--check]      the code paths that need no trial
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
     python benchmarks/report.py --predictions sm_90     the plans' predictions, for NOTES.md
 
-With --check nothing is written, and the exit code is 1 when docs/gpu.md differs from the records.
+With --check nothing is written, and the exit code is 1 where docs/gpu.md or, with --proven,
+flashgen/trust/proven.json differs from the records.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.suite import figures, predictions, records, speed_table, summary  # noqa: E402
+from benchmarks.suite import figures, predictions, proven, records, speed_table, summary  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR")
     parser.add_argument("--figures", type=Path, nargs="?", const=Path(), metavar="DIR")
     parser.add_argument("--speed-table", action="store_true")
+    parser.add_argument("--proven", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--predictions", metavar="ARCH")
     options = parser.parse_args(arguments)
@@ -38,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(path)
     if options.speed_table:
         return write_speed_table(options.results, options.check)
+    if options.proven:
+        same = proven.write(options.results, check=options.check)
+        print(f"flashgen/trust/proven.json {'is as before' if same else 'differs'}")
+        return int(options.check and not same)
     if options.predictions:
         print(predictions.table(options.predictions))
     elif not options.merge and options.figures is None:

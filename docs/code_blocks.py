@@ -7,7 +7,8 @@ The language of a fenced block says how it is checked:
 
 ===========  =====================================================================================
 python       executed; the blocks of a page share one namespace
-text         what the python block before it prints; a diagram where ``<!-- diagram -->`` precedes
+text         what the python block before it prints; a diagram where ``<!-- diagram -->`` precedes;
+             a screen of docs/doctor_screens.py where ``<!-- doctor: NAME -->`` precedes
 console      each line that starts with ``$ `` is a command, followed by what it prints
 sh           commands: `flashgen` commands are executed, the others need what they name to exist
 c++          an excerpt of an emitted file, found by the comment that precedes the block:
@@ -22,6 +23,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -107,6 +109,8 @@ def check(page: str, *, update: bool = False) -> None:
             continue
         if block.language == "text":
             now = block.body if block.note == "diagram" else printed
+            if block.note.startswith("doctor: "):
+                now = doctor_screen(block.note.removeprefix("doctor: "))
             if now is None:
                 raise block.wrong("a text block follows a python block that prints")
         elif block.language == "console":
@@ -129,6 +133,12 @@ def check(page: str, *, update: bool = False) -> None:
         text = text[: block.start] + now + text[block.end :]
     if changes:
         path.write_text(text, encoding="utf-8")
+
+
+def doctor_screen(name: str) -> str:
+    """A screen of docs/doctor_screens.py by its name."""
+    text: str = runpy.run_path(str(ROOT / "docs/doctor_screens.py"))["screen"](name)
+    return text
 
 
 def execute(block: Block, namespace: dict[str, Any]) -> str:

@@ -58,9 +58,12 @@ class Device:
         self.torch = torch.device("cpu")
         self.name = "none (dry run)"
         self.driver = "none"
-        self.arch = "sm_80"
         self.l2_bytes = 0
         self.memory_bytes = 4 * GIB
+
+    @property
+    def arch(self) -> str:
+        return "sm_80"
 
     def synchronize(self) -> None:
         """Waits until all queued work is done; raises what went wrong in it."""
@@ -103,15 +106,20 @@ class Gpu(Device):
     def __init__(self) -> None:
         super().__init__()
         from flashgen.launch.gpu import driver_version
-        from flashgen.trust import decide
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
         facts = torch.cuda.get_device_properties(self.torch)
         self.name = facts.name
         self.driver = driver_version()
-        self.arch = decide(self.torch.index).arch
         self.l2_bytes = int(getattr(facts, "L2_cache_size", 64 << 20))
         self.memory_bytes = int(facts.total_memory)
+
+    @property
+    def arch(self) -> str:
+        """That of flashgen's default code path, which is tried where it has no verdict yet."""
+        from flashgen.trust import decide
+
+        return decide(self.torch.index).arch
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)

@@ -179,7 +179,8 @@ class Part:
 
     Attributes:
         share: of the time; weights are about the seconds of a run of nine minutes.
-        module: in `benchmarks.suite.parts`; its ``run(context)`` is called in a child process.
+        module: in `benchmarks.suite.parts`; its ``run(context)``, or the function named behind a
+            colon, is called in a child process.
         stall: seconds without a line in the journal after which that process counts as hung.
         what: the part in words.
         times: the part measures time, so nothing may run beside it.

@@ -70,7 +70,8 @@ def run(
     Args:
         device: a CUDA device; on the CPU the emulator takes its place.
         emulate: whether to run the problem in the emulator too, and compare its bits.
-        step: called with "building" before kernels are compiled, and with "running" after that.
+        step: called with "building" before kernels are compiled, with "running" before they are
+            launched, and with "comparing" when their results have arrived.
 
     Raises:
         FlashgenError: a kernel cannot be compiled or launched.
@@ -80,16 +81,17 @@ def run(
     _build(problem, arch)
     step("running")
     found = _on_cpu(_runs(problem, problem.inputs(device), arch))
-    inputs, spec = problem.inputs(), problem.spec()
+    step("comparing")
+    clean, spec = problem.inputs(poison=False), problem.spec()
     verdicts = {
-        **judge_of(spec, inputs, "forward")(found.forward),
-        **judge_of(spec, inputs, "backward")(found.backward),
+        **judge_of(spec, clean, "forward")(found.forward),
+        **judge_of(spec, clean, "backward")(found.backward),
     }
     worst = max(verdicts, key=lambda name: (not verdicts[name], _share(verdicts[name])))
     ok, text = all(verdicts.values()), f"{worst} {verdicts[worst]}"
     bits = Bits()
     if emulate:
-        bits = compare_bits(found, _runs(problem, inputs, arch, found.forward))
+        bits = compare_bits(found, _runs(problem, problem.inputs(), arch, found.forward))
         if ok and bits.wrong:
             ok = False
             text = f"{', '.join(bits.wrong)}: not the emulator's bits, which PTX determines"

@@ -83,7 +83,7 @@ def report(problems: Sequence[Problem], arch: str, runner: Runner, events: IO[st
         try:
             result = runner(problem, step)
         except (FlashgenError, RuntimeError) as error:
-            if steps[-1:] != ["running"] or isinstance(error, torch.OutOfMemoryError):
+            if "running" not in steps or isinstance(error, torch.OutOfMemoryError):
                 raise
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
             write("result", **asdict(check.Result(problem.name, arch, False, text)))

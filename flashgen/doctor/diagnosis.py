@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -75,7 +76,13 @@ class Diagnosis:
         return "\n".join(_screen(self)) + "\n"
 
 
-def diagnose(device: int = 0, *, driver: Any = None, tell: Tell = lambda text: None) -> Diagnosis:
+def diagnose(
+    device: int = 0,
+    *,
+    seconds: float = SECONDS,
+    driver: Any = None,
+    tell: Tell = lambda text: None,
+) -> Diagnosis:
     """Checks versions, then runs the problems of `flashgen.doctor.problems`.
 
     On a GPU they run in child processes, on each code path, and are compared with the float64
@@ -85,6 +92,7 @@ def diagnose(device: int = 0, *, driver: Any = None, tell: Tell = lambda text: N
 
     Args:
         device: the number of the CUDA device.
+        seconds: the time limit for the problems of one code path.
         driver: replaces ``cuda.bindings.driver``.
         tell: called with a line for each step.
     """
@@ -97,12 +105,12 @@ def diagnose(device: int = 0, *, driver: Any = None, tell: Tell = lambda text: N
     if findings:  # the problems would only fail for the same reasons
         return Diagnosis(machine, gpu, findings=tuple(findings))
     if gpu is None:
-        ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], tell)
+        ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell)
         path = Path(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
         return Diagnosis(machine, None, (path,), ran.results, ran.findings)
     results: list[Result] = []
     for arch in paths_of(gpu.arch):
-        ran = run_path(arch, device, PROBLEMS, tell)
+        ran = run_path(arch, device, PROBLEMS, seconds, tell)
         results += ran.results
         findings += ran.findings
         if ran.verdict is not None:
@@ -143,23 +151,28 @@ class PathRun:
         return tuple(found)
 
 
-def run_path(arch: str, device: int, problems: Sequence[Problem], tell: Tell) -> PathRun:
+def run_path(
+    arch: str, device: int, problems: Sequence[Problem], seconds: float, tell: Tell
+) -> PathRun:
     """Runs problems in a child process, and those behind a failure in another one.
 
     Args:
         device: the number of the CUDA device, or `NO_DEVICE`.
+        seconds: the time limit for all of them.
     """
+    deadline = time.monotonic() + seconds
     left = [problem.name for problem in problems]
     found: list[Result] = []
 
     def progress(event: trial.Event) -> None:
-        if event["event"] in ("building", "running"):
-            tell(f"{arch}, {event['problem']}: {event['event']}")
+        tell(f"{arch}: {event['event']} {event.get('problem', '')}")
 
     while left:
         options = [word for name in left for word in ("--problem", name)]
         ended = trial.run(
-            trial.command(arch, device, "--emulate", *options), seconds=SECONDS, tell=progress
+            trial.command(arch, device, "--emulate", *options),
+            seconds=max(1.0, deadline - time.monotonic()),
+            tell=progress,
         )
         new = [_result(event) for event in ended.results]
         if ended.lost is not None:
@@ -177,17 +190,20 @@ def _result(event: trial.Event) -> Result:
 
 def _paths(gpu: Gpu, driver: Any) -> tuple[Path, ...]:
     """The code paths, and which one a call without the argument arch takes now."""
-    known = {arch: decision.standing(gpu, arch).why for arch in paths_of(gpu.arch)}
+    known = {arch: decision.standing(gpu, arch) for arch in paths_of(gpu.arch)}
+    why = {arch: each.why for arch, each in known.items()}
     taken = config.arch()
     if taken is not None:
-        known[taken] = f"FLASHGEN_ARCH; {known.get(taken, 'not tried')}"
+        why[taken] = f"FLASHGEN_ARCH; {why.get(taken, 'not tried')}"
     else:
         with suppress(LaunchError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the screen says it
             # As in a capture: nothing is tried again.
             chosen = decision.decide(gpu.index, capturing=lambda: True, driver=driver)
-            taken, known[chosen.arch] = chosen.arch, chosen.why
-    return tuple(Path(arch, arch == taken, why) for arch, why in known.items())
+            taken = chosen.arch
+            if not known[taken].passed:
+                why[taken] = chosen.why
+    return tuple(Path(arch, arch == taken, reason) for arch, reason in why.items())
 
 
 # ---- the screen ----------------------------------------------------------------------------------

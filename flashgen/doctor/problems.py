@@ -19,6 +19,7 @@ from flashgen.language.block_layout import BlockSparse
 from flashgen.language.mod_functions import tanh
 from flashgen.language.scalar import seq_k
 from flashgen.language.spec import AttentionSpec
+from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
 
 Tensor = torch.Tensor
 RNG = (0x0123456789ABCDEF, 42)
@@ -62,7 +63,8 @@ class Problem:
         tensors: makes the captured tensors; its argument is a seeded generator.
         dropout_p: the probability of dropping an element of P.
         trial: whether it belongs to the few problems by which a code path is trusted.
-        poisoned: whether rows behind the packed sequences hold NaN.
+        poisoned: whether NaN is in rows of packed sequences on which no result depends: those
+            behind the last sequence, keys of a sequence without queries, and the reverse.
     """
 
     name: str
@@ -73,8 +75,12 @@ class Problem:
     trial: bool = False
     poisoned: bool = False
 
-    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        """The operands, gradients and options of the call, made on the CPU and moved."""
+    def inputs(self, device: torch.device | str = "cpu", *, poison: bool = True) -> Inputs:
+        """The operands, gradients and options of the call, made on the CPU and moved.
+
+        Args:
+            poison: whether rows that no result depends on hold NaN, where the problem is poisoned.
+        """
         spec = self.spec()
         batch, heads_q, heads_kv, rows_q, rows_k = self.sizes
         dim, dim_v = spec.head_dim, spec.head_dim_v or spec.head_dim
@@ -89,9 +95,12 @@ class Problem:
         dout = normal(heads_q, rows_q, dim_v)
         dlse = normal(heads_q, rows_q, 1, torch.float32)[..., 0]
         tensors = self.tensors(generator)
-        if self.poisoned:
-            for one, name in ((q, "q"), (k, "k"), (v, "k"), (dout, "q")):
-                one[:, :, int(tensors[f"cu_seqlens_{name}"][-1]) :] = torch.nan
+        if self.poisoned and poison:
+            queries, keys = (tensors[name].tolist() for name in BOUNDARY_NAMES)
+            for one in (q, dout):
+                _poison(one, queries, keys)
+            for one in (k, v):
+                _poison(one, keys, queries)
         options: dict[str, Any] = {
             "scalars": {},
             "tensors": {name: each.to(device) for name, each in tensors.items()},
@@ -102,11 +111,25 @@ class Problem:
         return Inputs((moved[0], moved[1], moved[2]), (moved[3], moved[4]), options)
 
 
+def _poison(rows: Tensor, own: list[int], others: list[int]) -> None:
+    """Puts NaN into the rows of sequences without partners, and into those behind the last one.
+
+    Args:
+        rows: [batch, heads, rows, columns].
+        own, others: the boundaries of these rows and of those on the other side of the scores.
+    """
+    rows[:, :, own[-1] :] = torch.nan
+    for first, last, begin, end in zip(own, own[1:], others, others[1:], strict=False):
+        if begin == end:
+            rows[:, :, first:last] = torch.nan
+
+
 def _boundaries(generator: torch.Generator) -> dict[str, Tensor]:
-    """Packed sequences with lengths of 0, 1, less than a tile and more; rows follow the last."""
-    queries = torch.tensor([0, 1, 1, 70, 210], dtype=torch.int32)
-    keys = torch.tensor([0, 3, 40, 43, 230], dtype=torch.int32)
-    return {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+    """Packed sequences, some without queries or without keys; rows follow the last one."""
+    queries = [0, 1, 1, 70, 70, 90, 210]
+    keys = [0, 3, 40, 43, 60, 60, 230]
+    boundaries = (torch.tensor(each, dtype=torch.int32) for each in (queries, keys))
+    return dict(zip(BOUNDARY_NAMES, boundaries, strict=True))
 
 
 def _ids(generator: torch.Generator) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ The child, `flashgen.doctor.child`, writes a line of JSON for each step:
 {"event": "ready"}            the device can be used
 {"event": "building", ...}    the kernels of the problem of this name are being compiled
 {"event": "running", ...}     the problem runs on the device
+{"event": "comparing", ...}   its results have arrived and are compared
 {"event": "result", ...}      the problem ended: "problem", "ok", "text" and more
 {"event": "end"}              all problems have run
 ============================  ======================================================================
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -31,6 +33,8 @@ from flashgen import config
 
 SECONDS = 120.0
 """The time limit of a trial."""
+RUNNING_SECONDS = 60.0
+"""The time limit for one problem on the device, where its kernels take milliseconds."""
 _LAST_SECONDS = 10.0  # for the end of a process that was killed: the driver may hold it longer
 
 Event = dict[str, Any]
@@ -68,14 +72,19 @@ def command(arch: str, device: int, *options: str) -> list[str]:
 def run(
     words: Sequence[str], *, seconds: float = SECONDS, tell: Callable[[Event], None] | None = None
 ) -> Ended:
-    """Runs a child process to its end, or stops it after ``seconds``.
+    """Runs a child process to its end, or stops it: after ``seconds``, or when a problem hangs.
 
     Args:
         words: the command.
         tell: called with each event when it arrives.
     """
-    deadline = time.monotonic() + seconds
+    end, end_of_step = time.monotonic() + seconds, math.inf
     events: list[Event] = []
+
+    def late() -> Ended:
+        limit = seconds if end <= end_of_step else RUNNING_SECONDS
+        return Ended(tuple(events), f"no end within {limit:.0f} s")
+
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -93,19 +102,21 @@ def run(
         try:
             while True:
                 try:
-                    line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                    line = lines.get(timeout=max(0.0, min(end, end_of_step) - time.monotonic()))
                 except queue.Empty:
-                    return Ended(tuple(events), f"no end within {seconds:.0f} s")
+                    return late()
                 if line is None:
                     break
                 with contextlib.suppress(ValueError):  # the line of a process that was cut off
                     events.append(json.loads(line))
+                    on_device = events[-1]["event"] == "running"
+                    end_of_step = time.monotonic() + RUNNING_SECONDS if on_device else math.inf
                     if tell is not None:
                         tell(events[-1])
             try:
-                code = process.wait(max(1.0, deadline - time.monotonic()))
+                code = process.wait(max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                return Ended(tuple(events), f"no end within {seconds:.0f} s")
+                return late()
         finally:
             _stop(process)
         return Ended(tuple(events), _described(code, _last_line(errors)))

@@ -9,28 +9,50 @@ from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import Part, Share
 
 PARTS = (
-    Part(Share("correctness", 150, 20), "correctness", 90, "tests/gpu", times=False),
+    Part(Share("doctor", 60, 20), "doctor", 120, "flashgen doctor on each code path", times=False),
+    Part(
+        Share("boxes", 15, 10),
+        "correctness:run_boxes",
+        90,
+        "copies of boxes larger than the tensor",
+        times=False,
+    ),
+    Part(
+        Share("paths", 40, 15),
+        "correctness:run_paths",
+        90,
+        "the tests of one architecture's code path",
+        times=False,
+    ),
+    Part(
+        Share("packed", 15, 10),
+        "sanitizer:run_packed",
+        90,
+        "compute-sanitizer on packed sequences with poisoned neighbours",
+        times=False,
+    ),
+    Part(Share("correctness", 95, 20), "correctness", 90, "tests/gpu, the rest", times=False),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
     Part(
-        Share("suite", 190, 20),
+        Share("suite", 165, 20),
         "speed",
         100,
         "flashgen and its peers side by side",
         needs=("ceilings",),
     ),
     Part(Share("overhead", 12, 6), "overhead", 30, "host time per call"),
-    Part(Share("compile", 45, 12), "compiling", 100, "first call of a new variant"),
+    Part(Share("compile", 35, 12), "compiling", 100, "first call of a new variant"),
     Part(Share("memory", 12, 6), "memory", 40, "peak memory against N"),
     Part(
-        Share("sparsity", 25, 8),
+        Share("sparsity", 20, 8),
         "sparsity",
         60,
         "time against the live share of a mask",
         needs=("ceilings",),
     ),
-    Part(Share("blocks", 20, 8), "blocks", 40, "time against block size"),
-    Part(Share("roofline", 40, 10), "roofline", 60, "hardware counters, where ncu works"),
-    Part(Share("sanitizer", 30, 10), "sanitizer", 90, "compute-sanitizer, where it works"),
+    Part(Share("blocks", 15, 8), "blocks", 40, "time against block size"),
+    Part(Share("roofline", 25, 10), "roofline", 60, "hardware counters, where ncu works"),
+    Part(Share("sanitizer", 20, 10), "sanitizer", 90, "compute-sanitizer, where it works"),
 )
 """The summary, which every run ends with, is no part: it needs neither GPU nor time."""
 
@@ -44,6 +66,8 @@ def named(name: str) -> Part:
 
 
 def load(part: Part) -> Callable[[Context], None]:
-    """The function of a part's module that runs it."""
-    run: Callable[[Context], None] = importlib.import_module(f"{__name__}.{part.module}").run
+    """The function that runs a part: that of its module, or one named behind a colon."""
+    module, _, function = part.module.partition(":")
+    loaded = importlib.import_module(f"{__name__}.{module}")
+    run: Callable[[Context], None] = getattr(loaded, function or "run")
     return run

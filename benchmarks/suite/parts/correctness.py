@@ -1,4 +1,4 @@
-"""The tests on the GPU, tests/gpu, until their time is over.
+"""The tests on the GPU, tests/gpu, until their time is over; some have a part of their own.
 
 pytest runs in a process of its own, and again when a kernel has ended that process. In a dry run
 FLASHGEN_GPU_DRY=1 makes the tests use the emulator as the device.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.suite.cases import ROOT
@@ -22,14 +23,30 @@ COMPLETE = (0, 1, 5)
 """Exit codes of pytest: all passed, some failed, nothing to run."""
 
 
+BOXES = ("tests/gpu/test_0_launch.py", "tests/gpu/test_1_boxes.py")
+"""Boxes of copies that are larger than the tensor."""
+PATHS = ("tests/gpu/test_9_hopper.py",)
+"""The code path of one architecture alone."""
+
+
 def run(context: Context) -> None:
     files = sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py")
     )
-    if not files:
-        context.journal.skipped("there is no tests/gpu")
-        return
-    outcomes = context.work / "outcomes.jsonl"
+    run_files(context, [file for file in files if file not in (*BOXES, *PATHS)])
+
+
+def run_boxes(context: Context) -> None:
+    run_files(context, BOXES)
+
+
+def run_paths(context: Context) -> None:
+    run_files(context, PATHS)
+
+
+def run_files(context: Context, files: Sequence[str]) -> None:
+    """Runs some files of tests/gpu; each part has its own record of outcomes."""
+    outcomes = context.work / f"outcomes-{context.journal.path.stem}.jsonl"
     variables = environment() | ({"FLASHGEN_GPU_DRY": "1"} if context.tiny else {})
     # A test that has begun is let finish: the process is stopped only well behind the deadline.
     deadline = context.budget.deadline - min(15.0, 0.2 * context.budget.left)
