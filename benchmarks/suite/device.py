@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from flashgen.arch import paths_of
+
 KINDS = ("gpu", "emulator")
 GIB = 1 << 30
 
@@ -46,7 +48,8 @@ class Device:
     Attributes:
         kind: "gpu" or "emulator", for records.
         name, driver: name and driver of the hardware, for records.
-        arch: the architecture that flashgen compiles for here.
+        archs: the architectures that name flashgen's code paths here, the fastest first.
+        arch: the architecture that flashgen compiles for by default.
         l2_bytes, memory_bytes: sizes of L2 and of memory, for timing and the choice of cases.
     """
 
@@ -58,12 +61,13 @@ class Device:
         self.torch = torch.device("cpu")
         self.name = "none (dry run)"
         self.driver = "none"
+        self.archs: tuple[str, ...] = ("sm_80",)
         self.l2_bytes = 0
         self.memory_bytes = 4 * GIB
 
     @property
     def arch(self) -> str:
-        return "sm_80"
+        return self.archs[-1]
 
     def synchronize(self) -> None:
         """Waits until all queued work is done; raises what went wrong in it."""
@@ -105,12 +109,14 @@ class Gpu(Device):
 
     def __init__(self) -> None:
         super().__init__()
+        from flashgen import launch
         from flashgen.launch.gpu import driver_version
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
         facts = torch.cuda.get_device_properties(self.torch)
         self.name = facts.name
         self.driver = driver_version()
+        self.archs = paths_of(launch.device_arch(self.torch.index))
         self.l2_bytes = int(getattr(facts, "L2_cache_size", 64 << 20))
         self.memory_bytes = int(facts.total_memory)
 

@@ -133,8 +133,7 @@ def _boundaries(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _ids(generator: torch.Generator) -> dict[str, Tensor]:
-    tokens = torch.arange(260, dtype=torch.int32)
-    return {"ids": torch.stack([tokens // 70, tokens // 33])}
+    return {"ids": torch.arange(180, dtype=torch.int32)[None] // 50}
 
 
 def _distances(generator: torch.Generator) -> dict[str, Tensor]:
@@ -201,7 +200,7 @@ PROBLEMS = (
     Problem(
         "documents, float16, d 64",
         lambda: AttentionSpec(document, head_dim=64, dtype="float16", name="documents"),
-        (2, 2, 1, 260, 260),
+        (1, 2, 1, 180, 180),
         _ids,
     ),
     Problem(
@@ -217,12 +216,12 @@ PROBLEMS = (
     Problem(
         "causal, float32, d 64",
         lambda: AttentionSpec(causal, head_dim=64, dtype="float32", name="causal"),
-        (1, 2, 1, 113, 130),
+        (1, 1, 1, 113, 130),
     ),
     Problem(
         "dropout, float32, d 40",
         lambda: AttentionSpec(causal, head_dim=40, dtype="float32", dropout=True, name="dropout"),
-        (1, 2, 2, 70, 90),
+        (1, 1, 1, 40, 70),
         dropout_p=DROPOUT,
     ),
 )

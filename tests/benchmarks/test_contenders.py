@@ -142,19 +142,9 @@ def test_flashgen_serves_everything_and_has_a_deterministic_mode_for_gradients_a
     assert "forward" not in deterministic.prepare(case, DEVICE).passes
 
 
-def test_another_code_path_becomes_a_contender_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from benchmarks.suite.contenders import ours
-    from flashgen.arch import facts
-
-    def with_hopper(name: str) -> Any:
-        found = facts(name)
-        return replace(found, path="sm_90a") if name == "sm_90a" else found
-
+def test_each_code_path_of_a_device_is_a_contender() -> None:
     device = Device()
-    device.arch = "sm_90"
-    monkeypatch.setattr(ours, "facts", with_hopper)
+    device.archs = ("sm_90a", "sm_90")
     names = [contender.name for contender in flashgens(device)]
     assert names[0] == "flashgen sm_90a"
     assert "flashgen sm_80 deterministic" in names

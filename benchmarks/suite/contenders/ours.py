@@ -10,7 +10,6 @@ from benchmarks.suite.cases import ROOT, Case
 from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
 from flashgen.arch import facts
-from flashgen.errors import PlanError
 from flashgen.planner import Plan
 
 
@@ -50,14 +49,7 @@ class Flashgen:
 
 def flashgens(device: Device) -> list[Flashgen]:
     """Every code path that serves this device, and the deterministic mode of each."""
-    archs = [device.arch]
-    try:
-        own = facts(f"{device.arch}a")
-    except PlanError:  # only Hopper and later have instructions of their own
-        own = None
-    if own is not None and own.path != facts(device.arch).path:
-        archs.insert(0, own.name)
-    return [Flashgen(arch, deterministic=d) for arch in archs for d in (False, True)]
+    return [Flashgen(arch, deterministic=d) for arch in device.archs for d in (False, True)]
 
 
 @functools.cache

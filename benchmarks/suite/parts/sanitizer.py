@@ -12,9 +12,7 @@ import sys
 
 from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import environment, watch
-from flashgen.arch import paths_of
 from flashgen.doctor.diagnosis import NO_DEVICE
-from flashgen.launch import device_arch
 from flashgen.trust import trial
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -44,7 +42,7 @@ def run_packed(context: Context) -> None:
     if tool_path is None and on_gpu:
         return
     device = context.device.torch.index or 0 if on_gpu else NO_DEVICE
-    for arch in paths_of(device_arch(device)) if on_gpu else ("sm_80",):
+    for arch in context.device.archs:
         program = trial.command(arch, device, "--problem", PACKED)
         _step(context, tool_path, TOOLS[0], (f"packed {arch}",), program)
 
