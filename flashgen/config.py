@@ -117,12 +117,10 @@ def trust() -> str:
 def child_environment() -> dict[str, str]:
     """The environment of a child process that runs flashgen's own problems.
 
-    It imports this installation. An edited kernel does not replace one of the problems'.
+    It imports what this process imports. An edited kernel does not replace one of the problems'.
     """
-    package = str(Path(__file__).resolve().parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != "FLASHGEN_OVERRIDE"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
 
 
 def override() -> Path | None:

@@ -129,25 +129,25 @@ def _chosen(gpu: Gpu, capturing: bool) -> Decision:
             break
     why = "; ".join(each.why for each in found.values())
     untried = [arch for arch, each in found.items() if each.passed is None]
-    passing = hindrance is not None and hindrance.passes and bool(untried)
+    temporary = hindrance is not None and hindrance.temporary and bool(untried)
     if not here.passed:
         if not untried:
             raise _every_path_failed(gpu, why)
         arch = untried[-1]
         why += f"; {arch} is taken untried"
-    if not passing and (len(found) > 1 or not here.passed):
+    if not temporary and (len(found) > 1 or not here.passed):
         failed = any(each.passed is False for each in found.values())
         report = ". Please report the output of `flashgen doctor --json`" if failed else ""
         _warn(f"the code path {arch} is taken on {gpu.name}: {why}{report}")
-    return Decision(arch, why, settled=not passing)
+    return Decision(arch, why, settled=not temporary)
 
 
 @dataclass(frozen=True)
 class Hindrance:
-    """Why nothing can be tried now; ``passes`` where that can be over at the next call."""
+    """Why nothing can be tried now; ``temporary`` where that can be over at the next call."""
 
     why: str
-    passes: bool
+    temporary: bool
 
 
 def _hindrance(gpu: Gpu, capturing: bool) -> Hindrance | None:

@@ -65,8 +65,10 @@ class Ended:
 
 def command(arch: str, device: int, *options: str) -> list[str]:
     """The command of a child process. Options are those of `flashgen.doctor.child`."""
+    # Without -P, modules in the current folder would replace installed ones.
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
     given = ["--arch", arch, "--device", str(device), *options]
-    return [sys.executable, "-m", "flashgen.doctor.child", *given]
+    return [sys.executable, *safe, "-m", "flashgen.doctor.child", *given]
 
 
 def run(
@@ -107,12 +109,13 @@ def run(
                     return late()
                 if line is None:
                     break
-                with contextlib.suppress(ValueError):  # the line of a process that was cut off
-                    events.append(json.loads(line))
-                    on_device = events[-1]["event"] == "running"
+                event = _event(line)
+                if event is not None:
+                    events.append(event)
+                    on_device = event["event"] == "running"
                     end_of_step = time.monotonic() + RUNNING_SECONDS if on_device else math.inf
                     if tell is not None:
-                        tell(events[-1])
+                        tell(event)
             try:
                 code = process.wait(max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -120,6 +123,15 @@ def run(
         finally:
             _stop(process)
         return Ended(tuple(events), _described(code, _last_line(errors)))
+
+
+def _event(line: bytes) -> Event | None:
+    """An event, or None for a line that is cut short or that something else has printed."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "event" in found else None
 
 
 def _lines(stream: IO[bytes]) -> queue.SimpleQueue[bytes | None]:

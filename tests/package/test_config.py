@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_nothing_set_means_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert config.cache_dir() == tmp_path / ".cache" / "flashgen"
 
 
-@pytest.mark.parametrize("read", [config.arch, config.backend, config.override, config.debug_level])
+@pytest.mark.parametrize(
+    "read", [config.arch, config.backend, config.override, config.debug_level, config.trust]
+)
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch, read: object) -> None:
     assert callable(read)
     name = "FLASHGEN_" + read.__name__.removesuffix("_level").upper()
@@ -111,3 +114,15 @@ def test_the_table_in_the_docstring_lists_what_is_read() -> None:
     read = set(re.findall(r'_read\("(FLASHGEN_\w+)"\)', source))
     documented = set(re.findall(r"^(FLASHGEN_\w+)", config.__doc__ or "", re.MULTILINE))
     assert read == documented
+
+
+def test_a_child_process_imports_what_this_one_does_and_compiles_no_edited_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHGEN_OVERRIDE", "edited.cu")
+    monkeypatch.setattr("sys.path", ["", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    found = config.child_environment()
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(tmp_path)] * 2
+    assert "FLASHGEN_OVERRIDE" not in found
+    assert found["FLASHGEN_CACHE_DIR"] == os.environ["FLASHGEN_CACHE_DIR"]

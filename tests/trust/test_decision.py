@@ -327,6 +327,19 @@ def test_a_child_that_hangs_is_gone_when_the_trial_ends(trials: Trials) -> None:
     assert [each["problem"] for each in ended.results] == ["boxes"]
 
 
+def test_lines_that_are_no_events_are_ignored() -> None:
+    program = (
+        """print('5'); print('{"a": 1}'); print('{"event": "ready"}'); print('{"eve', end='')"""
+    )
+    ended = trial.run([sys.executable, "-c", program])
+    assert ended == trial.Ended(({"event": "ready"},))
+
+
+def test_the_last_line_on_stderr_is_the_reason() -> None:
+    ended = trial.run([sys.executable, "-c", "import sys; print('a'); sys.exit('no device')"])
+    assert ended.reason == "exit code 1: no device"
+
+
 def test_a_program_that_is_not_there_proves_nothing() -> None:
     ended = trial.run(["/nowhere/python"])
     assert ended.reason.startswith("a child process cannot be started")

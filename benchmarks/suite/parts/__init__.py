@@ -9,7 +9,7 @@ from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import Part, Share
 
 PARTS = (
-    Part(Share("doctor", 60, 20), "doctor", 120, "flashgen doctor on each code path", times=False),
+    Part(Share("doctor", 90, 20), "doctor", 120, "flashgen doctor on each code path", times=False),
     Part(
         Share("boxes", 15, 10),
         "correctness:run_boxes",
@@ -31,10 +31,10 @@ PARTS = (
         "compute-sanitizer on packed sequences with poisoned neighbours",
         times=False,
     ),
-    Part(Share("correctness", 95, 20), "correctness", 90, "tests/gpu, the rest", times=False),
+    Part(Share("correctness", 90, 20), "correctness", 90, "tests/gpu, the rest", times=False),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
     Part(
-        Share("suite", 165, 20),
+        Share("suite", 140, 20),
         "speed",
         100,
         "flashgen and its peers side by side",

@@ -17,7 +17,7 @@ DRY_PATH = "sm_90a"
 
 
 def run(context: Context) -> None:
-    seconds = 0.45 * context.budget.left  # for each of two paths
+    seconds = 0.9 * context.budget.left / len(context.device.archs)
 
     def alive(text: str) -> None:
         context.journal.path.touch()
