@@ -162,7 +162,9 @@ class CacheArguments:
     """List or remove compiled kernels."""
 
     show: Annotated[bool, Option("--list", help="Show the kernels (the default).")] = False
-    clear: Annotated[bool, Option("--clear", help="Remove every kernel and measured tile.")] = False
+    clear: Annotated[
+        bool, Option("--clear", help="Remove every kernel, measured tile and verdict.")
+    ] = False
     prune: Annotated[
         bool, Option("--prune", help="Remove damaged kernels, and those beyond the limits below.")
     ] = False

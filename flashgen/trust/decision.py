@@ -54,7 +54,7 @@ class Standing:
 
 
 _decided: dict[tuple[Any, int], Decision] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()
 
 
 def decide(
@@ -94,11 +94,14 @@ def forget() -> None:
 
 
 def standing(gpu: Gpu, arch: str) -> Standing:
-    """What records and earlier trials say about a path, without a trial."""
+    """What records and earlier trials say about a path, without a trial.
+
+    A failure on this machine counts more than a record, which is of another one.
+    """
     subject = subject_of(gpu, arch)
-    if verdicts.is_proven(subject):
-        return Standing(True, f"{arch} is proven on {gpu.name} by flashgen's records")
     found = verdicts.read(subject)
+    if verdicts.is_proven(subject) and (found is None or found.passed):
+        return Standing(True, f"{arch} is proven on {gpu.name} by flashgen's records")
     if found is None:
         return Standing(None, f"{arch} has not been tried on this GPU")
     return _of_verdict(subject, found)

@@ -47,10 +47,12 @@ class Ended:
     Attributes:
         events: what it wrote, in order.
         reason: why it did not run to its end, in words; "" where it did.
+        out_of_time: whether it was stopped because its whole time was over.
     """
 
     events: tuple[Event, ...]
     reason: str = ""
+    out_of_time: bool = False
 
     @property
     def results(self) -> tuple[Event, ...]:
@@ -58,9 +60,9 @@ class Ended:
 
     @property
     def lost(self) -> str | None:
-        """The problem that was on the device when the process was lost, or None."""
-        last = self.events[-1] if self.events else {}
-        return str(last["problem"]) if self.reason and last.get("event") == "running" else None
+        """The problem that was on the device when the process was lost or hung, or None."""
+        last = self.events[-1] if self.events and self.reason and not self.out_of_time else {}
+        return str(last["problem"]) if last.get("event") == "running" else None
 
 
 def command(arch: str, device: int, *options: str) -> list[str]:
@@ -84,8 +86,9 @@ def run(
     events: list[Event] = []
 
     def late() -> Ended:
-        limit = seconds if end <= end_of_step else RUNNING_SECONDS
-        return Ended(tuple(events), f"no end within {limit:.0f} s")
+        whole = end <= end_of_step
+        limit = seconds if whole else RUNNING_SECONDS
+        return Ended(tuple(events), f"no end within {limit:.0f} s", whole)
 
     with tempfile.TemporaryFile() as errors:
         try:
