@@ -5,7 +5,16 @@ ends no more than one of them.
 """
 
 from flashgen.doctor.check import Result
-from flashgen.doctor.diagnosis import Diagnosis, Path, diagnose
+from flashgen.doctor.diagnosis import CodePath, Diagnosis, diagnose
 from flashgen.doctor.machine import Cache, Finding, Machine, Nvrtc
 
-__all__ = ["Cache", "Diagnosis", "Finding", "Machine", "Nvrtc", "Path", "Result", "diagnose"]
+__all__ = [
+    "Cache",
+    "CodePath",
+    "Diagnosis",
+    "Finding",
+    "Machine",
+    "Nvrtc",
+    "Result",
+    "diagnose",
+]

@@ -33,7 +33,8 @@ class Result:
         problem, arch: the problem's name, and the architecture that its kernels were compiled for.
         ok: whether every result meets the error rule and, where bits are determined, has them.
         text: the result that is furthest beyond its limit or nearest to it; or what went wrong.
-        share: the error of that result divided by its limit; None where nothing was compared.
+        share: the error of that result divided by its limit; None where nothing was compared, and
+            where the result has NaN or infinities that do not match.
         equal: the share of elements whose bits are those of the emulator; None without it.
         exact: the number of results whose bits PTX determines and that were compared bit for bit.
         seconds: duration, compilation and comparison included.
@@ -95,12 +96,13 @@ def run(
         if ok and bits.wrong:
             ok = False
             text = f"{', '.join(bits.wrong)}: not the emulator's bits, which PTX determines"
+    share = _share(verdicts[worst])
     return Result(
         problem.name,
         arch,
         ok,
         text,
-        _share(verdicts[worst]),
+        share if math.isfinite(share) else None,
         bits.equal if emulate else None,
         bits.exact,
         time.perf_counter() - begin,

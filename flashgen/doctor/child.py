@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = [named(name) for name in options.problem] or PROBLEMS
     if options.trial:
         problems = [problem for problem in problems if problem.trial]
-        # Where the parent is lost, nobody stops this process.
+        # Where the parent process is lost, this one still ends.
         faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
     # Only events go to stdout: whatever a library prints goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as events:

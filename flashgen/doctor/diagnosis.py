@@ -33,7 +33,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Path:
+class CodePath:
     """A code path of the GPU.
 
     Attributes:
@@ -59,7 +59,7 @@ class Diagnosis:
 
     machine: Machine
     gpu: Gpu | None
-    paths: tuple[Path, ...] = ()
+    paths: tuple[CodePath, ...] = ()
     results: tuple[Result, ...] = ()
     findings: tuple[Finding, ...] = field(default=())
 
@@ -106,7 +106,7 @@ def diagnose(
         return Diagnosis(machine, gpu, findings=tuple(findings))
     if gpu is None:
         ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell)
-        path = Path(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
+        path = CodePath(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
         return Diagnosis(machine, None, (path,), ran.results, ran.findings)
     results: list[Result] = []
     for arch in paths_of(gpu.arch):
@@ -188,7 +188,7 @@ def _result(event: trial.Event) -> Result:
     return Result(**{each.name: event[each.name] for each in fields(Result)})
 
 
-def _paths(gpu: Gpu, driver: Any) -> tuple[Path, ...]:
+def _paths(gpu: Gpu, driver: Any) -> tuple[CodePath, ...]:
     """The code paths, and which one a call without the argument arch takes now."""
     known = {arch: decision.standing(gpu, arch) for arch in paths_of(gpu.arch)}
     why = {arch: each.why for arch, each in known.items()}
@@ -203,7 +203,7 @@ def _paths(gpu: Gpu, driver: Any) -> tuple[Path, ...]:
             taken = chosen.arch
             if not known[taken].passed:
                 why[taken] = chosen.why
-    return tuple(Path(arch, arch == taken, reason) for arch, reason in why.items())
+    return tuple(CodePath(arch, arch == taken, reason) for arch, reason in why.items())
 
 
 # ---- the screen ----------------------------------------------------------------------------------

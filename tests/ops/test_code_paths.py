@@ -1,4 +1,4 @@
-"""The code path of a call on a GPU: who decides it, and for how long."""
+"""The code path of a call on a GPU: how it is decided, and for how long."""
 
 from __future__ import annotations
 
