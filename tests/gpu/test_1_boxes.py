@@ -14,7 +14,7 @@ from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import Mode, path_of, problem
 from tests.support.shapes import Case
 
-DRY_ARCHS = ("sm_80", "sm_90a")
+DRY_ARCHS = ("sm_90a",)
 ARCHS = DRY_ARCHS if gpu.DRY or gpu.MISSING else paths_of(launch.device_arch(0))
 
 LENGTHS = gpu.pick(((1, 1), (70, 1), (5, 3), (200, 3), (1, 300), (130, 2)), ((5, 3),))
