@@ -13,13 +13,14 @@ export OPENBLAS_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow share lint docs bench gpu clean
+.PHONY: help demo test slow share versions lint docs bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
 	@echo "make test   install, then the tests (4 minutes on 2 cores)"
 	@echo "make slow   all tests of the slow tier (hours)"
 	@echo "make share  the twelfth of the slow tier that .ci/run takes for the next commit"
+	@echo "make versions  compile every spec with each supported release of NVRTC"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation site, in build/site"
 	@echo "make bench  the benchmarks"
@@ -62,6 +63,25 @@ COMMIT ?= $(shell expr $$(git rev-list --count HEAD) + 1)
 share: $(VENV)/dev.stamp
 	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 18
 
+# Each release of NVRTC has a virtual environment of its own, without torch.
+NVRTC := 12.8 12.9 13.0
+NVRTC_PACKAGE = nvidia-cuda-nvrtc$(if $(filter 12.%,$*),-cu12)
+CORE := filelock jinja2 numpy rich sympy typer
+
+$(VENV)/nvrtc-%/stamp:
+	@$(PYTHON) -m venv $(@D)
+	@echo "installing NVRTC $* in $(@D)"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install $(CORE) \
+		"cuda-python==$*.*" "$(NVRTC_PACKAGE)==$*.*"
+	@touch $@
+
+.PRECIOUS: $(VENV)/nvrtc-%/stamp
+.PHONY: $(NVRTC:%=nvrtc-%)
+$(NVRTC:%=nvrtc-%): nvrtc-%: $(VENV)/nvrtc-%/stamp
+	$(<D)/bin/python benchmarks/compile_all.py
+
+versions: $(NVRTC:%=nvrtc-%)
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,11 +91,11 @@ lint: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# gpu.py has a target of its own; the other two are not scripts that measure.
-ON_GPU := benchmarks/gpu.py benchmarks/report.py benchmarks/__init__.py
+# gpu.py and compile_all.py have targets of their own; the other two are not scripts that measure.
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py report.py __init__.py)
 
 bench: $(VENV)/dev.stamp
-	for file in $(filter-out $(ON_GPU),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # In the Python at hand, with a torch for the GPU: nothing is installed. Where PYTHON is not given,
 # a .venv that is there is taken, which is enough for PART=dry.

@@ -14,7 +14,7 @@ from flashgen import codegen, config
 from flashgen.analysis import Analysis, WalkedAxis, analyse, kind_of_sum
 from flashgen.codegen import Source
 from flashgen.compile import Binary, compile
-from flashgen.errors import PlanError
+from flashgen.errors import CompileError, PlanError
 from flashgen.language import B, H, K, Q
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import (
@@ -41,6 +41,11 @@ __all__ = [
 
 MOST_SPARE_REGISTERS = 96
 """A kernel that spills although its plan leaves this many registers free keeps its spills."""
+
+
+_CHANGED_WGMMA = "(C75"
+"""The codes of ptxas for wgmma instructions that it serialises, or orders by fences and waits that
+the kernel lacks: C7510 to C7519."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,14 @@ def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
 def _compiled(source: Source, analysis: Analysis) -> Build:
     arch = source.plan.arch
     binary = compile(source.text, filename=source.filename, kernel=source.name, arch=arch)
+    changed = [text for text in binary.warnings if _CHANGED_WGMMA in text]
+    if changed:
+        raise CompileError(
+            f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
+            where=source.filename,
+            numbers=changed[0].splitlines()[0],
+            way_out="report this with the release of NVRTC; arch='sm_80' has kernels without wgmma",
+        )
     return Build(analysis, source, binary)
 
 

@@ -69,7 +69,7 @@ def missing(package: str, error: Exception) -> CompileError:
         f"NVRTC, the CUDA compiler library, cannot be loaded: {package} is missing",
         where="cuda.bindings.nvrtc",
         numbers=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}",
-        way_out='pip install "flashgen[cuda]" (or cuda-bindings and nvidia-cuda-nvrtc, 13.x)',
+        way_out='pip install "flashgen[cuda]", or "flashgen[cuda12]" for a driver before 580',
     )
 
 

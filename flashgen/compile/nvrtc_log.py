@@ -56,7 +56,7 @@ def resources(cubin: bytes, kernel: str, log: str) -> Resources:
             where=f"log of NVRTC for {kernel}",
             numbers=f"{facts.stack_bytes:,} bytes of stack; functions in the log: "
             f"{', '.join(found) or 'none'}",
-            way_out="use an nvidia-cuda-nvrtc release between 13.0 and 13.5",
+            way_out="use a release of NVRTC between 12.8 and 13.5",
         )
     used = _USED.search(log, found[kernel].end()) if kernel in found else None
     return Resources(

@@ -12,7 +12,7 @@ from flashgen import config, launch
 from flashgen.arch import paths_of
 from flashgen.compile import cache, nvrtc
 from flashgen.errors import CompileError, FlashgenError, LaunchError, PlanError
-from flashgen.launch import FIRST_DRIVERS, Gpu
+from flashgen.launch import FIRST_DRIVERS, Gpu, fitting_driver
 from flashgen.version import __version__
 
 _SOURCE = 'extern "C" __global__ void nothing(int *x) { *x = 1; }'
@@ -210,9 +210,7 @@ def _unfit_for(machine: Machine, gpu: Gpu) -> list[Finding]:
         found.append(
             Finding(
                 f"{supports}; NVRTC {made.version} compiles for CUDA {made.major}",
-                f"install a driver of {FIRST_DRIVERS[made.major]} or newer"
-                if made.major in FIRST_DRIVERS
-                else f"install a driver for CUDA {made.major}",
+                fitting_driver(made.major, gpu.cuda[0]),
             )
         )
     if made is not None and paths[-1] not in made.archs:

@@ -30,6 +30,7 @@ from flashgen.launch.device import (
     current,
     device_arch,
     device_facts,
+    fitting_driver,
     guard,
     real_driver,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "available",
     "device_arch",
     "encode",
+    "fitting_driver",
     "gpu_facts",
     "gpus",
     "launch",
@@ -150,7 +152,7 @@ def _check_version(binary: Binary, driver: Any, where: str) -> None:
             "the driver is older than the compiler of the kernel",
             where=where,
             numbers=f"compiled for CUDA {needed}; the driver supports CUDA {have[0]}.{have[1]}",
-            way_out=f"install a driver of {FIRST_DRIVERS[needed]} or newer",
+            way_out=fitting_driver(needed, have[0]),
         )
 
 

@@ -24,6 +24,16 @@ _RESTART = "; the process cannot use this GPU any more and has to be restarted"
 FIRST_DRIVERS = {12: "525", 13: "580"}
 """The first driver for Linux of each major version of CUDA."""
 
+
+def fitting_driver(needed: int, have: int) -> str:
+    """What to install where a compiler is of CUDA ``needed`` and the driver of CUDA ``have``."""
+    driver = FIRST_DRIVERS.get(needed)
+    way_out = f"install a driver of {driver} or newer" if driver else f"a driver for CUDA {needed}"
+    if have == 12:
+        way_out += ', or NVRTC of CUDA 12: pip install "flashgen[cuda12]"'
+    return way_out
+
+
 WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
 _BROKEN_CAPTURE = "capture again; " + WARM_UP
 

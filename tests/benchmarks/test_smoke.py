@@ -16,6 +16,7 @@ from tests.support.tiers import slow
 
 SCRIPTS = {
     "build.py": "specs/full.py",
+    "compile_all.py": "--arch sm_90a specs/full.py",
     "instructions.py": "--head-dim 64 specs/full.py",
     "overhead.py": "--calls 2 --rounds 2",
     "paper.py": "--length 64 --no-figures --densities 0.5 --output OUT",
@@ -24,7 +25,7 @@ SCRIPTS = {
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
 MANY_KERNELS = ("paper.py",)
-ELSEWHERE = {"gpu.py": "test_dry.py", "emulator.py": "below"}
+ELSEWHERE = {"gpu.py": "test_dry.py", "emulator.py": "below", "fit_duration.py": "test_fit_duration.py"}
 
 
 def test_every_script_of_the_benchmarks_has_a_smoke_test() -> None:

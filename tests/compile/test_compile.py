@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import flashgen as fg
+from flashgen import pipeline
 from flashgen.compile import Binary, compile, cubin, nvrtc, nvrtc_log
 from flashgen.errors import CompileError
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
@@ -241,3 +245,19 @@ def test_an_override_file_of_the_same_name_is_compiled_instead(
     assert other.source == STACKED
     monkeypatch.delenv("FLASHGEN_OVERRIDE")
     assert build(TOY, "toy").source == TOY
+
+
+@pytest.mark.parametrize("code", ["C7510", "C7519"])
+def test_a_kernel_whose_wgmma_the_assembler_changes_is_not_built(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"({code}) Potential Performance Loss: warpgroup.arrive is injected in around line 9"
+
+    def warned(*given: Any, **named: Any) -> Binary:
+        return replace(compile(*given, **named), warnings=(message,))
+
+    monkeypatch.setattr(pipeline, "compile", warned)
+    spec = fg.AttentionSpec(head_dim=64, name=f"changed_{code}")
+    with pytest.raises(CompileError, match="the assembler serialises the wgmma") as caught:
+        pipeline.build(spec, "sm_90a")
+    assert caught.value.numbers == message

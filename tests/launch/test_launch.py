@@ -226,7 +226,8 @@ def test_a_driver_that_is_older_than_the_compiler_is_named_before_a_load(
     with pytest.raises(LaunchError, match="the driver is older") as caught:
         gpu.load(binary, driver=driver)
     assert f"the driver supports CUDA {cuda // 1000}.{cuda % 1000 // 10}" in caught.value.numbers
-    assert caught.value.way_out == f"install a driver of {needed} or newer"
+    assert f"install a driver of {needed} or newer" in caught.value.way_out
+    assert ("flashgen[cuda12]" in caught.value.way_out) == (cuda >= 12_000)
     assert not driver.images
 
 

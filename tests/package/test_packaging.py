@@ -111,7 +111,7 @@ def test_ci_runs_make_test() -> None:
     assert script.startswith("#!/usr/bin/env bash\n")
     assert "set -euo pipefail" in script
     commands = [line for line in script.splitlines() if line.startswith("make ")]
-    assert [line.split()[1] for line in commands] == ["test", "lint", "docs", "share"]
+    assert [line.split()[1] for line in commands] == ["test", "lint", "docs", "versions", "share"]
 
 
 def test_no_file_of_the_package_names_a_place_of_this_machine() -> None:

@@ -1,0 +1,80 @@
+"""Compiles every spec with the NVRTC at hand, for both code paths, forward and backward.
+
+It needs neither a GPU nor torch, so that a virtual environment per release of NVRTC is small;
+``make versions`` runs it in one for each supported release. A kernel fails if the compiler reports
+a warning (such as serialised wgmma), or spills registers after the plans with smaller tiles.
+
+    python benchmarks/compile_all.py [--arch sm_90a] [SPEC ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import flashgen as fg  # noqa: E402
+from flashgen.cli.generated import ARCHS  # noqa: E402
+from flashgen.compile import nvrtc  # noqa: E402
+from flashgen.errors import FlashgenError  # noqa: E402
+from flashgen.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
+
+
+def kernels(spec_file: Path, arch: str) -> Iterator[Build]:
+    """All kernels of one spec, compiled; the backward kernels with free and fixed order of sums."""
+    spec = fg.load(str(spec_file))
+    yield from build_minmax_tables(spec, arch)
+    yield build(spec, arch)
+    free = build_backward(spec, arch)
+    yield from free
+    names = {each.source.filename for each in free}
+    fixed = build_backward(spec, arch, deterministic=True)
+    yield from (each for each in fixed if each.source.filename not in names)
+
+
+def faults(spec_file: Path, arch: str) -> tuple[int, list[str]]:
+    """The number of kernels of a spec, and a line for each fault."""
+    found, count = [], 0
+    try:
+        for each in kernels(spec_file, arch):
+            count += 1
+            name, resources = each.source.filename, each.binary.resources
+            found += [f"{name}: {warning}" for warning in each.binary.warnings]
+            if not resources.clean:
+                spilled = f"{resources.spill_store_bytes} B spilled"
+                found.append(f"{name}: {spilled}, {resources.stack_bytes} B of stack")
+    except FlashgenError as error:
+        found.append(f"{spec_file.stem}, {arch}: {error}")
+    return count, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="compiles every spec with the NVRTC at hand")
+    parser.add_argument("specs", nargs="*", type=Path, help="spec files; all of specs/ by default")
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="both by default")
+    args = parser.parse_args()
+    specs = args.specs or sorted((ROOT / "specs").glob("*.py"))
+    tasks = [(spec, arch) for spec in specs for arch in args.arch or ARCHS]
+    start = time.perf_counter()
+    os.environ["FLASHGEN_CACHE_DIR"] = "off"
+    with ThreadPoolExecutor(2) as pool:  # NVRTC releases the GIL
+        results = list(pool.map(lambda task: faults(*task), tasks))
+    lines = [line for _, found in results for line in found]
+    print("\n".join(lines))
+    count = sum(number for number, _ in results)
+    print(
+        f"NVRTC {nvrtc.version()}: {count} kernels of {len(specs)} specs in "
+        f"{time.perf_counter() - start:.0f} s, {len(lines)} faults"
+    )
+    return 1 if lines or not count else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
