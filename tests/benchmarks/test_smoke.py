@@ -25,7 +25,11 @@ SCRIPTS = {
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
 MANY_KERNELS = ("paper.py",)
-ELSEWHERE = {"gpu.py": "test_dry.py", "emulator.py": "below", "fit_duration.py": "test_fit_duration.py"}
+ELSEWHERE = {
+    "gpu.py": "test_dry.py",
+    "emulator.py": "below",
+    "fit_duration.py": "test_fit_duration.py",
+}
 
 
 def test_every_script_of_the_benchmarks_has_a_smoke_test() -> None:
