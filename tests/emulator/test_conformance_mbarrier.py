@@ -297,7 +297,7 @@ def test_spellings(form: str, seed: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["mbarrier.pending_count.b64 %v, %s;", "mbarrier.arrive.b32 _, [room];"]
+    "body", ["mbarrier.pending_count.b32 %v, %s;", "mbarrier.arrive.b32 _, [room];"]
 )
 def test_what_is_not_known_is_refused(body: str) -> None:
     out = np.zeros(64, np.uint32)

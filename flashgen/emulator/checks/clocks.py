@@ -93,6 +93,16 @@ class Clocks:
         np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
         self.tick(np.unique(rows))
 
+    def of(self, rows: Array) -> Array:
+        """A copy of the clocks of warps (n, columns)."""
+        return np.array(self.seen[np.divmod(rows, self.warps)])
+
+    def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
+        """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
+        columns = known.shape[1]  # agents may have been added since
+        blocks = rows // self.warps
+        np.maximum.at(self.published[:, :, :columns], (blocks, slots), known)
+
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
         blocks, warps = np.divmod(rows, self.warps)

@@ -86,11 +86,27 @@ class SharedRaces(SharedShadow):
         """A cp.async starts: its bytes are in flight."""
         self._write(self._access(cohort, where, size, pc, lanes), FLIGHT)
 
-    def finish_copy(self, rows: Array, where: Array, size: int, lanes: Array | None) -> None:
-        """A cp.async has been waited for: it becomes a write of its warp."""
+    def finish_copy(
+        self,
+        rows: Array,
+        where: Array,
+        size: int,
+        lanes: Array | None,
+        clock: Array | None = None,
+    ) -> None:
+        """A cp.async has been waited for: it becomes a write of its warp.
+
+        ``clock`` (n,) is an earlier time of each warp at which it counts as complete, or 0.
+        """
+        stamps = self._own_stamps(rows, False)
+        if clock is not None and clock.any():
+            warp = self.machine.row_warp[rows]
+            earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
+            stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
-            rows, where = rows[np.nonzero(lanes)[0]], where[lanes][:, None]
-        self.put(self.written, where, size, self._own_stamps(rows, False))
+            place = np.nonzero(lanes)[0]
+            stamps, where = stamps[place], where[lanes][:, None]
+        self.put(self.written, where, size, stamps)
 
     def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""

@@ -161,6 +161,12 @@ class Generator:
             self.namespace[name] = np.frombuffer(data, dtype=RUNTIME[dtype])[0]
         return name
 
+    def object(self, value: Any) -> str:
+        """The name of a constant object in the segment's namespace."""
+        name = f"O{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
     def constant_one(self, dtype: str) -> str:
         one = np.array(1, dtype=RUNTIME[dtype])
         return self.literal(int.from_bytes(one.tobytes(), "little"), dtype)

@@ -43,6 +43,7 @@ WARP_WIDE = frozenset(
         "ldmatrix",
         "stmatrix",
         "mma",
+        "wmma",
         "movmatrix",
         "elect",
         "wgmma",
@@ -51,7 +52,9 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
-_MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
+_MBARRIER_RESULTS = frozenset(
+    ("arrive", "arrive_drop", "test_wait", "try_wait", "pending_count"),
+)
 
 
 def has_result(ins: Instruction) -> bool:
@@ -59,6 +62,8 @@ def has_result(ins: Instruction) -> bool:
         return "red" in ins.mods
     if ins.op == "wgmma":
         return accumulates(ins)
+    if ins.op == "wmma":
+        return "store" not in ins.mods
     if ins.op == "mbarrier":
         return bool(_MBARRIER_RESULTS.intersection(ins.mods))
     return ins.op not in _NO_RESULT
@@ -80,7 +85,7 @@ def may_block(ins: Instruction) -> bool:
 
 def is_asynchronous(ins: Instruction) -> bool:
     """Whether it uses the asynchronous proxy, or waits for an operation that does."""
-    return ins.op in ("mbarrier", "wgmma") or "bulk" in ins.mods
+    return ins.op in ("mbarrier", "wgmma") or bool({"bulk", "mbarrier"}.intersection(ins.mods))
 
 
 def is_warp_wide(ins: Instruction) -> bool:

@@ -152,6 +152,9 @@ class PtxProgram:
         fences = False
         for pc, ins in enumerate(self.code):
             fences |= ins.op in ("membar", "fence")
+            if ins.op == "wmma" and "mma" not in ins.mods:
+                element = TYPE_BYTES[ins.mods[-1]]
+                shared, device = min(shared, element), min(device, element)
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]

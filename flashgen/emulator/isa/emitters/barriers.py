@@ -110,6 +110,12 @@ def place_of(g: Generator, operand: Operand) -> str:
 @emits("mbarrier")
 def mbarrier(g: Generator, ins: Instruction) -> None:
     mods = g.mods
+    if mods.take("pending_count"):
+        if not mods.take("b64"):
+            raise g.unknown()
+        state = g.read(ins.operands[1], "u8")
+        g.write(ins.operands[0], f"({state} >> {g.literal(32, 'u8')}).astype(u4)", "u4")
+        return
     action = mods.take(*_MBARRIER_ACTIONS) or mods.take(*_BYTES)
     if not action or not mods.take("b64"):
         raise g.unknown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashgen.emulator.isa.emitters.barriers import place_of
 from flashgen.emulator.isa.emitters.memory import address, take_hints
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
@@ -16,8 +17,11 @@ _TYPES = ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64")
 @emits("cp")
 def copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if not mods.take("async") or "mbarrier" in mods.left:
-        raise g.unknown("cp.async that an mbarrier waits for")
+    if not mods.take("async"):
+        raise g.unknown()
+    if mods.take("mbarrier"):
+        _arrive(g, ins)
+        return
     if mods.take("bulk"):
         bulk(g, ins)
         return
@@ -39,6 +43,18 @@ def copy(g: Generator, ins: Instruction) -> None:
     read = _source_bytes(g, operands[3], size) if len(operands) > 3 else size
     g.require_defined()
     g.emit(f"E.copies.issue(C, {to}, {source}, {g.lanes()}, {size}, {read}, {g.pc})")
+
+
+def _arrive(g: Generator, ins: Instruction) -> None:
+    """cp.async.mbarrier.arrive: an arrival when the earlier copies of the thread are complete."""
+    if not g.mods.take("arrive"):
+        raise g.unknown()
+    counted = bool(g.mods.take("noinc"))
+    where = place_of(g, ins.operands[0])
+    if not g.mods.take("b64"):
+        raise g.unknown()
+    g.require_defined()
+    g.emit(f"E.copies.arrive(C, {where}, {counted}, {g.lanes()}, {g.pc})")
 
 
 def _group(g: Generator, ins: Instruction, of: str) -> bool:

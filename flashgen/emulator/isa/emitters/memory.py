@@ -161,6 +161,7 @@ def move(g: Generator, ins: Instruction) -> None:
     g.write(to, g.read(source, dtype), dtype)
 
 
+_VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
 _ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
@@ -176,9 +177,15 @@ def atomic(g: Generator, ins: Instruction) -> None:
     mods.take("noftz")
     if policy:
         values.pop()
-    if not operation or space not in FUNCTION or (vector and kind != "f32"):
+    if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
         raise g.unknown("this operation")
+    if space == "local":
+        raise g.unknown("atomics on local memory")
     where = address(g, memory, space)
+    if vector:
+        # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
+        size = TYPE_BYTES[kind] * int(vector[1])
+        g.emit(f"require_alignment(E, C, {where}, {g.lanes()}, {size}, {g.pc})")
     results = items_of(ins.operands[0])
     # One atomic per element of a vector.
     for place, operands in enumerate(zip(*map(items_of, values), strict=True)):

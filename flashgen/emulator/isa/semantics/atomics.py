@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.bounds import check_window, locate
+from flashgen.emulator.checks.bounds import check_aligned, check_window, locate
 from flashgen.emulator.counters.recorder import ATOMIC
+from flashgen.emulator.errors import UnknownInstruction
 from flashgen.emulator.isa.semantics.floats import maximum, minimum
 from flashgen.emulator.isa.semantics.halves import half_op, half_op2
 from flashgen.emulator.isa.semantics.memory import by_space
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import SHIFT
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 
@@ -78,11 +79,24 @@ def atomic(
         offset = full[chosen]
         view = machine.shared.view[size]
     else:
-        raise ValueError("atomics on local memory")
+        machine.fail(
+            UnknownInstruction,
+            "the emulator does not support atomics on local memory",
+            Site(cohort, pc, *first_bad(cohort, lanes, True)),
+            "an address in local memory is private to its thread",
+            "use an ordinary addition: no other thread can access these bytes",
+        )
     given = [spread(v, cohort.n)[chosen] for v in values]
     old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     out[chosen] = old
     return out
+
+
+def require_alignment(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Checks that vectors of atomics are aligned to their size."""
+    check_aligned(machine, cohort, address, lanes, size, pc, "global")
 
 
 def apply(memory: Array, index: Array, operation: str, kind: str, values: list[Array]) -> Array:

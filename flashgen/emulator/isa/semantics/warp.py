@@ -117,6 +117,15 @@ def reduce_lanes(cohort: Cohort, operation: str, value: Any, mask: Any) -> Any:
     return _REDUCTIONS[operation].reduce(chosen, axis=2, dtype=value.dtype)
 
 
+def reduce_floats(cohort: Cohort, operation: str, value: Any, mask: Any, propagates: bool) -> Any:
+    """redux of float32: a NaN only if all members are NaN, or with .NaN if any is."""
+    members, values = _members(cohort, mask), spread(value, cohort.n)[:, None, :]
+    chosen = np.where(members, values, np.float32(np.nan))
+    result = (np.fmin if operation == "min" else np.fmax).reduce(chosen, axis=2)
+    some = propagates & (members & np.isnan(values)).any(axis=2)
+    return np.where(some, np.float32(np.nan), result)
+
+
 def elect(cohort: Cohort, mask: Any) -> tuple[Any, Any]:
     """elect.sync: the lowest active member lane, and whether this lane is it."""
     first = np.argmax(_members(cohort, mask), axis=2)
