@@ -42,8 +42,10 @@ from flashgen.emulator.errors import (
     UnknownInstruction,
 )
 from flashgen.emulator.machine.tma import TensorMap
+from flashgen.emulator.state.forgiven import FORGIVEN
 
 __all__ = [
+    "FORGIVEN",
     "BarrierDivergence",
     "Counters",
     "DeadlockError",

@@ -22,6 +22,7 @@ from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
+from flashgen.emulator.state.forgiven import FORGIVEN
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
@@ -43,6 +44,7 @@ def launch(
     *,
     step_limit: int = STEP_LIMIT,
     profile: bool = False,
+    allow: Sequence[str] = (),
 ) -> Counters:
     """Executes a kernel of a PTX text.
 
@@ -63,6 +65,8 @@ def launch(
         step_limit: number of compiled segments after which the launch is considered endless.
         profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
             so too.
+        allow: names of findings that PTX forbids and hardware forgives, and that are not reported:
+            keys of `flashgen.emulator.FORGIVEN`, such as "cp_async_proxy".
 
     Returns:
         Counters of instructions and memory traffic.
@@ -81,6 +85,7 @@ def launch(
         order_seed,
         step_limit,
         profile or _LAUNCHES.get() is not None,
+        _allowed(allow),
     )
     _check_shape(program, config)
     machine = Machine(segments, config, DeviceArguments(program, args))
@@ -135,6 +140,19 @@ def _loaded(ptx: str, name: str) -> Segments:
         if name not in kernels:
             kernels[name] = Segments(PtxProgram(module, name))
         return kernels[name]
+
+
+def _allowed(names: Sequence[str]) -> frozenset[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in FORGIVEN]
+    if unknown:
+        raise LaunchArguments(
+            "allow names a finding that the emulator does not know",
+            where="flashgen.emulator.launch",
+            numbers=f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}",
+            way_out="the error message of a finding contains its name, if it can be allowed",
+        )
+    return frozenset(names)
 
 
 def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:

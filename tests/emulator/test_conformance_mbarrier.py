@@ -30,7 +30,9 @@ __device__ __forceinline__ bool test_state(ull* b, ull state) {
                  " selp.u32 %0, 1, 0, P; }" : "=r"(done) : "r"(SM(b)), "l"(state) : "memory");
     return done;
 }
-#define START(count) __shared__ ull b[4]; if (T == 0) init(b, count); __syncthreads()
+#define START(count) __shared__ ull b[4]; \
+    if (T == 0) { init(b, count); fence_init(); } \
+    __syncthreads()
 KERNEL(parities)(u* out) {
     __shared__ ull b[1];
     if (T == 0) {

@@ -10,6 +10,9 @@ Kernels with asynchronous copies have more columns. ``seen[b, w, warps + v]`` is
 warp v whose writes are visible to asynchronous accesses issued by warp w (fence.proxy.async). They
 are followed by one column per asynchronous agent, such as an mbarrier, with the newest time of the
 agent that w is ordered after. Synchronisation between warps propagates all columns.
+
+The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
+lanes are not ordered, see `warp_lanes`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ class Clocks:
         self.published = np.zeros((blocks, 16, self.columns), np.int64)
         self.floor_stamp = np.zeros(blocks * warps, np.uint32)
         self.clock = np.ones(blocks * warps, np.int64)
+        self.synced = np.ones(blocks * warps, np.int64)
+        # The lower of `floor_stamp` and the first stamp that is not ordered between lanes.
+        self.lane_floor = np.zeros(blocks * warps, np.uint32)
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
         self._refresh(np.arange(blocks))
@@ -71,6 +77,7 @@ class Clocks:
         rows = blocks[:, None] * self.warps + self._own
         self.clock[rows] = clock
         self.floor_stamp[rows] = (floor + 1) << CLOCK_SHIFT
+        self.lane_floor[rows] = np.minimum(floor + 1, self.synced[rows]) << CLOCK_SHIFT
 
     def barrier_of_all(self, blocks: Array) -> None:
         """A barrier of all warps of the blocks: orders all earlier before all later accesses."""
@@ -80,6 +87,7 @@ class Clocks:
         self.seen[blocks, :, self.warps :] = rest
         self.seen[blocks, :, : self.warps] = newest[:, None, None]
         self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
+        self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
     def release(self, block: int, barrier: int, warps: Array) -> None:
@@ -106,9 +114,11 @@ class Clocks:
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
         blocks, warps = np.divmod(rows, self.warps)
-        own = self.seen[blocks, warps, warps]
-        np.maximum.at(self.seen, (blocks, warps), self.published[blocks, slots])
+        own, given = self.seen[blocks, warps, warps], self.published[blocks, slots]
+        np.maximum.at(self.seen, (blocks, warps), given)
         self.seen[blocks, warps, warps] = own
+        # What lanes of the warp itself have published precedes what its other lanes do now.
+        np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
 
     def order_after(self, rows: Array, column: int, time: Array | int) -> None:
@@ -121,6 +131,11 @@ class Clocks:
         blocks, warps = np.divmod(rows, self.warps)
         self.seen[blocks, warps, warps] += 1
         self._refresh(np.unique(blocks))
+
+    def sync_lanes(self, rows: Array) -> None:
+        """The lanes of these distinct warps have synchronised."""
+        self.synced[rows] = self.clock[rows] + 1
+        self.tick(rows)
 
     def fence_proxy(self, rows: Array) -> None:
         """fence.proxy.async: makes all writes visible to these warps visible to the proxy."""
@@ -146,6 +161,7 @@ class Clocks:
             known = self.seen[block, warp]
             if slot is not None:
                 own = known[warp]
+                self.synced[row] = max(self.synced[row], slot[warp] + 1)
                 np.maximum(known, slot, out=known)
                 known[warp] = own
             given = self.fenced.get(row)

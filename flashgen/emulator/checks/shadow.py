@@ -88,14 +88,15 @@ class SharedShadow:
         return rows.reshape(len(where), -1)
 
     def put(self, table: Array, where: Array, size: int, value: Any) -> None:
-        """Sets the values of a shadow table to one value, or to one value per access (g,)."""
+        """Sets the values of a shadow table to one value, or to one per access (g,) or (g, k)."""
         many = size >> self.shift
+        if np.ndim(value) == 1:
+            value = value[:, None]
         if many <= 1:
-            table[where >> self.shift] = value[:, None] if np.ndim(value) else value
+            table[where >> self.shift] = value
         else:
-            table.reshape(-1, many)[where >> size.bit_length() - 1] = (
-                value[:, None, None] if np.ndim(value) else value
-            )
+            wide = value[..., None] if np.ndim(value) else value
+            table.reshape(-1, many)[where >> size.bit_length() - 1] = wide
 
     def fail(
         self,

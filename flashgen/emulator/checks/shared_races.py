@@ -2,7 +2,7 @@
 
 For each vector (see `shadow`) the checker keeps the stamp of the last write and, per warp, the
 clock of the last read. While a cp.async is in flight, no other access to its bytes is allowed.
-Order is tracked between warps; the accesses of the lanes of one warp are assumed to be ordered.
+Order is tracked between warps; `warp_lanes` tracks it between the lanes of a warp.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from flashgen.emulator.checks.shadow import (
     MBARRIER,
     NEVER,
     SharedAccess,
-    SharedShadow,
 )
+from flashgen.emulator.checks.warp_lanes import WarpLanes
 from flashgen.emulator.errors import RaceError, UninitialisedRead
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
@@ -43,7 +44,7 @@ class _Reads(NamedTuple):
     strong: bool
 
 
-class SharedRaces(SharedShadow):
+class SharedRaces(WarpLanes):
     """Race checker of the shared memory of a wave."""
 
     def __init__(self, machine: Wave, blocks: int) -> None:
@@ -65,6 +66,8 @@ class SharedRaces(SharedShadow):
         for last in self.last_read.values():
             last[blocks] = 0
         row_block = self.machine.row_block
+        self.accessed[passed[row_block]] = False
+        self.lane_reads = [e for e in self.lane_reads if not passed[row_block[e.access.rows]].all()]
         self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
@@ -104,9 +107,14 @@ class SharedRaces(SharedShadow):
             earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
             stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
-            place = np.nonzero(lanes)[0]
+            place, lane = np.nonzero(lanes)
             stamps, where = stamps[place], where[lanes][:, None]
+            self.put(self.writer, where, size, lane.astype(np.uint8))
+            rows = rows[place]
+        elif where.shape[1] == 32:
+            self.put(self.writer, where, size, np.arange(32, dtype=np.uint8)[None, :])
         self.put(self.written, where, size, stamps)
+        self.accessed[rows] = True
 
     def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
@@ -128,6 +136,7 @@ class SharedRaces(SharedShadow):
         clock = self.clocks.clock[a.rows]
         self.last_read[a.strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
         self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, a.strong))
+        self.note_lanes_of_read(a, clock)
         if len(self.log) > _LOG_LIMIT:
             self._flush()
 
@@ -145,6 +154,7 @@ class SharedRaces(SharedShadow):
             return
         own = self._own_stamps(a.rows, a.strong)
         self.put(self.written, a.where, a.size, own)
+        self.note_lanes_of_write(a)
         if not a.strong:
             left = self.take(self.written, a.where, a.size)
             lost = left != own[:, None]
@@ -171,13 +181,14 @@ class SharedRaces(SharedShadow):
     def _against_writes(self, a: SharedAccess, verb: str) -> None:
         """Checks that accesses are ordered after earlier writes, and that reads have one."""
         stamps = self.take(self.written, a.where, a.size)
-        fine = stamps < self.clocks.floor_stamp[a.rows][:, None]
-        if verb == "write":
+        fine = stamps < self.clocks.lane_floor[a.rows][:, None]
+        if verb == "write" or "uninitialised_rows" in self.machine.allow:
             fine |= stamps == NEVER
         if not fine.all():
             bad = ~(fine | self._ordered(a, stamps))
             if bad.any():
                 self._report(a, bad, stamps, verb)
+            self.lanes_against_writes(a, stamps, verb)
 
     def _ordered(self, a: SharedAccess, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
@@ -194,6 +205,7 @@ class SharedRaces(SharedShadow):
     def _against_reads(self, a: SharedAccess) -> None:
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
         m = self.machine
+        self.lanes_against_reads(a)
         blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         for kind in (False,) if a.strong else (False, True):
@@ -240,25 +252,26 @@ class SharedRaces(SharedShadow):
         if stamp == NEVER:
             kind = UninitialisedRead
             problem = "shared memory is read that was never written"
-            way_out = "write it first, and check the address and the bytes that were copied"
+            advice = "write it first, and check the address and the bytes that were copied"
+            advice += way_out("uninitialised_rows")
         elif stamp == FLIGHT:
             writer = "a cp.async that has not been waited for writes there"
-            way_out = "wait for it (cp.async.wait_group) and then pass a barrier"
+            advice = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= ASYNC and self.proxy is not None:
             writer = self.proxy.describe(stamp)
-            way_out = (
+            advice = (
                 "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
             )
             if stamp == MBARRIER:
-                way_out = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
+                advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             writer = f"warp {stamp & 31} writes there"
-            way_out = _BARRIER
+            advice = _BARRIER + (way_out("same_value") if verb == "write" else "")
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
         if writer:
             numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
-        m.fail(kind, problem, site, numbers, way_out)
+        m.fail(kind, problem, site, numbers, advice)

@@ -53,6 +53,7 @@ class Barriers:
         self.expected[blocks, ids] = counts
         if m.shared_races:
             m.shared_races.clocks.publish(cohort.rows, ids)
+            m.shared_races.synchronise_lanes(cohort, None)
         if vote is not None:
             values, lanes = spread(vote, cohort.n), cohort.full_mask()
             for row in range(cohort.n):

@@ -36,6 +36,7 @@ from flashgen.emulator.machine.tma import (
 from flashgen.emulator.machine.transfers import BulkTransfer
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.memory import SHIFT
 from flashgen.emulator.state.wave import Site, Wave
 
@@ -203,7 +204,8 @@ class BulkCopies:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
         check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
-        t.barriers, _ = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
+        t.barriers, blocks = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
+        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, blocks)
         if m.proxy is not None:
             columns = np.array(m.mbarriers.columns)[t.barriers]
             t.writes = m.proxy.write(
@@ -336,17 +338,18 @@ class BulkCopies:
         if self.machine.check:
             for t in self.incoming:
                 self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
-            for t in self.outgoing:
+            for t in self.outgoing if "exit_before_bulk_store" not in self.machine.allow else ():
                 row = int(np.argmin(t.waited))
-                self._unfinished(t, row, "out of", "execute cp.async.bulk.wait_group.read first")
+                advice = "execute cp.async.bulk.wait_group.read first"
+                self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))
         for t in self.incoming + self.outgoing:
             self.execute(t)
 
-    def _unfinished(self, t: BulkTransfer, row: int, way: str, way_out: str) -> NoReturn:
+    def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
         self.machine.fail(
             RaceError,
             "a block ends while one of its bulk copies may be in flight",
             Site(t.issued, t.pc, row),
             f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
-            way_out,
+            advice,
         )

@@ -41,6 +41,7 @@ class ClusterBarrier:
             if self.slot < 0:
                 self.slot = m.shared_races.clocks.new_slots(2)
             m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
+            m.shared_races.synchronise_lanes(cohort, None)
         self.check(blocks)
 
     def wait(self, cohort: Cohort, pc: int) -> None:

@@ -45,6 +45,7 @@ class LaunchConfig:
     order_seed: int | None
     step_limit: int
     profile: bool
+    allow: frozenset[str]
 
 
 class Machine(Scheduler):
@@ -58,7 +59,7 @@ class Machine(Scheduler):
         self.grid, self.block = config.grid, block
         self.memory, self.maps = arguments.memory, arguments.maps
         self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
-        self.check = config.check
+        self.check, self.allow = config.check, config.allow
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.step_limit = config.step_limit
@@ -98,6 +99,8 @@ class Machine(Scheduler):
         self.alive = thread < self.threads
         self.live_warps = np.full(count, warps)
         self.shared = FlatMemory(count * self.shared_pitch)
+        if "uninitialised_rows" in self.allow:
+            self.shared.bytes[:] = 0xFF
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
@@ -143,6 +146,7 @@ class Machine(Scheduler):
     def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
+            self.mbarriers.fence_init(cohort, lanes)
             self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
 
     def fence(self, cohort: Cohort, device: bool) -> None:

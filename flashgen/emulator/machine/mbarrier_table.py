@@ -9,12 +9,14 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.shadow import MBARRIER
-from flashgen.emulator.errors import MbarrierMisuse, RaceError
+from flashgen.emulator.errors import FenceError, MbarrierMisuse, RaceError
 from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 BYTES = 8
+_NEVER = -9  # of a phase: no warp has waited for it
 MOST = (1 << 20) - 1  # limit of arrivals, and of outstanding bytes of either sign
 
 
@@ -33,8 +35,15 @@ class MbarrierTable:
         self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
         # Warp of mbarrier.init, and its clock.
         self.made_by, self.made_at = none.copy(), none.copy()
+        # Whether the asynchronous proxy sees the initialisation.
+        self.fenced = none.copy()
+        # The latest phase that each warp has waited for (barriers, rows), its clock, and the wait.
+        waits = np.zeros((0, len(machine.row_block)), np.int64)
+        self.waited_phase, self.waited_clock, self.waited_pc = (waits.copy() for _ in range(3))
+        self.skipped = waits.copy()  # 1 if that wait passed over phases of the same parity
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots: list[int] = []
+        self.all_fenced = True
         self.columns: list[int] = []
 
     # ---- init and inval
@@ -47,22 +56,15 @@ class MbarrierTable:
         numbers = self._add(at)
         rows = cohort.rows[place]
         blocks = m.row_block[rows]
+        alive = self.expected[numbers, blocks] > 0
+        if alive.any():
+            self._again(cohort, address, place, lane, numbers, blocks, pc)
         if m.shared_races:
             where = spread(address + m.shared_base(cohort), cohort.n)
             m.shared_races.write(cohort, where, BYTES, pc, lanes)
             m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
             self.made_by[numbers, blocks] = m.row_warp[rows]
             self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
-        alive = self.expected[numbers, blocks] > 0
-        if alive.any():
-            which = int(np.argmax(alive))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier is initialised a second time",
-                Site(cohort, pc, int(place[which])),
-                self.state(int(numbers[which]), int(blocks[which])),
-                "initialise it once, or execute mbarrier.inval first",
-            )
         bad = (counts < 1) | (counts > MOST)
         if bad.any():
             which = int(np.argmax(bad))
@@ -75,6 +77,87 @@ class MbarrierTable:
             )
         self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
         self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
+        for number, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
+            self.waited_phase[number, block * m.warps : (block + 1) * m.warps] = _NEVER
+        self.fenced[numbers, blocks] = 0
+        self.all_fenced = False
+
+    def _again(
+        self,
+        cohort: Cohort,
+        address: Any,
+        place: Array,
+        lane: Array,
+        numbers: Array,
+        blocks: Array,
+        pc: int,
+    ) -> None:
+        """An mbarrier.init of which some find an mbarrier already: refused, or as after inval."""
+        m = self.machine
+        which = np.flatnonzero(self.expected[numbers, blocks] > 0)
+        if "mbarrier_reinit" not in m.allow:
+            first = int(which[0])
+            m.fail(
+                MbarrierMisuse,
+                "an mbarrier is initialised a second time",
+                Site(cohort, pc, int(place[first])),
+                self.state(int(numbers[first]), int(blocks[first])),
+                "initialise it once, or execute mbarrier.inval first" + way_out("mbarrier_reinit"),
+            )
+        self.at(cohort, place[which], np.array(self.addresses)[numbers[which]], pc)
+        self._forget(cohort, address, place[which], lane[which])
+
+    def _forget(self, cohort: Cohort, address: Any, place: Array, lane: Array) -> None:
+        """The memory of mbarriers becomes ordinary memory that these lanes wrote."""
+        m = self.machine
+        if m.shared_races:
+            where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
+            m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
+
+    def fence_init(self, cohort: Cohort, lanes: Any) -> None:
+        """fence.mbarrier_init, or a proxy fence: makes what its warps know visible to the proxy."""
+        m = self.machine
+        if self.all_fenced or m.shared_races is None:
+            return
+        rows = cohort.rows[active(cohort, lanes).any(axis=1)]
+        blocks, warps = m.row_block[rows], m.row_warp[rows]
+        maker = self.made_by[:, blocks]
+        seen = m.shared_races.clocks.seen[blocks, warps, maker]
+        known = (maker == warps) | (seen >= self.made_at[:, blocks])
+        for place, block in enumerate(blocks.tolist()):
+            self.fenced[known[:, place], block] = 1
+        self.all_fenced = bool((self.fenced[self.expected > 0] > 0).all())
+
+    def require_fenced(self, site: Site, numbers: Array, blocks: Array) -> None:
+        """Checks that the asynchronous proxy sees the initialisation of mbarriers (k,).
+
+        Not reported: a copy of the warp that initialised its mbarrier and has synchronised with
+        nothing since.
+
+        Raises:
+            FenceError: it does not.
+        """
+        m = self.machine
+        if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:
+            return
+        rows = site.cohort.rows
+        clocks = m.shared_races.clocks
+        alone = self.made_by[numbers, blocks] == m.row_warp[rows]
+        alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
+        self.fenced[numbers[alone], blocks[alone]] = 1
+        missing = self.fenced[numbers, blocks] == 0
+        if missing.any():
+            which = int(np.argmax(missing))
+            m.fail(
+                FenceError,
+                "an asynchronous copy signals an mbarrier that no fence followed",
+                site._replace(row=which),
+                f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
+                "initialisation need not be visible to the asynchronous proxy",
+                "execute fence.mbarrier_init.release.cluster or fence.proxy.async after "
+                "mbarrier.init, before the barrier that the issuing thread passes"
+                + way_out("mbarrier_init_fence"),
+            )
 
     def _add(self, addresses: Array) -> Array:
         """Numbers of the barriers at the given addresses; unknown addresses get a new number."""
@@ -83,8 +166,12 @@ class MbarrierTable:
                 continue
             self._number[address // BYTES] = len(self.addresses)
             self.addresses.append(address)
-            for name in ("expected", "pending", "tx", "phase", "made_by", "made_at"):
+            for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
+            for name in ("waited_phase", "waited_clock", "waited_pc", "skipped"):
+                fill = _NEVER if name == "waited_phase" else 0
+                table = np.pad(getattr(self, name), ((0, 1), (0, 0)), constant_values=fill)
+                setattr(self, name, table)
             races = self.machine.shared_races
             if races is not None and races.proxy is not None:
                 self._slots.append(races.clocks.new_slots(2))
@@ -95,12 +182,9 @@ class MbarrierTable:
 
     def inval(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> None:
         """mbarrier.inval: its memory becomes ordinary memory."""
-        m = self.machine
         place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
         self.expected[numbers, blocks] = 0
-        if m.shared_races:
-            where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
-            m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
+        self._forget(cohort, address, place, lane)
 
     def _lanes(
         self, cohort: Cohort, address: Any, lanes: Any, pc: int
@@ -180,8 +264,13 @@ class MbarrierTable:
         for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
             rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
             warps = ", ".join(map(str, m.row_warp[rows]))
+            late = int(self.phase[number, block]) - self.waited_phase[number, rows] - 1
+            again = ""
+            late = (late >= 2) & (late % 2 == 0) & (self.waited_phase[number, rows] != _NEVER)
+            if (late | (self.skipped[number, rows] > 0)).any():
+                again = ", two or more phases late: the warp finds the parity that it had before"
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
+                f"at {self.state(number, block)}{again}; {m.program.describe(waits.pc)}"
             )
         return lines

@@ -52,6 +52,11 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
+_EXCHANGES = frozenset(("shfl", "vote", "match", "redux"))
+_SYNCHRONISE = _EXCHANGES | {"elect", "wgmma", "setmaxnreg"}
+_ACCESSES = frozenset(
+    ("ld", "ldu", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wmma", "mbarrier")
+)
 _MBARRIER_RESULTS = frozenset(
     ("arrive", "arrive_drop", "test_wait", "try_wait", "pending_count"),
 )
@@ -86,6 +91,18 @@ def may_block(ins: Instruction) -> bool:
 def is_asynchronous(ins: Instruction) -> bool:
     """Whether it uses the asynchronous proxy, or waits for an operation that does."""
     return ins.op in ("mbarrier", "wgmma") or bool({"bulk", "mbarrier"}.intersection(ins.mods))
+
+
+def synchronises_lanes(ins: Instruction) -> bool:
+    """Whether it orders the accesses of the lanes of a warp that execute it, barriers apart."""
+    if ins.op in ("bar", "barrier"):
+        return "warp" in ins.mods
+    return ins.op in _SYNCHRONISE and (ins.op not in _EXCHANGES or "sync" in ins.mods)
+
+
+def may_access_shared(ins: Instruction) -> bool:
+    """Whether lanes may access shared memory in it."""
+    return ins.op in _ACCESSES and not {"global", "local", "param", "const"}.intersection(ins.mods)
 
 
 def is_warp_wide(ins: Instruction) -> bool:

@@ -20,6 +20,7 @@ from flashgen.emulator.ptx.instructions import (
     is_asynchronous,
     is_barrier,
     is_warp_wide,
+    may_access_shared,
     may_block,
     registers_in,
 )
@@ -185,6 +186,7 @@ class PtxProgram:
         if any(ins.op == "mbarrier" for ins in self.code):
             shared = min(shared, 8)
         self.shared_vector, self.global_vector = shared, device
+        self.uses_shared = any(may_access_shared(ins) for ins in self.code)
         self.synchronises = fences and bool(self.strong)
 
     # ---- control flow and liveness

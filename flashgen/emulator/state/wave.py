@@ -58,6 +58,7 @@ class Wave:
         blocks: number of each block of the wave in the grid.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
+        allow: names of `forgiven.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
     """
@@ -78,6 +79,7 @@ class Wave:
     shared_size: int
     shared_pitch: int
     check: bool
+    allow: frozenset[str]
     counters: Counters
     recorder: Recorder | None
     global_races: GlobalRaces | None

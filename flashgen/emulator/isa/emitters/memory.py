@@ -240,6 +240,7 @@ def fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
     g.mods.take("sc", "acq_rel", "acquire", "release")
     if g.mods.take("mbarrier_init"):
+        g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
     if g.mods.take("proxy"):
         fence_proxy(g)

@@ -34,6 +34,18 @@ def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
     return every if lanes is None else every[spread(lanes, cohort.n)]
 
 
+def _changing(cohort: Cohort, view: Array, index: Array, value: Any, lanes: Any) -> Array:
+    """The lanes (n, 32) of a store that change memory; one of those that write the same value."""
+    chosen = active(cohort, lanes)
+    place, given = index[chosen], spread(value, cohort.n)[chosen]
+    _, first, which = np.unique(place, return_index=True, return_inverse=True)
+    again = given == given[first][which]
+    again[first] = False
+    changes = np.zeros((cohort.n, 32), bool)
+    changes[chosen] = ~again & (view.take(place) != given)
+    return changes
+
+
 # ---- shared memory
 
 
@@ -68,7 +80,11 @@ def store_shared(
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
     if machine.shared_races:
-        machine.shared_races.write(cohort, where, size, pc, lanes)
+        changes = lanes
+        if "same_value" in machine.allow:
+            view = machine.shared.view[size]
+            changes = _changing(cohort, view, where >> SHIFT[size], value, lanes)
+        machine.shared_races.write(cohort, where, size, pc, changes)
     index = _of_lanes(cohort, where >> SHIFT[size], lanes)
     machine.counters.shared_write_bytes += index.size * size
     machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
@@ -140,7 +156,13 @@ def store_global(
     if machine.recorder is not None:
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
-        machine.global_races.write(cohort, offset, size, pc, lanes)
+        changed, changes = offset, lanes
+        if "same_value" in machine.allow:
+            full = spread(address - machine.memory.base, cohort.n)
+            view = machine.memory.flat.view[size]
+            changes = _changing(cohort, view, full >> SHIFT[size], value, lanes)
+            changed = full[changes]
+        machine.global_races.write(cohort, changed, size, pc, changes)
     machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 

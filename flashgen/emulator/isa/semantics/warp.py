@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.errors import BarrierDivergence
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
@@ -81,6 +83,25 @@ def _members(cohort: Cohort, mask: Any) -> Array:
     bits = (np.asarray(mask)[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     members: Array = active(cohort, cohort.mask)[:, None, :] & bits.astype(bool)
     return members
+
+
+def require_member(machine: Wave, cohort: Cohort, mask: Any, lanes: Any, pc: int) -> None:
+    """Checks that the lanes that execute a .sync instruction are in their member masks.
+
+    Raises:
+        BarrierDivergence: one is not, for which PTX defines no behaviour.
+    """
+    outside = (np.asarray(mask) >> LANES.astype(np.uint32)) & np.uint32(1) == 0
+    if not outside.any() or not (outside & active(cohort, lanes)).any():
+        return
+    row, lane = first_bad(cohort, lanes, outside)
+    machine.fail(
+        BarrierDivergence,
+        "a lane executes an instruction whose member mask does not contain it",
+        Site(cohort, pc, row, lane),
+        f"member mask {int(spread(mask, cohort.n)[row, lane]):#010x}",
+        "name every lane that executes it, or branch around it in the other lanes",
+    )
 
 
 def vote(cohort: Cohort, mode: str, predicate: Any, mask: Any) -> Any:
