@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, Clocks
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
@@ -285,7 +286,8 @@ class GlobalRaces:
             site._replace(row=row, lane=lane),
             numbers,
             "write these bytes in one block only, use atomics, or order the accesses "
-            "(a barrier within a block; another launch, or a fence and an atomic, between blocks)",
+            "(a barrier within a block; another launch, or a fence and an atomic, between blocks)"
+            + (way_out("same_value") if problem == _UNORDERED_WRITE else ""),
         )
 
 
