@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.late_waits import LateWaits
 from flashgen.emulator.checks.shadow import MBARRIER
 from flashgen.emulator.errors import FenceError, MbarrierMisuse, RaceError
 from flashgen.emulator.state.cohort import Cohort, active, spread
@@ -16,7 +17,6 @@ from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 BYTES = 8
-_NEVER = -9  # of a phase: no warp has waited for it
 MOST = (1 << 20) - 1  # limit of arrivals, and of outstanding bytes of either sign
 
 
@@ -37,10 +37,7 @@ class MbarrierTable:
         self.made_by, self.made_at = none.copy(), none.copy()
         # Whether the asynchronous proxy sees the initialisation.
         self.fenced = none.copy()
-        # The latest phase that each warp has waited for (barriers, rows), its clock, and the wait.
-        waits = np.zeros((0, len(machine.row_block)), np.int64)
-        self.waited_phase, self.waited_clock, self.waited_pc = (waits.copy() for _ in range(3))
-        self.skipped = waits.copy()  # 1 if that wait passed over phases of the same parity
+        self.late = LateWaits(machine)
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots: list[int] = []
         self.all_fenced = True
@@ -77,8 +74,7 @@ class MbarrierTable:
             )
         self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
         self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
-        for number, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
-            self.waited_phase[number, block * m.warps : (block + 1) * m.warps] = _NEVER
+        self.late.forget(numbers, blocks)
         self.fenced[numbers, blocks] = 0
         self.all_fenced = False
 
@@ -168,10 +164,7 @@ class MbarrierTable:
             self.addresses.append(address)
             for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
-            for name in ("waited_phase", "waited_clock", "waited_pc", "skipped"):
-                fill = _NEVER if name == "waited_phase" else 0
-                table = np.pad(getattr(self, name), ((0, 1), (0, 0)), constant_values=fill)
-                setattr(self, name, table)
+            self.late.add()
             races = self.machine.shared_races
             if races is not None and races.proxy is not None:
                 self._slots.append(races.clocks.new_slots(2))
@@ -264,11 +257,7 @@ class MbarrierTable:
         for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
             rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
             warps = ", ".join(map(str, m.row_warp[rows]))
-            late = int(self.phase[number, block]) - self.waited_phase[number, rows] - 1
-            again = ""
-            late = (late >= 2) & (late % 2 == 0) & (self.waited_phase[number, rows] != _NEVER)
-            if (late | (self.skipped[number, rows] > 0)).any():
-                again = ", two or more phases late: the warp finds the parity that it had before"
+            again = self.late.found(number, block, rows)
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
                 f"at {self.state(number, block)}{again}; {m.program.describe(waits.pc)}"

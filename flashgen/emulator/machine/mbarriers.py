@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
-from flashgen.emulator.errors import MbarrierMisuse, RaceError
+from flashgen.emulator.errors import MbarrierMisuse
 from flashgen.emulator.machine.mbarrier_table import BYTES, MOST, MbarrierTable
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, WaitsForPhase, active, spread
 from flashgen.emulator.state.wave import Site
@@ -170,7 +170,7 @@ class Mbarriers(MbarrierTable):
         self.pending[k, b] = self.expected[k, b]
         if m.shared_races:
             published, slots = m.shared_races.clocks.published, np.array(self._slots)[k]
-            self._against_late_waits(k, b, published[b, slots])
+            self.late.check(k, b, published[b, slots])
             columns = np.array(self.columns)[k]
             # Clocks of earlier phases remain: a completed phase implies the earlier ones.
             published[b, slots + 1] = published[b, slots]
@@ -235,54 +235,8 @@ class Mbarriers(MbarrierTable):
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = np.array(self._slots)[pairs & MOST] + 1
             m.shared_races.clocks.acquire(pairs >> 20, slots)
-            self._note_waits(pairs & MOST, pairs >> 20, pc)
+            self.late.note(pairs & MOST, pairs >> 20, pc)
         return done
-
-    # ---- waits that come too late
-
-    def _note_waits(self, k: Array, rows: Array, pc: int) -> None:
-        """Records that warps ``rows`` saw the latest phase of mbarriers ``k`` complete."""
-        m = self.machine
-        assert m.shared_races is not None
-        phase = self.phase[k, m.row_block[rows]] - 1
-        last = np.maximum(self.waited_phase[k, rows], -1)
-        # It passes with a phase of the parity of the one that follows the last, but later.
-        self.skipped[k, rows] = (phase - last > 1) & ((phase - last) % 2 == 1)
-        self.waited_phase[k, rows] = phase
-        self.waited_clock[k, rows] = m.shared_races.clocks.clock[rows]
-        self.waited_pc[k, rows] = pc
-
-    def _against_late_waits(self, k: Array, b: Array, published: Array) -> None:
-        """Checks that all warps that waited for the phases before these have seen them complete.
-
-        A warp that comes after the next phase as well finds the parity that it started with, and
-        waits for a phase that may never complete.
-
-        Args:
-            k, b: mbarriers and blocks whose previous phases have just completed.
-            published: clocks of the warps that arrived in them (n, columns).
-
-        Raises:
-            RaceError: nothing orders a wait before the end of the next phase.
-        """
-        m = self.machine
-        rows = b[:, None] * m.warps + np.arange(m.warps)
-        before = self.waited_phase[k[:, None], rows] == self.phase[k, b][:, None] - 2
-        late = before & (published[:, : m.warps] < self.waited_clock[k[:, None], rows])
-        if not late.any():
-            return
-        place, warp = (int(i) for i in np.argwhere(late)[0])
-        number, row = int(k[place]), int(rows[place, warp])
-        phase = int(self.waited_phase[number, row])
-        raise RaceError(
-            "an mbarrier may be two phases ahead of a warp that waits for it: the warp finds the "
-            "same parity again",
-            where=m.place(row, None, int(self.waited_pc[number, row])),
-            numbers=f"mbarrier at shared offset {self.addresses[number]}: this warp waits for "
-            f"phase {phase}, and nothing orders its wait before the end of phase {phase + 1}",
-            way_out="let the warp that waits arrive, at this or another barrier, before the next "
-            "phase can complete: one warp's arrival does not show that others have waited",
-        )
 
 
 def _steps(together: bool, count: int) -> list[slice]:

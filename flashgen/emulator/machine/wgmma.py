@@ -71,6 +71,8 @@ class Warpgroups:
             pc: the instruction.
         """
         groups = self.numbers(cohort)
+        if self.machine.shared_races is not None:
+            self.machine.mbarriers.late.wgmma(cohort.rows)
         left = a if form.fragments else self._operand(cohort, groups, a, form, 0, pc)
         right = self._operand(cohort, groups, b, form, 1, pc)
         some = self._alike(cohort, adds, "scale-d", pc)
