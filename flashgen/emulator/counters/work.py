@@ -35,7 +35,7 @@ _OPCODES = {
     "integer": "addc subc and or xor not cnot shl shr shf lop3 prmt popc clz brev bfe bfi bfind "
     "bmsk szext sad mad24 mul24 madc dp2a dp4a rem fns",
     "convert": "cvt",
-    "move": "mov cvta isspacep createpolicy mapa getctarank",
+    "move": "mov cvta isspacep createpolicy mapa getctarank tensormap",
     "exchange": "shfl vote match redux elect activemask movmatrix",
     "memory": "ld ldu st ldmatrix stmatrix cp atom red prefetch prefetchu discard applypriority",
     "barrier": "bar barrier membar fence mbarrier",

@@ -23,11 +23,11 @@ from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
 from flashgen.emulator.isa.semantics.atomics import combine
 from flashgen.emulator.machine import transfers
+from flashgen.emulator.machine.map_bytes import PlacedMap
 from flashgen.emulator.machine.tma import (
     CHUNK_BYTES,
     WIDEST_BYTES,
     Boxes,
-    TensorMap,
     boxes,
     lowest_bit,
     overlapping,
@@ -79,7 +79,7 @@ class BulkCopies:
                 chosen = at[1] == address
                 some = issued.some(chosen)
                 site = Site(some, pc)
-                tensor, base = transfers.map_at(m, site, address)
+                tensor = m.maps.at(site, address)
                 spec = tensor.spec
                 if len(coordinates) != len(spec.dims):
                     m.fail(
@@ -89,7 +89,7 @@ class BulkCopies:
                         f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
                         _FIT,
                     )
-                box = self._box(site, tensor, base, where[chosen], at[0][chosen])
+                box = self._box(site, tensor, where[chosen], at[0][chosen])
                 reduction = None
                 if operation is not None:
                     reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
@@ -100,11 +100,9 @@ class BulkCopies:
                 signal = None if barrier is None else at[2][chosen]
                 self._start(some, pc, box, at[0][chosen], to, signal, reduction)
 
-    def _box(
-        self, site: Site, tensor: TensorMap, base: int, coordinates: Array, shared: Array
-    ) -> Boxes:
-        """The boxes of a tensor at ``base``, as offsets into `GlobalMemory.flat`."""
-        m, spec = self.machine, tensor.spec
+    def _box(self, site: Site, tensor: PlacedMap, coordinates: Array, shared: Array) -> Boxes:
+        """The boxes of a tensor, as offsets into `GlobalMemory.flat`."""
+        m, spec, base = self.machine, tensor.spec, tensor.base
         if spec.swizzle and spec.inner_bytes < spec.swizzle:
             m.fail(
                 LaunchArguments,

@@ -21,6 +21,7 @@ from flashgen.emulator.machine.barriers import Barriers
 from flashgen.emulator.machine.bulk import BulkCopies
 from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
 from flashgen.emulator.machine.copies import AsyncCopies
+from flashgen.emulator.machine.map_bytes import TensorMaps
 from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
@@ -57,7 +58,8 @@ class Machine(Scheduler):
         program, block = segments.program, config.block
         self.segments, self.program = segments, program
         self.grid, self.block = config.grid, block
-        self.memory, self.maps = arguments.memory, arguments.maps
+        self.memory = arguments.memory
+        self.maps = TensorMaps(self, arguments.maps, arguments.started)
         self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
         self.check, self.allow = config.check, config.allow
         seed = config.order_seed

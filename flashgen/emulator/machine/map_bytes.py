@@ -23,6 +23,7 @@ from flashgen.emulator.errors import FenceError, LaunchArguments, Misaligned, Ou
 from flashgen.emulator.isa.semantics import memory
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import LaunchError
@@ -36,18 +37,6 @@ _TYPES = (
     *("float64", "bfloat16"),
 )
 _SPANS = (0, 32, 64, 128)
-# Of each field of tensormap.replace: its offset, the bytes of one entry, and how many there are.
-FIELDS = {
-    "rank": (4, 4, 1),
-    "elemtype": (8, 4, 1),
-    "interleave_layout": (12, 4, 1),
-    "swizzle_mode": (16, 4, 1),
-    "fill_mode": (20, 4, 1),
-    "global_address": (24, 8, 1),
-    "global_stride": (32, 8, 4),
-    "global_dim": (64, 4, 5),
-    "box_dim": (84, 4, 5),
-}
 _KEPT = 256
 
 
@@ -57,6 +46,10 @@ class PlacedMap(NamedTuple):
     spec: TensorMapSpec
     base: int
     bytes: int
+
+
+def in_parameters(address: int) -> bool:
+    return PARAM_WINDOW <= address < PARAM_WINDOW + WINDOW_BYTES
 
 
 def encoded(tensor: TensorMap, base: int) -> bytes:
@@ -114,7 +107,7 @@ class TensorMaps:
                 f"address {address:#x} is {address % MAP_ALIGN} mod {MAP_ALIGN}",
                 f"align CUtensorMap to {MAP_ALIGN} bytes",
             )
-        if address < PARAM_WINDOW and m.check:
+        if m.check and not in_parameters(address):
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
             if seen != data:
@@ -136,7 +129,7 @@ class TensorMaps:
     def _bytes(self, address: int) -> bytes | None:
         """The 128 bytes at an address of the parameters or of global memory."""
         m = self.machine
-        if PARAM_WINDOW <= address < PARAM_WINDOW + WINDOW_BYTES:
+        if in_parameters(address):
             at = address - PARAM_WINDOW
             return m.parameters[at : at + MAP_BYTES].tobytes()
         place = m.memory.find(address)
@@ -147,7 +140,8 @@ class TensorMaps:
     def _decode(self, site: Site, data: bytes) -> PlacedMap:
         m = self.machine
         _, rank, kind, interleave, swizzle, fill, base, *rest = _FORM.unpack(data)
-        rank, strides, dims, box, (before, size) = rank + 1, rest[:4], rest[4:9], rest[9:14], rest[14:]
+        rank, before, size = rank + 1, rest[14], rest[15]
+        strides, dims, box = rest[:4], rest[4:9], rest[9:14]
         name = _TYPES[kind] if kind < len(_TYPES) else None
         if name is None or swizzle >= len(_SPANS) or rank > 5 or interleave or fill:
             m.fail(
@@ -173,7 +167,7 @@ class TensorMaps:
                 LaunchArguments,
                 "a tensor map in device memory that the driver would reject",
                 site,
-                f"{problem.args[0].splitlines()[0]}: {problem.numbers}",
+                f"{problem.what}: {problem.numbers}",
                 "check the fields that tensormap.replace has written",
             )
         place = m.memory.find(base)

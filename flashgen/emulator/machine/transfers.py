@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_aligned, check_writable
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
-from flashgen.emulator.machine.tma import CHUNK_BYTES, WIDEST_BYTES, Boxes, TensorMap, lowest_bit
+from flashgen.emulator.errors import OutOfBounds, UnknownInstruction
+from flashgen.emulator.machine.tma import CHUNK_BYTES, WIDEST_BYTES, Boxes, lowest_bit
 from flashgen.emulator.state.cohort import SingleThreads
-from flashgen.emulator.state.memory import PARAM_WINDOW
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
@@ -103,21 +102,6 @@ def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
     inside, offsets = inside[some], offsets[some]
     first = offsets[np.arange(len(some)), inside.argmax(axis=1)]
     return some, np.where(inside, offsets, first[:, None])
-
-
-def map_at(m: Wave, site: Site, address: int) -> tuple[TensorMap, int]:
-    """The tensor map at an address, and the device address of its tensor."""
-    found = m.maps.get(address - PARAM_WINDOW)
-    if found is None:
-        known = [f"{PARAM_WINDOW + at:#x}" for at in m.maps]
-        m.fail(
-            LaunchArguments,
-            "no tensor map lies at this address",
-            site,
-            f"address {address:#x}; maps among the parameters: {', '.join(known) or 'none'}",
-            "pass an emulator.TensorMap as a __grid_constant__ parameter and use its address",
-        )
-    return found
 
 
 def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:

@@ -30,6 +30,7 @@ _NO_RESULT = frozenset(
         "pmevent",
         "stmatrix",
         "setmaxnreg",
+        "tensormap",
     ]
 )
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
@@ -106,7 +107,7 @@ def may_access_shared(ins: Instruction) -> bool:
 
 
 def is_warp_wide(ins: Instruction) -> bool:
-    if ins.op in WARP_WIDE:
+    if ins.op in WARP_WIDE or (ins.op == "tensormap" and "cp_fenceproxy" in ins.mods):
         return True
     return ins.op in ("bar", "barrier") and "warp" in ins.mods
 

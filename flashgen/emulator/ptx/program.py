@@ -156,6 +156,8 @@ class PtxProgram:
             if ins.op == "wmma" and "mma" not in ins.mods:
                 element = TYPE_BYTES[ins.mods[-1]]
                 shared, device = min(shared, element), min(device, element)
+            if ins.op == "tensormap":
+                shared, device = min(shared, 4), min(device, 4)
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from flashgen.emulator.machine.bulk import BulkCopies
     from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
     from flashgen.emulator.machine.copies import AsyncCopies
+    from flashgen.emulator.machine.map_bytes import TensorMaps
     from flashgen.emulator.machine.mbarriers import Mbarriers
     from flashgen.emulator.machine.register_pool import RegisterPool
-    from flashgen.emulator.machine.tma import TensorMap
     from flashgen.emulator.machine.wgmma import Warpgroups
 
 Array = npt.NDArray[Any]
@@ -51,7 +51,7 @@ class Wave:
     warp ``row_warp[r]`` of that block.
 
     Attributes:
-        maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        maps: the tensor maps of the launch.
         warps: warps per block; ``threads``: threads per block.
         shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
             ``shared``, which holds the shared memory of all blocks of the wave.
@@ -68,7 +68,7 @@ class Wave:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     memory: GlobalMemory
-    maps: dict[int, tuple[TensorMap, int]]
+    maps: TensorMaps
     parameters: Array
     random: random.Random | None
     step_limit: int

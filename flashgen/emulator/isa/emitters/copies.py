@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flashgen.emulator.isa.emitters.barriers import place_of
-from flashgen.emulator.isa.emitters.memory import address, take_hints
+from flashgen.emulator.isa.emitters.memory import address, space_of, take_hints
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
+from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -135,6 +136,37 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -
         f"E.bulk.tensor(C, {g.lanes()}, {g.pc}, {at}, {tensor_map}, ({coordinates}), {barrier}, "
         f"{operation or None!r})"
     )
+
+
+@emits("tensormap")
+def tensor_map(g: Generator, ins: Instruction) -> None:
+    """tensormap.replace and tensormap.cp_fenceproxy."""
+    mods = g.mods
+    if mods.take("cp_fenceproxy"):
+        words = ("global", "shared::cta", "tensormap::generic", "release", "gpu", "sync", "aligned")
+        if not all(mods.take(word) for word in words) or as_immediate(ins.operands[2]) != 128:
+            raise g.unknown("this form")
+        to, source = address(g, ins.operands[0], "global"), address(g, ins.operands[1], "shared")
+        g.require_defined()
+        g.emit(f"E.maps.copy(C, {to}, {source}, {g.pc})")
+        return
+    if not mods.take("replace") or not mods.take("tile") or not mods.take("b1024"):
+        raise g.unknown()
+    field, kind = mods.take(*FIELDS), mods.take("b32", "b64")
+    space = space_of(g)
+    memory, *values = ins.operands
+    if not field or not kind or FIELDS[field][1] != int(kind[1:]) // 8:
+        raise g.unknown("this field with this type")
+    if space == "" or len(values) != (2 if FIELDS[field][2] > 1 else 1):
+        raise g.unknown("a generic address, or these operands")
+    index = as_immediate(values[0]) if len(values) > 1 else 0
+    if index is None:
+        raise g.unknown("a computed entry of the field")
+    where = address(g, memory, space)
+    value = g.read(values[-1], "u8" if kind == "b64" else "u4")
+    g.require_defined()
+    place, entry = f"({space!r}, {where})", f"({field!r}, {index})"
+    g.emit(f"E.maps.replace(C, {place}, {entry}, {value}, {g.lanes()}, {g.pc})")
 
 
 def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:

@@ -96,7 +96,10 @@ def load(g: Generator, ins: Instruction) -> None:
     where = address(g, ins.operands[1], space)
     g.require_defined()
     function = "parameter" if space == "param" else FUNCTION[space]
-    lanes = "None" if space == "param" else g.lanes()
+    memory = ins.operands[1]
+    named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
+    # A parameter at a constant address is the same in all lanes, active or not.
+    lanes = "None" if space == "param" and named else g.lanes()
     value = g.let(f"load_{function}(E, C, {where}, {lanes}, {size}, {g.pc})")
     unpack(g, value, items, kind)
 
@@ -243,14 +246,22 @@ def fence(g: Generator, ins: Instruction) -> None:
         g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
     if g.mods.take("proxy"):
-        fence_proxy(g)
+        fence_proxy(g, ins)
         return
     if scope:
         g.emit(f"E.fence(C, {scope != 'cta'})")
 
 
-def fence_proxy(g: Generator) -> None:
+def fence_proxy(g: Generator, ins: Instruction) -> None:
     if g.mods.take("alias"):
+        return
+    if g.mods.take("tensormap::generic"):
+        if ins.operands:  # of acquire: the map and its size
+            where = address(g, ins.operands[0], "")
+            g.require_defined()
+            g.emit(f"E.maps.fence(C, {where}, {g.lanes()})")
+        else:
+            g.emit("E.fence(C, True)")
         return
     if not g.mods.take("async"):
         raise g.unknown("a fence of this proxy")

@@ -55,7 +55,7 @@ def atomic(
         return out
     if space == "generic":
         for number, at, part in by_space(cohort, address, chosen):
-            own = ("global", "shared", "local")[number]
+            own = ("global", "shared", "local", "param")[number]
             got = atomic(machine, cohort, own, operation, at, values, part, pc)
             out[part] = got[part]
         return out
@@ -79,12 +79,13 @@ def atomic(
         offset = full[chosen]
         view = machine.shared.view[size]
     else:
+        name = "local memory" if space == "local" else "parameters"
         machine.fail(
             UnknownInstruction,
-            "the emulator does not support atomics on local memory",
+            f"the emulator does not support atomics on {name}",
             Site(cohort, pc, *first_bad(cohort, lanes, True)),
-            "an address in local memory is private to its thread",
-            "use an ordinary addition: no other thread can access these bytes",
+            "no other thread can access local memory, and none may write parameters",
+            "use an ordinary operation, or an address in shared or global memory",
         )
     given = [spread(v, cohort.n)[chosen] for v in values]
     old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)

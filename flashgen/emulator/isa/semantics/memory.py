@@ -14,18 +14,20 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import (
     ELEMENT,
     LOCAL_WINDOW,
+    PARAM_WINDOW,
     SHARED_WINDOW,
     SHIFT,
     WINDOW_BYTES,
 )
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
-_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
+_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
 def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
@@ -187,14 +189,28 @@ def load_parameter(
 
 
 def spaces(address: Any) -> Array:
-    """0 global, 1 shared, 2 local for each generic address."""
+    """0 global, 1 shared, 2 local, 3 parameters for each generic address."""
     shared = (address >= SHARED_WINDOW) & (address < SHARED_WINDOW + WINDOW_BYTES)
     local = (address >= LOCAL_WINDOW) & (address < LOCAL_WINDOW + WINDOW_BYTES)
-    return np.asarray(shared * 1 + local * 2)
+    param = (address >= PARAM_WINDOW) & (address < PARAM_WINDOW + WINDOW_BYTES)
+    return np.asarray(shared * 1 + local * 2 + param * 3)
 
 
-_LOADS = (load_global, load_shared, load_local)
-_STORES = (store_global, store_shared, store_local)
+def store_parameter(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Fails: the parameters of a kernel are constant."""
+    machine.fail(
+        OutOfBounds,
+        f"{size}-byte store to the parameters of the kernel, which are constant",
+        Site(cohort, pc, *first_bad(cohort, lanes, True)),
+        f"parameter offset {int(spread(address, cohort.n).flat[0])}",
+        "copy the parameter to a variable and change that",
+    )
+
+
+_LOADS = (load_global, load_shared, load_local, load_parameter)
+_STORES = (store_global, store_shared, store_local, store_parameter)
 
 
 def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:
