@@ -347,9 +347,9 @@ def test_threads_that_have_left_do_not_hold_up_the_cluster(seed: int | None) -> 
     assert start("leaves_early", 64, VALUES, seed).sum() == 32
 
 
-def test_only_clusters_of_one_block_are_launched() -> None:
+def test_a_grid_has_whole_clusters() -> None:
     assert start("alone", 32, VALUES).sum() == 32
-    with pytest.raises(LaunchArguments, match="clusters of several blocks"):
+    with pytest.raises(LaunchArguments, match="whole clusters"):
         start("pair", 32, VALUES)
 
 

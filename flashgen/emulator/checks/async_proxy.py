@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import room
+from flashgen.emulator.checks.clocks import WARP, room
 from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess
 from flashgen.emulator.checks.warp_lanes import WarpLanes
 from flashgen.emulator.errors import UninitialisedRead
@@ -72,7 +72,7 @@ class AsyncProxy:
 
     # ---- agents and order
 
-    def agent(self, kind: str, number: int, name: str = "") -> int:
+    def agent(self, kind: str, number: Any, name: str = "") -> int:
         """The column of an agent, the same in all blocks; its name in messages is that of the
         first call, such as "wgmma of warpgroup 0".
         """
@@ -111,7 +111,7 @@ class AsyncProxy:
             self._readers = np.append(self._readers, column)
             self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
         first = a.rows if a.rows.ndim == 1 else a.rows[:, 0]
-        blocks = self.machine.row_block[first]
+        blocks = self.machine.row_cluster[first]
         self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
 
@@ -260,7 +260,8 @@ class AsyncProxy:
                 + way_out("uninitialised_rows"),
                 UninitialisedRead,
             )
-        agent = self.describe(stamp) if stamp >= ASYNC else f"warp {stamp & 31} writes there"
+        writer = f"{self.machine.member_name(stamp & WARP)} writes there"
+        agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
         if unfenced:
             problem = (
@@ -276,7 +277,7 @@ class AsyncProxy:
             )
         else:
             advice = "separate the two accesses by a barrier that both warps pass"
-            if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & 31).any():
+            if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & WARP).any():
                 advice += way_out("wgmma_rows_syncwarp")
         writer = self.machine.program.describe(int(shadow.writer_pc[shadow.first(a, bad)[0]]))
         shadow.fail(a, bad, problem, f"{agent}: {writer}", advice)

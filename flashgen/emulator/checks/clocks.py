@@ -23,22 +23,28 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-CLOCK_SHIFT = 6  # stamp = clock << 6 | atomic << 5 | warp
-ATOMIC = 1 << 5
-_NO_OTHERS = 1 << 24
+CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
+ATOMIC = 1 << 9
+WARP = ATOMIC - 1
+_NO_OTHERS = (1 << 21) - 1  # higher than clocks become
+NAMED_BARRIERS = 16  # of a block
 
 
 class Clocks:
-    """Clocks of the blocks of one wave."""
+    """Clocks of the blocks of one wave.
 
-    def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
+    Blocks of a cluster share memory and barriers: a cluster of several counts as one block with the
+    warps of all, and each of its ``ranks`` has slots for its named barriers.
+    """
+
+    def __init__(self, blocks: int, warps: int, proxy: bool = False, ranks: int = 1) -> None:
         self.warps = warps
         # Number of columns in use; the arrays may have more.
         self.columns = 2 * warps if proxy else warps
         self.seen = np.zeros((blocks, warps, self.columns), np.int64)
         self._own = np.arange(warps)
         self.seen[:, self._own, self._own] = 1
-        self.published = np.zeros((blocks, 16, self.columns), np.int64)
+        self.published = np.zeros((blocks, NAMED_BARRIERS * ranks, self.columns), np.int64)
         self.floor_stamp = np.zeros(blocks * warps, np.uint32)
         self.clock = np.ones(blocks * warps, np.int64)
         self.synced = np.ones(blocks * warps, np.int64)
@@ -90,10 +96,10 @@ class Clocks:
         self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def release(self, block: int, barrier: int, warps: Array) -> None:
+    def release(self, rows: Array, group: int, slot: int) -> None:
         """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        self.acquire(block * self.warps + warps, np.full(len(warps), barrier))
-        self.published[block, barrier] = 0
+        self.acquire(rows, np.full(len(rows), slot))
+        self.published[group, slot] = 0
 
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
@@ -173,7 +179,7 @@ class Clocks:
     def decode(self, stamps: Array) -> tuple[Array, Array]:
         """The warp and the clock of each stamp."""
         stamps = stamps.astype(np.int64, copy=False)
-        return np.minimum(stamps & 31, self.warps - 1), stamps >> CLOCK_SHIFT
+        return np.minimum(stamps & WARP, self.warps - 1), stamps >> CLOCK_SHIFT
 
     def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before those of ``warps`` now."""

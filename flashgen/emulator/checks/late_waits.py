@@ -38,6 +38,8 @@ class LateWaits:
         self.skipped = np.zeros((0, rows), bool)
         # Clocks of the four warps of the warpgroup at its first wgmma after the wait.
         self.group_clock = np.zeros((0, rows, 4), np.int64)
+        # Clocks of the threads that started copies, when they did: (barriers, blocks, warps).
+        self.issuers = np.zeros((0, len(machine.blocks), machine.cluster_warps), np.int64)
         self._open = np.zeros(rows, bool)  # warps that have waited since their last wgmma
 
     def add(self) -> None:
@@ -47,6 +49,8 @@ class LateWaits:
         none = np.zeros((1, rows), np.int64)
         self.clock, self.pc = (np.concatenate([t, none]) for t in (self.clock, self.pc))
         self.skipped = np.concatenate([self.skipped, none.astype(bool)])
+        more = np.zeros((1, *self.issuers.shape[1:]), np.int64)
+        self.issuers = np.concatenate([self.issuers, more])
         unseen = np.full((1, rows, 4), _UNSEEN)
         self.group_clock = np.concatenate([self.group_clock, unseen])
 
@@ -79,6 +83,10 @@ class LateWaits:
         table = self.group_clock[:, rows]
         self.group_clock[:, rows] = np.where(table == _UNSEEN, clocks, table)
 
+    def delivered(self, k: Array, b: Array, known: Array) -> None:
+        """Copies for these mbarriers are complete; their threads had the clocks ``known``."""
+        np.maximum.at(self.issuers, (k, b), known[:, : self.machine.cluster_warps])
+
     def check(self, k: Array, b: Array, published: Array) -> None:
         """Checks the waits for the phases before those that have just completed.
 
@@ -93,11 +101,15 @@ class LateWaits:
         warps = np.arange(m.warps)
         at = (k[:, None], b[:, None] * m.warps + warps)
         before = self.phase[at] == m.mbarriers.phase[k, b][:, None] - 2
-        late = before & (published[:, : m.warps] < self.clock[at])
+        published = np.maximum(published[:, : m.cluster_warps], self.issuers[k, b])
+        each = np.arange(len(k))[:, None]
+        first = (b % m.cluster_size * m.warps)[:, None]
+        late = before & (published[each, first + warps] < self.clock[at])
         if not late.any():
             return
         members = np.minimum(warps[:, None] // 4 * 4 + np.arange(4), m.warps - 1)
-        late &= ~(published[:, members] >= self.group_clock[at]).any(axis=2)
+        known = published[each[:, :, None], first[:, :, None] + members]
+        late &= ~(known >= self.group_clock[at]).any(axis=2)
         if not late.any():
             return
         place, warp = (int(i) for i in np.argwhere(late)[0])

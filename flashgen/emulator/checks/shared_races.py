@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.async_proxy import AsyncProxy
-from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT
+from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from flashgen.emulator.checks.shadow import (
     ASYNC,
     FLIGHT,
@@ -22,7 +22,7 @@ from flashgen.emulator.checks.shadow import (
     SharedAccess,
 )
 from flashgen.emulator.checks.warp_lanes import WarpLanes
-from flashgen.emulator.errors import RaceError, UninitialisedRead
+from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead
 from flashgen.emulator.state.cohort import Cohort, spread
 from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Wave
@@ -53,6 +53,9 @@ class SharedRaces(WarpLanes):
         self.read_clock: dict[bool, Array] = {}
         self.log: list[_Reads] = []
         self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
+        # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
+        self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
+        self.remote_pc = np.zeros(self.remote_clock.shape, np.int64)
         self.proxy = None
         if machine.program.asynchronous:
             self.proxy = AsyncProxy(self, self._against_reads)
@@ -69,6 +72,31 @@ class SharedRaces(WarpLanes):
         self.accessed[passed[row_block]] = False
         self.lane_reads = [e for e in self.lane_reads if not passed[row_block[e.access.rows]].all()]
         self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
+
+    # ---- other blocks of the cluster
+
+    def note_remote(self, rows: Array, blocks: Array, pc: int) -> None:
+        """Warps ``rows`` (k,) access shared memory of ``blocks`` (k,)."""
+        at = (blocks, self.machine.row_member[rows])
+        self.remote_clock[at], self.remote_pc[at] = self.clocks.clock[rows], pc
+
+    def block_exits(self, blocks: Array) -> None:
+        """Checks that accesses of other blocks to the memory of these are ordered before."""
+        m = self.machine
+        for block in blocks.tolist():
+            cluster, rank = divmod(block, m.cluster_size)
+            own = slice(rank * m.warps, (rank + 1) * m.warps)
+            seen = self.clocks.seen[cluster, own, : self.warps].max(axis=0)
+            seen[own] = self.remote_clock[block, own]
+            late = np.flatnonzero(self.remote_clock[block] > seen)
+            if len(late):
+                row, pc = cluster * self.warps + int(late[0]), int(self.remote_pc[block, late[0]])
+                raise OutOfBounds(
+                    "a block may exit before another block of its cluster accesses its memory",
+                    where=m.place(row, None, pc),
+                    numbers=f"the shared memory of rank {rank} of the cluster",
+                    way_out="let every block wait at a barrier of the cluster before it exits",
+                )
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
@@ -103,7 +131,7 @@ class SharedRaces(WarpLanes):
         """
         stamps = self._own_stamps(rows, False)
         if clock is not None and clock.any():
-            warp = self.machine.row_warp[rows]
+            warp = self.machine.row_member[rows]
             earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
             stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
@@ -134,7 +162,7 @@ class SharedRaces(WarpLanes):
         self._against_writes(a, "read")
         m = self.machine
         clock = self.clocks.clock[a.rows]
-        self.last_read[a.strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
+        self.last_read[a.strong][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
         self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, a.strong))
         self.note_lanes_of_read(a, clock)
         if len(self.log) > _LOG_LIMIT:
@@ -172,7 +200,7 @@ class SharedRaces(WarpLanes):
         self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1))
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
-        warp = self.machine.row_warp[rows]
+        warp = self.machine.row_member[rows]
         stamp = self.clocks.clock[rows] << CLOCK_SHIFT | warp | (ATOMIC if strong else 0)
         return stamp.astype(np.uint32)
 
@@ -192,8 +220,8 @@ class SharedRaces(WarpLanes):
 
     def _ordered(self, a: SharedAccess, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
-        blocks = self.machine.row_block[a.rows][:, None]
-        warps = self.machine.row_warp[a.rows][:, None]
+        blocks = self.machine.row_cluster[a.rows][:, None]
+        warps = self.machine.row_member[a.rows][:, None]
         fine = self.clocks.ordered(blocks, warps, stamps)
         if a.strong:
             fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
@@ -206,7 +234,7 @@ class SharedRaces(WarpLanes):
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
         m = self.machine
         self.lanes_against_reads(a)
-        blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
+        blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         for kind in (False,) if a.strong else (False, True):
             unseen = self.last_read[kind][blocks] > known
@@ -235,7 +263,7 @@ class SharedRaces(WarpLanes):
             self.reader_pc = np.zeros(self.count, np.int32)
         for rows, where, size, pc, clock, strong in self.log:
             flat = self.read_clock[strong].reshape(-1)
-            table = (self.machine.row_warp[rows] * self.count << self.shift)[:, None]
+            table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
             self.put(flat, table + where, size, clock)
             self.put(self.reader_pc, where, size, pc)
         self.log = []
@@ -267,7 +295,7 @@ class SharedRaces(WarpLanes):
                 advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
-            writer = f"warp {stamp & 31} writes there"
+            writer = f"{m.member_name(stamp & WARP)} writes there"
             advice = _BARRIER + (way_out("same_value") if verb == "write" else "")
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch

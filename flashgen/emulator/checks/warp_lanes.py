@@ -99,7 +99,7 @@ class WarpLanes(SharedShadow):
         if a.rows.ndim > 1 or not self.tracks_lanes:
             return
         agent, clock = self.clocks.decode(stamps)
-        warps = self.machine.row_warp[a.rows][:, None]
+        warps = self.machine.row_member[a.rows][:, None]
         bad = (agent == warps) & (clock >= self.clocks.synced[a.rows][:, None])
         bad &= stamps < ASYNC
         if a.strong:

@@ -10,6 +10,7 @@ import numpy as np
 
 from flashgen.emulator.isa.semantics import (
     atomics,
+    cluster,
     control,
     convert,
     floats,
@@ -31,7 +32,7 @@ RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
     RUNTIME[_code] = np.dtype(_code)
 for _module in (
-    *(atomics, control, convert, floats, halves, integers, memory, mma, small_floats),
+    *(atomics, cluster, control, convert, floats, halves, integers, memory, mma, small_floats),
     *(warp, warp_matrices),
 ):
     RUNTIME.update(inspect.getmembers(_module, inspect.isfunction))

@@ -22,6 +22,7 @@ from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
 from flashgen.emulator.isa.semantics.atomics import combine
+from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.machine import transfers
 from flashgen.emulator.machine.map_bytes import PlacedMap
 from flashgen.emulator.machine.tma import (
@@ -69,12 +70,16 @@ class BulkCopies:
         map_at: Any,
         coordinates: tuple[Any, ...],
         barrier: Any,
-        operation: str | None,
+        mode: tuple[str | None, Any],
     ) -> None:
-        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given."""
-        m = self.machine
-        for issued, at in self._threads(cohort, lanes, (shared, map_at, barrier, *coordinates)):
-            where = np.stack(at[3:], axis=1).astype(np.int32).astype(np.int64)
+        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given.
+
+        ``mode`` holds the reduction, and the mask of the blocks of a multicast.
+        """
+        m, (operation, mask) = self.machine, mode
+        values = (shared, map_at, barrier, mask, *coordinates)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            where = np.stack(at[4:], axis=1).astype(np.int32).astype(np.int64)
             for address in np.unique(at[1]).tolist():
                 chosen = at[1] == address
                 some = issued.some(chosen)
@@ -98,7 +103,8 @@ class BulkCopies:
                         m.fail(LaunchArguments, what, site, repr(spec), _FIT)
                 to = places(spec, at[0][chosen], box.unit)
                 signal = None if barrier is None else at[2][chosen]
-                self._start(some, pc, box, at[0][chosen], to, signal, reduction)
+                blocks = self.targets[chosen]
+                self._start(some, pc, box, (at[0][chosen], blocks), to, signal, reduction)
 
     def _box(self, site: Site, tensor: PlacedMap, coordinates: Array, shared: Array) -> Boxes:
         """The boxes of a tensor, as offsets into `GlobalMemory.flat`."""
@@ -129,13 +135,14 @@ class BulkCopies:
         device_address: Any,
         size: Any,
         barrier: Any,
-        reduction: tuple[str, str] | None,
+        mode: tuple[tuple[str, str] | None, Any],
     ) -> None:
-        """Copies or reduces ``size`` consecutive bytes without a tensor map."""
-        m = self.machine
-        for issued, at in self._threads(cohort, lanes, (shared, device_address, barrier, size)):
-            for count in np.unique(at[3]).tolist():
-                chosen = at[3] == count
+        """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
+        m, (reduction, mask) = self.machine, mode
+        values = (shared, device_address, barrier, mask, size)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            for count in np.unique(at[4]).tolist():
+                chosen = at[4] == count
                 some = issued.some(chosen)
                 site = Site(some, pc)
                 if count % CHUNK_BYTES or count <= 0:
@@ -162,12 +169,19 @@ class BulkCopies:
                     sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
                 )
                 signal = None if barrier is None else at[2][chosen]
-                self._start(some, pc, box, to, to[:, None] + steps, signal, reduction)
+                start = (to, self.targets[chosen])
+                self._start(some, pc, box, start, to[:, None] + steps, signal, reduction)
 
     def _threads(
-        self, cohort: Cohort, lanes: Any, values: Any
+        self, cohort: Cohort, lanes: Any, values: Any, pc: int, multicast: bool
     ) -> list[tuple[SingleThreads, list[Array]]]:
-        """The active threads of a cohort with their operands (n,); empty if there are none."""
+        """The active threads of a cohort with their operands (n,); empty if there are none.
+
+        The operands are the addresses in shared memory, in global memory and of the mbarrier, the
+        mask of a multicast, and others. A thread is repeated for each block of its multicast.
+        ``targets`` are the blocks in whose shared memory the copies lie.
+        """
+        m = self.machine
         place, lane = np.nonzero(active(cohort, lanes))
         if not len(place):
             return []
@@ -175,21 +189,59 @@ class BulkCopies:
             np.zeros(len(place), np.int64) if v is None else spread(v, cohort.n)[place, lane]
             for v in values
         ]
-        return [(SingleThreads(cohort, place, lane), found)]
+        issued = SingleThreads(cohort, place, lane)
+        self.targets = m.row_block[issued.rows]
+        if remote(found[0]) or remote(found[2]):
+            targets, found[0] = resolved(m, issued, found[0][:, None], None, 1, pc)
+            self.targets, found[0] = targets[:, 0], found[0][:, 0]
+            others, found[2] = resolved(m, issued, found[2][:, None], None, 1, pc)
+            found[2] = found[2][:, 0]
+            if values[2] is not None and (others[:, 0] != self.targets).any():
+                row = int(np.argmax(others[:, 0] != self.targets))
+                what = "a bulk copy whose mbarrier lies in another block than its destination"
+                ranks = f"blocks {others[row, 0]} and {self.targets[row]} of the wave"
+                m.fail(LaunchArguments, what, Site(issued, pc, row), ranks, _FIT)
+        if multicast:
+            return [self._multicast(issued, found, pc)]
+        return [(issued, found)]
+
+    def _multicast(
+        self, issued: SingleThreads, found: list[Array], pc: int
+    ) -> tuple[SingleThreads, list[Array]]:
+        """Each thread once per block of its mask, with `targets`."""
+        m, size = self.machine, self.machine.cluster_size
+        mask = found[3].astype(np.int64)
+        wrong = (mask >> size != 0) | (mask == 0)
+        if wrong.any():
+            m.fail(
+                LaunchArguments,
+                "a multicast to blocks that the cluster does not have",
+                Site(issued, pc, int(np.argmax(wrong))),
+                f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks",
+                "set one bit for each rank of the cluster that takes part",
+            )
+        which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
+        copies = issued.some(which)
+        self.targets = m.row_cluster[copies.rows] * size + rank
+        return copies, [values[which] for values in found]
 
     def _start(
         self,
         issued: SingleThreads,
         pc: int,
         box: Boxes,
-        shared: Array,
+        start: tuple[Array, Array],
         to: Array,
         barrier: Array | None,
         reduction: tuple[str, str] | None,
     ) -> None:
-        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
-        block = self.machine.shared_base_of_row[issued.rows]
-        t = BulkTransfer(issued, pc, box, shared + block[:, 0], to + block, reduction)
+        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k).
+
+        ``start`` holds the first offset of each, and its block.
+        """
+        shared, blocks = start
+        base = blocks * self.machine.shared_pitch
+        t = BulkTransfer(issued, pc, box, shared + base, to + base[:, None], blocks, reduction)
         transfers.count(self.machine, t, barrier is not None)
         if barrier is not None:
             self._start_in(t, barrier)
@@ -202,13 +254,16 @@ class BulkCopies:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
         check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
-        t.barriers, blocks = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
-        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, blocks)
+        every = np.arange(t.issued.n)
+        t.barriers, _ = m.mbarriers.at(t.issued, every, barrier, t.pc, t.blocks)
+        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, t.blocks)
         if m.proxy is not None:
-            columns = np.array(m.mbarriers.columns)[t.barriers]
+            columns = np.array(m.mbarriers.columns)[t.barriers, t.blocks % m.cluster_size]
             t.writes = m.proxy.write(
                 SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
             )
+        if m.shared_races is not None:
+            t.known = m.shared_races.clocks.of(t.issued.rows)
         self._global_order(t, READ)
         self.incoming.append(t)
 
@@ -216,7 +271,7 @@ class BulkCopies:
         """Starts a copy out of shared memory, which reads until its group has been waited for."""
         m, issued = self.machine, t.issued
         t.groups = self.committed[issued.rows, issued.lane]
-        threads = m.row_warp[issued.rows] * 32 + issued.lane
+        threads = m.row_member[issued.rows] * 32 + issued.lane
         for thread in np.unique(threads).tolist():
             chosen = threads == thread
             part = t if chosen.all() else t.part(chosen)
@@ -301,7 +356,7 @@ class BulkCopies:
                 data[~inside] = 0
                 shared[to] = data
             self.incoming.remove(t)
-            blocks = m.row_block[t.issued.rows]
+            blocks = t.blocks
             gone = m.mbarriers.expected[t.barriers, blocks] == 0
             if gone.any():
                 m.fail(
@@ -311,6 +366,8 @@ class BulkCopies:
                     f"a copy of {t.size:,} bytes",
                     "wait for the phase of the copy first",
                 )
+            if t.known is not None:
+                m.mbarriers.late.delivered(t.barriers, blocks, t.known)
             phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
             if m.proxy is not None and t.writes is not None:
                 m.proxy.completed(t.writes, phases + 1)

@@ -47,6 +47,15 @@ class LaunchConfig:
     step_limit: int
     profile: bool
     allow: frozenset[str]
+    cluster: tuple[int, int, int]
+
+
+def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> Array:
+    """Numbers of the blocks of each cluster in the order of their ranks, (clusters, blocks)."""
+    sizes = [value for pair in zip(grid[::-1], cluster[::-1], strict=True) for value in pair]
+    z, cz, y, cy, x, cx = sizes
+    blocks = np.arange(math.prod(grid)).reshape(z // cz, cz, y // cy, cy, x // cx, cx)
+    return blocks.transpose(0, 2, 4, 1, 3, 5).reshape(-1, math.prod(cluster))
 
 
 class Machine(Scheduler):
@@ -58,6 +67,8 @@ class Machine(Scheduler):
         program, block = segments.program, config.block
         self.segments, self.program = segments, program
         self.grid, self.block = config.grid, block
+        self.cluster_shape = config.cluster
+        self.cluster_size = math.prod(config.cluster)
         self.memory = arguments.memory
         self.maps = TensorMaps(self, arguments.maps, arguments.started)
         self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
@@ -69,6 +80,7 @@ class Machine(Scheduler):
         self.ticks = 0
         self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
+        self.cluster_warps = self.warps * self.cluster_size
         self.dynamic_bytes = config.shared_bytes
         self.shared_size = program.dynamic_shared + config.shared_bytes
         self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
@@ -79,16 +91,15 @@ class Machine(Scheduler):
     # ---- the grid
 
     def run(self) -> Counters:
-        total = math.prod(self.grid)
-        order = list(range(total))
+        clusters = blocks_by_cluster(self.grid, self.cluster_shape)
+        order = list(range(len(clusters)))
         if self.random:
             self.random.shuffle(order)
         most = min(WARPS_PER_WAVE // self.warps, SHARED_BYTES_PER_WAVE // self.shared_pitch)
-        per_wave = max(1, most)
+        per_wave = max(1, most // self.cluster_size)
         with np.errstate(all="ignore"):
-            for first in range(0, total, per_wave):
-                chosen = order[first : first + per_wave]
-                self.wave(np.array(chosen if self.random else sorted(chosen), np.int64))
+            for first in range(0, len(order), per_wave):
+                self.wave(clusters[order[first : first + per_wave]].reshape(-1))
         return self.counters
 
     def wave(self, blocks: Array) -> None:
@@ -97,6 +108,9 @@ class Machine(Scheduler):
         self.blocks = blocks
         self.row_block = np.repeat(np.arange(count), warps)
         self.row_warp = np.tile(np.arange(warps), count)
+        self.row_cluster = self.row_block // self.cluster_size
+        self.row_member = np.arange(count * warps) % self.cluster_warps
+        self.cluster_ids = blocks[:: self.cluster_size]
         thread = self.row_warp[:, None] * 32 + LANES
         self.alive = thread < self.threads
         self.live_warps = np.full(count, warps)
@@ -110,7 +124,7 @@ class Machine(Scheduler):
         self.mbarriers = Mbarriers(self, count)
         self.copies = AsyncCopies(self)
         self.bulk = BulkCopies(self)
-        self.shared_races = SharedRaces(self, count) if self.check else None
+        self.shared_races = SharedRaces(self, count // self.cluster_size) if self.check else None
         self.proxy = self.shared_races.proxy if self.shared_races else None
         self.wgmma = Warpgroups(self)
         self.registers = RegisterPool(self)

@@ -11,6 +11,7 @@ from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.late_waits import LateWaits
 from flashgen.emulator.checks.shadow import MBARRIER
 from flashgen.emulator.errors import FenceError, MbarrierMisuse, RaceError
+from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
@@ -41,7 +42,7 @@ class MbarrierTable:
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots: list[int] = []
         self.all_fenced = True
-        self.columns: list[int] = []
+        self.columns: list[list[int]] = []
 
     # ---- init and inval
 
@@ -60,7 +61,7 @@ class MbarrierTable:
             where = spread(address + m.shared_base(cohort), cohort.n)
             m.shared_races.write(cohort, where, BYTES, pc, lanes)
             m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
-            self.made_by[numbers, blocks] = m.row_warp[rows]
+            self.made_by[numbers, blocks] = m.row_member[rows]
             self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
         bad = (counts < 1) | (counts > MOST)
         if bad.any():
@@ -116,9 +117,9 @@ class MbarrierTable:
         if self.all_fenced or m.shared_races is None:
             return
         rows = cohort.rows[active(cohort, lanes).any(axis=1)]
-        blocks, warps = m.row_block[rows], m.row_warp[rows]
+        blocks, warps = m.row_block[rows], m.row_member[rows]
         maker = self.made_by[:, blocks]
-        seen = m.shared_races.clocks.seen[blocks, warps, maker]
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
         known = (maker == warps) | (seen >= self.made_at[:, blocks])
         for place, block in enumerate(blocks.tolist()):
             self.fenced[known[:, place], block] = 1
@@ -138,7 +139,7 @@ class MbarrierTable:
             return
         rows = site.cohort.rows
         clocks = m.shared_races.clocks
-        alone = self.made_by[numbers, blocks] == m.row_warp[rows]
+        alone = self.made_by[numbers, blocks] == m.row_member[rows]
         alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
         self.fenced[numbers[alone], blocks[alone]] = 1
         missing = self.fenced[numbers, blocks] == 0
@@ -167,9 +168,11 @@ class MbarrierTable:
             self.late.add()
             races = self.machine.shared_races
             if races is not None and races.proxy is not None:
-                self._slots.append(races.clocks.new_slots(2))
+                self._slots.append(races.clocks.new_slots(2 * self.machine.cluster_size))
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
-                self.columns.append(races.proxy.agent("mbarrier", address, name))
+                ranks = range(self.machine.cluster_size)
+                of_ranks = [races.proxy.agent("mbarrier", (address, r), name) for r in ranks]
+                self.columns.append(of_ranks)
         found: Array = self._number[addresses // BYTES]
         return found
 
@@ -196,14 +199,23 @@ class MbarrierTable:
             MbarrierMisuse: no mbarrier has been initialised there.
             RaceError: its initialisation is not ordered before.
         """
+        blocks = None
+        if remote(address):
+            blocks, address = resolved(self.machine, cohort, address, lanes, BYTES, pc)
         place, lane, where = self._lanes(cohort, address, lanes, pc)
-        return place, lane, *self.at(cohort, place, where, pc)
+        at = None if blocks is None else blocks[place, lane]
+        return place, lane, *self.at(cohort, place, where, pc, at)
 
-    def at(self, cohort: Cohort, place: Array, address: Array, pc: int) -> tuple[Array, Array]:
-        """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds."""
+    def at(
+        self, cohort: Cohort, place: Array, address: Array, pc: int, blocks: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds.
+
+        ``blocks`` are those of the rows, or others of their clusters.
+        """
         m = self.machine
         numbers = self._number[address // BYTES]
-        blocks = m.row_block[cohort.rows[place]]
+        blocks = m.row_block[cohort.rows[place]] if blocks is None else blocks
         missing = numbers < 0
         if not missing.any():
             missing = self.expected[numbers, blocks] == 0
@@ -220,8 +232,8 @@ class MbarrierTable:
         if m.shared_races is None:
             return numbers, blocks
         rows = cohort.rows[place]
-        warps, maker = m.row_warp[rows], self.made_by[numbers, blocks]
-        seen = m.shared_races.clocks.seen[blocks, warps, maker]
+        warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
         early = (maker != warps) & (seen < self.made_at[numbers, blocks])
         if early.any():
             which = int(np.argmax(early))
@@ -235,6 +247,10 @@ class MbarrierTable:
                 "pass a barrier of the block between mbarrier.init and its first use",
             )
         return numbers, blocks
+
+    def slots(self, k: Array, b: Array) -> Array:
+        """Slots of the clocks published at mbarriers ``k`` of blocks ``b``; plus 1: see _slots."""
+        return np.array(self._slots)[k] + 2 * (b % self.machine.cluster_size)  # type: ignore[no-any-return]
 
     # ---- messages
 

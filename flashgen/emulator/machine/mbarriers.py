@@ -64,9 +64,7 @@ class Mbarriers(MbarrierTable):
             if tx is not None:
                 self._expect(cohort, k, b, tx[step].astype(np.int64), place[step], pc)
             if m.shared_races and release:
-                pairs = np.unique(rows[step] * (1 << 20) + k)
-                slots = np.array(self._slots)[pairs & MOST]
-                m.shared_races.clocks.publish(pairs >> 20, slots)
+                m.shared_races.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
             self._demand_room(cohort, k, b, place[step], self.pending[k, b] < counts[step], pc)
             np.subtract.at(self.pending, (k, b), counts[step])
             if drop:
@@ -93,10 +91,21 @@ class Mbarriers(MbarrierTable):
         m = self.machine
         b = m.row_block[threads.rows]
         if m.shared_races and known is not None:
-            m.shared_races.clocks.publish_known(threads.rows, np.array(self._slots)[k], known)
+            m.shared_races.clocks.publish_known(threads.rows, self.slots(k, b), known)
         np.subtract.at(self.pending, (k, b), 1)
         self._demand_room(threads, k, b, np.arange(len(k)), self.pending[k, b] < 0, pc)
         self._complete(k, b)
+
+    def complete_store(self, cohort: Cohort, address: Any, size: int, lanes: Any, pc: int) -> None:
+        """complete_tx of the ``size`` bytes that each lane has stored by st.async."""
+        m = self.machine
+        place, _, numbers, blocks = self.find(cohort, address, lanes, pc)
+        if not len(place):
+            return
+        rows = cohort.rows[place]
+        if m.shared_races:
+            m.shared_races.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
+        self.deliver(numbers, blocks, size)
 
     def expect(self, cohort: Cohort, address: Any, size: Any, lanes: Any, pc: int) -> None:
         """mbarrier.expect_tx without an arrival; a negative size completes (complete_tx)."""
@@ -169,13 +178,14 @@ class Mbarriers(MbarrierTable):
         self.phase[k, b] += 1
         self.pending[k, b] = self.expected[k, b]
         if m.shared_races:
-            published, slots = m.shared_races.clocks.published, np.array(self._slots)[k]
-            self.late.check(k, b, published[b, slots])
-            columns = np.array(self.columns)[k]
+            published, slots = m.shared_races.clocks.published, self.slots(k, b)
+            group, rank = np.divmod(b, m.cluster_size)
+            self.late.check(k, b, published[group, slots])
+            columns = np.array(self.columns)[k, rank]
             # Clocks of earlier phases remain: a completed phase implies the earlier ones.
-            published[b, slots + 1] = published[b, slots]
+            published[group, slots + 1] = published[group, slots]
             # Copies of this phase are complete: the time of their agent is the number of phases.
-            published[b, slots + 1, columns] = self.phase[k, b]
+            published[group, slots + 1, columns] = self.phase[k, b]
         ended = np.zeros(self.tx.shape, bool)
         ended[k, b] = True
         for c in m.cohorts:
@@ -233,10 +243,16 @@ class Mbarriers(MbarrierTable):
             cohort.polls = True
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
-            slots = np.array(self._slots)[pairs & MOST] + 1
+            slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
             m.shared_races.clocks.acquire(pairs >> 20, slots)
             self.late.note(pairs & MOST, pairs >> 20, pc)
         return done
+
+
+def _distinct(rows: Array, slots: Array) -> tuple[Array, Array]:
+    """The distinct pairs of a row and a slot."""
+    pairs = np.unique(rows << 32 | slots)
+    return pairs >> 32, pairs & 0xFFFFFFFF
 
 
 def _steps(together: bool, count: int) -> list[slice]:

@@ -203,8 +203,11 @@ class Scheduler(Reports):
             if isinstance(c.waits, WaitsForWarp):
                 c.waits = None
         self.barriers.after_exit(np.unique(blocks))
+        if self.cluster_size > 1 and self.shared_races:
+            ended = np.unique(blocks)
+            self.shared_races.block_exits(ended[self.live_warps[ended] == 0])
         if self.cluster.used:
-            self.cluster.check(np.unique(blocks))
+            self.cluster.check(np.unique(blocks // self.cluster_size))
 
     def wait_for_warp(self, cohort: Cohort, members: Any, pc: int) -> bool:
         """Whether a warp-wide instruction must wait for lanes at other instructions."""

@@ -36,9 +36,10 @@ class BulkTransfer:
     Attributes:
         box: their bytes in global memory, as offsets into `GlobalMemory.flat`.
         start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
+        blocks: the block of the wave in whose shared memory each box lies, (n,).
         reduction: operation and type.
         barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
-            asynchronous writes.
+            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns).
         groups: number of the group (n,) of copies out of shared memory; ``column``, ``time``: the
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
@@ -48,9 +49,11 @@ class BulkTransfer:
     box: Boxes
     start: Array
     shared_offsets: Array
+    blocks: Array
     reduction: tuple[str, str] | None
     barriers: Array | None = None
     writes: Array | None = None
+    known: Array | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     column: int = 0
     time: int = 0
@@ -74,6 +77,7 @@ class BulkTransfer:
             ),
             start=self.start[which],
             shared_offsets=self.shared_offsets[which],
+            blocks=self.blocks[which],
             groups=self.groups[which],
         )
 

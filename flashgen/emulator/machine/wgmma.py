@@ -211,7 +211,8 @@ class Warpgroups:
         """
         m = self.machine
         assert m.proxy is not None
-        block, member = np.divmod(groups, self.per_block)
+        block = groups // self.per_block
+        member = groups % (self.per_block * m.cluster_size)
         base = (block * m.shared_pitch)[:, None]
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member).tolist():
@@ -290,7 +291,7 @@ class Warpgroups:
         if m.proxy is None:
             return
         times = self.times[groups, (limit - 1) % KEPT_GROUPS]
-        member = groups % self.per_block
+        member = groups % (self.per_block * m.cluster_size)
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member[limit > 0]).tolist():
             here = (member == number) & (limit > 0)

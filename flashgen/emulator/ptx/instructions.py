@@ -91,7 +91,9 @@ def may_block(ins: Instruction) -> bool:
 
 def is_asynchronous(ins: Instruction) -> bool:
     """Whether it uses the asynchronous proxy, or waits for an operation that does."""
-    return ins.op in ("mbarrier", "wgmma") or bool({"bulk", "mbarrier"}.intersection(ins.mods))
+    return ins.op in ("mbarrier", "wgmma") or bool(
+        {"bulk", "mbarrier", "mbarrier::complete_tx::bytes"}.intersection(ins.mods)
+    )
 
 
 def synchronises_lanes(ins: Instruction) -> bool:

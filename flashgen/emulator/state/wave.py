@@ -56,6 +56,11 @@ class Wave:
         shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
             ``shared``, which holds the shared memory of all blocks of the wave.
         blocks: number of each block of the wave in the grid.
+        cluster_shape: sizes of a cluster of blocks; ``cluster_size``: their product. The blocks of
+            a cluster follow each other in the wave, in the order of their ranks.
+        row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
+            ``cluster_warps``: warps per cluster.
+        cluster_ids: number in the grid of the first block of each cluster of the wave.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
         allow: names of `forgiven.FORGIVEN` that are not reported.
@@ -67,6 +72,9 @@ class Wave:
     program: PtxProgram
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster_shape: tuple[int, int, int]
+    cluster_size: int
+    cluster_warps: int
     memory: GlobalMemory
     maps: TensorMaps
     parameters: Array
@@ -87,6 +95,9 @@ class Wave:
     blocks: Array
     row_block: Array
     row_warp: Array
+    row_cluster: Array
+    row_member: Array
+    cluster_ids: Array
     alive: Array
     live_warps: Array
     shared: FlatMemory
@@ -142,6 +153,11 @@ class Wave:
         if lane is not None:
             at += f", lane {lane}"
         return f"{at}, {program.describe(pc)}"
+
+    def member_name(self, member: int) -> str:
+        """A warp of a cluster for messages, by its number in the cluster."""
+        rank, warp = divmod(member, self.warps)
+        return f"warp {warp}" + (f" of rank {rank}" if self.cluster_size > 1 else "")
 
     def warps_text(self, rows: Array) -> str:
         """Warps of the wave for messages: the warps of the first block by number."""

@@ -97,10 +97,11 @@ def bulk(g: Generator, ins: Instruction) -> None:
         mods.left.clear()
         return
     operation = mods.take(*_REDUCTIONS) if mods.take("reduce") else ""
-    for word in ("multicast::cluster", "cta_group::1", "cta_group::2"):
-        if mods.take(word):
-            raise g.unknown("copies to several blocks of a cluster")
     operands = _without_policy(g, ins)
+    mask = "None"
+    if mods.take("multicast::cluster"):
+        mask = f"{g.read(operands[-1], 'u2')}.astype(i8)"
+        operands = operands[:-1]
     into = bool(mods.take("mbarrier::complete_tx::bytes"))
     if not into and not mods.take("bulk_group"):
         raise g.unknown("a bulk copy without mbarrier or group")
@@ -111,12 +112,12 @@ def bulk(g: Generator, ins: Instruction) -> None:
     if tuple(spaces) not in (wanted if into else (("global", "shared::cta"),)):
         raise g.unknown("a bulk copy between these state spaces")
     if mods.take("tensor"):
-        _tensor(g, operands, into, operation)
+        _tensor(g, operands, into, operation, mask)
     else:
-        _plain(g, operands, into, operation)
+        _plain(g, operands, into, operation, mask)
 
 
-def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
     mods = g.mods
     rank = mods.take("1d", "2d", "3d", "4d", "5d")
     mods.take("tile")
@@ -134,7 +135,7 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -
     g.require_defined()
     g.emit(
         f"E.bulk.tensor(C, {g.lanes()}, {g.pc}, {at}, {tensor_map}, ({coordinates}), {barrier}, "
-        f"{operation or None!r})"
+        f"({operation or None!r}, {mask}))"
     )
 
 
@@ -169,7 +170,7 @@ def tensor_map(g: Generator, ins: Instruction) -> None:
     g.emit(f"E.maps.replace(C, {place}, {entry}, {value}, {g.lanes()}, {g.pc})")
 
 
-def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
     kind = g.mods.take(*_TYPES)
     g.mods.take("noftz")
     if bool(kind) != bool(operation) or len(operands) != (4 if into else 3):
@@ -182,5 +183,6 @@ def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) ->
     reduction = (operation, kind) if operation else None
     g.require_defined()
     g.emit(
-        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, {reduction!r})"
+        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, "
+        f"({reduction!r}, {mask}))"
     )

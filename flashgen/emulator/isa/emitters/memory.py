@@ -19,6 +19,7 @@ FUNCTION = {
     "global": "global",
     "const": "global",
     "shared": "shared",
+    "cluster": "cluster",
     "local": "local",
     "": "generic",
 }
@@ -53,7 +54,6 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    # A cluster has one block, so shared::cluster is the shared memory of the block.
     space = g.mods.take(*SPACES, "shared::cluster")
     return space.split("::")[0]
 
@@ -79,7 +79,8 @@ def take_access(g: Generator, memory: Operand) -> tuple[str, bool]:
 
     Removes the modifiers of the access that have no effect in the emulator.
     """
-    space = implied_space(g, space_of(g), memory)
+    space = "cluster" if g.mods.take("shared::cluster") else space_of(g)
+    space = implied_space(g, space, memory)
     g.mods.take(*ORDERS)
     g.mods.take(*SCOPES)
     return space, take_hints(g)
@@ -120,8 +121,30 @@ def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str
         g.write(item, f"{parts}[..., {place}]", dtype)
 
 
+def store_async(g: Generator, ins: Instruction) -> None:
+    """st.async: the modifier async is already consumed."""
+    kind = g.mods.type()
+    for word in ("weak", "mbarrier::complete_tx::bytes"):
+        g.mods.take(word)
+    if g.mods.take("mmio", "release") or TYPE_BYTES[kind] < 4:
+        raise g.unknown("this form")
+    g.mods.take("shared::cluster")
+    items = vector_of(g, ins.operands[1])
+    size = TYPE_BYTES[kind] * len(items)
+    if size > 16:
+        raise g.unknown("more than 16 bytes")
+    where, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
+    unsigned = "c16" if size == 16 else f"u{size}"
+    value = joined(g, items, DTYPE[kind], unsigned)
+    g.require_defined()
+    g.emit(f"store_async(E, C, ({where}, {barrier}), {value}, {g.lanes()}, {size}, {g.pc})")
+
+
 @emits("st")
 def store(g: Generator, ins: Instruction) -> None:
+    if g.mods.take("async"):
+        store_async(g, ins)
+        return
     kind = g.mods.type()
     space, _ = take_access(g, ins.operands[0])
     items = vector_of(g, ins.operands[1])

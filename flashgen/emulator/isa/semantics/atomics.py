@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.bounds import check_aligned, check_window, locate
+from flashgen.emulator.checks.bounds import check_aligned, locate
 from flashgen.emulator.counters.recorder import ATOMIC
 from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.isa.semantics.cluster import resolved
 from flashgen.emulator.isa.semantics.floats import maximum, minimum
 from flashgen.emulator.isa.semantics.halves import half_op, half_op2
 from flashgen.emulator.isa.semantics.memory import by_space
@@ -39,7 +40,7 @@ def atomic(
     """Applies an atomic to each active lane.
 
     Args:
-        space: "global", "shared" or "generic".
+        space: "global", "shared", "cluster" or "generic".
         operation: the operation and the PTX type of the elements, such as ("add", "f32").
         values: one operand; two for "cas".
 
@@ -55,7 +56,7 @@ def atomic(
         return out
     if space == "generic":
         for number, at, part in by_space(cohort, address, chosen):
-            own = ("global", "shared", "local", "param")[number]
+            own = ("global", "cluster", "local", "param")[number]
             got = atomic(machine, cohort, own, operation, at, values, part, pc)
             out[part] = got[part]
         return out
@@ -69,9 +70,9 @@ def atomic(
         if machine.global_races:
             machine.global_races.atomic(cohort, offset, size, pc, chosen)
         view = machine.memory.flat.view[size]
-    elif space == "shared":
-        check_window(machine, cohort, where, chosen, size, pc, machine.shared_size, "shared")
-        full = where + machine.shared_base(cohort)
+    elif space in ("shared", "cluster"):
+        blocks, where = resolved(machine, cohort, where, chosen, size, pc)
+        full = where + blocks * machine.shared_pitch
         if machine.recorder is not None:
             machine.recorder.shared_access(cohort, where, chosen, size, pc, in_turn=True)
         if machine.shared_races:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
 from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import (
     ELEMENT,
@@ -90,6 +91,57 @@ def store_shared(
     index = _of_lanes(cohort, where >> SHIFT[size], lanes)
     machine.counters.shared_write_bytes += index.size * size
     machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+
+
+def load_cluster(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    """Reads shared memory of any block of the cluster."""
+    if not remote(address):
+        return load_shared(machine, cohort, address, lanes, size, pc)
+    where = _remote(machine, cohort, address, lanes, size, pc)
+    chosen = _of_lanes(cohort, where, lanes)
+    machine.counters.shared_read_bytes += chosen.size * size
+    if machine.shared_races:
+        machine.shared_races.read(cohort, where, size, pc, lanes)
+    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    out[active(cohort, lanes)] = machine.shared.view[size].take(chosen >> SHIFT[size]).reshape(-1)
+    return out
+
+
+def store_cluster(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Writes shared memory of any block of the cluster."""
+    if not remote(address):
+        store_shared(machine, cohort, address, value, lanes, size, pc)
+        return
+    where = _remote(machine, cohort, address, lanes, size, pc)
+    if machine.shared_races:
+        machine.shared_races.write(cohort, where, size, pc, lanes)
+    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
+    machine.counters.shared_write_bytes += index.size * size
+    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+
+
+def store_async(
+    machine: Wave, cohort: Cohort, where: tuple[Any, Any], values: Any, lanes: Any, size: int,
+    pc: int,
+) -> None:  # fmt: skip
+    """st.async: a store to shared memory of the cluster that an mbarrier of its block counts.
+
+    Args:
+        where: addresses of the destination and of the mbarrier.
+    """
+    address, barrier = where
+    store_cluster(machine, cohort, address, values, lanes, size, pc)
+    machine.mbarriers.complete_store(cohort, barrier, size, lanes, pc)
+
+
+def _remote(machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int) -> Array:
+    """Offsets into `Wave.shared` (n, 32) of addresses in a cluster."""
+    blocks, offset = resolved(machine, cohort, address, lanes, size, pc)
+    return blocks * machine.shared_pitch + offset
 
 
 # ---- local memory
@@ -209,8 +261,8 @@ def store_parameter(
     )
 
 
-_LOADS = (load_global, load_shared, load_local, load_parameter)
-_STORES = (store_global, store_shared, store_local, store_parameter)
+_LOADS = (load_global, load_cluster, load_local, load_parameter)
+_STORES = (store_global, store_cluster, store_local, store_parameter)
 
 
 def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:
