@@ -178,6 +178,36 @@ KERNEL(one_warp_releases_for_two) ARGS {
         if (T == 32 FIX(|| true)) arrive(&empty);
     }
 }
+KERNEL(one_lane_releases_what_all_have_read) ARGS {
+    __shared__ __align__(16) int s[32];
+    __shared__ ull full, empty;
+    if (T == 0) { init(&full, 1); init(&empty, 1); fence_init(); }
+    __syncthreads();
+    if (T == 0) for (int i = 0; i < 4; ++i) {
+        if (i) wait(&empty, (i - 1) & 1);
+        expect(&full, 128); load_bulk(s, in + 32 * i, 128, &full);      // BUG
+    }
+    if (T >= 32 && T < 64) for (int i = 0; i < 4; ++i) {
+        wait(&full, i & 1);
+        out[32 * i + LANE] = s[31 - LANE];                          // BUG
+        FIX(__syncwarp();)
+        if (T == 32) arrive(&empty);
+    }
+}
+KERNEL(one_lane_announces_what_all_have_written) ARGS {
+    __shared__ int s[32];
+    __shared__ ull full;
+    if (T == 0) init(&full, 1);
+    __syncthreads();
+    if (T < 32) {
+        s[T] = in[T];                                               // BUG
+        FIX(__syncwarp();)
+        if (T == 0) arrive(&full);
+    } else {
+        wait(&full, 0);
+        out[T] = s[31 - LANE];                                      // BUG
+    }
+}
 """
 ERRORS: dict[str, type[EmulatorError] | tuple[type[EmulatorError], ...]] = {
     **dict.fromkeys(
@@ -199,6 +229,10 @@ SAID = {
          "one_lane_collects", "reduction_in_a_warp", "matrix_of_other_lanes",
          "copies_of_other_lanes", "bulk_store_of_other_lanes"],
         "lanes of one warp",
+    ),
+    **dict.fromkeys(
+        ["one_lane_releases_what_all_have_read", "one_lane_announces_what_all_have_written"],
+        "some lanes of a warp arrive",
     ),
     **dict.fromkeys(["no_fence_after_init", "fence_before_init"], "mbarrier_init_fence"),
     **dict.fromkeys(

@@ -70,6 +70,7 @@ class SharedRaces(WarpLanes):
             last[blocks] = 0
         row_block = self.machine.row_block
         self.accessed[passed[row_block]] = False
+        self.releases = {row: r for row, r in self.releases.items() if not passed[row_block[row]]}
         self.lane_reads = [e for e in self.lane_reads if not passed[row_block[e.access.rows]].all()]
         self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
 
@@ -209,6 +210,8 @@ class SharedRaces(WarpLanes):
     def _against_writes(self, a: SharedAccess, verb: str) -> None:
         """Checks that accesses are ordered after earlier writes, and that reads have one."""
         stamps = self.take(self.written, a.where, a.size)
+        if self.releases:
+            self.against_partial_releases(a, stamps)
         fine = stamps < self.clocks.lane_floor[a.rows][:, None]
         if verb == "write" or "uninitialised_rows" in self.machine.allow:
             fine |= stamps == NEVER

@@ -13,20 +13,22 @@ their own (`partial`). An access of all lanes to one address is an access of eve
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import ATOMIC
 from flashgen.emulator.checks.shadow import ASYNC, SharedAccess, SharedShadow
-from flashgen.emulator.state.cohort import Cohort, SingleThreads, spread
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Wave
 
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
 EVERY = 32  # the lane of an access by all lanes
+_KEPT_RELEASES = 8  # latest partial releases of each warp that are remembered
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
 _WAY_OUT = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
@@ -43,6 +45,22 @@ class _LaneReads(NamedTuple):
     high: int
 
 
+@dataclass(eq=False)
+class _PartialRelease:
+    """An arrival of some lanes of a warp, while others had accesses that nothing synchronised.
+
+    Attributes:
+        first, last: clocks of the accesses of the warp that only the arriving lanes release.
+        lanes: which arrive (32,).
+        covered: clock of the warp when all its lanes have synchronised; None until then.
+    """
+
+    first: int
+    last: int
+    lanes: Array
+    covered: int | None = None
+
+
 class WarpLanes(SharedShadow):
     """A shadow with the lane of the last write of each vector, and a list of recent reads."""
 
@@ -54,6 +72,7 @@ class WarpLanes(SharedShadow):
         self.partial: dict[int, Array] = {}  # row -> clocks of lanes that each lane has seen
         self.lane_reads: list[_LaneReads] = []
         self._mark = np.zeros(0, np.int32)
+        self.releases: dict[int, list[_PartialRelease]] = {}  # by warp
 
     # ---- what synchronises lanes
 
@@ -80,6 +99,9 @@ class WarpLanes(SharedShadow):
         if len(full):
             self.clocks.sync_lanes(full)
             self.accessed[full] = False
+            for row in full.tolist() if self.releases else ():
+                for one in self.releases.get(row, ()):
+                    one.covered = one.covered or int(self.clocks.clock[row])
         for place in np.flatnonzero(~whole & some).tolist():
             row = int(rows[place])
             for members_of in np.unique(named[place][here[place]], axis=0):
@@ -92,7 +114,77 @@ class WarpLanes(SharedShadow):
         joined[lanes] = self.clocks.clock[row]
         seen[lanes] = joined
 
+    def release_lanes(self, cohort: Cohort, lanes: Any) -> None:
+        """Lanes of a cohort arrive at an mbarrier: they release what they know, not their warp."""
+        rows = cohort.rows
+        if not self.tracks_lanes or not self.accessed[rows].any():
+            return
+        here = cohort.full_mask() & active(cohort, lanes)
+        others = ~here.all(axis=1)  # even if they have exited since
+        for place in np.flatnonzero(self.accessed[rows] & here.any(axis=1) & others).tolist():
+            row = int(rows[place])
+            first, last = int(self.clocks.synced[row]), int(self.clocks.clock[row])
+            found = self.releases.setdefault(row, [])
+            found.append(_PartialRelease(first, last, here[place].copy()))
+            del found[:-_KEPT_RELEASES]
+
     # ---- checks
+
+    def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
+        """Checks accesses against writes of lanes whose warps arrived without them."""
+        if a.rows.ndim > 1:
+            return
+        agent, clock = self.clocks.decode(stamps)
+        writers = self.take(self.writer, a.where, a.size)
+        for row, found in self.releases.items():
+            cluster, member = divmod(row, self.warps)
+            its = (agent == member) & (stamps < ASYNC) & (writers != EVERY)
+            its &= ((a.rows // self.warps == cluster) & (a.rows != row))[:, None]
+            if not its.any():
+                continue
+            seen = self.clocks.seen[cluster, a.rows % self.warps, member][:, None]
+            for one in found:
+                late = np.inf if one.covered is None else one.covered
+                inside = (clock >= one.first) & (clock <= one.last) & (seen < late)
+                bad = its & inside & ~one.lanes[np.minimum(writers, 31)]
+                if bad.any():
+                    self._report_release(a, bad, int(self.writer_pc[self.first(a, bad)[0]]))
+
+    def _reads_not_released(self, a: SharedAccess, reads: _LaneReads) -> None:
+        """Checks a write against reads of lanes whose warps arrived without them."""
+        before = reads.access
+        readers = np.broadcast_to(lanes_of(before), before.where.shape)
+        for row, found in self.releases.items():
+            cluster, member = divmod(row, self.warps)
+            mine = before.rows == row
+            if not mine.any():
+                continue
+            writers = (a.rows // self.warps == cluster) & (a.rows != row)
+            seen = self.clocks.seen[cluster, a.rows % self.warps, member]
+            for one in found:
+                late = np.inf if one.covered is None else one.covered
+                of = mine & (reads.clock >= one.first) & (reads.clock <= one.last)
+                if not of.any() or not (writers & (seen < late)).any():
+                    continue
+                missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
+                if not len(self._mark):
+                    self._mark = np.zeros(self.count, np.int32)
+                self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
+                bad = self.take(self._mark, a.where, a.size) > 0
+                bad &= (writers & (seen < late))[:, None]
+                self.put(self._mark, before.where[of], before.size, np.int32(0))
+                if bad.any():
+                    self._report_release(a, bad, before.pc)
+
+    def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
+        self.fail(
+            a,
+            bad,
+            "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that they "
+            "have not synchronised with",
+            f"another lane of that warp accesses the bytes: {self.machine.program.describe(pc)}",
+            "execute __syncwarp() (bar.warp.sync) before the arrival" + way_out("warp_synchronous"),
+        )
 
     def lanes_against_writes(self, a: SharedAccess, stamps: Array, verb: str) -> None:
         """Checks an access against earlier writes of other lanes of its warp, with these stamps."""
@@ -125,6 +217,9 @@ class WarpLanes(SharedShadow):
         if rows.ndim > 1 or not self.lane_reads:
             return
         low, high = self._reach(a)
+        for reads in self.lane_reads if self.releases else ():
+            if reads.low < high and low < reads.high and not (a.strong and reads.access.strong):
+                self._reads_not_released(a, reads)
         for reads in self.lane_reads:
             if reads.low >= high or low >= reads.high or (a.strong and reads.access.strong):
                 continue

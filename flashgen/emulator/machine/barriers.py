@@ -53,8 +53,8 @@ class Barriers:
         self._same_count(cohort, blocks, ids, counts, pc)
         self.expected[blocks, ids] = counts
         if m.shared_races:
-            m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
             m.shared_races.synchronise_lanes(cohort, None)
+            m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
         if vote is not None:
             values, lanes = spread(vote, cohort.n), cohort.full_mask()
             for row in range(cohort.n):
@@ -77,10 +77,10 @@ class Barriers:
             races.barrier_of_all(np.unique(blocks))
             return
         slots = self._slots(blocks, ids)
+        races.synchronise_lanes(cohort, None)
         races.clocks.publish(cohort.rows, slots)
         races.clocks.acquire(cohort.rows, slots)
         races.clocks.published[m.row_cluster[cohort.rows], slots] = 0
-        races.synchronise_lanes(cohort, None)
 
     def _validate(self, cohort: Cohort, ids: Array, counts: Array, pc: int) -> None:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)

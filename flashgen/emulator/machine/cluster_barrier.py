@@ -37,8 +37,8 @@ class ClusterBarrier:
         if m.shared_races:
             if self.slot < 0:
                 self.slot = m.shared_races.clocks.new_slots(2)
-            m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
             m.shared_races.synchronise_lanes(cohort, None)
+            m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
         self.check(clusters)
 
     def wait(self, cohort: Cohort, pc: int) -> None:

@@ -54,6 +54,8 @@ class Mbarriers(MbarrierTable):
         counts = spread(count, cohort.n)[place, lane].astype(np.int64)
         rows = cohort.rows[place]
         tx = None if expects is None else spread(expects, cohort.n)[place, lane]
+        if m.shared_races and release:
+            m.shared_races.release_lanes(cohort, lanes)
         states = np.empty(len(place), np.int64)
         # Together if no phase can complete in between.
         at, total = self._totals(numbers, blocks, counts)
