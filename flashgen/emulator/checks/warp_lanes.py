@@ -28,6 +28,7 @@ from flashgen.emulator.state.wave import Wave
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
 EVERY = 32  # the lane of an access by all lanes
+_NEVER = np.int64(1) << 60  # later than any clock
 _KEPT_RELEASES = 8  # latest partial releases of each warp that are remembered
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
@@ -220,11 +221,14 @@ class WarpLanes(SharedShadow):
         for reads in self.lane_reads if self.releases else ():
             if reads.low < high and low < reads.high and not (a.strong and reads.access.strong):
                 self._reads_not_released(a, reads)
+        # Accesses of other warps are ordered, or not, elsewhere.
+        since = np.full(len(self.accessed), _NEVER)
+        since[rows] = self.clocks.synced[rows]
         for reads in self.lane_reads:
             if reads.low >= high or low >= reads.high or (a.strong and reads.access.strong):
                 continue
-            late = reads.clock >= self.clocks.synced[reads.access.rows]
-            if late.any() and np.isin(reads.access.rows[late], rows).any():
+            late = reads.clock >= since[reads.access.rows]
+            if late.any():
                 self._against_read(a, reads, late)
 
     def _against_read(self, a: SharedAccess, reads: _LaneReads, late: Array) -> None:
