@@ -170,8 +170,8 @@ class AsyncProxy:
     def _against_writes(self, a: SharedAccess, verb: str) -> None:
         stamps = self.shadow.take(self.shadow.written, a.where, a.size)
         together = a.rows.reshape(len(a.rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
-        self.shadow.lanes_against_writes(a, stamps, verb)
         if self._visible(together, _different(stamps)[:, None], verb)[0].all():
+            self.shadow.lanes_against_writes(a, stamps, verb)
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
         if "cp_async_proxy" in self.machine.allow:

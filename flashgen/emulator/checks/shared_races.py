@@ -236,7 +236,6 @@ class SharedRaces(WarpLanes):
     def _against_reads(self, a: SharedAccess) -> None:
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
         m = self.machine
-        self.lanes_against_reads(a)
         blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         for kind in (False,) if a.strong else (False, True):
@@ -257,6 +256,7 @@ class SharedRaces(WarpLanes):
                         f"warp {other} reads there: {reader}",
                         _BARRIER,
                     )
+        self.lanes_against_reads(a)
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
