@@ -11,7 +11,8 @@ above it in this list, never those below:
               that all floors below read.
 ``counters``  Instruction and byte counters, bank conflicts, the recorder of profiled launches, and
               a model of the L2 cache.
-``checks``    Bounds, races in shared and global memory (vector clocks), the asynchronous proxy,
+``checks``    Bounds, races in shared and global memory (vector clocks) between warps and between
+              the lanes of a warp, the asynchronous proxy, waits for mbarriers that come too late,
               registers of wgmma in flight, and the deadlock report.
 ``isa``       The instructions. ``emitters`` write one Python function per segment of PTX;
               ``semantics`` holds the functions over numpy arrays that this code calls.
@@ -42,8 +43,10 @@ from flashgen.emulator.errors import (
     UnknownInstruction,
 )
 from flashgen.emulator.machine.tma import TensorMap
+from flashgen.emulator.state.forgiven import FORGIVEN
 
 __all__ = [
+    "FORGIVEN",
     "BarrierDivergence",
     "Counters",
     "DeadlockError",

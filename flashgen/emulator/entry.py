@@ -22,10 +22,12 @@ from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
+from flashgen.emulator.state.forgiven import FORGIVEN
 
 Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
+MOST_BLOCKS_PER_CLUSTER = 16
 _KEPT_MODULES = 32
 _MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
@@ -45,6 +47,8 @@ def launch(
     step_limit: int = STEP_LIMIT,
     profile: bool = False,
     sums: str = "hardware",
+    allow: Sequence[str] = (),
+    cluster: int | Sequence[int] | None = None,
 ) -> Counters:
     """Executes a kernel of a PTX text.
 
@@ -57,7 +61,9 @@ def launch(
             place; any dtype and strides, bfloat16 as uint16 or ml_dtypes.bfloat16), a number, None
             (a null pointer), a TensorMap (a CUtensorMap by value), or a tuple or list for one
             struct passed by value with the alignment of C, whose items are arrays, None, numpy
-            scalars or TensorMaps. The address of a buffer mod 16 is that of the array.
+            scalars or TensorMaps. A pointer to a struct in global memory, or to tensor maps there,
+            is a numpy array of dtype object with such items, or one TensorMap. The address of a
+            buffer mod 16 is that of the array.
         shared_bytes: dynamic shared memory per block.
         check: also check for races and for reads of memory or registers that were never written.
             Bounds, alignment, deadlocks and barriers are always checked.
@@ -68,6 +74,10 @@ def launch(
         sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
             ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
             rounded to float32 once for a chain of instructions, which is faster.
+        allow: names of findings that PTX forbids and hardware forgives, and that are not reported:
+            keys of `flashgen.emulator.FORGIVEN`, such as "cp_async_proxy".
+        cluster: blocks per cluster in x, y, z, as the launch attribute; what the kernel requires
+            (.reqnctapercluster), or 1, by default.
 
     Returns:
         Counters of instructions and memory traffic.
@@ -87,6 +97,8 @@ def launch(
         step_limit,
         profile or _LAUNCHES.get() is not None,
         sums,
+        _allowed(allow),
+        _cluster_of(program, cluster),
     )
     _check_shape(program, config)
     machine = Machine(segments, config, DeviceArguments(program, args))
@@ -143,6 +155,34 @@ def _loaded(ptx: str, name: str) -> Segments:
         return kernels[name]
 
 
+def _allowed(names: Sequence[str]) -> frozenset[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in FORGIVEN]
+    if unknown:
+        raise LaunchArguments(
+            "allow names a finding that the emulator does not know",
+            where="flashgen.emulator.launch",
+            numbers=f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}",
+            way_out="the error message of a finding contains its name, if it can be allowed",
+        )
+    return frozenset(names)
+
+
+def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple[int, int, int]:
+    """The sizes of a cluster: those of the launch, which must be those of the kernel if it has."""
+    fixed = program.directives.get(".reqnctapercluster")
+    required = _three_sizes(fixed, "cluster") if fixed else None
+    sizes = required or (1, 1, 1) if given is None else _three_sizes(given, "cluster")
+    if required and sizes != required:
+        raise LaunchArguments(
+            "the cluster differs from the one that the kernel requires",
+            where=f"kernel {program.name}",
+            numbers=f"cluster {sizes}; .reqnctapercluster {required}",
+            way_out="leave cluster out",
+        )
+    return sizes
+
+
 def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
     sizes = [size] if isinstance(size, (int, np.integer)) else list(size)
     sizes = [int(s) for s in sizes] + [1] * (3 - len(sizes))
@@ -161,7 +201,8 @@ def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
     threads = math.prod(block)
     limit = min(math.prod(program.max_threads) if program.max_threads else 1024, 1024)
     required = tuple((*program.required_threads, 1, 1)[:3])
-    cluster = program.directives.get(".reqnctapercluster", (1,))
+    cluster = config.cluster
+    uneven = any(size % part for size, part in zip(grid, cluster, strict=True))
     for bad, what, numbers, way_out in (
         (
             config.sums not in SUMS,
@@ -182,10 +223,10 @@ def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
             "launch with the block size that the kernel was compiled for",
         ),
         (
-            math.prod(cluster) != 1,
-            "clusters of several blocks are not supported by the emulator",
-            f".reqnctapercluster {cluster}",
-            "compile the kernel for clusters of one block",
+            uneven or math.prod(cluster) > MOST_BLOCKS_PER_CLUSTER,
+            "a grid that does not consist of whole clusters, or a cluster that is too large",
+            f"grid {grid}, cluster {cluster}; at most {MOST_BLOCKS_PER_CLUSTER} blocks per cluster",
+            "make each size of the grid a multiple of that of the cluster",
         ),
         (
             max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64,

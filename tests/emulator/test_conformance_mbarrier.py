@@ -30,7 +30,9 @@ __device__ __forceinline__ bool test_state(ull* b, ull state) {
                  " selp.u32 %0, 1, 0, P; }" : "=r"(done) : "r"(SM(b)), "l"(state) : "memory");
     return done;
 }
-#define START(count) __shared__ ull b[4]; if (T == 0) init(b, count); __syncthreads()
+#define START(count) __shared__ ull b[4]; \
+    if (T == 0) { init(b, count); fence_init(); } \
+    __syncthreads()
 KERNEL(parities)(u* out) {
     __shared__ ull b[1];
     if (T == 0) {
@@ -297,7 +299,7 @@ def test_spellings(form: str, seed: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["mbarrier.pending_count.b64 %v, %s;", "mbarrier.arrive.b32 _, [room];"]
+    "body", ["mbarrier.pending_count.b32 %v, %s;", "mbarrier.arrive.b32 _, [room];"]
 )
 def test_what_is_not_known_is_refused(body: str) -> None:
     out = np.zeros(64, np.uint32)

@@ -28,7 +28,26 @@ WORDS = np.arange(64, dtype=np.uint32)
     [
         ("frobnicate.s32 %d, %a;", "frobnicate"),
         ("add.sideways.u32 %d, %a, %a;", "add.sideways.u32"),
-        ("cvt.rn.satfinite.e4m3x2.f32 %d, %a, %a;", "e4m3x2"),
+        ("cvt.rn.e4m3x2.f32 %d, %a, %a;", "e4m3x2"),
+        ("vadd4.u32.u32.u32 %d, %a, %a, %a;", "vadd4"),
+        ("vset.u32.u32.ne %d, %a, %a;", "vset"),
+        ("multimem.red.global.add.u32 [%at_a], %a;", "multimem"),
+        (
+            "mma.sync.aligned.m8n8k128.row.col.s32.b1.b1.s32.xor.popc {%d}, {%a}, {%a}, {%a};",
+            "b1",
+        ),
+        ("mma.sync.aligned.m8n8k32.row.col.s32.s4.s4.s32 {%d, %d}, {%a}, {%a}, {%a, %a};", "s4"),
+        (
+            "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%d, %d}, {%a, %a}, {%a, %a}, "
+            "{%a, %a}, %a, 0x0;",
+            "mma.sp",
+        ),
+        (
+            "wmma.mma.xor.popc.sync.aligned.row.col.m8n8k128.s32.b1.b1.s32 {%d, %d}, {%a}, {%a}, "
+            "{%a, %a};",
+            "m8n8k128",
+        ),
+        (".reg .b64 q; alloca.u64 q, 16; mov.b32 %d, 0;", "alloca"),
         ("setp.weird.u32 p, %a, %a; mov.b32 %d, 0;", "setp.weird.u32"),
         ("ld.global.v3.u32 {%d, %d, %d}, [%at_a];", "v3"),
         ("atom.global.mul.u32 %d, [%at_a], 3;", "atom.global.mul.u32"),

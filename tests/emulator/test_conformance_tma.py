@@ -65,7 +65,8 @@ def box_kernel(rank: int, size: int, how: str = "load", at: int = 0) -> str:
         mov.b64 %map, m; cvta.param.u64 %map, %map; ld.param.u64 %where, [where];
         ld.param.u64 %raw, [raw]; {reads} mov.u32 %t, %tid.x; setp.ne.u32 %q, %t, 0;
         mov.u32 %s, s; add.u32 %s, %s, {at}; shl.b32 %i, %t, 2;
-        @!%q mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0; {body} ret; }}""".replace(
+        @!%q mbarrier.init.shared::cta.b64 [bar], 1;
+        fence.mbarrier_init.release.cluster; bar.sync 0; {body} ret; }}""".replace(
             "SIZE", str(size)
         )
     )

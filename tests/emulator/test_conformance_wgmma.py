@@ -394,3 +394,46 @@ def test_counters_know_products_and_the_bytes_of_operands() -> None:
     assert products.shared_bytes == (64 + 96) * 64 * 2
     assert products.wavefronts == products.wavefronts_least == products.shared_bytes // 128
     assert launches[0].shared_read_bytes == products.shared_bytes
+
+
+ROW_OFFSET = r"""
+typedef unsigned u; typedef unsigned long long ull;
+#define T threadIdx.x
+// Rows of 64 halfs with a swizzle of 128 bytes: chunk c of row r lies at chunk c ^ (r % 8).
+extern "C" __global__ void k(const uint4* a, const uint4* b, float* out, int first) {
+  __shared__ __align__(1024) uint4 x[72 * 8], y[16 * 8];
+  for (int i = T; i < 72 * 8; i += 128) x[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = a[i];
+  for (int i = T; i < 16 * 8; i += 128) y[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = b[i];
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  float d[4] = {0, 0, 0, 0};
+  for (float& one : d) asm volatile("" : "+f"(one) :: "memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  for (int k = 0; k < 4; ++k) {
+    const u at = (u)__cvta_generic_to_shared(x) + 128 * first + 32 * k;
+    const u other = (u)__cvta_generic_to_shared(y) + 128 * first + 32 * k;
+    const ull form = 1ull << 16 | 64ull << 32 | 1ull << 62;
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5,"
+                 " 1, 1, 1, 0, 0;" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "l"(form | at >> 4), "l"(form | other >> 4) : "memory");
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  for (int i = 0; i < 4; ++i)
+    out[(T / 32 * 16 + T % 32 / 4 + i / 2 * 8) * 8 + T % 4 * 2 + i % 2] = d[i];
+}
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_an_operand_may_start_at_any_row_of_the_pattern(first: int) -> None:
+    """A start at 128 modulo 1024 with base offset 0: the swizzle depends on the address."""
+    from flashgen.emulator import launch
+    from tests.support.nvrtc_helper import compile_ptx
+
+    rng = np.random.default_rng(first)
+    a, b = (rng.integers(-4, 5, (rows, 64)).astype(np.float16) for rows in (72, 16))
+    out = np.zeros((64, 8), np.float32)
+    launch(compile_ptx(ROW_OFFSET, "sm_90a"), "k", 1, 128, [a, b, out, first])
+    want = a[first : first + 64].astype(np.float32) @ b[first : first + 8].astype(np.float32).T
+    assert (out == want).all()

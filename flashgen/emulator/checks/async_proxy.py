@@ -27,9 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import room
-from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
+from flashgen.emulator.checks.clocks import WARP, room
+from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess
+from flashgen.emulator.checks.warp_lanes import WarpLanes
 from flashgen.emulator.errors import UninitialisedRead
+from flashgen.emulator.state.forgiven import way_out
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +48,7 @@ class AsyncProxy:
     """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`."""
 
     def __init__(
-        self, shadow: SharedShadow, against_ordinary_reads: Callable[[SharedAccess], None]
+        self, shadow: WarpLanes, against_ordinary_reads: Callable[[SharedAccess], None]
     ) -> None:
         self.shadow = shadow
         self._against_ordinary_reads = against_ordinary_reads
@@ -70,7 +72,7 @@ class AsyncProxy:
 
     # ---- agents and order
 
-    def agent(self, kind: str, number: int, name: str = "") -> int:
+    def agent(self, kind: str, number: Any, name: str = "") -> int:
         """The column of an agent, the same in all blocks; its name in messages is that of the
         first call, such as "wgmma of warpgroup 0".
         """
@@ -109,7 +111,7 @@ class AsyncProxy:
             self._readers = np.append(self._readers, column)
             self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
         first = a.rows if a.rows.ndim == 1 else a.rows[:, 0]
-        blocks = self.machine.row_block[first]
+        blocks = self.machine.row_cluster[first]
         self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
 
@@ -169,14 +171,26 @@ class AsyncProxy:
         stamps = self.shadow.take(self.shadow.written, a.where, a.size)
         together = a.rows.reshape(len(a.rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
         if self._visible(together, _different(stamps)[:, None], verb)[0].all():
+            self.shadow.lanes_against_writes(a, stamps, verb)
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
+        if "cp_async_proxy" in self.machine.allow:
+            fine |= unfenced & self._by_copies(a, True)[:, None]
+            if fine.all():
+                return
         place, member, which = (int(i) for i in np.argwhere(~fine)[0])
         first = np.zeros(stamps.shape, bool)
         first[place, which] = True
         self._report_write(
             a, first, int(stamps[place, which]), unfenced[place, member, which], verb
         )
+
+    def _by_copies(self, a: SharedAccess, which: Any) -> Array:
+        """The vectors (g, vectors) of ``which`` that a cp.async wrote last."""
+        code = self.machine.program.code
+        writers = self.shadow.take(self.shadow.writer_pc, a.where, a.size)
+        copies = [pc for pc in np.unique(writers).tolist() if code[pc].op == "cp"]
+        return np.asarray(np.isin(writers, copies) & which)
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
         """(correct, ordered but not fenced) for writes with these stamps."""
@@ -189,7 +203,7 @@ class AsyncProxy:
         fine = ordered & fenced
         if not ordinary.all():
             fine |= self.known(blocks, warps, stamps)
-        if verb == "write":
+        if verb == "write" or "uninitialised_rows" in self.machine.allow:
             fine |= stamps == NEVER
         return fine, ordered & ~fenced
 
@@ -242,25 +256,31 @@ class AsyncProxy:
                 bad,
                 "shared memory is read that was never written",
                 "an asynchronous read",
-                "write it first, and check the address and the bytes that were copied",
+                "write it first, and check the address and the bytes that were copied"
+                + way_out("uninitialised_rows"),
                 UninitialisedRead,
             )
-        agent = self.describe(stamp) if stamp >= ASYNC else f"warp {stamp & 31} writes there"
+        writer = f"{self.machine.member_name(stamp & WARP)} writes there"
+        agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
         if unfenced:
             problem = (
                 f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a proxy "
                 "fence"
             )
-            way_out = _FENCE
+            advice = _FENCE
+            if self._by_copies(a, bad).any():
+                advice += way_out("cp_async_proxy")
         elif stamp >= ASYNC:
-            way_out = (
+            advice = (
                 "wait for it first, in the issuing warp or in one that it passes a barrier with"
             )
         else:
-            way_out = "separate the two accesses by a barrier that both warps pass"
+            advice = "separate the two accesses by a barrier that both warps pass"
+            if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & WARP).any():
+                advice += way_out("wgmma_rows_syncwarp")
         writer = self.machine.program.describe(int(shadow.writer_pc[shadow.first(a, bad)[0]]))
-        shadow.fail(a, bad, problem, f"{agent}: {writer}", way_out)
+        shadow.fail(a, bad, problem, f"{agent}: {writer}", advice)
 
 
 def _different(stamps: Array) -> Array:

@@ -10,6 +10,9 @@ Kernels with asynchronous copies have more columns. ``seen[b, w, warps + v]`` is
 warp v whose writes are visible to asynchronous accesses issued by warp w (fence.proxy.async). They
 are followed by one column per asynchronous agent, such as an mbarrier, with the newest time of the
 agent that w is ordered after. Synchronisation between warps propagates all columns.
+
+The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
+lanes are not ordered, see `warp_lanes`.
 """
 
 from __future__ import annotations
@@ -20,24 +23,33 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-CLOCK_SHIFT = 6  # stamp = clock << 6 | atomic << 5 | warp
-ATOMIC = 1 << 5
-_NO_OTHERS = 1 << 24
+CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
+ATOMIC = 1 << 9
+WARP = ATOMIC - 1
+_NO_OTHERS = (1 << 21) - 1  # higher than clocks become
+NAMED_BARRIERS = 16  # of a block
 
 
 class Clocks:
-    """Clocks of the blocks of one wave."""
+    """Clocks of the blocks of one wave.
 
-    def __init__(self, blocks: int, warps: int, proxy: bool = False) -> None:
+    Blocks of a cluster share memory and barriers: a cluster of several counts as one block with the
+    warps of all, and each of its ``ranks`` has slots for its named barriers.
+    """
+
+    def __init__(self, blocks: int, warps: int, proxy: bool = False, ranks: int = 1) -> None:
         self.warps = warps
         # Number of columns in use; the arrays may have more.
         self.columns = 2 * warps if proxy else warps
         self.seen = np.zeros((blocks, warps, self.columns), np.int64)
         self._own = np.arange(warps)
         self.seen[:, self._own, self._own] = 1
-        self.published = np.zeros((blocks, 16, self.columns), np.int64)
+        self.published = np.zeros((blocks, NAMED_BARRIERS * ranks, self.columns), np.int64)
         self.floor_stamp = np.zeros(blocks * warps, np.uint32)
         self.clock = np.ones(blocks * warps, np.int64)
+        self.synced = np.ones(blocks * warps, np.int64)
+        # The lower of `floor_stamp` and the first stamp that is not ordered between lanes.
+        self.lane_floor = np.zeros(blocks * warps, np.uint32)
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
         self._refresh(np.arange(blocks))
@@ -71,6 +83,7 @@ class Clocks:
         rows = blocks[:, None] * self.warps + self._own
         self.clock[rows] = clock
         self.floor_stamp[rows] = (floor + 1) << CLOCK_SHIFT
+        self.lane_floor[rows] = np.minimum(floor + 1, self.synced[rows]) << CLOCK_SHIFT
 
     def barrier_of_all(self, blocks: Array) -> None:
         """A barrier of all warps of the blocks: orders all earlier before all later accesses."""
@@ -80,12 +93,13 @@ class Clocks:
         self.seen[blocks, :, self.warps :] = rest
         self.seen[blocks, :, : self.warps] = newest[:, None, None]
         self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
+        self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def release(self, block: int, barrier: int, warps: Array) -> None:
+    def release(self, rows: Array, group: int, slot: int) -> None:
         """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        self.acquire(block * self.warps + warps, np.full(len(warps), barrier))
-        self.published[block, barrier] = 0
+        self.acquire(rows, np.full(len(rows), slot))
+        self.published[group, slot] = 0
 
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
@@ -93,12 +107,24 @@ class Clocks:
         np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
         self.tick(np.unique(rows))
 
+    def of(self, rows: Array) -> Array:
+        """A copy of the clocks of warps (n, columns)."""
+        return np.array(self.seen[np.divmod(rows, self.warps)])
+
+    def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
+        """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
+        columns = known.shape[1]  # agents may have been added since
+        blocks = rows // self.warps
+        np.maximum.at(self.published[:, :, :columns], (blocks, slots), known)
+
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
         blocks, warps = np.divmod(rows, self.warps)
-        own = self.seen[blocks, warps, warps]
-        np.maximum.at(self.seen, (blocks, warps), self.published[blocks, slots])
+        own, given = self.seen[blocks, warps, warps], self.published[blocks, slots]
+        np.maximum.at(self.seen, (blocks, warps), given)
         self.seen[blocks, warps, warps] = own
+        # What lanes of the warp itself have published precedes what its other lanes do now.
+        np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
 
     def order_after(self, rows: Array, column: int, time: Array | int) -> None:
@@ -111,6 +137,11 @@ class Clocks:
         blocks, warps = np.divmod(rows, self.warps)
         self.seen[blocks, warps, warps] += 1
         self._refresh(np.unique(blocks))
+
+    def sync_lanes(self, rows: Array) -> None:
+        """The lanes of these distinct warps have synchronised."""
+        self.synced[rows] = self.clock[rows] + 1
+        self.tick(rows)
 
     def fence_proxy(self, rows: Array) -> None:
         """fence.proxy.async: makes all writes visible to these warps visible to the proxy."""
@@ -136,6 +167,7 @@ class Clocks:
             known = self.seen[block, warp]
             if slot is not None:
                 own = known[warp]
+                self.synced[row] = max(self.synced[row], slot[warp] + 1)
                 np.maximum(known, slot, out=known)
                 known[warp] = own
             given = self.fenced.get(row)
@@ -147,7 +179,7 @@ class Clocks:
     def decode(self, stamps: Array) -> tuple[Array, Array]:
         """The warp and the clock of each stamp."""
         stamps = stamps.astype(np.int64, copy=False)
-        return np.minimum(stamps & 31, self.warps - 1), stamps >> CLOCK_SHIFT
+        return np.minimum(stamps & WARP, self.warps - 1), stamps >> CLOCK_SHIFT
 
     def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before those of ``warps`` now."""

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, Clocks
+from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, Clocks
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
@@ -134,9 +135,9 @@ class GlobalRaces:
         """A fence of device scope: the next atomic of each warp releases its current clocks."""
         m = self.machine
         for row in rows.tolist():
-            slot, warp = int(m.row_block[row]), int(m.row_warp[row])
-            block = int(m.blocks[slot])
-            seen = self.clocks.seen[slot, warp, : m.warps]
+            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+            block = int(m.cluster_ids[slot])
+            seen = self.clocks.seen[slot, warp, : m.cluster_warps]
             known: ClocksByBlock = {block: seen.copy()}
             for entry in self.learnt.get(block, ()):
                 if seen[entry.warp] >= entry.clock:
@@ -155,8 +156,8 @@ class GlobalRaces:
 
     def _stamps(self, rows: Array, strong: bool) -> Array:
         m = self.machine
-        block = m.blocks[m.row_block[rows]] + 1
-        low = self.clocks.clock[rows] << CLOCK_SHIFT | m.row_warp[rows]
+        block = m.cluster_ids[m.row_cluster[rows]] + 1
+        low = self.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
         return block << _BLOCK | low | (ATOMIC if strong else 0)
 
     def _vectors(
@@ -173,7 +174,7 @@ class GlobalRaces:
         """Which earlier accesses are not ordered before these ones; at least one is a write."""
         m, clocks = self.machine, self.clocks
         low = before & _LOW
-        known = clocks.ordered(m.row_block[rows], m.row_warp[rows], low)
+        known = clocks.ordered(m.row_cluster[rows], m.row_member[rows], low)
         many = (before & _MANY_WARPS) != 0
         if many.any():
             known = np.where(
@@ -198,8 +199,8 @@ class GlobalRaces:
         other = ((old != 0) & (_block_of(old) != block)) | (_block_of(now) != block)
         flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
         same_time = (old & _LOW) >> CLOCK_SHIFT == (stamps & _LOW) >> CLOCK_SHIFT
-        warps = (old != 0) & ~other & same_time & ((old ^ stamps) & 31 != 0)
-        warps |= (now ^ stamps) & 31 != 0
+        warps = (old != 0) & ~other & same_time & ((old ^ stamps) & WARP != 0)
+        warps |= (now ^ stamps) & WARP != 0
         flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
         marked = flags != 0
         if marked.any():
@@ -214,11 +215,11 @@ class GlobalRaces:
     def _ordered_across_blocks(self, row: int, stamp: int) -> bool:
         """Whether fences and atomics order an access of another block before a warp."""
         m = self.machine
-        slot, warp = int(m.row_block[row]), int(m.row_warp[row])
+        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
         other = _block_of(stamp) - 1
-        agent, clock = stamp & 31, (stamp & _LOW) >> CLOCK_SHIFT
+        agent, clock = stamp & WARP, (stamp & _LOW) >> CLOCK_SHIFT
         seen = self.clocks.seen[slot, warp]
-        for entry in self.learnt.get(int(m.blocks[slot]), ()):
+        for entry in self.learnt.get(int(m.cluster_ids[slot]), ()):
             known = entry.known.get(other)
             if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
                 return True
@@ -234,8 +235,8 @@ class GlobalRaces:
             clocks.fence(np.unique(rows))
         clocks.synchronise(rows, -1 - flat)
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
-            slot, warp = int(m.row_block[row]), int(m.row_warp[row])
-            block = int(m.blocks[slot])
+            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+            block = int(m.cluster_ids[slot])
             offered = self.released.setdefault(address, {})
             if offered.keys() - {block}:
                 self._acquire(block, warp, int(clocks.clock[row]), offered)
@@ -272,10 +273,14 @@ class GlobalRaces:
         block = _block_of(stamp) - 1
         if stamp & _MANY_BLOCKS:
             who = "several blocks"
-        elif block != int(m.blocks[m.row_block[cohort.rows[row]]]):
+        elif block != int(m.cluster_ids[m.row_cluster[cohort.rows[row]]]):
             who = f"block {block}"
         else:
-            who = "another warp of the block"
+            who = (
+                "another warp of the block"
+                if m.cluster_size == 1
+                else "another warp of the cluster"
+            )
         numbers = m.memory.describe((int(vectors[first]) << self.shift) + m.memory.base)
         if problem != _OVERTAKES:
             numbers += f"; written at {m.program.describe(int(self.write_pc[vectors[first]]))}"
@@ -285,7 +290,8 @@ class GlobalRaces:
             site._replace(row=row, lane=lane),
             numbers,
             "write these bytes in one block only, use atomics, or order the accesses "
-            "(a barrier within a block; another launch, or a fence and an atomic, between blocks)",
+            "(a barrier within a block; another launch, or a fence and an atomic, between blocks)"
+            + (way_out("same_value") if problem == _UNORDERED_WRITE else ""),
         )
 
 

@@ -61,7 +61,7 @@ class SharedAccess:
 
 
 class SharedShadow:
-    """Shadow of the shared memory of all blocks of a wave.
+    """Shadow of the shared memory of all blocks of a wave, whose clusters have ``blocks`` clocks.
 
     Attributes:
         shift: logarithm to base 2 of the bytes per vector.
@@ -73,11 +73,11 @@ class SharedShadow:
     def __init__(self, machine: Wave, blocks: int) -> None:
         self.machine = machine
         self.shift = machine.program.shared_vector.bit_length() - 1
-        self.warps = machine.warps
-        self.count = blocks * machine.shared_pitch >> self.shift
+        self.warps = machine.cluster_warps
+        self.count = len(machine.blocks) * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)
         self.writer_pc = np.zeros(self.count, np.int32)
-        self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous)
+        self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous, machine.cluster_size)
 
     def take(self, table: Array, where: Array, size: int) -> Array:
         """The values of a shadow table for each vector of accesses (g, k), (g, vectors)."""
@@ -88,14 +88,15 @@ class SharedShadow:
         return rows.reshape(len(where), -1)
 
     def put(self, table: Array, where: Array, size: int, value: Any) -> None:
-        """Sets the values of a shadow table to one value, or to one value per access (g,)."""
+        """Sets the values of a shadow table to one value, or to one per access (g,) or (g, k)."""
         many = size >> self.shift
+        if np.ndim(value) == 1:
+            value = value[:, None]
         if many <= 1:
-            table[where >> self.shift] = value[:, None] if np.ndim(value) else value
+            table[where >> self.shift] = value
         else:
-            table.reshape(-1, many)[where >> size.bit_length() - 1] = (
-                value[:, None, None] if np.ndim(value) else value
-            )
+            wide = value[..., None] if np.ndim(value) else value
+            table.reshape(-1, many)[where >> size.bit_length() - 1] = wide
 
     def fail(
         self,

@@ -2,7 +2,7 @@
 
 For each vector (see `shadow`) the checker keeps the stamp of the last write and, per warp, the
 clock of the last read. While a cp.async is in flight, no other access to its bytes is allowed.
-Order is tracked between warps; the accesses of the lanes of one warp are assumed to be ordered.
+Order is tracked between warps; `warp_lanes` tracks it between the lanes of a warp.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.async_proxy import AsyncProxy
-from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT
+from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from flashgen.emulator.checks.shadow import (
     ASYNC,
     FLIGHT,
     MBARRIER,
     NEVER,
     SharedAccess,
-    SharedShadow,
 )
-from flashgen.emulator.errors import RaceError, UninitialisedRead
+from flashgen.emulator.checks.warp_lanes import WarpLanes
+from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
@@ -43,7 +44,7 @@ class _Reads(NamedTuple):
     strong: bool
 
 
-class SharedRaces(SharedShadow):
+class SharedRaces(WarpLanes):
     """Race checker of the shared memory of a wave."""
 
     def __init__(self, machine: Wave, blocks: int) -> None:
@@ -52,6 +53,9 @@ class SharedRaces(SharedShadow):
         self.read_clock: dict[bool, Array] = {}
         self.log: list[_Reads] = []
         self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
+        # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
+        self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
+        self.remote_pc = np.zeros(self.remote_clock.shape, np.int64)
         self.proxy = None
         if machine.program.asynchronous:
             self.proxy = AsyncProxy(self, self._against_reads)
@@ -65,7 +69,35 @@ class SharedRaces(SharedShadow):
         for last in self.last_read.values():
             last[blocks] = 0
         row_block = self.machine.row_block
+        self.accessed[passed[row_block]] = False
+        self.releases = {row: r for row, r in self.releases.items() if not passed[row_block[row]]}
+        self.lane_reads = [e for e in self.lane_reads if not passed[row_block[e.access.rows]].all()]
         self.log = [e for e in self.log if not passed[row_block[e.rows]].all()]
+
+    # ---- other blocks of the cluster
+
+    def note_remote(self, rows: Array, blocks: Array, pc: int) -> None:
+        """Warps ``rows`` (k,) access shared memory of ``blocks`` (k,)."""
+        at = (blocks, self.machine.row_member[rows])
+        self.remote_clock[at], self.remote_pc[at] = self.clocks.clock[rows], pc
+
+    def block_exits(self, blocks: Array) -> None:
+        """Checks that accesses of other blocks to the memory of these are ordered before."""
+        m = self.machine
+        for block in blocks.tolist():
+            cluster, rank = divmod(block, m.cluster_size)
+            own = slice(rank * m.warps, (rank + 1) * m.warps)
+            seen = self.clocks.seen[cluster, own, : self.warps].max(axis=0)
+            seen[own] = self.remote_clock[block, own]
+            late = np.flatnonzero(self.remote_clock[block] > seen)
+            if len(late):
+                row, pc = cluster * self.warps + int(late[0]), int(self.remote_pc[block, late[0]])
+                raise OutOfBounds(
+                    "a block may exit before another block of its cluster accesses its memory",
+                    where=m.place(row, None, pc),
+                    numbers=f"the shared memory of rank {rank} of the cluster",
+                    way_out="let every block wait at a barrier of the cluster before it exits",
+                )
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
@@ -86,11 +118,32 @@ class SharedRaces(SharedShadow):
         """A cp.async starts: its bytes are in flight."""
         self._write(self._access(cohort, where, size, pc, lanes), FLIGHT)
 
-    def finish_copy(self, rows: Array, where: Array, size: int, lanes: Array | None) -> None:
-        """A cp.async has been waited for: it becomes a write of its warp."""
+    def finish_copy(
+        self,
+        rows: Array,
+        where: Array,
+        size: int,
+        lanes: Array | None,
+        clock: Array | None = None,
+    ) -> None:
+        """A cp.async has been waited for: it becomes a write of its warp.
+
+        ``clock`` (n,) is an earlier time of each warp at which it counts as complete, or 0.
+        """
+        stamps = self._own_stamps(rows, False)
+        if clock is not None and clock.any():
+            warp = self.machine.row_member[rows]
+            earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
+            stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
-            rows, where = rows[np.nonzero(lanes)[0]], where[lanes][:, None]
-        self.put(self.written, where, size, self._own_stamps(rows, False))
+            place, lane = np.nonzero(lanes)
+            stamps, where = stamps[place], where[lanes][:, None]
+            self.put(self.writer, where, size, lane.astype(np.uint8))
+            rows = rows[place]
+        elif where.shape[1] == 32:
+            self.put(self.writer, where, size, np.arange(32, dtype=np.uint8)[None, :])
+        self.put(self.written, where, size, stamps)
+        self.accessed[rows] = True
 
     def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
@@ -110,8 +163,9 @@ class SharedRaces(SharedShadow):
         self._against_writes(a, "read")
         m = self.machine
         clock = self.clocks.clock[a.rows]
-        self.last_read[a.strong][m.row_block[a.rows], m.row_warp[a.rows]] = clock
+        self.last_read[a.strong][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
         self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, a.strong))
+        self.note_lanes_of_read(a, clock)
         if len(self.log) > _LOG_LIMIT:
             self._flush()
 
@@ -129,6 +183,7 @@ class SharedRaces(SharedShadow):
             return
         own = self._own_stamps(a.rows, a.strong)
         self.put(self.written, a.where, a.size, own)
+        self.note_lanes_of_write(a)
         if not a.strong:
             left = self.take(self.written, a.where, a.size)
             lost = left != own[:, None]
@@ -146,7 +201,7 @@ class SharedRaces(SharedShadow):
         self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1))
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
-        warp = self.machine.row_warp[rows]
+        warp = self.machine.row_member[rows]
         stamp = self.clocks.clock[rows] << CLOCK_SHIFT | warp | (ATOMIC if strong else 0)
         return stamp.astype(np.uint32)
 
@@ -155,18 +210,21 @@ class SharedRaces(SharedShadow):
     def _against_writes(self, a: SharedAccess, verb: str) -> None:
         """Checks that accesses are ordered after earlier writes, and that reads have one."""
         stamps = self.take(self.written, a.where, a.size)
-        fine = stamps < self.clocks.floor_stamp[a.rows][:, None]
-        if verb == "write":
+        if self.releases:
+            self.against_partial_releases(a, stamps)
+        fine = stamps < self.clocks.lane_floor[a.rows][:, None]
+        if verb == "write" or "uninitialised_rows" in self.machine.allow:
             fine |= stamps == NEVER
         if not fine.all():
             bad = ~(fine | self._ordered(a, stamps))
             if bad.any():
                 self._report(a, bad, stamps, verb)
+            self.lanes_against_writes(a, stamps, verb)
 
     def _ordered(self, a: SharedAccess, stamps: Array) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
-        blocks = self.machine.row_block[a.rows][:, None]
-        warps = self.machine.row_warp[a.rows][:, None]
+        blocks = self.machine.row_cluster[a.rows][:, None]
+        warps = self.machine.row_member[a.rows][:, None]
         fine = self.clocks.ordered(blocks, warps, stamps)
         if a.strong:
             fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
@@ -178,7 +236,7 @@ class SharedRaces(SharedShadow):
     def _against_reads(self, a: SharedAccess) -> None:
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
         m = self.machine
-        blocks, warps = m.row_block[a.rows], m.row_warp[a.rows]
+        blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         for kind in (False,) if a.strong else (False, True):
             unseen = self.last_read[kind][blocks] > known
@@ -198,6 +256,7 @@ class SharedRaces(SharedShadow):
                         f"warp {other} reads there: {reader}",
                         _BARRIER,
                     )
+        self.lanes_against_reads(a)
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
@@ -207,7 +266,7 @@ class SharedRaces(SharedShadow):
             self.reader_pc = np.zeros(self.count, np.int32)
         for rows, where, size, pc, clock, strong in self.log:
             flat = self.read_clock[strong].reshape(-1)
-            table = (self.machine.row_warp[rows] * self.count << self.shift)[:, None]
+            table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
             self.put(flat, table + where, size, clock)
             self.put(self.reader_pc, where, size, pc)
         self.log = []
@@ -224,25 +283,26 @@ class SharedRaces(SharedShadow):
         if stamp == NEVER:
             kind = UninitialisedRead
             problem = "shared memory is read that was never written"
-            way_out = "write it first, and check the address and the bytes that were copied"
+            advice = "write it first, and check the address and the bytes that were copied"
+            advice += way_out("uninitialised_rows")
         elif stamp == FLIGHT:
             writer = "a cp.async that has not been waited for writes there"
-            way_out = "wait for it (cp.async.wait_group) and then pass a barrier"
+            advice = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= ASYNC and self.proxy is not None:
             writer = self.proxy.describe(stamp)
-            way_out = (
+            advice = (
                 "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
             )
             if stamp == MBARRIER:
-                way_out = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
+                advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
-            writer = f"warp {stamp & 31} writes there"
-            way_out = _BARRIER
+            writer = f"{m.member_name(stamp & WARP)} writes there"
+            advice = _BARRIER + (way_out("same_value") if verb == "write" else "")
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
         if writer:
             numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
-        m.fail(kind, problem, site, numbers, way_out)
+        m.fail(kind, problem, site, numbers, advice)

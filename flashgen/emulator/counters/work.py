@@ -29,13 +29,13 @@ CLASSES = {
 }
 
 _OPCODES = {
-    "tensor": "mma wgmma",
+    "tensor": "mma wgmma wmma",
     "special": "ex2 lg2 rcp rsqrt sqrt sin cos tanh",
     "compare": "abs neg min max set setp selp slct testp copysign",
     "integer": "addc subc and or xor not cnot shl shr shf lop3 prmt popc clz brev bfe bfi bfind "
-    "bmsk szext sad mad24 mul24 madc dp4a rem",
+    "bmsk szext sad mad24 mul24 madc dp2a dp4a rem fns",
     "convert": "cvt",
-    "move": "mov cvta isspacep createpolicy mapa getctarank",
+    "move": "mov cvta isspacep createpolicy mapa getctarank tensormap",
     "exchange": "shfl vote match redux elect activemask movmatrix",
     "memory": "ld ldu st ldmatrix stmatrix cp atom red prefetch prefetchu discard applypriority",
     "barrier": "bar barrier membar fence mbarrier",
@@ -57,6 +57,8 @@ def class_of(ins: Instruction) -> str:
     found = _CLASS_OF.get(ins.op)
     if ins.op == "wgmma" and not accumulates(ins):
         return "barrier"
+    if ins.op == "wmma" and "mma" not in ins.mods:
+        return "memory"
     if "f64" in ins.mods and (found in ("special", "compare") or ins.op in _BY_TYPE):
         return "double"
     if found is not None:
@@ -78,7 +80,8 @@ def multiply_adds(ins: Instruction) -> int:
 
     A wgmma is executed by four warps; each of them counts a quarter of its multiply-adds.
     """
-    shape = _SHAPE.search(ins.name) if ins.op in ("mma", "wgmma") else None
+    multiplies = ins.op in ("mma", "wgmma") or (ins.op == "wmma" and "mma" in ins.mods)
+    shape = _SHAPE.search(ins.name) if multiplies else None
     return math.prod(map(int, shape.groups())) // (4 if ins.op == "wgmma" else 1) if shape else 0
 
 

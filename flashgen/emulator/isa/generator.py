@@ -24,10 +24,17 @@ import numpy as np
 
 from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
 from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.isa.checked_code import CheckedCode
 from flashgen.emulator.isa.pending_products import PendingProducts
 from flashgen.emulator.isa.registry import EMITTERS, RUNTIME, Modifiers
 from flashgen.emulator.isa.special_registers import SPECIAL
-from flashgen.emulator.ptx.instructions import WARPGROUP_WIDE, is_barrier, is_warp_wide
+from flashgen.emulator.ptx.instructions import (
+    WARPGROUP_WIDE,
+    is_barrier,
+    is_warp_wide,
+    may_access_shared,
+    synchronises_lanes,
+)
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import (
     Imm,
@@ -46,7 +53,7 @@ _LOCAL = re.compile(r"\bv\d+\b")
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
-class Generator:
+class Generator(CheckedCode):
     """Writes the function of one segment."""
 
     def __init__(
@@ -72,6 +79,8 @@ class Generator:
         self.products = PendingProducts()
         self.in_flight: set[tuple[int, ...]] = set()  # accumulators of wgmma that this segment uses
         self.ended = False
+        # Lanes have synchronised since the last access to shared memory in this segment.
+        self.synchronised = False
 
     # ---- text
 
@@ -161,6 +170,12 @@ class Generator:
             self.namespace[name] = np.frombuffer(data, dtype=RUNTIME[dtype])[0]
         return name
 
+    def object(self, value: Any) -> str:
+        """The name of a constant object in the segment's namespace."""
+        name = f"O{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
     def constant_one(self, dtype: str) -> str:
         one = np.array(1, dtype=RUNTIME[dtype])
         return self.literal(int.from_bytes(one.tobytes(), "little"), dtype)
@@ -245,33 +260,6 @@ class Generator:
         needed = {name for index, name in self.names.items() if live >> index & 1}
         self.lines += self.products.flush(needed)
 
-    # ---- definedness: which registers have been written, where some path may not write them
-
-    def note_definedness(self, index: int) -> None:
-        if self.check and index in self.program.tracked:
-            self.defined.append(self.current(self.program.tracked[index]))
-
-    def result_definedness(self, index: int) -> str | None:
-        if not self.check or index not in self.program.tracked:
-            return None
-        parts = sorted(set(self.defined))
-        return " & ".join(parts) if parts else self.literal(1, "b1")
-
-    def set_definedness(self, index: int, value: str) -> None:
-        slot = self.program.tracked[index]
-        if self.guard:
-            value = f"where({self.guard}, {value}, {self.current(slot)})"
-        self.names[slot] = self.let(value)
-
-    def require_defined(self) -> None:
-        """Emits a check that the registers read so far by this instruction have been written.
-
-        Called where their values leave the registers: addresses, stored values, branches.
-        """
-        for name in sorted(set(self.defined)):
-            self.emit(f"E.require_defined(C, {name}, {self.lanes()}, {self.pc})")
-        self.defined = []
-
     # ---- lanes
 
     def lanes(self) -> str:
@@ -322,9 +310,11 @@ class Generator:
                 self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
         if self.masked and is_warp_wide(ins):
             self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
+        self.require_members(ins)
         if ins.op in WARPGROUP_WIDE and (self.masked or self.pc in self.program.gates):
             self.emit(f"if E.wait_for_warpgroup(C, {self.pc}): return True")
         self.watch()
+        self.track_lanes(ins)
         try:
             emitter(self, ins)
         except (ValueError, IndexError, KeyError):
@@ -333,28 +323,25 @@ class Generator:
         if self.mods.left:
             raise self.unknown("the modifier ." + " .".join(self.mods.left))
 
-    def watch(self) -> None:
-        """Emits checks of registers of wgmma that this instruction may access too early."""
-        watch = self.hazards.watched.get(self.pc)
-        if watch is None:
-            return
-        accumulators, fragments, marks = watch
-        if accumulators or fragments:
-            self.emit(
-                f"E.wgmma.order.check_in_flight(C, {accumulators}, {fragments}, "
-                f"{self.lanes()}, {self.pc})"
-            )
-        if marks:
-            self.emit(f"E.wgmma.order.note_writes(C, {marks}, {self.lanes()}, {self.pc})")
+    def require_members(self, ins: Instruction) -> None:
+        """Emits a check that the lanes that execute a .sync instruction are in its mask."""
+        members = self.membermask() if is_warp_wide(ins) else "None"
+        if members != "None" and self.namespace.get(members) != 0xFFFFFFFF:
+            self.emit(f"require_member(E, C, {members}, {self.lanes()}, {self.pc})")
 
-    def membermask(self) -> str:
-        """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
-        ins = self.ins
-        if ins.op in ("shfl", "vote", "match", "redux", "bar", "barrier") and "sync" in ins.mods:
-            return self.read(ins.operands[-1], "u4")
-        if ins.op == "elect":
-            return self.read(ins.operands[-1], "u4")
-        return "None"
+    def track_lanes(self, ins: Instruction) -> None:
+        """Emits what the checker of lanes must know about an instruction."""
+        if not self.check or not self.program.uses_shared:
+            return
+        if synchronises_lanes(ins):
+            members = self.membermask()
+            whole = members == "None" or self.namespace.get(members) == 0xFFFFFFFF
+            if whole and self.synchronised:
+                return
+            self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
+            self.synchronised = whole
+        elif may_access_shared(ins):
+            self.synchronised = False
 
     def finish(self, *targets: int) -> None:
         """Stores the registers that are live at any of the targets back into the cohort."""

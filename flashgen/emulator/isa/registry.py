@@ -10,6 +10,7 @@ import numpy as np
 
 from flashgen.emulator.isa.semantics import (
     atomics,
+    cluster,
     control,
     convert,
     floats,
@@ -17,7 +18,9 @@ from flashgen.emulator.isa.semantics import (
     integers,
     memory,
     mma,
+    small_floats,
     warp,
+    warp_matrices,
 )
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction, Operand, Pair, Sink, Vec
 
@@ -28,7 +31,10 @@ EMITTERS: dict[str, Emitter] = {}
 RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
     RUNTIME[_code] = np.dtype(_code)
-for _module in (atomics, control, convert, floats, halves, integers, memory, mma, warp):
+for _module in (
+    *(atomics, cluster, control, convert, floats, halves, integers, memory, mma, small_floats),
+    *(warp, warp_matrices),
+):
     RUNTIME.update(inspect.getmembers(_module, inspect.isfunction))
 
 

@@ -17,6 +17,7 @@ from flashgen.emulator.isa.emitters import (  # noqa: F401  (each registers its 
     memory,
     mma,
     warp,
+    warp_matrices,
 )
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.ptx.program import PtxProgram

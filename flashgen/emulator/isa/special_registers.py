@@ -30,6 +30,7 @@ for _name in (
     *_SIZES,
 ):
     SPECIAL[_name] = (f"E.row_value('{_name}', C)", "u4")
+SPECIAL["is_explicit_cluster"] = ("E.row_value('is_explicit_cluster', C)", "b1")
 
 
 def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
@@ -47,8 +48,6 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
     one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
     block = machine.blocks[machine.row_block][:, None]
     table = {
-        "cluster_ctarank": unsigned(0),
-        "cluster_nctarank": unsigned(1),
         "laneid": unsigned(lane),
         "lanemask_eq": unsigned(one << lane),
         "lanemask_lt": unsigned((one << lane) - one),
@@ -69,10 +68,15 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
         for axis, size, value in zip("xyz", sizes, values, strict=True):
             table[f"n{name}.{axis}"] = unsigned(size)
             table[f"{name}.{axis}"] = unsigned(value) if size > 1 else unsigned(0)
-    # Each cluster has one block.
-    for axis in "xyz":
-        table[f"clusterid.{axis}"] = table[f"ctaid.{axis}"]
-        table[f"nclusterid.{axis}"] = table[f"nctaid.{axis}"]
-        table[f"cluster_ctaid.{axis}"] = unsigned(0)
-        table[f"cluster_nctaid.{axis}"] = unsigned(1)
+    rank = machine.row_block[:, None] % machine.cluster_size
+    table["cluster_ctarank"] = unsigned(rank)
+    table["cluster_nctarank"] = unsigned(machine.cluster_size)
+    table["is_explicit_cluster"] = np.bool_(machine.cluster_size > 1)
+    inner = 1
+    for axis, size in zip("xyz", machine.cluster_shape, strict=True):
+        table[f"clusterid.{axis}"] = table[f"ctaid.{axis}"] // np.uint32(size)
+        table[f"nclusterid.{axis}"] = table[f"nctaid.{axis}"] // np.uint32(size)
+        table[f"cluster_ctaid.{axis}"] = unsigned(rank // inner % size)
+        table[f"cluster_nctaid.{axis}"] = unsigned(size)
+        inner *= size
     return table

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.machine.map_bytes import encoded, in_parameters
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
 from flashgen.emulator.ptx.syntax import Variable
-from flashgen.emulator.state.memory import Allocation, GlobalMemory
-from flashgen.tensormap import MAP_ALIGN, MAP_BYTES
+from flashgen.emulator.state.memory import PARAM_WINDOW, Allocation, GlobalMemory
+from flashgen.tensormap import MAP_ALIGN
 
 Array = npt.NDArray[Any]
+
+
+def _items(value: Any) -> Iterator[tuple[int, Array]]:
+    """The numpy arrays of device memory in an argument, with the number of their field."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.reshape(-1).tolist()
+    if isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            for _, array in _items(item):
+                yield place, array
+    elif isinstance(value, TensorMap):
+        yield 0, value.array
+    elif isinstance(value, np.ndarray):
+        yield 0, value
 
 
 class DeviceArguments:
@@ -25,7 +40,8 @@ class DeviceArguments:
 
     Attributes:
         memory: every buffer and module variable.
-        maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        maps: addresses of the tensor maps: in the window of parameters, or in ``memory``.
+        started: bytes of the tensor maps in ``memory``.
         parameters: the bytes of the kernel's parameters.
 
     Raises:
@@ -35,7 +51,8 @@ class DeviceArguments:
     def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
         self.program = program
         self.memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
-        self.maps: dict[int, tuple[TensorMap, int]] = {}
+        self.maps: list[int] = []
+        self.started: dict[int, bytes] = {}
         self.addresses: dict[int, int] = {}  # id of an array -> device address
         params = self.program.params
         if len(args) != len(params):
@@ -75,13 +92,9 @@ class DeviceArguments:
         """Creates one allocation per array; arrays that overlap on the host share one."""
         found: list[tuple[int, int, int, str, Array]] = []
         for number, value in enumerate(args):
-            items = value if isinstance(value, (tuple, list)) else [value]
-            for place, item in enumerate(items):
-                item = item.array if isinstance(item, TensorMap) else item
-                if not isinstance(item, np.ndarray):
-                    continue
+            for place, item in _items(value):
                 label = f"argument {number}"
-                if items is value:
+                if item is not value and not isinstance(value, TensorMap):
                     label += f", field {place}"
                 low, high = np.lib.array_utils.byte_bounds(item)
                 if item.size == 0:
@@ -116,11 +129,17 @@ class DeviceArguments:
     def _one(self, number: int, value: Any, param: Variable) -> bytes:
         """The bytes of one parameter."""
         if isinstance(value, (tuple, list)):
-            data: bytes | None = self._struct(number, value, param)
+            at = PARAM_WINDOW + self.program.params_at[param.name]
+            # CUtensorMap is aligned to 64 bytes in CUDA 12: the alignment of the struct shows it.
+            align = min(param.align, MAP_ALIGN)
+            data: bytes | None = self._struct(number, value, at, align)
         elif isinstance(value, np.void):
             data = value.tobytes()
         else:
-            data = value if isinstance(value, bytes) else self._reference(value, param, 0)
+            if isinstance(value, TensorMap) and param.size == 8:
+                value = np.array([value], object)  # a pointer to a map in global memory
+            at = PARAM_WINDOW + self.program.params_at[param.name]
+            data = value if isinstance(value, bytes) else self._reference(number, value, at)
         if data is None:
             return self._number(number, value, param)
         if len(data) != param.size:
@@ -131,15 +150,16 @@ class DeviceArguments:
             )
         return data
 
-    def _reference(self, value: Any, param: Variable, offset: int) -> bytes | None:
-        """The bytes of a pointer or of a tensor map, which are zeros, as they are opaque on a GPU.
-
-        None for other values. ``offset`` is that of the value in the parameter.
-        """
+    def _reference(self, number: int, value: Any, at: int) -> bytes | None:
+        """The bytes of a pointer or of a tensor map at address ``at``; None for other values."""
         if isinstance(value, TensorMap):
-            at = self.program.params_at[param.name] + offset
-            self.maps[at] = (value, self.addresses[id(value.array)])
-            return bytes(MAP_BYTES)
+            self.maps.append(at)
+            data = encoded(value, self.addresses[id(value.array)])
+            if not in_parameters(at):
+                self.started[at] = data
+            return data
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            return self._placed_struct(number, value).to_bytes(8, "little")
         if isinstance(value, np.ndarray):
             return self.addresses[id(value)].to_bytes(8, "little")
         return bytes(8) if value is None else None
@@ -167,13 +187,30 @@ class DeviceArguments:
                 "pass arrays or None for pointers and numbers of the parameter's type",
             ) from None
 
-    def _struct(self, number: int, items: Sequence[Any], param: Variable) -> bytes:
+    def _placed_struct(self, number: int, value: Array) -> int:
+        """The address of a struct in global memory, an array of objects."""
+        key = id(value)
+        if key not in self.addresses:
+            items = value.reshape(-1).tolist()
+            marks = len(self.maps)
+            size = len(self._struct(number, items, 0))  # at address 0, to find the size
+            del self.maps[marks:]
+            label = f"the struct of argument {number}"
+            allocation = self.memory.allocate(size, 0, label, None)
+            self.addresses[key] = allocation.start
+            data = self._struct(number, items, allocation.start)
+            self.memory.preset.append((allocation.start, data))
+        return self.addresses[key]
+
+    def _struct(
+        self, number: int, items: Sequence[Any], at: int, map_align: int = MAP_ALIGN
+    ) -> bytes:
+        """The bytes of a struct at address ``at``, with the alignment of C."""
         data = bytearray()
         widest = 1
         for place, item in enumerate(items):
-            # CUtensorMap is aligned to 64 bytes in CUDA 12; the alignment of the struct shows it.
-            align = min(param.align, MAP_ALIGN) if isinstance(item, TensorMap) else 1
-            part = self._reference(item, param, len(data) + -len(data) % align)
+            align = map_align if isinstance(item, TensorMap) else 1
+            part = self._reference(number, item, at + len(data) + -len(data) % align)
             if isinstance(item, np.generic):
                 part = item.tobytes()
             if part is None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashgen.emulator.checks.clocks import NAMED_BARRIERS
 from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
@@ -46,13 +47,14 @@ class Barriers:
         cohort.pc = pc + 1
         if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
-                m.shared_races.barrier_of_all(np.unique(blocks))
+                self._order_all(cohort, blocks, ids)
             return
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(cohort, blocks, ids, counts, pc)
         self.expected[blocks, ids] = counts
         if m.shared_races:
-            m.shared_races.clocks.publish(cohort.rows, ids)
+            m.shared_races.synchronise_lanes(cohort, None)
+            m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
         if vote is not None:
             values, lanes = spread(vote, cohort.n), cohort.full_mask()
             for row in range(cohort.n):
@@ -61,6 +63,24 @@ class Barriers:
         if blocking:
             cohort.waits = WaitsAtBarrier(pc, ids, result)
         self.complete(np.unique(blocks))
+
+    def _slots(self, blocks: Array, ids: Array) -> Array:
+        """The slots of the clocks for barriers of blocks: each rank of a cluster has its own."""
+        return blocks % self.machine.cluster_size * NAMED_BARRIERS + ids
+
+    def _order_all(self, cohort: Cohort, blocks: Array, ids: Array) -> None:
+        """All warps of some blocks have passed a barrier together."""
+        m = self.machine
+        races = m.shared_races
+        assert races is not None
+        if m.cluster_size == 1:
+            races.barrier_of_all(np.unique(blocks))
+            return
+        slots = self._slots(blocks, ids)
+        races.synchronise_lanes(cohort, None)
+        races.clocks.publish(cohort.rows, slots)
+        races.clocks.acquire(cohort.rows, slots)
+        races.clocks.published[m.row_cluster[cohort.rows], slots] = 0
 
     def _validate(self, cohort: Cohort, ids: Array, counts: Array, pc: int) -> None:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
@@ -131,7 +151,8 @@ class Barriers:
                 waiting.append(self._free(c, free, votes))
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
-            m.shared_races.clocks.release(block, barrier, m.row_warp[rows])
+            slot = int(self._slots(np.array([block]), np.array([barrier]))[0])
+            m.shared_races.clocks.release(rows, block // m.cluster_size, slot)
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits

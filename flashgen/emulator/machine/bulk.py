@@ -11,7 +11,6 @@ missing proxy fence for global memory is not detected.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,15 +19,14 @@ import numpy.typing as npt
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
-from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
+from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
 from flashgen.emulator.isa.semantics.atomics import combine
+from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.machine import transfers
 from flashgen.emulator.machine.tma import (
     CHUNK_BYTES,
     WIDEST_BYTES,
     Boxes,
-    TensorMap,
-    boxes,
     lowest_bit,
     overlapping,
     places,
@@ -36,11 +34,11 @@ from flashgen.emulator.machine.tma import (
 from flashgen.emulator.machine.transfers import BulkTransfer
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.memory import SHIFT
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
-_TENSOR_ALIGN = 128
 _KINDS = {
     **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
     **{"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"},
@@ -68,17 +66,21 @@ class BulkCopies:
         map_at: Any,
         coordinates: tuple[Any, ...],
         barrier: Any,
-        operation: str | None,
+        mode: tuple[str | None, Any],
     ) -> None:
-        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given."""
-        m = self.machine
-        for issued, at in self._threads(cohort, lanes, (shared, map_at, barrier, *coordinates)):
-            where = np.stack(at[3:], axis=1).astype(np.int32).astype(np.int64)
+        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given.
+
+        ``mode`` holds the reduction, and the mask of the blocks of a multicast.
+        """
+        m, (operation, mask) = self.machine, mode
+        values = (shared, map_at, barrier, mask, *coordinates)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            where = np.stack(at[4:], axis=1).astype(np.int32).astype(np.int64)
             for address in np.unique(at[1]).tolist():
                 chosen = at[1] == address
                 some = issued.some(chosen)
                 site = Site(some, pc)
-                tensor, base = transfers.map_at(m, site, address)
+                tensor = m.maps.at(site, address)
                 spec = tensor.spec
                 if len(coordinates) != len(spec.dims):
                     m.fail(
@@ -88,9 +90,8 @@ class BulkCopies:
                         f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
                         _FIT,
                     )
-                box = self._box(
-                    site, tensor, base, where[chosen], at[0][chosen], load=barrier is not None
-                )
+                load = barrier is not None
+                box = transfers.boxes_at(m, site, tensor, where[chosen], at[0][chosen], load=load)
                 reduction = None
                 if operation is not None:
                     reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
@@ -99,44 +100,8 @@ class BulkCopies:
                         m.fail(LaunchArguments, what, site, repr(spec), _FIT)
                 to = places(spec, at[0][chosen], box.unit)
                 signal = None if barrier is None else at[2][chosen]
-                self._start(some, pc, box, at[0][chosen], to, signal, reduction)
-
-    def _box(
-        self,
-        site: Site,
-        tensor: TensorMap,
-        base: int,
-        coordinates: Array,
-        shared: Array,
-        *,
-        load: bool,
-    ) -> Boxes:
-        """The boxes of a tensor at ``base``, as offsets into `GlobalMemory.flat`."""
-        m, spec = self.machine, tensor.spec
-        if spec.swizzle and spec.inner_bytes < spec.swizzle:
-            m.fail(
-                LaunchArguments,
-                "a box narrower than the span of its swizzle, for which PTX documents no layout",
-                site,
-                f"{spec.inner_bytes} bytes, span {spec.swizzle}",
-                _FIT,
-            )
-        first = base - tensor.before
-        if tensor.before and load:
-            m.fail(
-                OutOfBounds,
-                "a load by a tensor map that begins before its array",
-                site,
-                f"{tensor.before:,} B before it",
-                "begin the map at the array: addresses of 64 bits may wrap around",
-            )
-        box = boxes(spec, first, coordinates)
-        transfers.check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
-        if tensor.checks_boxes:
-            transfers.check_box(m, site, box, tensor.before, tensor.bytes)
-        m.memory.touched = [m.memory.find(base)]
-        shift = first - m.memory.base
-        return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
+                blocks = self.targets[chosen]
+                self._start(some, pc, box, (at[0][chosen], blocks), to, signal, reduction)
 
     def plain(
         self,
@@ -147,13 +112,14 @@ class BulkCopies:
         device_address: Any,
         size: Any,
         barrier: Any,
-        reduction: tuple[str, str] | None,
+        mode: tuple[tuple[str, str] | None, Any],
     ) -> None:
-        """Copies or reduces ``size`` consecutive bytes without a tensor map."""
-        m = self.machine
-        for issued, at in self._threads(cohort, lanes, (shared, device_address, barrier, size)):
-            for count in np.unique(at[3]).tolist():
-                chosen = at[3] == count
+        """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
+        m, (reduction, mask) = self.machine, mode
+        values = (shared, device_address, barrier, mask, size)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            for count in np.unique(at[4]).tolist():
+                chosen = at[4] == count
                 some = issued.some(chosen)
                 site = Site(some, pc)
                 if count % CHUNK_BYTES or count <= 0:
@@ -180,12 +146,19 @@ class BulkCopies:
                     sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
                 )
                 signal = None if barrier is None else at[2][chosen]
-                self._start(some, pc, box, to, to[:, None] + steps, signal, reduction)
+                start = (to, self.targets[chosen])
+                self._start(some, pc, box, start, to[:, None] + steps, signal, reduction)
 
     def _threads(
-        self, cohort: Cohort, lanes: Any, values: Any
+        self, cohort: Cohort, lanes: Any, values: Any, pc: int, multicast: bool
     ) -> list[tuple[SingleThreads, list[Array]]]:
-        """The active threads of a cohort with their operands (n,); empty if there are none."""
+        """The active threads of a cohort with their operands (n,); empty if there are none.
+
+        The operands are the addresses in shared memory, in global memory and of the mbarrier, the
+        mask of a multicast, and others. A thread is repeated for each block of its multicast.
+        ``targets`` are the blocks in whose shared memory the copies lie.
+        """
+        m = self.machine
         place, lane = np.nonzero(active(cohort, lanes))
         if not len(place):
             return []
@@ -193,21 +166,59 @@ class BulkCopies:
             np.zeros(len(place), np.int64) if v is None else spread(v, cohort.n)[place, lane]
             for v in values
         ]
-        return [(SingleThreads(cohort, place, lane), found)]
+        issued = SingleThreads(cohort, place, lane)
+        self.targets = m.row_block[issued.rows]
+        if remote(found[0]) or remote(found[2]):
+            targets, found[0] = resolved(m, issued, found[0][:, None], None, 1, pc)
+            self.targets, found[0] = targets[:, 0], found[0][:, 0]
+            others, found[2] = resolved(m, issued, found[2][:, None], None, 1, pc)
+            found[2] = found[2][:, 0]
+            if values[2] is not None and (others[:, 0] != self.targets).any():
+                row = int(np.argmax(others[:, 0] != self.targets))
+                what = "a bulk copy whose mbarrier lies in another block than its destination"
+                ranks = f"blocks {others[row, 0]} and {self.targets[row]} of the wave"
+                m.fail(LaunchArguments, what, Site(issued, pc, row), ranks, _FIT)
+        if multicast:
+            return [self._multicast(issued, found, pc)]
+        return [(issued, found)]
+
+    def _multicast(
+        self, issued: SingleThreads, found: list[Array], pc: int
+    ) -> tuple[SingleThreads, list[Array]]:
+        """Each thread once per block of its mask, with `targets`."""
+        m, size = self.machine, self.machine.cluster_size
+        mask = found[3].astype(np.int64)
+        wrong = (mask >> size != 0) | (mask == 0)
+        if wrong.any():
+            m.fail(
+                LaunchArguments,
+                "a multicast to blocks that the cluster does not have",
+                Site(issued, pc, int(np.argmax(wrong))),
+                f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks",
+                "set one bit for each rank of the cluster that takes part",
+            )
+        which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
+        copies = issued.some(which)
+        self.targets = m.row_cluster[copies.rows] * size + rank
+        return copies, [values[which] for values in found]
 
     def _start(
         self,
         issued: SingleThreads,
         pc: int,
         box: Boxes,
-        shared: Array,
+        start: tuple[Array, Array],
         to: Array,
         barrier: Array | None,
         reduction: tuple[str, str] | None,
     ) -> None:
-        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
-        block = self.machine.shared_base_of_row[issued.rows]
-        t = BulkTransfer(issued, pc, box, shared + block[:, 0], to + block, reduction)
+        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k).
+
+        ``start`` holds the first offset of each, and its block.
+        """
+        shared, blocks = start
+        base = blocks * self.machine.shared_pitch
+        t = BulkTransfer(issued, pc, box, shared + base, to + base[:, None], blocks, reduction)
         transfers.count(self.machine, t, barrier is not None)
         if barrier is not None:
             self._start_in(t, barrier)
@@ -220,12 +231,16 @@ class BulkCopies:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
         check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
-        t.barriers, _ = m.mbarriers.at(t.issued, np.arange(t.issued.n), barrier, t.pc)
+        every = np.arange(t.issued.n)
+        t.barriers, _ = m.mbarriers.at(t.issued, every, barrier, t.pc, t.blocks)
+        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, t.blocks)
         if m.proxy is not None:
-            columns = np.array(m.mbarriers.columns)[t.barriers]
+            columns = np.array(m.mbarriers.columns)[t.barriers, t.blocks % m.cluster_size]
             t.writes = m.proxy.write(
                 SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
             )
+        if m.shared_races is not None:
+            t.known = m.shared_races.clocks.of(t.issued.rows)
         self._global_order(t, READ)
         self.incoming.append(t)
 
@@ -233,7 +248,7 @@ class BulkCopies:
         """Starts a copy out of shared memory, which reads until its group has been waited for."""
         m, issued = self.machine, t.issued
         t.groups = self.committed[issued.rows, issued.lane]
-        threads = m.row_warp[issued.rows] * 32 + issued.lane
+        threads = m.row_member[issued.rows] * 32 + issued.lane
         for thread in np.unique(threads).tolist():
             chosen = threads == thread
             part = t if chosen.all() else t.part(chosen)
@@ -318,7 +333,7 @@ class BulkCopies:
                 data[~inside] = 0
                 shared[to] = data
             self.incoming.remove(t)
-            blocks = m.row_block[t.issued.rows]
+            blocks = t.blocks
             gone = m.mbarriers.expected[t.barriers, blocks] == 0
             if gone.any():
                 m.fail(
@@ -328,6 +343,8 @@ class BulkCopies:
                     f"a copy of {t.size:,} bytes",
                     "wait for the phase of the copy first",
                 )
+            if t.known is not None:
+                m.mbarriers.late.delivered(t.barriers, blocks, t.known)
             phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
             if m.proxy is not None and t.writes is not None:
                 m.proxy.completed(t.writes, phases + 1)
@@ -353,17 +370,18 @@ class BulkCopies:
         if self.machine.check:
             for t in self.incoming:
                 self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
-            for t in self.outgoing:
+            for t in self.outgoing if "exit_before_bulk_store" not in self.machine.allow else ():
                 row = int(np.argmin(t.waited))
-                self._unfinished(t, row, "out of", "execute cp.async.bulk.wait_group.read first")
+                advice = "execute cp.async.bulk.wait_group.read first"
+                self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))
         for t in self.incoming + self.outgoing:
             self.execute(t)
 
-    def _unfinished(self, t: BulkTransfer, row: int, way: str, way_out: str) -> NoReturn:
+    def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
         self.machine.fail(
             RaceError,
             "a block ends while one of its bulk copies may be in flight",
             Site(t.issued, t.pc, row),
             f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
-            way_out,
+            advice,
         )

@@ -1,7 +1,13 @@
-"""cp.async: copies from global to shared memory, executed when their thread waits for them."""
+"""cp.async: copies from global to shared memory, executed when their thread waits for them.
+
+cp.async.mbarrier.arrive arrives at an mbarrier once all earlier copies of its thread are complete.
+Like bulk copies (`bulk`), such arrivals come as late as possible: when no warp can run, or with an
+order_seed at random times.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +16,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.isa.semantics.memory import load_global
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.memory import ELEMENT, SHIFT
 from flashgen.emulator.state.wave import Wave
 
@@ -26,6 +32,9 @@ class PendingCopy:
         to: offsets into `Wave.shared` (n, 32).
         data: (n, 32).
         group: number of the group of each thread (n, 32).
+        number: of the copy, in the order of issue.
+        clock: of each warp when it first executed cp.async.mbarrier.arrive for this copy (n,), 0
+            if it has not: the copy is complete by then for all that wait for that mbarrier.
     """
 
     rows: Array
@@ -34,6 +43,25 @@ class PendingCopy:
     data: Array
     group: Array
     size: int
+    number: int
+    clock: Array
+
+
+@dataclass(eq=False)
+class PendingArrival:
+    """The arrivals of one execution of cp.async.mbarrier.arrive.
+
+    Attributes:
+        threads: which arrive, (k,); ``barriers``: the mbarrier of each.
+        before: copies with lower numbers must be complete first.
+        known: clocks of the warps of the threads at the time of issue; None without checkers.
+    """
+
+    threads: SingleThreads
+    pc: int
+    barriers: Array
+    before: int
+    known: Array | None
 
 
 class AsyncCopies:
@@ -43,6 +71,8 @@ class AsyncCopies:
         self.machine = machine
         self.committed = np.zeros((len(machine.row_block), 32), np.int32)
         self.flights: list[PendingCopy] = []
+        self.arrivals: list[PendingArrival] = []
+        self.issued = 0
 
     def issue(
         self, cohort: Cohort, to: Any, source: Any, lanes: Any, size: int, read: Any, pc: int
@@ -59,7 +89,11 @@ class AsyncCopies:
             m.shared_races.start_copy(cohort, offset, size, pc, full_lanes)
         data = self._fetch(cohort, source, full_lanes, size, read, pc)
         group = self.committed[cohort.rows]
-        self.flights.append(PendingCopy(cohort.rows, full_lanes, offset, data, group, size))
+        clock = np.zeros(n, np.int64)
+        self.flights.append(
+            PendingCopy(cohort.rows, full_lanes, offset, data, group, size, self.issued, clock)
+        )
+        self.issued += 1
 
     def _fetch(
         self, cohort: Cohort, source: Any, lanes: Array | None, size: int, read: Any, pc: int
@@ -95,9 +129,13 @@ class AsyncCopies:
         limit = np.full(self.committed.shape, -1, np.int32)
         here = self.committed[cohort.rows] - (-1 if left is None else left)
         limit[cohort.rows] = np.where(active(cohort, lanes), here, -1)
+        self._finish(lambda flight: flight.group < limit[flight.rows])
+
+    def _finish(self, which: Callable[[PendingCopy], Array]) -> None:
+        """Completes the copies of the lanes (n, 32) that ``which`` selects."""
         kept = []
         for flight in self.flights:
-            done = flight.group < limit[flight.rows]
+            done = which(flight)
             if flight.lanes is not None:
                 done &= flight.lanes
             if done.all():
@@ -120,4 +158,52 @@ class AsyncCopies:
         m.counters.shared_write_bytes += data.size * flight.size
         m.shared.view[flight.size][index] = data
         if m.shared_races:
-            m.shared_races.finish_copy(flight.rows, flight.to, flight.size, lanes)
+            m.shared_races.finish_copy(flight.rows, flight.to, flight.size, lanes, flight.clock)
+
+    # ---- arrivals at mbarriers
+
+    def arrive(self, cohort: Cohort, address: Any, counted: bool, lanes: Any, pc: int) -> None:
+        """cp.async.mbarrier.arrive; ``counted``: mbarrier.init counts this arrival (.noinc)."""
+        m = self.machine
+        place, lane, numbers, blocks = m.mbarriers.find(cohort, address, lanes, pc)
+        if not len(place):
+            return
+        if not counted:
+            np.add.at(m.mbarriers.pending, (numbers, blocks), 1)
+        known = None
+        if m.shared_races:
+            clocks, rows = m.shared_races.clocks, cohort.rows[np.unique(place)]
+            known = clocks.of(cohort.rows[place])
+            for flight in self.flights:
+                first = np.isin(flight.rows, rows) & (flight.clock == 0)
+                flight.clock[first] = clocks.clock[flight.rows[first]]
+            clocks.tick(rows)
+        threads = SingleThreads(cohort, place, lane)
+        self.arrivals.append(PendingArrival(threads, pc, numbers, self.issued, known))
+
+    def deliver(self) -> bool:
+        """Executes pending arrivals when no cohort can run: all, or with a seed one.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self.arrivals:
+            return False
+        random = self.machine.random
+        for one in list(self.arrivals) if random is None else [random.choice(self.arrivals)]:
+            self._deliver(one)
+        return True
+
+    def at_random(self) -> None:
+        """With a seed, executes a pending arrival with probability 0.1."""
+        random = self.machine.random
+        if random is not None and self.arrivals and random.random() < 0.1:
+            self._deliver(random.choice(self.arrivals))
+
+    def _deliver(self, one: PendingArrival) -> None:
+        self.arrivals.remove(one)
+        m, threads = self.machine, one.threads
+        chosen = np.zeros(self.committed.shape, bool)
+        chosen[threads.rows, threads.lane] = True
+        self._finish(lambda f: chosen[f.rows] & (f.number < one.before))
+        m.mbarriers.arrive_later(threads, one.barriers, one.known, one.pc)

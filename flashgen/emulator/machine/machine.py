@@ -22,6 +22,7 @@ from flashgen.emulator.machine.barriers import Barriers
 from flashgen.emulator.machine.bulk import BulkCopies
 from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
 from flashgen.emulator.machine.copies import AsyncCopies
+from flashgen.emulator.machine.map_bytes import TensorMaps
 from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
@@ -47,6 +48,16 @@ class LaunchConfig:
     step_limit: int
     profile: bool
     sums: str
+    allow: frozenset[str]
+    cluster: tuple[int, int, int]
+
+
+def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> Array:
+    """Numbers of the blocks of each cluster in the order of their ranks, (clusters, blocks)."""
+    sizes = [value for pair in zip(grid[::-1], cluster[::-1], strict=True) for value in pair]
+    z, cz, y, cy, x, cx = sizes
+    blocks = np.arange(math.prod(grid)).reshape(z // cz, cz, y // cy, cy, x // cx, cx)
+    return blocks.transpose(0, 2, 4, 1, 3, 5).reshape(-1, math.prod(cluster))
 
 
 class Machine(Scheduler):
@@ -58,9 +69,12 @@ class Machine(Scheduler):
         program, block = segments.program, config.block
         self.segments, self.program = segments, program
         self.grid, self.block = config.grid, block
-        self.memory, self.maps = arguments.memory, arguments.maps
+        self.cluster_shape = config.cluster
+        self.cluster_size = math.prod(config.cluster)
+        self.memory = arguments.memory
+        self.maps = TensorMaps(self, arguments.maps, arguments.started)
         self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
-        self.check = config.check
+        self.check, self.allow = config.check, config.allow
         self.sums = SumModels(program) if config.sums == "hardware" else None
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
@@ -69,6 +83,7 @@ class Machine(Scheduler):
         self.ticks = 0
         self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
+        self.cluster_warps = self.warps * self.cluster_size
         self.dynamic_bytes = config.shared_bytes
         self.shared_size = program.dynamic_shared + config.shared_bytes
         self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
@@ -79,16 +94,15 @@ class Machine(Scheduler):
     # ---- the grid
 
     def run(self) -> Counters:
-        total = math.prod(self.grid)
-        order = list(range(total))
+        clusters = blocks_by_cluster(self.grid, self.cluster_shape)
+        order = list(range(len(clusters)))
         if self.random:
             self.random.shuffle(order)
         most = min(WARPS_PER_WAVE // self.warps, SHARED_BYTES_PER_WAVE // self.shared_pitch)
-        per_wave = max(1, most)
+        per_wave = max(1, most // self.cluster_size)
         with np.errstate(all="ignore"):
-            for first in range(0, total, per_wave):
-                chosen = order[first : first + per_wave]
-                self.wave(np.array(chosen if self.random else sorted(chosen), np.int64))
+            for first in range(0, len(order), per_wave):
+                self.wave(clusters[order[first : first + per_wave]].reshape(-1))
         return self.counters
 
     def wave(self, blocks: Array) -> None:
@@ -97,10 +111,15 @@ class Machine(Scheduler):
         self.blocks = blocks
         self.row_block = np.repeat(np.arange(count), warps)
         self.row_warp = np.tile(np.arange(warps), count)
+        self.row_cluster = self.row_block // self.cluster_size
+        self.row_member = np.arange(count * warps) % self.cluster_warps
+        self.cluster_ids = blocks[:: self.cluster_size]
         thread = self.row_warp[:, None] * 32 + LANES
         self.alive = thread < self.threads
         self.live_warps = np.full(count, warps)
         self.shared = FlatMemory(count * self.shared_pitch)
+        if "uninitialised_rows" in self.allow:
+            self.shared.bytes[:] = 0xFF
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
@@ -108,7 +127,7 @@ class Machine(Scheduler):
         self.mbarriers = Mbarriers(self, count)
         self.copies = AsyncCopies(self)
         self.bulk = BulkCopies(self)
-        self.shared_races = SharedRaces(self, count) if self.check else None
+        self.shared_races = SharedRaces(self, count // self.cluster_size) if self.check else None
         self.proxy = self.shared_races.proxy if self.shared_races else None
         self.wgmma = Warpgroups(self)
         self.registers = RegisterPool(self)
@@ -146,6 +165,7 @@ class Machine(Scheduler):
     def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
+            self.mbarriers.fence_init(cohort, lanes)
             self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
 
     def fence(self, cohort: Cohort, device: bool) -> None:

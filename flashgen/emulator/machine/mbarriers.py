@@ -14,156 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
-from flashgen.emulator.checks.shadow import MBARRIER
-from flashgen.emulator.errors import MbarrierMisuse, RaceError
-from flashgen.emulator.state.cohort import Cohort, WaitsForPhase, active, spread
-from flashgen.emulator.state.wave import Site, Wave
+from flashgen.emulator.errors import MbarrierMisuse
+from flashgen.emulator.machine.mbarrier_table import BYTES, MOST, MbarrierTable
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, WaitsForPhase, active, spread
+from flashgen.emulator.state.wave import Site
 
 Array = npt.NDArray[Any]
-BYTES = 8
-MOST = (1 << 20) - 1  # limit of arrivals, and of outstanding bytes of either sign
 
 
-class Mbarriers:
-    """The mbarriers of a wave, numbered by address in the same way for all blocks.
-
-    ``expected``, ``pending``, ``tx`` and ``phase`` are (barriers, blocks); a barrier that expects
-    no arrivals is not initialised.
-    """
-
-    def __init__(self, machine: Wave, blocks: int) -> None:
-        self.machine = machine
-        self.addresses: list[int] = []
-        self._number = np.full(machine.shared_pitch // BYTES, -1, np.int64)
-        none = np.zeros((0, blocks), np.int64)
-        self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
-        # Warp of mbarrier.init, and its clock.
-        self.made_by, self.made_at = none.copy(), none.copy()
-        # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
-        self._slots: list[int] = []
-        self.columns: list[int] = []
-
-    # ---- init and inval
-
-    def init(self, cohort: Cohort, address: Any, count: Any, lanes: Any, pc: int) -> None:
-        """mbarrier.init: phase 0 begins, with ``count`` arrivals pending."""
-        m = self.machine
-        place, lane, at = self._lanes(cohort, address, lanes, pc)
-        counts = spread(count, cohort.n)[place, lane].astype(np.int64)
-        numbers = self._add(at)
-        rows = cohort.rows[place]
-        blocks = m.row_block[rows]
-        if m.shared_races:
-            where = spread(address + m.shared_base(cohort), cohort.n)
-            m.shared_races.write(cohort, where, BYTES, pc, lanes)
-            m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
-            self.made_by[numbers, blocks] = m.row_warp[rows]
-            self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
-        alive = self.expected[numbers, blocks] > 0
-        if alive.any():
-            which = int(np.argmax(alive))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier is initialised a second time",
-                Site(cohort, pc, int(place[which])),
-                self.state(int(numbers[which]), int(blocks[which])),
-                "initialise it once, or execute mbarrier.inval first",
-            )
-        bad = (counts < 1) | (counts > MOST)
-        if bad.any():
-            which = int(np.argmax(bad))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier with an impossible number of arrivals",
-                Site(cohort, pc, int(place[which])),
-                f"count {int(counts[which])}; it can be 1 to {MOST:,}",
-                "count the arrivals of one phase",
-            )
-        self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
-        self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
-
-    def _add(self, addresses: Array) -> Array:
-        """Numbers of the barriers at the given addresses; unknown addresses get a new number."""
-        for address in np.unique(addresses).tolist():
-            if self._number[address // BYTES] >= 0:
-                continue
-            self._number[address // BYTES] = len(self.addresses)
-            self.addresses.append(address)
-            for name in ("expected", "pending", "tx", "phase", "made_by", "made_at"):
-                setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
-            races = self.machine.shared_races
-            if races is not None and races.proxy is not None:
-                self._slots.append(races.clocks.new_slots(2))
-                name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
-                self.columns.append(races.proxy.agent("mbarrier", address, name))
-        found: Array = self._number[addresses // BYTES]
-        return found
-
-    def inval(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> None:
-        """mbarrier.inval: its memory becomes ordinary memory."""
-        m = self.machine
-        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
-        self.expected[numbers, blocks] = 0
-        if m.shared_races:
-            where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
-            m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
-
-    def _lanes(
-        self, cohort: Cohort, address: Any, lanes: Any, pc: int
-    ) -> tuple[Array, Array, Array]:
-        """(row of the cohort, lane, address) of every active lane, in order."""
-        m = self.machine
-        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
-        place, lane = np.nonzero(active(cohort, lanes))
-        return place, lane, spread(address, cohort.n)[place, lane]
-
-    def find(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> tuple[Array, ...]:
-        """(row of the cohort, lane, barrier, block) of every active lane, in order.
-
-        Raises:
-            OutOfBounds, Misaligned: the address is invalid for an mbarrier.
-            MbarrierMisuse: no mbarrier has been initialised there.
-            RaceError: its initialisation is not ordered before.
-        """
-        place, lane, where = self._lanes(cohort, address, lanes, pc)
-        return place, lane, *self.at(cohort, place, where, pc)
-
-    def at(self, cohort: Cohort, place: Array, address: Array, pc: int) -> tuple[Array, Array]:
-        """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds."""
-        m = self.machine
-        numbers = self._number[address // BYTES]
-        blocks = m.row_block[cohort.rows[place]]
-        missing = numbers < 0
-        if not missing.any():
-            missing = self.expected[numbers, blocks] == 0
-        if missing.any():
-            which = int(np.argmax(missing))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier that is not initialised",
-                Site(cohort, pc, int(place[which])),
-                f"shared offset {int(address[which])}; initialised ones: "
-                + (", ".join(map(str, self.addresses)) or "none"),
-                "execute mbarrier.init, and then a barrier that all its users pass",
-            )
-        if m.shared_races is None:
-            return numbers, blocks
-        rows = cohort.rows[place]
-        warps, maker = m.row_warp[rows], self.made_by[numbers, blocks]
-        seen = m.shared_races.clocks.seen[blocks, warps, maker]
-        early = (maker != warps) & (seen < self.made_at[numbers, blocks])
-        if early.any():
-            which = int(np.argmax(early))
-            m.fail(
-                RaceError,
-                "race in shared memory: an mbarrier is used, and its initialisation is not ordered "
-                "before",
-                Site(cohort, pc, int(place[which])),
-                f"shared offset {self.addresses[int(numbers[which])]}; warp "
-                f"{int(maker[which])} initialises it",
-                "pass a barrier of the block between mbarrier.init and its first use",
-            )
-        return numbers, blocks
+class Mbarriers(MbarrierTable):
+    """Arrivals at mbarriers, deliveries of bytes, and waits."""
 
     # ---- arrivals and bytes
 
@@ -185,7 +45,8 @@ class Mbarriers:
                 ``count`` arrivals fewer; "noComplete": the phase must not complete.
 
         Returns:
-            The state of each lane, (n, 32): the phase that it arrived at.
+            The state of each lane, (n, 32): the phase that it arrived at, and in the upper 32
+            bits the arrivals that were pending before.
         """
         m = self.machine
         release, drop = "relaxed" not in modifiers, "drop" in modifiers
@@ -193,29 +54,20 @@ class Mbarriers:
         counts = spread(count, cohort.n)[place, lane].astype(np.int64)
         rows = cohort.rows[place]
         tx = None if expects is None else spread(expects, cohort.n)[place, lane]
-        phases = np.empty(len(place), np.int64)
+        if m.shared_races and release:
+            m.shared_races.release_lanes(cohort, lanes)
+        states = np.empty(len(place), np.int64)
         # Together if no phase can complete in between.
         at, total = self._totals(numbers, blocks, counts)
         together = not drop and bool((total <= self.pending[at]).all())
         for step in _steps(together, len(place)):
             k, b = numbers[step], blocks[step]
-            phases[step] = self.phase[k, b]
+            states[step] = self.phase[k, b] | self.pending[k, b] << 32
             if tx is not None:
                 self._expect(cohort, k, b, tx[step].astype(np.int64), place[step], pc)
             if m.shared_races and release:
-                pairs = np.unique(rows[step] * (1 << 20) + k)
-                slots = np.array(self._slots)[pairs & MOST]
-                m.shared_races.clocks.publish(pairs >> 20, slots)
-            late = self.pending[k, b] < counts[step]
-            if late.any():
-                which = int(np.argmax(late))
-                m.fail(
-                    MbarrierMisuse,
-                    "more arrivals at an mbarrier than it expects",
-                    Site(cohort, pc, int(place[step][which])),
-                    self.state(int(k[which]), int(b[which])),
-                    "arrive as often as mbarrier.init counts, and wait before the next phase",
-                )
+                m.shared_races.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
+            self._demand_room(cohort, k, b, place[step], self.pending[k, b] < counts[step], pc)
             np.subtract.at(self.pending, (k, b), counts[step])
             if drop:
                 self.expected[k, b] -= counts[step]
@@ -229,8 +81,33 @@ class Mbarriers:
                 )
             self._complete(k, b)
         state = np.zeros((cohort.n, 32), np.uint64)
-        state[place, lane] = phases
+        state[place, lane] = states
         return state
+
+    def arrive_later(self, threads: SingleThreads, k: Array, known: Array | None, pc: int) -> None:
+        """Single arrivals of threads (n,) that cp.async.mbarrier.arrive requested earlier.
+
+        Args:
+            known: their clocks at that time; None without checkers.
+        """
+        m = self.machine
+        b = m.row_block[threads.rows]
+        if m.shared_races and known is not None:
+            m.shared_races.clocks.publish_known(threads.rows, self.slots(k, b), known)
+        np.subtract.at(self.pending, (k, b), 1)
+        self._demand_room(threads, k, b, np.arange(len(k)), self.pending[k, b] < 0, pc)
+        self._complete(k, b)
+
+    def complete_store(self, cohort: Cohort, address: Any, size: int, lanes: Any, pc: int) -> None:
+        """complete_tx of the ``size`` bytes that each lane has stored by st.async."""
+        m = self.machine
+        place, _, numbers, blocks = self.find(cohort, address, lanes, pc)
+        if not len(place):
+            return
+        rows = cohort.rows[place]
+        if m.shared_races:
+            m.shared_races.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
+        self.deliver(numbers, blocks, size)
 
     def expect(self, cohort: Cohort, address: Any, size: Any, lanes: Any, pc: int) -> None:
         """mbarrier.expect_tx without an arrival; a negative size completes (complete_tx)."""
@@ -270,6 +147,21 @@ class Mbarriers:
             self._complete(k, b)
         return phases
 
+    def _demand_room(
+        self, cohort: Cohort, k: Array, b: Array, place: Array, late: Array, pc: int
+    ) -> None:
+        """Fails for the first arrival that its mbarrier does not expect, if there is one."""
+        if not late.any():
+            return
+        which = int(np.argmax(late))
+        self.machine.fail(
+            MbarrierMisuse,
+            "more arrivals at an mbarrier than it expects",
+            Site(cohort, pc, int(place[which])),
+            self.state(int(k[which]), int(b[which])),
+            "arrive as often as mbarrier.init counts, and wait before the next phase",
+        )
+
     def _totals(
         self, numbers: Array, blocks: Array, amounts: Array
     ) -> tuple[tuple[Array, Array], Array]:
@@ -288,12 +180,14 @@ class Mbarriers:
         self.phase[k, b] += 1
         self.pending[k, b] = self.expected[k, b]
         if m.shared_races:
-            published, slots = m.shared_races.clocks.published, np.array(self._slots)[k]
-            columns = np.array(self.columns)[k]
+            published, slots = m.shared_races.clocks.published, self.slots(k, b)
+            group, rank = np.divmod(b, m.cluster_size)
+            self.late.check(k, b, published[group, slots])
+            columns = np.array(self.columns)[k, rank]
             # Clocks of earlier phases remain: a completed phase implies the earlier ones.
-            published[b, slots + 1] = published[b, slots]
+            published[group, slots + 1] = published[group, slots]
             # Copies of this phase are complete: the time of their agent is the number of phases.
-            published[b, slots + 1, columns] = self.phase[k, b]
+            published[group, slots + 1, columns] = self.phase[k, b]
         ended = np.zeros(self.tx.shape, bool)
         ended[k, b] = True
         for c in m.cohorts:
@@ -335,13 +229,15 @@ class Mbarriers:
         numbers = np.zeros((cohort.n, width), np.int64)
         numbers[place, lane] = self.at(cohort, place, here, pc)[0]
         now = self.phase[numbers, m.row_block[cohort.rows][:, None]]
-        wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64)
+        wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
         done: Array = (
             np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
         )
         # A warp continues if the phase of any of its lanes has completed; the others get false.
         stuck: Array = np.asarray(waiting_lanes.any(axis=1) & ~done.any(axis=1))
-        if blocks and stuck.any():
+        # On a GPU a try_wait may time out; with an order_seed some do.
+        gives_up = m.random is not None and m.random.random() < 0.25
+        if blocks and stuck.any() and not gives_up:
             waiting = cohort if stuck.all() else m.split(cohort, ~stuck, pc, pc)[1]
             waiting.waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
             return None
@@ -349,36 +245,16 @@ class Mbarriers:
             cohort.polls = True
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
-            slots = np.array(self._slots)[pairs & MOST] + 1
+            slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
             m.shared_races.clocks.acquire(pairs >> 20, slots)
+            self.late.note(pairs & MOST, pairs >> 20, pc)
         return done
 
-    # ---- messages
 
-    def state(self, number: int, block: int) -> str:
-        """Describes the state of an mbarrier."""
-        return (
-            f"mbarrier at shared offset {self.addresses[number]}, phase "
-            f"{int(self.phase[number, block])}: {int(self.pending[number, block])} of "
-            f"{int(self.expected[number, block])} arrivals pending, "
-            f"{int(self.tx[number, block])} bytes outstanding"
-        )
-
-    def describe(self, c: Cohort) -> list[str]:
-        """What a waiting cohort waits for: one line per barrier and block."""
-        m, waits = self.machine, c.waits
-        place, lane = np.nonzero(waits.lanes)
-        numbers = waits.barriers[place, lane]
-        blocks = m.row_block[c.rows[place]]
-        lines = []
-        for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
-            rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
-            warps = ", ".join(map(str, m.row_warp[rows]))
-            lines.append(
-                f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
-            )
-        return lines
+def _distinct(rows: Array, slots: Array) -> tuple[Array, Array]:
+    """The distinct pairs of a row and a slot."""
+    pairs = np.unique(rows << 32 | slots)
+    return pairs >> 32, pairs & 0xFFFFFFFF
 
 
 def _steps(together: bool, count: int) -> list[slice]:

@@ -1,9 +1,9 @@
 """setmaxnreg: the number of registers that each warp holds.
 
-Every warp starts with the number of registers per thread for which the kernel was compiled, which
-follows from its launch bounds. setmaxnreg.dec returns registers to a pool of the block, and
-setmaxnreg.inc waits until the pool has enough. Without launch bounds the number is unknown (the
-assembler ignores setmaxnreg then), and every request is granted.
+Every warp starts with the number of registers per thread for which the kernel was compiled, see
+`registers_at_entry`; they are allocated in units of eight. setmaxnreg.dec returns registers to a
+pool of the block, and setmaxnreg.inc waits until the pool has enough. Without launch bounds the
+number is unknown (the assembler ignores setmaxnreg then), and every request is granted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.state.cohort import Cohort, WaitsForRegisters
 from flashgen.emulator.state.wave import Site, Wave
@@ -21,7 +22,8 @@ from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
 REGISTER_FILE = 65536  # 32-bit registers per SM
-_MOST = 256  # registers per thread
+_MOST = 255  # registers per thread that instructions can name
+_UNIT = 8  # registers per thread are allocated in multiples of this number
 
 
 class RegisterPool:
@@ -30,7 +32,8 @@ class RegisterPool:
     def __init__(self, machine: Wave) -> None:
         self.machine = machine
         self.at_entry = registers_at_entry(machine.program)
-        self.held = np.full(len(machine.row_block), self.at_entry)  # per thread, by warp
+        allocated = -(-self.at_entry // _UNIT) * _UNIT
+        self.held = np.full(len(machine.row_block), allocated)  # per thread, by warp
         self.free = np.zeros(len(machine.blocks), np.int64)  # registers per lane, summed over warps
 
     def change(self, cohort: Cohort, count: int, grow: bool, pc: int) -> None:
@@ -47,7 +50,7 @@ class RegisterPool:
                 f"setmaxnreg.{'inc lowers' if grow else 'dec raises'} the number of registers",
                 Site(cohort, pc, int(np.argmax(wrong))),
                 f"{held[wrong][0]} per thread now, {count} requested; at the start "
-                f"{self.at_entry}, by the launch bounds",
+                f"{self.at_entry}, by the launch bounds and the largest setmaxnreg",
                 "use the other form of setmaxnreg, or change the launch bounds",
             )
         served = np.zeros(cohort.n, bool)
@@ -85,12 +88,17 @@ class RegisterPool:
 def registers_at_entry(program: PtxProgram) -> int:
     """Registers per thread that a kernel with setmaxnreg starts with; 0 if unknown.
 
-    ptxas assigns such a kernel all registers that its launch bounds allow.
+    The assembler assigns such a kernel as many registers as its launch bounds allow, but not more
+    than its largest setmaxnreg, and at most 255: ptxas -v prints this number.
     """
     if program.directives.get(".maxnreg"):
-        return int(program.directives[".maxnreg"][0])
-    if not program.max_threads:
+        allowed = int(program.directives[".maxnreg"][0])
+    elif program.max_threads:
+        blocks = program.directives.get(".minnctapersm", (1,))[0] or 1
+        warps = -(-math.prod(program.max_threads) // 32)
+        allowed = REGISTER_FILE // (32 * warps * blocks) // _UNIT * _UNIT
+    else:
         return 0
-    blocks = program.directives.get(".minnctapersm", (1,))[0] or 1
-    warps = -(-math.prod(program.max_threads) // 32)
-    return min(_MOST, REGISTER_FILE // (32 * warps * blocks) // 8 * 8)
+    changes = (ins.operands[0] for ins in program.code if ins.op == "setmaxnreg")
+    wanted = max((as_immediate(operand) or 0 for operand in changes), default=_MOST)
+    return min(allowed, wanted, _MOST)

@@ -58,11 +58,12 @@ class Scheduler(Reports):
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all cohorts at the same instruction."""
         while not (runnable := [c for c in self.cohorts if c.waits is None]):
-            if not self.bulk.deliver():
+            if not (self.bulk.deliver() | self.copies.deliver()):
                 self._report_deadlock()
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
             self.bulk.at_random()
+            self.copies.at_random()
         if self.random:
             chosen = self.random.choice(runnable)
             if self.random.random() < 0.5:
@@ -95,6 +96,7 @@ class Scheduler(Reports):
             c.polls = False
         if not busy:
             self.bulk.deliver()
+            self.copies.deliver()
         return busy or runnable
 
     def branch(self, cohort: Cohort, taken: Any, target: int, after: int) -> None:
@@ -201,8 +203,11 @@ class Scheduler(Reports):
             if isinstance(c.waits, WaitsForWarp):
                 c.waits = None
         self.barriers.after_exit(np.unique(blocks))
+        if self.cluster_size > 1 and self.shared_races:
+            ended = np.unique(blocks)
+            self.shared_races.block_exits(ended[self.live_warps[ended] == 0])
         if self.cluster.used:
-            self.cluster.check(np.unique(blocks))
+            self.cluster.check(np.unique(blocks // self.cluster_size))
 
     def wait_for_warp(self, cohort: Cohort, members: Any, pc: int) -> bool:
         """Whether a warp-wide instruction must wait for lanes at other instructions."""

@@ -71,8 +71,8 @@ class TensorMap:
         self.spec.check_address(start - before)
         end = np.lib.array_utils.byte_bounds(array)[1]
         self.bytes = end - start
-        self.checks_boxes = bool(before) or self.spec.wraps_around
-        if not self.checks_boxes and self.spec.span_bytes > self.bytes:
+        whole = not before and not self.spec.wraps_around
+        if whole and self.spec.span_bytes > self.bytes:
             raise LaunchArguments(
                 "a tensor map extends beyond its array",
                 where="flashgen.emulator.TensorMap",

@@ -11,12 +11,13 @@ import numpy.typing as npt
 from flashgen.emulator.checks.bounds import check_aligned, check_writable
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
-from flashgen.emulator.machine.tma import CHUNK_BYTES, WIDEST_BYTES, Boxes, TensorMap, lowest_bit
+from flashgen.emulator.machine.map_bytes import PlacedMap
+from flashgen.emulator.machine.tma import CHUNK_BYTES, WIDEST_BYTES, Boxes, boxes, lowest_bit
 from flashgen.emulator.state.cohort import SingleThreads
-from flashgen.emulator.state.memory import PARAM_WINDOW
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
+_TENSOR_ALIGN = 128
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
 _TYPES = {
     "add": ("f16", "bf16", "f32", "f64", "u32", "s32", "u64"),
@@ -37,9 +38,10 @@ class BulkTransfer:
     Attributes:
         box: their bytes in global memory, as offsets into `GlobalMemory.flat`.
         start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
+        blocks: the block of the wave in whose shared memory each box lies, (n,).
         reduction: operation and type.
         barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
-            asynchronous writes.
+            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns).
         groups: number of the group (n,) of copies out of shared memory; ``column``, ``time``: the
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
@@ -49,9 +51,11 @@ class BulkTransfer:
     box: Boxes
     start: Array
     shared_offsets: Array
+    blocks: Array
     reduction: tuple[str, str] | None
     barriers: Array | None = None
     writes: Array | None = None
+    known: Array | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     column: int = 0
     time: int = 0
@@ -75,6 +79,7 @@ class BulkTransfer:
             ),
             start=self.start[which],
             shared_offsets=self.shared_offsets[which],
+            blocks=self.blocks[which],
             groups=self.groups[which],
         )
 
@@ -105,19 +110,35 @@ def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
     return some, np.where(inside, offsets, first[:, None])
 
 
-def map_at(m: Wave, site: Site, address: int) -> tuple[TensorMap, int]:
-    """The tensor map at an address, and the device address of its tensor."""
-    found = m.maps.get(address - PARAM_WINDOW)
-    if found is None:
-        known = [f"{PARAM_WINDOW + at:#x}" for at in m.maps]
+def boxes_at(
+    m: Wave, site: Site, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
+) -> Boxes:
+    """The boxes of a tensor, checked, as offsets into `GlobalMemory.flat`."""
+    spec, base = tensor.spec, tensor.base
+    if spec.swizzle and spec.inner_bytes < spec.swizzle:
         m.fail(
             LaunchArguments,
-            "no tensor map lies at this address",
+            "a box narrower than the span of its swizzle, for which PTX documents no layout",
             site,
-            f"address {address:#x}; maps among the parameters: {', '.join(known) or 'none'}",
-            "pass an emulator.TensorMap as a __grid_constant__ parameter and use its address",
+            f"{spec.inner_bytes} bytes, span {spec.swizzle}",
+            "pass a map and operands that fit the instruction",
         )
-    return found
+    if tensor.before and load:
+        m.fail(
+            OutOfBounds,
+            "a load by a tensor map that begins before its array",
+            site,
+            f"{tensor.before:,} B before it",
+            "begin the map at the array: addresses of 64 bits may wrap around",
+        )
+    first = base - tensor.before
+    box = boxes(spec, first, coordinates)
+    check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
+    if tensor.before or spec.wraps_around:
+        _check_box(m, site, box, tensor.before, tensor.bytes)
+    m.memory.touched = [m.memory.find(base)]
+    shift = first - m.memory.base
+    return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
 def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
@@ -134,7 +155,7 @@ def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
     check_aligned(m, site.cohort, at[:, None], None, align, site.pc, "shared")
 
 
-def check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
+def _check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
     """Checks that boxes lie in the bytes of an array that begins ``before`` bytes after the map."""
     at = box.offsets - before
     bad = (at < 0) | (at + box.unit > size)

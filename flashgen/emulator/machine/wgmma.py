@@ -71,6 +71,8 @@ class Warpgroups:
             pc: the instruction.
         """
         groups = self.numbers(cohort)
+        if self.machine.shared_races is not None:
+            self.machine.mbarriers.late.wgmma(cohort.rows)
         left = a if form.fragments else self._operand(cohort, groups, a, form, 0, pc)
         right = self._operand(cohort, groups, b, form, 1, pc)
         some = self._alike(cohort, adds, "scale-d", pc)
@@ -160,7 +162,10 @@ class Warpgroups:
         if m.recorder is not None:
             m.recorder.operand(size, pc)
         if m.proxy is not None:
-            self._read(cohort, groups, chunks, pc)
+            quarters = [chunks]
+            if which == 0 and "wgmma_rows_syncwarp" in m.allow:
+                quarters = _rows_of_warps(chunks, mn_major)
+            self._read(cohort, groups, quarters, pc)
         return operand
 
     def _decode(
@@ -199,18 +204,25 @@ class Warpgroups:
         numbers = f"{word:#018x}: start {start}, {layout}; {wrong}"
         self.machine.fail(kind, what, site, numbers, way_out)
 
-    def _read(self, cohort: Cohort, groups: Array, chunks: Array, pc: int) -> None:
-        """The chunks (g, k) are read from now on."""
+    def _read(self, cohort: Cohort, groups: Array, parts: list[Array], pc: int) -> None:
+        """The chunks (g, k) of an operand are read from now on.
+
+        They are given as one part, which all warps read, or in four parts, one for each warp.
+        """
         m = self.machine
         assert m.proxy is not None
-        block, member = np.divmod(groups, self.per_block)
-        where = chunks * CHUNK_BYTES + (block * m.shared_pitch)[:, None]
+        block = groups // self.per_block
+        member = groups % (self.per_block * m.cluster_size)
+        base = (block * m.shared_pitch)[:, None]
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member).tolist():
             here = np.flatnonzero(member == number)
             column = m.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
-            access = SharedAccess(cohort, rows[here], where[here], CHUNK_BYTES, pc, 4 * here)
-            self.newest[groups[here]] = m.proxy.read(access, column)
+            for warp, chunks in enumerate(parts):
+                where = (chunks * CHUNK_BYTES + base)[here]
+                members = rows[here] if len(parts) == 1 else rows[here][:, warp : warp + 1]
+                access = SharedAccess(cohort, members, where, CHUNK_BYTES, pc, 4 * here)
+                self.newest[groups[here]] = m.proxy.read(access, column)
 
     # ---- groups
 
@@ -279,12 +291,22 @@ class Warpgroups:
         if m.proxy is None:
             return
         times = self.times[groups, (limit - 1) % KEPT_GROUPS]
-        member = groups % self.per_block
+        member = groups % (self.per_block * m.cluster_size)
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member[limit > 0]).tolist():
             here = (member == number) & (limit > 0)
             column = m.proxy.agent("warpgroup", number)
             m.proxy.clocks.order_after(rows[here].reshape(-1), column, np.repeat(times[here], 4))
+
+
+def _rows_of_warps(chunks: Array, mn_major: bool) -> list[Array]:
+    """The chunks (g, k) of A that each of the four warps reads: 16 rows."""
+    count = len(chunks)
+    if mn_major:
+        tile = chunks.reshape(count, -1, ROWS // 8)
+        return [tile[:, :, 2 * w : 2 * w + 2].reshape(count, -1) for w in range(4)]
+    tile = chunks.reshape(count, ROWS, -1)
+    return [tile[:, 16 * w : 16 * w + 16].reshape(count, -1) for w in range(4)]
 
 
 def _placed(old: Any, groups: Array, numbers: Array, value: Array) -> Array:

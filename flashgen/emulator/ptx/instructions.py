@@ -30,6 +30,7 @@ _NO_RESULT = frozenset(
         "pmevent",
         "stmatrix",
         "setmaxnreg",
+        "tensormap",
     ]
 )
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "brkpt"))
@@ -43,6 +44,7 @@ WARP_WIDE = frozenset(
         "ldmatrix",
         "stmatrix",
         "mma",
+        "wmma",
         "movmatrix",
         "elect",
         "wgmma",
@@ -51,7 +53,14 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
-_MBARRIER_RESULTS = frozenset(("arrive", "arrive_drop", "test_wait", "try_wait"))
+_EXCHANGES = frozenset(("shfl", "vote", "match", "redux"))
+_SYNCHRONISE = _EXCHANGES | {"elect", "wgmma", "setmaxnreg"}
+_ACCESSES = frozenset(
+    ("ld", "ldu", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wmma", "mbarrier")
+)
+_MBARRIER_RESULTS = frozenset(
+    ("arrive", "arrive_drop", "test_wait", "try_wait", "pending_count"),
+)
 
 
 def has_result(ins: Instruction) -> bool:
@@ -59,6 +68,8 @@ def has_result(ins: Instruction) -> bool:
         return "red" in ins.mods
     if ins.op == "wgmma":
         return accumulates(ins)
+    if ins.op == "wmma":
+        return "store" not in ins.mods
     if ins.op == "mbarrier":
         return bool(_MBARRIER_RESULTS.intersection(ins.mods))
     return ins.op not in _NO_RESULT
@@ -80,11 +91,25 @@ def may_block(ins: Instruction) -> bool:
 
 def is_asynchronous(ins: Instruction) -> bool:
     """Whether it uses the asynchronous proxy, or waits for an operation that does."""
-    return ins.op in ("mbarrier", "wgmma") or "bulk" in ins.mods
+    return ins.op in ("mbarrier", "wgmma") or bool(
+        {"bulk", "mbarrier", "mbarrier::complete_tx::bytes"}.intersection(ins.mods)
+    )
+
+
+def synchronises_lanes(ins: Instruction) -> bool:
+    """Whether it orders the accesses of the lanes of a warp that execute it, barriers apart."""
+    if ins.op in ("bar", "barrier"):
+        return "warp" in ins.mods
+    return ins.op in _SYNCHRONISE and (ins.op not in _EXCHANGES or "sync" in ins.mods)
+
+
+def may_access_shared(ins: Instruction) -> bool:
+    """Whether lanes may access shared memory in it."""
+    return ins.op in _ACCESSES and not {"global", "local", "param", "const"}.intersection(ins.mods)
 
 
 def is_warp_wide(ins: Instruction) -> bool:
-    if ins.op in WARP_WIDE:
+    if ins.op in WARP_WIDE or (ins.op == "tensormap" and "cp_fenceproxy" in ins.mods):
         return True
     return ins.op in ("bar", "barrier") and "warp" in ins.mods
 

@@ -36,7 +36,7 @@ _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
 _SPECIAL = re.compile(
     r"%(tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock_hi|clock64"
     r"|globaltimer|globaltimer_lo|globaltimer_hi|lanemask_(?:eq|lt|le|gt|ge)|dynamic_smem_size"
-    r"|total_smem_size|aggr_smem_size|cluster\w*|is_explicit_cluster|envreg\d+|pm\d+\w*)"
+    r"|total_smem_size|aggr_smem_size|n?cluster\w*|is_explicit_cluster|envreg\d+|pm\d+\w*)"
     r"(?:\.[xyzw])?$"
 )
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')

@@ -20,6 +20,7 @@ from flashgen.emulator.ptx.instructions import (
     is_asynchronous,
     is_barrier,
     is_warp_wide,
+    may_access_shared,
     may_block,
     registers_in,
 )
@@ -152,6 +153,11 @@ class PtxProgram:
         fences = False
         for pc, ins in enumerate(self.code):
             fences |= ins.op in ("membar", "fence")
+            if ins.op == "wmma" and "mma" not in ins.mods:
+                element = TYPE_BYTES[ins.mods[-1]]
+                shared, device = min(shared, element), min(device, element)
+            if ins.op == "tensormap":
+                shared, device = min(shared, 4), min(device, 4)
             if ins.op not in ("ld", "st", "atom", "red", "cp"):
                 continue
             kinds = [m for m in ins.mods if m in TYPE_BYTES]
@@ -182,6 +188,7 @@ class PtxProgram:
         if any(ins.op == "mbarrier" for ins in self.code):
             shared = min(shared, 8)
         self.shared_vector, self.global_vector = shared, device
+        self.uses_shared = any(may_access_shared(ins) for ins in self.code)
         self.synchronises = fences and bool(self.strong)
 
     # ---- control flow and liveness

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from flashgen.emulator.machine.bulk import BulkCopies
     from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
     from flashgen.emulator.machine.copies import AsyncCopies
+    from flashgen.emulator.machine.map_bytes import TensorMaps
     from flashgen.emulator.machine.mbarriers import Mbarriers
     from flashgen.emulator.machine.register_pool import RegisterPool
-    from flashgen.emulator.machine.tma import TensorMap
     from flashgen.emulator.machine.wgmma import Warpgroups
 
 Array = npt.NDArray[Any]
@@ -52,13 +52,19 @@ class Wave:
     warp ``row_warp[r]`` of that block.
 
     Attributes:
-        maps: by the byte offset of a parameter: its tensor map and the tensor's device address.
+        maps: the tensor maps of the launch.
         warps: warps per block; ``threads``: threads per block.
         shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
             ``shared``, which holds the shared memory of all blocks of the wave.
         blocks: number of each block of the wave in the grid.
+        cluster_shape: sizes of a cluster of blocks; ``cluster_size``: their product. The blocks of
+            a cluster follow each other in the wave, in the order of their ranks.
+        row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
+            ``cluster_warps``: warps per cluster.
+        cluster_ids: number in the grid of the first block of each cluster of the wave.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
+        allow: names of `forgiven.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
         sums: how tensor cores add; None if their sums are rounded once.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
@@ -68,8 +74,11 @@ class Wave:
     program: PtxProgram
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster_shape: tuple[int, int, int]
+    cluster_size: int
+    cluster_warps: int
     memory: GlobalMemory
-    maps: dict[int, tuple[TensorMap, int]]
+    maps: TensorMaps
     parameters: Array
     random: random.Random | None
     step_limit: int
@@ -81,6 +90,7 @@ class Wave:
     shared_pitch: int
     check: bool
     sums: SumModels | None
+    allow: frozenset[str]
     counters: Counters
     recorder: Recorder | None
     global_races: GlobalRaces | None
@@ -88,6 +98,9 @@ class Wave:
     blocks: Array
     row_block: Array
     row_warp: Array
+    row_cluster: Array
+    row_member: Array
+    cluster_ids: Array
     alive: Array
     live_warps: Array
     shared: FlatMemory
@@ -143,6 +156,11 @@ class Wave:
         if lane is not None:
             at += f", lane {lane}"
         return f"{at}, {program.describe(pc)}"
+
+    def member_name(self, member: int) -> str:
+        """A warp of a cluster for messages, by its number in the cluster."""
+        rank, warp = divmod(member, self.warps)
+        return f"warp {warp}" + (f" of rank {rank}" if self.cluster_size > 1 else "")
 
     def warps_text(self, rows: Array) -> str:
         """Warps of the wave for messages: the warps of the first block by number."""

@@ -78,21 +78,22 @@ def cluster_barrier(g: Generator) -> None:
 
 @emits("mapa")
 def map_address(g: Generator, ins: Instruction) -> None:
-    """mapa: the address in another block of the cluster, which has rank 0 only."""
-    g.mods.take("shared::cluster")
-    kind = g.mods.type()
+    """mapa: the address in another block of the cluster."""
+    shared = bool(g.mods.take("shared::cluster"))
+    dtype = DTYPE[g.mods.type()]
     to, source, rank = ins.operands
-    value, number = g.read(source, DTYPE[kind]), g.read(rank, "u4")
+    value, number = g.read(source, dtype), g.read(rank, "u4")
     g.require_defined()
-    g.emit(f"require_rank(E, C, {number}, {g.lanes()}, {g.pc})")
-    g.write(to, value, DTYPE[kind])
+    if shared != (dtype == "u4"):
+        raise g.unknown("this width of an address")
+    g.write(to, f"map_rank(E, C, {value}, {number}, {g.lanes()}, {g.pc})", dtype)
 
 
 @emits("getctarank")
 def rank_of_address(g: Generator, ins: Instruction) -> None:
     g.mods.take("shared::cluster")
-    g.mods.type()
-    g.write(ins.operands[0], g.literal(0, "u4"), "u4")
+    dtype = DTYPE[g.mods.type()]
+    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")
 
 
 # ---- mbarriers
@@ -110,6 +111,12 @@ def place_of(g: Generator, operand: Operand) -> str:
 @emits("mbarrier")
 def mbarrier(g: Generator, ins: Instruction) -> None:
     mods = g.mods
+    if mods.take("pending_count"):
+        if not mods.take("b64"):
+            raise g.unknown()
+        state = g.read(ins.operands[1], "u8")
+        g.write(ins.operands[0], f"({state} >> {g.literal(32, 'u8')}).astype(u4)", "u4")
+        return
     action = mods.take(*_MBARRIER_ACTIONS) or mods.take(*_BYTES)
     if not action or not mods.take("b64"):
         raise g.unknown()

@@ -14,11 +14,24 @@ _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # The comparisons that a NaN makes true, and the opposites that it makes false.
 _UNORDERED = {"equ": "ne", "neu": "eq", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
+_ONES = {"f16": 0x3C00, "bf16": 0x3F80}  # the bits of 1.0
 _COMPARISONS = (*_UNORDERED, "num", "nan", *_ORDERED, *_UNSIGNED)
 
 
-def compare_halves(g: Generator, word: str, kind: str, x: str, y: str) -> str:
-    return f"half_compare({x}, {y}, {kind!r}, lambda x, y: {compared(g, word, 'f4', 'x', 'y')})"
+def compare_halves(g: Generator, word: str, kind: str, x: str, y: str, ftz: bool) -> str:
+    compare = f"lambda x, y: {compared(g, word, 'f4', 'x', 'y')}"
+    return f"half_compare({x}, {y}, {kind!r}, {compare}, {ftz})"
+
+
+def compare_pairs(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> list[str]:
+    """The comparisons of the low and of the high halves of two pairs, as locals."""
+    ftz = bool(g.mods.take("ftz"))
+    x, y = (g.let(g.read(o, "u4")) for o in (a, b))
+    found = []
+    for shift in (0, 16):
+        low, high = (f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (x, y))
+        found.append(g.let(compare_halves(g, word, kind, low, high, ftz)))
+    return found
 
 
 def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
@@ -30,7 +43,7 @@ def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> st
     ftz = bool(g.mods.take("ftz"))
     dtype = DTYPE[kind]
     if kind in ("f16", "bf16"):
-        return compare_halves(g, word, kind, g.read(a, "u2"), g.read(b, "u2"))
+        return compare_halves(g, word, kind, g.read(a, "u2"), g.read(b, "u2"), ftz)
     x, y = g.read(a, dtype), g.read(b, dtype)
     if ftz and dtype == "f4":
         x = x if isinstance(a, Imm) else f"flush({x})"
@@ -84,15 +97,10 @@ def set_predicate(g: Generator, ins: Instruction) -> None:
 def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> None:
     """Compares two pairs; the low halves set the first predicate, the high halves the second."""
     combine = g.mods.take(*_LOGIC)
-    if g.mods.take("ftz"):
-        raise g.unknown("flushing")
-    a, b = (g.let(g.read(o, "u4")) for o in ins.operands[1:3])
-    extra = g.let(g.read(ins.operands[3], "b1")) if combine else ""
-    values = []
-    for shift in (0, 16):
-        x, y = (f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (a, b))
-        text = compare_halves(g, word, kind, x, y)
-        values.append(g.let(f"{text} {_LOGIC[combine]} {extra}" if combine else text))
+    values = compare_pairs(g, word, kind, *ins.operands[1:3])
+    if combine:
+        extra = g.let(g.read(ins.operands[3], "b1"))
+        values = [f"{value} {_LOGIC[combine]} {extra}" for value in values]
     for operand, value in zip(split_pair(ins.operands[0]), values, strict=True):
         g.write(operand, value, "b1")
 
@@ -103,13 +111,25 @@ def set_value(g: Generator, ins: Instruction) -> None:
     to = g.mods.type()
     word = g.mods.take(*_COMPARISONS)
     combine = g.mods.take(*_LOGIC)
-    if source in ("f16x2", "bf16x2") or to in ("f16", "bf16", "f16x2", "bf16x2"):
-        raise g.unknown("half-precision set")
-    value = comparison(g, word, source, ins.operands[1], ins.operands[2])
-    if combine:
-        value = f"({value} {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')})"
+    extra = f" {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')}" if combine else ""
+    if source in ("f16x2", "bf16x2"):
+        parts = compare_pairs(g, word, source.removesuffix("x2"), *ins.operands[1:3])
+        # Each half is 1.0, or all ones, if its comparison holds.
+        true = _ONES.get(to.removesuffix("x2"), 0xFFFF)
+        low, high = (f"({part}{extra}) * {g.literal(true << s, 'u4')}"
+                     for part, s in zip(parts, (0, 16), strict=True))  # fmt: skip
+        if to not in (source, "u32", "s32", "b32"):
+            raise g.unknown("this result of a comparison of pairs")
+        g.write(ins.operands[0], f"({low} | {high})", "u4")
+        return
+    value = f"({comparison(g, word, source, ins.operands[1], ins.operands[2])}{extra})"
     dtype = DTYPE[to]
-    if is_float(to):
+    if to in _ONES:
+        one, bits = g.literal(_ONES[to], "u2"), f"{value} * {{}}"
+        g.write(ins.operands[0], f"({bits.format(one)}).view({dtype})", dtype)
+    elif TYPE_BYTES[to] == 2:
+        g.write(ins.operands[0], f"-{value}.astype(i2)", "i2")
+    elif is_float(to):
         g.write(ins.operands[0], f"{value}.astype({dtype})", dtype)
     else:
         g.write(ins.operands[0], f"-{value}.astype(i4)", "i4")

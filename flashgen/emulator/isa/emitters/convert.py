@@ -14,7 +14,12 @@ _INTEGER_ROUNDING = ("rni", "rzi", "rmi", "rpi")
 def convert_number(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     if mods.take("pack"):
-        raise g.unknown("cvt.pack")
+        _pack(g, ins)
+        return
+    small = mods.take("e4m3x2", "e5m2x2")
+    if small:
+        _small_floats(g, ins, small.removesuffix("x2"))
+        return
     pair = mods.take("f16x2", "bf16x2")
     source = mods.type()
     to = pair or mods.type()
@@ -62,6 +67,42 @@ def convert_number(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], value, dtype)
 
 
+def _small_floats(g: Generator, ins: Instruction, kind: str) -> None:
+    """To and from pairs of 8-bit floats."""
+    mods = g.mods
+    clamps, saturates = bool(mods.take("relu")), bool(mods.take("satfinite"))
+    other = mods.take("f16x2", "f32")
+    if not mods.take("rn") or not other:
+        raise g.unknown("this conversion of 8-bit floats")
+    to, *sources = ins.operands
+    to_halves = ins.mods.index(other) < ins.mods.index(f"{kind}x2")
+    if to_halves == saturates or (to_halves and other != "f16x2"):
+        raise g.unknown("this conversion of 8-bit floats")
+    if to_halves:
+        value = f"halves_of_small_floats({g.read(sources[0], 'u2')}, {kind!r}, {clamps})"
+        g.write(to, value, "u4")
+    elif other == "f16x2":
+        value = f"small_floats_of_halves({g.read(sources[0], 'u4')}, {kind!r}, {clamps})"
+        g.write(to, value, "u2")
+    else:
+        high, low = (g.read(o, "f4") for o in sources)
+        g.write(to, f"pack_small_floats({high}, {low}, {kind!r}, {clamps})", "u2")
+
+
+def _pack(g: Generator, ins: Instruction) -> None:
+    """cvt.pack: two integers saturated to fewer bits, side by side, below what the third holds."""
+    mods = g.mods
+    into = mods.take("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
+    if not into or not mods.take("sat") or not mods.take("s32"):
+        raise g.unknown("this form of cvt.pack")
+    bits = int(into[1:])
+    if bool(mods.take("b32")) != (bits < 16):
+        raise g.unknown("this number of operands")
+    a, b = (g.read(o, "i4") for o in ins.operands[1:3])
+    c = g.read(ins.operands[3], "u4") if bits < 16 else g.literal(0, "u4")
+    g.write(ins.operands[0], f"pack_saturated({a}, {b}, {c}, {bits}, {into[0] == 's'})", "u4")
+
+
 def _is_float(kind: str) -> bool:
     return "f" in kind
 
@@ -97,4 +138,5 @@ def _from_integer(
         raise g.unknown(
             f"directed rounding {'to f64' if to == 'f64' else 'of an integer to a half'}"
         )
-    return _rounded(f"{value}.astype(f8)", "f8", to, "rn")
+    text = f"{value}.astype(f8)"
+    return _rounded(f"saturate({text})" if saturates else text, "f8", to, "rn")

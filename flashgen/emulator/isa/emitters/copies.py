@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.emitters.memory import address, take_hints
+from flashgen.emulator.isa.emitters.barriers import place_of
+from flashgen.emulator.isa.emitters.memory import address, space_of, take_hints
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.registry import emits
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
+from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -16,8 +18,11 @@ _TYPES = ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64")
 @emits("cp")
 def copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if not mods.take("async") or "mbarrier" in mods.left:
-        raise g.unknown("cp.async that an mbarrier waits for")
+    if not mods.take("async"):
+        raise g.unknown()
+    if mods.take("mbarrier"):
+        _arrive(g, ins)
+        return
     if mods.take("bulk"):
         bulk(g, ins)
         return
@@ -39,6 +44,18 @@ def copy(g: Generator, ins: Instruction) -> None:
     read = _source_bytes(g, operands[3], size) if len(operands) > 3 else size
     g.require_defined()
     g.emit(f"E.copies.issue(C, {to}, {source}, {g.lanes()}, {size}, {read}, {g.pc})")
+
+
+def _arrive(g: Generator, ins: Instruction) -> None:
+    """cp.async.mbarrier.arrive: an arrival when the earlier copies of the thread are complete."""
+    if not g.mods.take("arrive"):
+        raise g.unknown()
+    counted = bool(g.mods.take("noinc"))
+    where = place_of(g, ins.operands[0])
+    if not g.mods.take("b64"):
+        raise g.unknown()
+    g.require_defined()
+    g.emit(f"E.copies.arrive(C, {where}, {counted}, {g.lanes()}, {g.pc})")
 
 
 def _group(g: Generator, ins: Instruction, of: str) -> bool:
@@ -80,10 +97,11 @@ def bulk(g: Generator, ins: Instruction) -> None:
         mods.left.clear()
         return
     operation = mods.take(*_REDUCTIONS) if mods.take("reduce") else ""
-    for word in ("multicast::cluster", "cta_group::1", "cta_group::2"):
-        if mods.take(word):
-            raise g.unknown("copies to several blocks of a cluster")
     operands = _without_policy(g, ins)
+    mask = "None"
+    if mods.take("multicast::cluster"):
+        mask = f"{g.read(operands[-1], 'u2')}.astype(i8)"
+        operands = operands[:-1]
     into = bool(mods.take("mbarrier::complete_tx::bytes"))
     if not into and not mods.take("bulk_group"):
         raise g.unknown("a bulk copy without mbarrier or group")
@@ -94,12 +112,12 @@ def bulk(g: Generator, ins: Instruction) -> None:
     if tuple(spaces) not in (wanted if into else (("global", "shared::cta"),)):
         raise g.unknown("a bulk copy between these state spaces")
     if mods.take("tensor"):
-        _tensor(g, operands, into, operation)
+        _tensor(g, operands, into, operation, mask)
     else:
-        _plain(g, operands, into, operation)
+        _plain(g, operands, into, operation, mask)
 
 
-def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
     mods = g.mods
     rank = mods.take("1d", "2d", "3d", "4d", "5d")
     mods.take("tile")
@@ -117,11 +135,42 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str) -
     g.require_defined()
     g.emit(
         f"E.bulk.tensor(C, {g.lanes()}, {g.pc}, {at}, {tensor_map}, ({coordinates}), {barrier}, "
-        f"{operation or None!r})"
+        f"({operation or None!r}, {mask}))"
     )
 
 
-def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) -> None:
+@emits("tensormap")
+def tensor_map(g: Generator, ins: Instruction) -> None:
+    """tensormap.replace and tensormap.cp_fenceproxy."""
+    mods = g.mods
+    if mods.take("cp_fenceproxy"):
+        words = ("global", "shared::cta", "tensormap::generic", "release", "gpu", "sync", "aligned")
+        if not all(mods.take(word) for word in words) or as_immediate(ins.operands[2]) != 128:
+            raise g.unknown("this form")
+        to, source = address(g, ins.operands[0], "global"), address(g, ins.operands[1], "shared")
+        g.require_defined()
+        g.emit(f"E.maps.copy(C, {to}, {source}, {g.pc})")
+        return
+    if not mods.take("replace") or not mods.take("tile") or not mods.take("b1024"):
+        raise g.unknown()
+    field, kind = mods.take(*FIELDS), mods.take("b32", "b64")
+    space = space_of(g)
+    memory, *values = ins.operands
+    if not field or not kind or FIELDS[field][1] != int(kind[1:]) // 8:
+        raise g.unknown("this field with this type")
+    if space == "" or len(values) != (2 if FIELDS[field][2] > 1 else 1):
+        raise g.unknown("a generic address, or these operands")
+    index = as_immediate(values[0]) if len(values) > 1 else 0
+    if index is None:
+        raise g.unknown("a computed entry of the field")
+    where = address(g, memory, space)
+    value = g.read(values[-1], "u8" if kind == "b64" else "u4")
+    g.require_defined()
+    place, entry = f"({space!r}, {where})", f"({field!r}, {index})"
+    g.emit(f"E.maps.replace(C, {place}, {entry}, {value}, {g.lanes()}, {g.pc})")
+
+
+def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
     kind = g.mods.take(*_TYPES)
     g.mods.take("noftz")
     if bool(kind) != bool(operation) or len(operands) != (4 if into else 3):
@@ -134,5 +183,6 @@ def _plain(g: Generator, operands: list[Operand], into: bool, operation: str) ->
     reduction = (operation, kind) if operation else None
     g.require_defined()
     g.emit(
-        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, {reduction!r})"
+        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, "
+        f"({reduction!r}, {mask}))"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flashgen.emulator.isa.emitters.floats import float_arithmetic, is_float
 from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import emits
+from flashgen.emulator.isa.registry import emits, split_pair
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
@@ -72,9 +72,14 @@ def _product(g: Generator, ins: Instruction, kind: str) -> tuple[str, str]:
     form = g.mods.take("lo", "hi", "wide")
     dtype = DTYPE[kind]
     if ins.op in ("mul24", "mad24"):
-        if form != "lo":
-            raise g.unknown("mul24.hi")
         shift = g.literal(8, dtype)
+        if form == "hi":
+            wide = f"{dtype[0]}8"
+            a, b = (
+                f"(({g.read(o, dtype)} << {shift}) >> {shift}).astype({wide})"
+                for o in ins.operands[1:3]
+            )
+            return f"(({a} * {b}) >> {g.literal(16, wide)}).astype({dtype})", dtype
         a, b = (f"(({g.read(o, dtype)} << {shift}) >> {shift})" for o in ins.operands[1:3])
         return f"({a} * {b})", dtype
     if form == "wide":
@@ -96,9 +101,14 @@ def _multiply_add(g: Generator, ins: Instruction, kind: str) -> None:
     if "cc" in g.mods.left:
         _multiply_add_carried(g, ins, kind)
         return
-    if g.mods.take("sat"):
-        raise g.unknown("saturation of mad")
+    saturates = g.mods.take("sat")
     value, dtype = _product(g, ins, kind)
+    if saturates:
+        if "hi" not in ins.mods or kind != "s32":
+            raise g.unknown("saturation of this mad")
+        c = g.read(ins.operands[3], "i4")
+        g.write(ins.operands[0], f"saturating_add({value}, {c}, 1)", "i4")
+        return
     g.write(ins.operands[0], f"{value} + {g.read(ins.operands[3], dtype)}", dtype)
 
 
@@ -172,6 +182,15 @@ def dot_bytes(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"dot4({a}, {b}, {c}, {first}, {second})", "u4")
 
 
+@emits("dp2a")
+def dot_halves(g: Generator, ins: Instruction) -> None:
+    high = g.mods.take("lo", "hi") == "hi"
+    second, first = (g.mods.type()[0].replace("s", "i") for _ in range(2))
+    a, b = (g.read(o, "u4") for o in ins.operands[1:3])
+    c = g.read(ins.operands[3], "i4" if "i" in (first, second) else "u4")
+    g.write(ins.operands[0], f"dot2({a}, {b}, {c}, {first}2, {second}1, {high})", "u4")
+
+
 # ---- bits
 
 
@@ -236,11 +255,20 @@ _LOGIC3 = {
 def logic3(g: Generator, ins: Instruction) -> None:
     g.mods.type()
     table = as_immediate(ins.operands[4])
-    if table is None or len(ins.operands) != 5:
-        raise g.unknown("a form with a predicate")
+    if table is None:
+        raise g.unknown("a computed table")
+    combine = g.mods.take("or", "and")
     a, b, c = (g.read(o, "u4") for o in ins.operands[1:4])
     text = _LOGIC3.get(table, "logic3({a}, {b}, {c}, {table})")
-    g.write(ins.operands[0], text.format(a=a, b=b, c=c, table=table), "u4")
+    text = text.format(a=a, b=b, c=c, table=table)
+    if not combine:
+        g.write(ins.operands[0], text, "u4")
+        return
+    to, some = split_pair(ins.operands[0])
+    value, other = g.let(f"np.asarray({text})"), g.read(ins.operands[5], "b1")
+    holds = g.let(f"({value} != 0) {_LOGIC[combine]} {other}")
+    g.write(to, value, "u4")
+    g.write(some, holds, "b1")
 
 
 @emits("prmt")
@@ -302,6 +330,15 @@ def count_bits(g: Generator, ins: Instruction) -> None:
     dtype = f"u{TYPE_BYTES[g.mods.type()]}"
     text = _COUNTS[ins.op].format(g.read(ins.operands[1], dtype))
     g.write(ins.operands[0], text, dtype if ins.op == "brev" else "u4")
+
+
+@emits("fns")
+def find_nth(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+    mask, base, offset = (
+        g.read(o, k) for o, k in zip(ins.operands[1:], ("u4", "u4", "i4"), strict=True)
+    )
+    g.write(ins.operands[0], f"find_nth({mask}, {base}, {offset})", "u4")
 
 
 @emits("bfind")

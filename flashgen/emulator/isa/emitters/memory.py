@@ -19,6 +19,7 @@ FUNCTION = {
     "global": "global",
     "const": "global",
     "shared": "shared",
+    "cluster": "cluster",
     "local": "local",
     "": "generic",
 }
@@ -53,7 +54,6 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    # A cluster has one block, so shared::cluster is the shared memory of the block.
     space = g.mods.take(*SPACES, "shared::cluster")
     return space.split("::")[0]
 
@@ -79,7 +79,8 @@ def take_access(g: Generator, memory: Operand) -> tuple[str, bool]:
 
     Removes the modifiers of the access that have no effect in the emulator.
     """
-    space = implied_space(g, space_of(g), memory)
+    space = "cluster" if g.mods.take("shared::cluster") else space_of(g)
+    space = implied_space(g, space, memory)
     g.mods.take(*ORDERS)
     g.mods.take(*SCOPES)
     return space, take_hints(g)
@@ -96,7 +97,10 @@ def load(g: Generator, ins: Instruction) -> None:
     where = address(g, ins.operands[1], space)
     g.require_defined()
     function = "parameter" if space == "param" else FUNCTION[space]
-    lanes = "None" if space == "param" else g.lanes()
+    memory = ins.operands[1]
+    named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
+    # A parameter at a constant address is the same in all lanes, active or not.
+    lanes = "None" if space == "param" and named else g.lanes()
     value = g.let(f"load_{function}(E, C, {where}, {lanes}, {size}, {g.pc})")
     unpack(g, value, items, kind)
 
@@ -117,8 +121,30 @@ def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str
         g.write(item, f"{parts}[..., {place}]", dtype)
 
 
+def store_async(g: Generator, ins: Instruction) -> None:
+    """st.async: the modifier async is already consumed."""
+    kind = g.mods.type()
+    for word in ("weak", "mbarrier::complete_tx::bytes"):
+        g.mods.take(word)
+    if g.mods.take("mmio", "release") or TYPE_BYTES[kind] < 4:
+        raise g.unknown("this form")
+    g.mods.take("shared::cluster")
+    items = vector_of(g, ins.operands[1])
+    size = TYPE_BYTES[kind] * len(items)
+    if size > 16:
+        raise g.unknown("more than 16 bytes")
+    where, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
+    unsigned = "c16" if size == 16 else f"u{size}"
+    value = joined(g, items, DTYPE[kind], unsigned)
+    g.require_defined()
+    g.emit(f"store_async(E, C, ({where}, {barrier}), {value}, {g.lanes()}, {size}, {g.pc})")
+
+
 @emits("st")
 def store(g: Generator, ins: Instruction) -> None:
+    if g.mods.take("async"):
+        store_async(g, ins)
+        return
     kind = g.mods.type()
     space, _ = take_access(g, ins.operands[0])
     items = vector_of(g, ins.operands[1])
@@ -161,6 +187,7 @@ def move(g: Generator, ins: Instruction) -> None:
     g.write(to, g.read(source, dtype), dtype)
 
 
+_VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
 _ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
@@ -176,9 +203,15 @@ def atomic(g: Generator, ins: Instruction) -> None:
     mods.take("noftz")
     if policy:
         values.pop()
-    if not operation or space not in FUNCTION or (vector and kind != "f32"):
+    if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
         raise g.unknown("this operation")
+    if space == "local":
+        raise g.unknown("atomics on local memory")
     where = address(g, memory, space)
+    if vector:
+        # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
+        size = TYPE_BYTES[kind] * int(vector[1])
+        g.emit(f"require_alignment(E, C, {where}, {g.lanes()}, {size}, {g.pc})")
     results = items_of(ins.operands[0])
     # One atomic per element of a vector.
     for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
@@ -233,16 +266,25 @@ def fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
     g.mods.take("sc", "acq_rel", "acquire", "release")
     if g.mods.take("mbarrier_init"):
+        g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
     if g.mods.take("proxy"):
-        fence_proxy(g)
+        fence_proxy(g, ins)
         return
     if scope:
         g.emit(f"E.fence(C, {scope != 'cta'})")
 
 
-def fence_proxy(g: Generator) -> None:
+def fence_proxy(g: Generator, ins: Instruction) -> None:
     if g.mods.take("alias"):
+        return
+    if g.mods.take("tensormap::generic"):
+        if ins.operands:  # of acquire: the map and its size
+            where = address(g, ins.operands[0], "")
+            g.require_defined()
+            g.emit(f"E.maps.fence(C, {where}, {g.lanes()})")
+        else:
+            g.emit("E.fence(C, True)")
         return
     if not g.mods.take("async"):
         raise g.unknown("a fence of this proxy")

@@ -6,15 +6,15 @@ mma.sync with float32 accumulators is deferred, see `pending_products`.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from flashgen.emulator.isa.emitters.memory import address, space_of
+from flashgen.emulator.isa.emitters.warp_matrices import multiply_double
 from flashgen.emulator.isa.generator import Generator
 from flashgen.emulator.isa.pending_products import PendingProduct, tuple_of
 from flashgen.emulator.isa.registry import emits, items_of
 from flashgen.emulator.isa.semantics.wgmma import KEPT_GROUPS, WgmmaForm
 from flashgen.emulator.ptx.instructions import as_immediate
-from flashgen.emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Vec
+from flashgen.emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Sink, Vec
 
 _SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
 # (shape, operand type) -> 16-byte chunks along k
@@ -39,6 +39,9 @@ def multiply(g: Generator, ins: Instruction) -> None:
     if g.guard:
         raise g.unknown("a guarded mma")
     types = list(mods.left)
+    if types == 4 * ["f64"]:
+        multiply_double(g, ins, shape)
+        return
     if len(types) != 4:
         raise g.unknown("sparse, block-scaled or saturating forms")
     mods.left.clear()
@@ -106,6 +109,8 @@ def _defer(
     g.products.add(PendingProduct(form, depth, tuple(a), tuple(b), tuple(c), d))
     later = []
     for operand, name in zip(to, d, strict=True):
+        if isinstance(operand, Sink):
+            continue
         if not isinstance(operand, Reg):
             raise g.unknown("a result that is not a register")
         if g.program.dtype[operand.index] == "f4":
@@ -193,19 +198,12 @@ def _wait(g: Generator, ins: Instruction) -> None:
     live = g.program.live[g.pc + 1]
     completed = [r for r in g.hazards.completed.get(g.pc, ()) if live >> r & 1]
     current = [g.current(r) for r in completed]
-    registers = _object(g, tuple(completed))
+    registers = g.object(tuple(completed))
     names = [g.fresh() for _ in completed]
     to = f"{', '.join(names)}, = " if names else ""
     g.emit(f"{to}E.wgmma.wait(C, {left}, {registers}, ({', '.join(current)}{',' * bool(names)}))")
     g.names.update(zip(completed, names, strict=True))
     g.in_flight.clear()
-
-
-def _object(g: Generator, value: Any) -> str:
-    """The name of a constant object in the segment's namespace."""
-    name = f"O{len(g.namespace)}"
-    g.namespace[name] = value
-    return name
 
 
 def _multiply(g: Generator, ins: Instruction) -> None:
@@ -234,7 +232,7 @@ def _multiply(g: Generator, ins: Instruction) -> None:
             if g.check and register in g.program.tracked:
                 g.set_definedness(register, g.literal(1, "b1"))
         g.in_flight.add(form.registers)
-    g.emit(f"E.wgmma.issue(C, {_object(g, form)}, {left}, {right}, {some}, {accumulators}, {g.pc})")
+    g.emit(f"E.wgmma.issue(C, {g.object(form)}, {left}, {right}, {some}, {accumulators}, {g.pc})")
 
 
 def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:

@@ -61,15 +61,27 @@ def match(g: Generator, ins: Instruction) -> None:
     g.write(same, f"{both}[1]", "b1")
 
 
+_REDUCED = {
+    **dict.fromkeys(("add", "min", "max"), ("u32", "s32")),
+    **dict.fromkeys(("and", "or", "xor"), ("b32",)),
+}
+
+
 @emits("redux")
 def reduce(g: Generator, ins: Instruction) -> None:
     g.mods.take("sync")
     operation = g.mods.take("add", "min", "max", "and", "or", "xor")
     kind = g.mods.type()
-    if kind[0] == "f" or not operation:
-        raise g.unknown("a float reduction")
     value, mask = g.read(ins.operands[1], DTYPE[kind]), g.read(ins.operands[2], "u4")
-    g.write(ins.operands[0], f"reduce_lanes(C, {operation!r}, {value}, {mask})", DTYPE[kind])
+    if kind == "f32" and operation in ("min", "max"):
+        value = f"np.abs({value})" if g.mods.take("abs") else value
+        propagates = bool(g.mods.take("NaN"))
+        text = f"reduce_floats(C, {operation!r}, {value}, {mask}, {propagates})"
+    elif kind in _REDUCED.get(operation, ()):
+        text = f"reduce_lanes(C, {operation!r}, {value}, {mask})"
+    else:
+        raise g.unknown("this reduction of this type")
+    g.write(ins.operands[0], text, DTYPE[kind])
 
 
 @emits("elect")

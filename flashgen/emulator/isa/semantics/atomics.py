@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.bounds import check_window, locate
+from flashgen.emulator.checks.bounds import check_aligned, locate
 from flashgen.emulator.counters.recorder import ATOMIC
+from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.isa.semantics.cluster import resolved
 from flashgen.emulator.isa.semantics.floats import maximum, minimum
 from flashgen.emulator.isa.semantics.halves import half_op, half_op2
 from flashgen.emulator.isa.semantics.memory import by_space
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import SHIFT
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +40,7 @@ def atomic(
     """Applies an atomic to each active lane.
 
     Args:
-        space: "global", "shared" or "generic".
+        space: "global", "shared", "cluster" or "generic".
         operation: the operation and the PTX type of the elements, such as ("add", "f32").
         values: one operand; two for "cas".
 
@@ -54,7 +56,7 @@ def atomic(
         return out
     if space == "generic":
         for number, at, part in by_space(cohort, address, chosen):
-            own = ("global", "shared", "local")[number]
+            own = ("global", "cluster", "local", "param")[number]
             got = atomic(machine, cohort, own, operation, at, values, part, pc)
             out[part] = got[part]
         return out
@@ -68,9 +70,9 @@ def atomic(
         if machine.global_races:
             machine.global_races.atomic(cohort, offset, size, pc, chosen)
         view = machine.memory.flat.view[size]
-    elif space == "shared":
-        check_window(machine, cohort, where, chosen, size, pc, machine.shared_size, "shared")
-        full = where + machine.shared_base(cohort)
+    elif space in ("shared", "cluster"):
+        blocks, where = resolved(machine, cohort, where, chosen, size, pc)
+        full = where + blocks * machine.shared_pitch
         if machine.recorder is not None:
             machine.recorder.shared_access(cohort, where, chosen, size, pc, in_turn=True)
         if machine.shared_races:
@@ -78,11 +80,25 @@ def atomic(
         offset = full[chosen]
         view = machine.shared.view[size]
     else:
-        raise ValueError("atomics on local memory")
+        name = "local memory" if space == "local" else "parameters"
+        machine.fail(
+            UnknownInstruction,
+            f"the emulator does not support atomics on {name}",
+            Site(cohort, pc, *first_bad(cohort, lanes, True)),
+            "no other thread can access local memory, and none may write parameters",
+            "use an ordinary operation, or an address in shared or global memory",
+        )
     given = [spread(v, cohort.n)[chosen] for v in values]
     old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     out[chosen] = old
     return out
+
+
+def require_alignment(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Checks that vectors of atomics are aligned to their size."""
+    check_aligned(machine, cohort, address, lanes, size, pc, "global")
 
 
 def apply(memory: Array, index: Array, operation: str, kind: str, values: list[Array]) -> Array:

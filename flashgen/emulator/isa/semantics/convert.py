@@ -50,17 +50,24 @@ def saturate_integer(x: Any, to: Any) -> Any:
     return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(to)
 
 
+def pack_saturated(a: Any, b: Any, c: Any, bits: int, signed: bool) -> Any:
+    """cvt.pack: ``b`` in the low ``bits`` bits, above it ``a``, both saturated; then ``c``."""
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    mask = np.uint32((1 << bits) - 1)
+    x, y = (np.clip(v, low, high).astype(np.int32).view(np.uint32) & mask for v in (a, b))
+    above = c << np.uint32(2 * bits) if bits < 16 else np.uint32(0)
+    return above | x << np.uint32(bits) | y
+
+
 def bf16_to_f32(bits: Any) -> Any:
     return (bits.astype(np.uint32) << _SIXTEEN).view(np.float32)
 
 
 def to_bf16(x: Any, rounding: str = "rn") -> Any:
     """float32 or float64 to bfloat16 bits; a NaN becomes 0x7fff, as on the hardware."""
-    near = x.astype(np.float32, copy=False)
     if rounding != "rn":
-        # rz: drop the low bits; a NaN must not become an infinity.
-        rounded = (near.view(np.uint32) >> _SIXTEEN).astype(np.uint16)
-        return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+        return _to_bf16_directed(x, rounding)
+    near = x.astype(np.float32, copy=False)
     if x.dtype == np.float64:
         # Round to odd in float32 first: with 24 bits the rounding to 8 bits is correct.
         bits = np.asarray(near).view(np.uint32)
@@ -73,6 +80,18 @@ def to_bf16(x: Any, rounding: str = "rn") -> Any:
     rounded = ((bits + (odd + np.uint32(0x7FFF))) >> _SIXTEEN).astype(np.uint16)
     bad = np.isnan(near)
     return np.where(bad, np.uint16(0x7FFF), rounded) if bad.any() else rounded
+
+
+def _to_bf16_directed(x: Any, rounding: str) -> Any:
+    """`to_bf16` towards zero (rz), down (rm) or up (rp)."""
+    cut = np.asarray(round_directed(x, "rz") if x.dtype == np.float64 else x)
+    bits = cut.view(np.uint32)
+    rounded = (bits >> _SIXTEEN).astype(np.uint16)
+    if rounding != "rz":
+        inexact = (cut != x) | ((bits & np.uint32(0xFFFF)) != 0)
+        rounded = rounded + (inexact & (np.signbit(x) == (rounding == "rm"))).astype(np.uint16)
+    # A NaN must not become an infinity.
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
 
 
 def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> Any:

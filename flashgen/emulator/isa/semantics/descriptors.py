@@ -14,6 +14,12 @@ core matrix. ``span`` is the width of the swizzle, 16 without swizzle:
 Swizzling replaces bits 4-6 of the address in the shared window by their exclusive or with bits 7-9
 (one, two or three bits for a span of 32, 64 or 128 bytes), as in tensor copies by TMA.
 
+The swizzle is a function of the address, so an operand may start at any row of a pattern whose own
+start is aligned, with base offset 0: the base offset is for patterns that are not aligned. CUTLASS
+describes the operand in the same way, as Swizzle<3,4,3> of the address of each row
+(cute/atom/mma_traits_sm90_gmma.hpp; NVIDIA/cutlass issue 1688). With a span of 32 or 64 bytes such
+a start is refused: it is most often that of a tile with a swizzle of 128 bytes.
+
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout" and "Matrix-Descriptor
 Format".
 """
@@ -82,7 +88,7 @@ def problem(word: int) -> str:
         return "base offsets are not supported by the emulator: align the operand to its swizzle"
     span = int(_SPAN[word >> 62])
     start = (word & 0x3FFF) << 4
-    if span > CHUNK_BYTES and start & (8 * span - 1) >= span:
+    if CHUNK_BYTES < span < 128 and start & (8 * span - 1) >= span:
         return f"the start {start} is in the middle of the swizzle's pattern of {8 * span} bytes"
     return ""
 

@@ -88,7 +88,9 @@ def on_halves(element: Any, function: Callable[..., Any], *operands: Any) -> Any
     return np.ascontiguousarray(function(*(w.view(element) for w in wide))).view(np.uint32)
 
 
-def half_compare(a: Any, b: Any, kind: str, compare: Callable[[Any, Any], Any]) -> Any:
+def half_compare(a: Any, b: Any, kind: str, compare: Callable[[Any, Any], Any], ftz: bool) -> Any:
+    if ftz:
+        a, b = _flush16(a, kind), _flush16(b, kind)
     return compare(widen(a, kind), widen(b, kind))
 
 

@@ -217,6 +217,36 @@ _PERMUTATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def dot2(a: Any, b: Any, c: Any, a_type: Any, b_type: Any, high: bool) -> Any:
+    """dp2a: 16-bit parts of ``a`` times the low or the high two bytes of ``b``, plus ``c``."""
+    total = c.astype(np.int64)
+    for place in range(2):
+        x = (a >> np.uint32(16 * place)).astype(np.uint16).view(a_type)
+        y = (b >> np.uint32(8 * place + 16 * high)).astype(np.uint8).view(b_type)
+        total = total + x.astype(np.int64) * y.astype(np.int64)
+    return total.astype(np.uint32)
+
+
+def find_nth(mask: Any, base: Any, offset: Any) -> Any:
+    """fns: the place of the ``offset``-th set bit from ``base`` on, downwards if it is negative.
+
+    0 asks for bit ``base`` itself. The result is 0xffffffff if there is no such bit.
+    """
+    mask, base, offset = np.broadcast_arrays(mask, base, offset)
+    left = np.where(offset == 0, 1, np.abs(offset.astype(np.int64)))
+    place = base.astype(np.int64)
+    step = np.where(offset < 0, -1, 1)
+    found = np.full(mask.shape, 0xFFFFFFFF, np.uint32)
+    for turn in range(32):
+        inside = (place >= 0) & (place < 32) & ((offset != 0) | (turn == 0))
+        here = (mask >> np.clip(place, 0, 31).astype(np.uint32)) & np.uint32(1)
+        left = left - (inside & (here != 0))
+        hit = inside & (here != 0) & (left == 0)
+        found = np.where(hit, place.astype(np.uint32), found)
+        place = place + step
+    return found
+
+
 def dot4(a: Any, b: Any, c: Any, a_type: Any, b_type: Any) -> Any:
     """dp4a: the dot product of four bytes each, of the given dtypes, plus ``c``."""
     total = c.astype(np.int64)

@@ -14,24 +14,39 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.isa.semantics.cluster import remote, resolved
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import (
     ELEMENT,
     LOCAL_WINDOW,
+    PARAM_WINDOW,
     SHARED_WINDOW,
     SHIFT,
     WINDOW_BYTES,
 )
-from flashgen.emulator.state.wave import Wave
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
-_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW)
+_BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
 def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
     """A value of all lanes (n, 32), or one entry per active lane."""
     every = spread(value, cohort.n)
     return every if lanes is None else every[spread(lanes, cohort.n)]
+
+
+def _changing(cohort: Cohort, view: Array, index: Array, value: Any, lanes: Any) -> Array:
+    """The lanes (n, 32) of a store that change memory; one of those that write the same value."""
+    chosen = active(cohort, lanes)
+    place, given = index[chosen], spread(value, cohort.n)[chosen]
+    _, first, which = np.unique(place, return_index=True, return_inverse=True)
+    again = given == given[first][which]
+    again[first] = False
+    changes = np.zeros((cohort.n, 32), bool)
+    changes[chosen] = ~again & (view.take(place) != given)
+    return changes
 
 
 # ---- shared memory
@@ -68,10 +83,65 @@ def store_shared(
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
     if machine.shared_races:
+        changes = lanes
+        if "same_value" in machine.allow:
+            view = machine.shared.view[size]
+            changes = _changing(cohort, view, where >> SHIFT[size], value, lanes)
+        machine.shared_races.write(cohort, where, size, pc, changes)
+    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
+    machine.counters.shared_write_bytes += index.size * size
+    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+
+
+def load_cluster(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> Array:
+    """Reads shared memory of any block of the cluster."""
+    if not remote(address):
+        return load_shared(machine, cohort, address, lanes, size, pc)
+    where = _remote(machine, cohort, address, lanes, size, pc)
+    chosen = _of_lanes(cohort, where, lanes)
+    machine.counters.shared_read_bytes += chosen.size * size
+    if machine.shared_races:
+        machine.shared_races.read(cohort, where, size, pc, lanes)
+    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    out[active(cohort, lanes)] = machine.shared.view[size].take(chosen >> SHIFT[size]).reshape(-1)
+    return out
+
+
+def store_cluster(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Writes shared memory of any block of the cluster."""
+    if not remote(address):
+        store_shared(machine, cohort, address, value, lanes, size, pc)
+        return
+    where = _remote(machine, cohort, address, lanes, size, pc)
+    if machine.shared_races:
         machine.shared_races.write(cohort, where, size, pc, lanes)
     index = _of_lanes(cohort, where >> SHIFT[size], lanes)
     machine.counters.shared_write_bytes += index.size * size
     machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+
+
+def store_async(
+    machine: Wave, cohort: Cohort, where: tuple[Any, Any], values: Any, lanes: Any, size: int,
+    pc: int,
+) -> None:  # fmt: skip
+    """st.async: a store to shared memory of the cluster that an mbarrier of its block counts.
+
+    Args:
+        where: addresses of the destination and of the mbarrier.
+    """
+    address, barrier = where
+    store_cluster(machine, cohort, address, values, lanes, size, pc)
+    machine.mbarriers.complete_store(cohort, barrier, size, lanes, pc)
+
+
+def _remote(machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int) -> Array:
+    """Offsets into `Wave.shared` (n, 32) of addresses in a cluster."""
+    blocks, offset = resolved(machine, cohort, address, lanes, size, pc)
+    return blocks * machine.shared_pitch + offset
 
 
 # ---- local memory
@@ -140,7 +210,13 @@ def store_global(
     if machine.recorder is not None:
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
-        machine.global_races.write(cohort, offset, size, pc, lanes)
+        changed, changes = offset, lanes
+        if "same_value" in machine.allow:
+            full = spread(address - machine.memory.base, cohort.n)
+            view = machine.memory.flat.view[size]
+            changes = _changing(cohort, view, full >> SHIFT[size], value, lanes)
+            changed = full[changes]
+        machine.global_races.write(cohort, changed, size, pc, changes)
     machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 
@@ -165,14 +241,28 @@ def load_parameter(
 
 
 def spaces(address: Any) -> Array:
-    """0 global, 1 shared, 2 local for each generic address."""
+    """0 global, 1 shared, 2 local, 3 parameters for each generic address."""
     shared = (address >= SHARED_WINDOW) & (address < SHARED_WINDOW + WINDOW_BYTES)
     local = (address >= LOCAL_WINDOW) & (address < LOCAL_WINDOW + WINDOW_BYTES)
-    return np.asarray(shared * 1 + local * 2)
+    param = (address >= PARAM_WINDOW) & (address < PARAM_WINDOW + WINDOW_BYTES)
+    return np.asarray(shared * 1 + local * 2 + param * 3)
 
 
-_LOADS = (load_global, load_shared, load_local)
-_STORES = (store_global, store_shared, store_local)
+def store_parameter(
+    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Fails: the parameters of a kernel are constant."""
+    machine.fail(
+        OutOfBounds,
+        f"{size}-byte store to the parameters of the kernel, which are constant",
+        Site(cohort, pc, *first_bad(cohort, lanes, True)),
+        f"parameter offset {int(spread(address, cohort.n).flat[0])}",
+        "copy the parameter to a variable and change that",
+    )
+
+
+_LOADS = (load_global, load_cluster, load_local, load_parameter)
+_STORES = (store_global, store_cluster, store_local, store_parameter)
 
 
 def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.errors import BarrierDivergence
+from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
+from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
@@ -83,6 +85,25 @@ def _members(cohort: Cohort, mask: Any) -> Array:
     return members
 
 
+def require_member(machine: Wave, cohort: Cohort, mask: Any, lanes: Any, pc: int) -> None:
+    """Checks that the lanes that execute a .sync instruction are in their member masks.
+
+    Raises:
+        BarrierDivergence: one is not, for which PTX defines no behaviour.
+    """
+    outside = (np.asarray(mask) >> LANES.astype(np.uint32)) & np.uint32(1) == 0
+    if not outside.any() or not (outside & active(cohort, lanes)).any():
+        return
+    row, lane = first_bad(cohort, lanes, outside)
+    machine.fail(
+        BarrierDivergence,
+        "a lane executes an instruction whose member mask does not contain it",
+        Site(cohort, pc, row, lane),
+        f"member mask {int(spread(mask, cohort.n)[row, lane]):#010x}",
+        "name every lane that executes it, or branch around it in the other lanes",
+    )
+
+
 def vote(cohort: Cohort, mode: str, predicate: Any, mask: Any) -> Any:
     """vote: ballot gives uint32, all / any / uni a predicate, over the active lanes of the mask."""
     members = _members(cohort, mask)
@@ -115,6 +136,15 @@ def reduce_lanes(cohort: Cohort, operation: str, value: Any, mask: Any) -> Any:
     fill = np.array(neutral).astype(value.dtype)
     chosen = np.where(_members(cohort, mask), spread(value, cohort.n)[:, None, :], fill)
     return _REDUCTIONS[operation].reduce(chosen, axis=2, dtype=value.dtype)
+
+
+def reduce_floats(cohort: Cohort, operation: str, value: Any, mask: Any, propagates: bool) -> Any:
+    """redux of float32: a NaN only if all members are NaN, or with .NaN if any is."""
+    members, values = _members(cohort, mask), spread(value, cohort.n)[:, None, :]
+    chosen = np.where(members, values, np.float32(np.nan))
+    result = (np.fmin if operation == "min" else np.fmax).reduce(chosen, axis=2)
+    some = propagates & (members & np.isnan(values)).any(axis=2)
+    return np.where(some, np.float32(np.nan), result)
 
 
 def elect(cohort: Cohort, mask: Any) -> tuple[Any, Any]:
