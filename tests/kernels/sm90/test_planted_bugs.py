@@ -39,8 +39,15 @@ ROOM_V = "        barrier_wait(v_empty[stage.index], stage.parity ^ 1);\n"
 NO_FENCE = "without a proxy fence"
 WAITS = "Deadlock"
 
+# Of every product: the assembler may order what wrote its registers after it.
+NOT_FENCED = (
+    "no wgmma.fence before any product",
+    '  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");\n', "", "wgmma.fence",
+)  # fmt: skip
+
 # What is wrong, how, and what the error is called; "" where an early copy may show as any of some.
 FORWARD = [
+    NOT_FENCED,
     ("consumer does not wait for K",
      "        barrier_wait(k_full[k.index], k.parity);\n        wait_for_tensor_cores();",
      "        wait_for_tensor_cores();", "Race"),
@@ -78,6 +85,7 @@ WORK_TILES = [
      "      start_scores(k.index);", WAITS),
 ]  # fmt: skip
 FUSED = [
+    NOT_FENCED,
     ("no fence before dS is read",
      "    proxy_fence();\n    const auto ds_here", "    const auto ds_here", NO_FENCE),
     ("no fence before dQ is added",
@@ -107,6 +115,7 @@ FUSED = [
      WAITS),
 ]  # fmt: skip
 DQ = [
+    NOT_FENCED,
     ("V is not waited for",
      "    barrier_wait(v_full[stage.index], stage.parity);\n", "", "Race"),
     ("K is given back before dQ",
