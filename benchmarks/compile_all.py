@@ -66,8 +66,11 @@ def main() -> int:
     os.environ["FLASHGEN_CACHE_DIR"] = "off"
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the GIL
         results = list(pool.map(lambda task: faults(*task), tasks))
+    print(f"{'spec':<18}{'path':<8}{'kernels':>8}{'faults':>8}")
+    for (spec, arch), (number, found) in zip(tasks, results, strict=True):
+        print(f"{spec.stem:<18}{arch:<8}{number:>8}{len(found):>8}")
     lines = [line for _, found in results for line in found]
-    print("\n".join(lines))
+    print(*lines, sep="\n", end="\n" if lines else "")
     count = sum(number for number, _ in results)
     print(
         f"NVRTC {nvrtc.version()}: {count} kernels of {len(specs)} specs in "

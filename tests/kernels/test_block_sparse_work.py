@@ -123,7 +123,7 @@ def test_work_grows_with_the_live_tiles_and_not_with_all_tiles() -> None:
 
 
 def test_a_layout_with_causal_visits_no_tile_above_the_diagonal() -> None:
-    seq = 4 * TILE.block_q
+    seq = 8 * TILE.block_q
     run = forward(small(64, 64, causal, layout=lambda i, j: j >= i), small_case(seq, seq))
     dense = forward(AttentionSpec(causal, head_dim=16), small_case(seq, seq))
     assert products(run.report) < products(dense.report) / 1.5

@@ -245,7 +245,8 @@ def profile_of_text(made: Build, text: str):
             values[f"{name}_stride_{axis}"] = np.int64(stride)
     numbers = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset")
     values |= dict(zip(numbers, map(np.int32, (*sizes, 0, 0)), strict=True))
-    values |= {"scale": np.float32(0.125), "head_bits": np.int32(0)}
+    values |= {"scale": np.float32(0.125)}
+    values |= dict.fromkeys(("head_bits", "first_head_group", "first_batch"), np.int32(0))
     params = tuple(values[param.name] for param in source.params)
     plan = source.plan
     counters = emulator.launch(
