@@ -9,7 +9,7 @@ from flashgen import language as fx
 from flashgen.analysis import Analysis, kind_of_sum
 from flashgen.codegen.functions import SpecFunction, SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
-from flashgen.codegen.readers import SUMS
+from flashgen.codegen.readers import type_of_sums
 from flashgen.codegen.source import Source
 from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.codegen.wgmma import panels_of_plan, products_of
@@ -67,8 +67,8 @@ class Partials:
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The source of the kernel that sums the gradients of the learned tensors of the score.
 
-    Each path has one template with two forms: "captured" adds floats atomically, and
-    "captured_exact" adds integers atomically.
+    Each path has one template with two forms: "captured" adds floats atomically (doubles where the
+    problem is float32), and "captured_exact" adds integers atomically.
 
     Raises:
         RenderError: the template uses a field that is missing.
@@ -89,7 +89,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         LearnedElement(
             sum=f"by{n}",
             kind=kind_of_sum(element),
-            place=functions.place_of(f"by{n}", element, SUMS[plan.kernel]),
+            place=functions.place_of(f"by{n}", element, type_of_sums(plan)),
             add=adds.get(element.tensor.name, "atomicAdd"),
             what=fx.python_text(element),
         )

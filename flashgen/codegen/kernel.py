@@ -11,12 +11,12 @@ from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunction, SpecFunctions
 from flashgen.codegen.params import SINK_SUMS, WORK_TILES, params_of
 from flashgen.codegen.readers import (
-    SUMS,
     param_of_table,
     params_of_gradient,
     params_of_tensor,
     place_of_sum,
     reader,
+    type_of_sums,
 )
 from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
 from flashgen.codegen.tidy import simplified, tidy
@@ -77,7 +77,7 @@ def kernel(
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
     params.append(SINK_SUMS)
     if plan.of_captured:
-        learned, sums = [tensor for tensor in tensors if tensor.grad], SUMS[plan.kernel]
+        learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()

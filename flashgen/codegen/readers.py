@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashgen.codegen.source import Param
 from flashgen.codegen.text import COLUMNS, DeviceFunction, comment
 from flashgen.language import Tensor
+from flashgen.planner import Plan
 
 # The names of the index parameters, one per dimension, in order.
 INDICES = "ijklmnrs"
@@ -23,9 +24,18 @@ _TYPES = {
     "bool": ("unsigned char", "int", "{}"),
 }
 
-# The types of the sums to which the kernels for the gradients of learned tensors add.
 EXACT_SUM = "unsigned long long"
-SUMS = {"captured": "float", "captured_exact": EXACT_SUM}
+
+
+def type_of_sums(plan: Plan) -> str:
+    """The C++ type of the sums to which a kernel for the gradients of learned tensors adds.
+
+    Float32 problems have sums in float64: sums of thousands of terms in float32 have larger errors
+    than the error rule allows for float32 results.
+    """
+    if plan.kernel == "captured_exact":
+        return EXACT_SUM
+    return "double" if plan.dtype == "float32" else "float"
 
 
 def reader(tensor: Tensor) -> DeviceFunction:
@@ -48,7 +58,7 @@ def place_of_sum(tensor: Tensor, kind: str) -> DeviceFunction:
     """``sum_of_bias(p, i, j)``: the address of the gradient of ``read_bias(p, i, j)``.
 
     Args:
-        kind: the type of the sum, one of SUMS.
+        kind: the type of the sum, from `type_of_sums`.
     """
     place, before = _place(f"dc_{tensor.name}", tensor)
     return DeviceFunction(

@@ -4,7 +4,7 @@ There are two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of Fla
 kernel computes all gradients with five products per score and adds its share of dQ atomically; or
 two kernels recompute the scores, with seven products, and every sum has a fixed order. Where the
 score function reads learned tensors, another kernel computes their gradients: with atomic additions
-in float32, or, where every run must have the same bits, with sums of integers, which do not depend
+of floats, or, where every run must have the same bits, with sums of integers, which do not depend
 on the order.
 """
 

@@ -72,10 +72,15 @@ class LearnedGradients(abc.ABC):
 
 
 class FloatSums(LearnedGradients):
-    """float32 sums, to which kernels add in the order in which their blocks run."""
+    """Sums to which kernels add in the order in which their blocks run.
+
+    They are float32, and float64 where q, k and v are float32.
+    """
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(signature, captured, torch.float32)
+        super().__init__(
+            signature, captured, torch.float64 if signature.dtype == "float32" else torch.float32
+        )
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
         total, more = self._totals[name], self._more.get(name)
