@@ -14,6 +14,7 @@ from flashgen.analysis.minmax_table import SPAN
 from flashgen.analysis.score import ScoreAnalysis, analyse_score, derivative, kind_of_sum
 from flashgen.analysis.sharing import CodeBlock, is_costly, share, share_evaluated
 from flashgen.analysis.tile_classes import may, must
+from flashgen.analysis.windows import Window, WindowAxis, window_of
 from flashgen.language.spec import AttentionSpec
 
 
@@ -39,6 +40,8 @@ __all__ = [
     "MaskAnalysis",
     "ScoreAnalysis",
     "WalkedAxis",
+    "Window",
+    "WindowAxis",
     "analyse",
     "analyse_mask",
     "analyse_score",
@@ -54,4 +57,5 @@ __all__ = [
     "row_interval",
     "share",
     "share_evaluated",
+    "window_of",
 ]

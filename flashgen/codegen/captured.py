@@ -13,6 +13,7 @@ from flashgen.codegen.readers import type_of_sums
 from flashgen.codegen.source import Source
 from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.codegen.wgmma import panels_of_plan, products_of
+from flashgen.codegen.windows import WindowCode, codes_of_windows
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
@@ -29,6 +30,7 @@ class LearnedElement:
         place: the device function that returns the address of the gradient.
         add: the device function that adds a number at an address.
         what: the element as the user wrote it.
+        window: the sums in shared memory; None where each score is added in global memory.
     """
 
     sum: str
@@ -36,6 +38,7 @@ class LearnedElement:
     place: SpecFunction
     add: str
     what: str
+    window: WindowCode | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,16 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     if plan.kernel == "captured":
         exact = []
     adds = {each.tensor: f"{each.name}.add" for each in exact}
+    sums = type_of_sums(plan)
+    windows = codes_of_windows(spec, functions.printer, elements, plan)
     parts = [
         LearnedElement(
             sum=f"by{n}",
             kind=kind_of_sum(element),
-            place=functions.place_of(f"by{n}", element, type_of_sums(plan)),
+            place=functions.place_of(f"by{n}", element, sums),
             add=adds.get(element.tensor.name, "atomicAdd"),
             what=fx.python_text(element),
+            window=windows.get(element),
         )
         for n, element in enumerate(elements)
     ]
@@ -108,7 +114,11 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             functions,
             walk,
             score,
-            more=(derivatives, *(part.place for part in parts)),
+            more=(
+                derivatives,
+                *(part.place for part in parts),
+                *(each for window in windows.values() for each in window.functions),
+            ),
             partials=Partials(
                 derivatives.call(score=f"{fragment}[2 * r + c] * p.scale"),
                 ", ".join(part.sum for part in parts),
@@ -117,6 +127,8 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         ),
         parts=parts,
         exact=exact,
+        sum_type=sums,
+        window_entries=sum(window.entries for window in windows.values()),
         has_rows="row" in kinds,
         **fields,
     )

@@ -41,6 +41,8 @@ class Plan:
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
             of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
+        smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
+            without them.
         smem_bytes: bytes of dynamic shared memory per thread block.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
@@ -88,6 +90,7 @@ class Plan:
     smem_rows: int = 0
     smem_p: int = 0
     smem_ds: int = 0
+    smem_windows: int = 0
     sink_bytes: int = 0
     heads_per_tile: int = 1
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from flashgen.analysis import window_of
 from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
 from flashgen.planner.models.fitted_time import STATED_ERROR
-from flashgen.planner.models.kernel_model import KEY_KERNELS, SMEM_OF_SM
+from flashgen.planner.models.kernel_model import KEY_KERNELS, MMA_ROWS, SMEM_OF_SM
 from flashgen.planner.quantities import Number, Quantities
 from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
 from flashgen.planner.tile_problem import Tile, TileProblem
@@ -85,12 +86,28 @@ def _notes(problem: TileProblem, tile: Tile) -> Iterator[str]:
             f"visits the tiles of a block-sparse layout: {problem.block_layout}; "
             "clk are per score element of these tiles"
         )
+    yield from _windows(problem, tile)
     heads = problem.heads_per_tile
     if heads > 1:
         yield (
             f"heads_per_tile {heads}: query heads that share K and V, "
             f"{tile.owned // heads} queries of each = {tile.owned} rows"
         )
+
+
+def _windows(problem: TileProblem, tile: Tile) -> Iterator[str]:
+    """For each element to whose gradient scores add: where the sums are."""
+    rows = MMA_ROWS * tile.row_groups
+    scores = f"{rows} x {tile.step} scores"
+    for element, dims in problem.learned:
+        window = window_of(element, dims, rows, tile.step)
+        if window is None:
+            yield f"d{element.tensor}: each score is added in global memory"
+        else:
+            yield (
+                f"d{element.tensor}: a warp adds {scores} to {window.entries} sums in shared "
+                "memory, and these to global memory once per step"
+            )
 
 
 def _lines(problem: TileProblem, at: Mapping[str, Number]) -> Iterator[DerivationLine]:
@@ -155,7 +172,8 @@ def _sizes_sm80(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
     q, k = e * block_q * int(at["d_qk"]), e * block_k * int(at["d_qk"])
     do, v = e * block_q * int(at["d_v"]), e * block_k * int(at["d_v"])
     if kernel not in KEY_KERNELS:
-        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v}
+        sums = int(at["warps"] * at["windows"])
+        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v, "smem_windows": sums}
     scores = e * block_q * block_k
     exchanged = at["exchanged"]
     return {
@@ -183,6 +201,7 @@ def _sizes_sm90(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
             "smem_v": stages * keys * depth_v,
             "smem_rows": TILE_BYTES * stages,
             "barriers": 8 * (1 + 4 * stages),
+            "smem_windows": size["warps"] * size["windows"],
         }
     exchanged = size["exchanged"]
     scores = SCORE_BUFFERS * block_q * keys

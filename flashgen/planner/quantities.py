@@ -59,6 +59,7 @@ QUANTITIES = {
     "dropout_ops": "instructions per score element for dropout's random bits and selection",
     "macs": "multiply-adds per score element",
     "reads": "bytes of fragments read from shared memory per score element",
+    "windows": "bytes of a warp's sums of the elements of learned tensors that a tile reads",
     "logit": "bytes of a sink's logit",
     "row_bytes": "bytes to and from global memory per row",
     "products": "instructions per score element for the matrix products",

@@ -14,6 +14,7 @@ from flashgen.planner.models.kernel_model import MMA_ROWS, STEP
 from flashgen.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.planner.quantities import Number
 from flashgen.planner.tile_problem import Tile, TileProblem
+from flashgen.planner.windows import window_bytes
 
 
 def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:
@@ -35,6 +36,11 @@ def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:
             "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, problem.d_qk),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
+    if problem.learned:
+        rows = MMA_ROWS * tile.row_groups
+        at["windows"] = window_bytes(
+            problem.kernel, problem.itemsize, problem.learned, rows, tile.step
+        )
     return problem.model.needs(at)
 
 

@@ -18,6 +18,7 @@ from flashgen.planner.models import (
 from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.planner.quantities import ITEMSIZE, Number
+from flashgen.planner.windows import Learned, added_by_scores
 
 PATHS: dict[str, dict[tuple[str, int], KernelModel]] = {
     "sm_80": forward_sm80.MODELS | backward_sm80.MODELS,
@@ -82,6 +83,7 @@ class TileProblem:
         sink_bytes: bytes of the sink's logit; 0 where the kernel reads none.
         block_layout: a block-sparse layout in words; "" without one.
         heads_per_tile: query heads that share a tile.
+        learned: the elements of learned tensors to which each score adds for itself.
     """
 
     kernel: str
@@ -103,6 +105,7 @@ class TileProblem:
     sink_bytes: int
     block_layout: str
     heads_per_tile: int
+    learned: Learned = ()
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -132,6 +135,7 @@ class TileProblem:
             # pair of keys are initialised with it.
             "query_bytes": 8 if self.dropout_ops else 12,
             "access": self.access_bytes,
+            "windows": 0,
             "copy_ops": fitted_sm80.VECTOR_COPY_INSTRUCTIONS
             if vectors
             else fitted_sm80.ELEMENT_COPY_INSTRUCTIONS,
@@ -192,6 +196,7 @@ def problem_of(
         sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
         block_layout=spec.block_sparse.described if spec.block_sparse else "",
         heads_per_tile=heads_per_tile,
+        learned=added_by_scores(spec, kernel),
     )
 
 

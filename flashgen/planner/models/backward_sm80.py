@@ -95,9 +95,11 @@ def _smem(kernel: str) -> tuple[Formula, Formula]:
     else:
         per_row = f"e*({of_step})"
     mine = f"e*{owned}*(d_qk + d_v)"
+    if kernel in LEARNED_KERNELS:
+        mine += " + warps*windows"
     return (
         Formula("smem", f"{mine} + {walked}*({per_row})", "B"),
-        Formula(walked, f"(min(M, M_sm/blocks - reserved) - {mine})/({per_row})"),
+        Formula(walked, f"(min(M, M_sm/blocks - reserved) - ({mine}))/({per_row})"),
     )
 
 
