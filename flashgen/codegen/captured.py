@@ -129,6 +129,8 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         exact=exact,
         sum_type=sums,
         window_entries=sum(window.entries for window in windows.values()),
+        # A column's sum needs all of its rows together.
+        skewed=bool(windows) and "column" not in kinds,
         has_rows="row" in kinds,
         **fields,
     )

@@ -26,6 +26,7 @@ class WindowCode:
     """A warp's sums of one element in shared memory (`analysis.Window`).
 
     Attributes:
+        name: the name of the sum.
         start: the number of sums of the same warp before them.
         entries: the number of sums.
         firsts: the variables for the first index along each axis, each with the function that
@@ -34,6 +35,7 @@ class WindowCode:
         element: the device function that returns the address of the gradient of a place.
     """
 
+    name: str
     start: int
     entries: int
     firsts: tuple[tuple[str, SpecFunction], ...]
@@ -44,6 +46,11 @@ class WindowCode:
     def offset(self) -> str:
         """The start as a summand in C++; "" for 0."""
         return f"{self.start} + " if self.start else ""
+
+    @property
+    def at_held(self) -> str:
+        """C++ of the address of the sum whose place a lane holds."""
+        return f"sums + {self.offset}held_{self.name}"
 
     @property
     def functions(self) -> tuple[SpecFunction, ...]:
@@ -65,6 +72,7 @@ def codes_of_windows(
     for window in windows_of(learned, MMA_ROWS * plan.row_groups, plan.block_k):
         name = f"by{elements.index(window.element)}"
         found[window.element] = WindowCode(
+            name,
             start,
             window.entries,
             tuple(_firsts(name, window, printer)),
