@@ -15,11 +15,12 @@ from typing import Any
 import sympy
 
 import flashgen as fg
-from flashgen.analysis import Analysis, Interval, analyse, classify
+from flashgen.analysis import Analysis, Interval, analyse, classify, window_of
 from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, python_text
 from flashgen.language.tensor import SIZES
+from flashgen.planner import plan_backward
 from flashgen.signature import LAYOUT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +154,7 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
         yield f"`score_mod = {python_text(spec.score)}`, derivative `{derivative}`"
     for element, partial in score.learned:
         text, factor = python_text(element), python_text(partial)
-        yield f"gradient of `{text}`: `{factor}` times dS', {added_up(element)}"
+        yield f"gradient of `{text}`: `{factor}` times dS', {added_up(spec, element)}"
     if spec.sink is not None:
         learned = "; its gradient is summed in a fixed order" if spec.sink.grad else ""
         yield f"`{spec.sink.name}` joins the denominator of each head's softmax{learned}"
@@ -163,10 +164,14 @@ def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:
         yield f"dimensions of any length: {', '.join(dict.fromkeys(free))}"
 
 
-def added_up(element: Element) -> str:
+def added_up(spec: fg.AttentionSpec, element: Element) -> str:
     """Where the gradient of a learned tensor is summed, by what the index depends on."""
     symbols = {str(s) for index in element.indices for s in index.free_symbols}
     if {"q", "k"} <= symbols or "score" in symbols:
+        plan = plan_backward(spec).kernels[-1]
+        dims = next(t.dims for t in spec.tensors if t.symbol == element.tensor)
+        if window_of(element, dims, 16 * plan.row_groups, plan.block_k) is not None:
+            return "summed by a warp in shared memory, for each tile"
         return "added atomically for each score"
     if "q" in symbols:
         return "summed along the row in registers"
