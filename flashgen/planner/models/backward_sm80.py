@@ -95,11 +95,10 @@ def _smem(kernel: str) -> tuple[Formula, Formula]:
     else:
         per_row = f"e*({of_step})"
     mine = f"e*{owned}*(d_qk + d_v)"
-    if kernel in LEARNED_KERNELS:
-        mine += " + warps*windows"
+    more, less = (" + warps*windows", " - warps*windows") if kernel in LEARNED_KERNELS else ("", "")
     return (
-        Formula("smem", f"{mine} + {walked}*({per_row})", "B"),
-        Formula(walked, f"(min(M, M_sm/blocks - reserved) - ({mine}))/({per_row})"),
+        Formula("smem", f"{mine}{more} + {walked}*({per_row})", "B"),
+        Formula(walked, f"(min(M, M_sm/blocks - reserved) - {mine}{less})/({per_row})"),
     )
 
 

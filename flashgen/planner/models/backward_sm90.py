@@ -83,8 +83,7 @@ def _smem(kernel: str) -> tuple[Formula, Formula, Formula]:
     room = "min(M, M_sm/blocks - reserved)"
     # K and V, or Q and dO, which the block owns, and what it keeps whatever the stages.
     mine = f"e*{owned}*(depth + depth_v)"
-    if kernel in LEARNED_KERNELS:
-        mine += " + warps*windows"
+    more, less = (" + warps*windows", " - warps*windows") if kernel in LEARNED_KERNELS else ("", "")
     kept = ""
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
     of_row = "e*(depth + depth_v)"
@@ -102,8 +101,8 @@ def _smem(kernel: str) -> tuple[Formula, Formula, Formula]:
             f" + stages*(query_bytes*block_q + {TILE_BYTES}) + {barriers}"
         )
     else:
-        smem = f"{mine} + stages*(block_k*{of_row} + {TILE_BYTES}) + {barriers}"
-    left = f"{room} - 8 - ({mine})" + (f" - block_q*({kept})" if kept else "")
+        smem = f"{mine}{more} + stages*(block_k*{of_row} + {TILE_BYTES}) + {barriers}"
+    left = f"{room} - 8 - {mine}{less}" + (f" - block_q*({kept})" if kept else "")
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
     return (
         Formula(
@@ -111,7 +110,7 @@ def _smem(kernel: str) -> tuple[Formula, Formula, Formula]:
             f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))",
         ),
         Formula("smem", smem, "B"),
-        Formula(walked, f"({room} - ({mine}) - {TILE_BYTES}*stages - {barriers})/({per_row})"),
+        Formula(walked, f"({room} - {mine}{less} - {TILE_BYTES}*stages - {barriers})/({per_row})"),
     )
 
 
