@@ -116,22 +116,7 @@ def executed(
     for report, counters in zip(back.reports, launches, strict=True):
         assert report.kernel is not None
         backward += _counts(report.kernel, counters, heads)
-        backward += around_dq(report.kernel.plan, n, dout.element_size())
     return forward, backward
-
-
-def around_dq(plan: Plan, n: int, itemsize: int) -> Counts:
-    """torch's traffic for dQ with "fused": the float32 sums of whole tiles of rows are filled with
-    zeros before the kernel and copied after it, the rows beyond whole groups of 16 separately.
-
-    The sums of all heads are far larger than L2, so that all of this traffic reaches HBM.
-    """
-    if plan.kernel != "fused":
-        return Counts(0, 0, 0, 0)
-    row, tiles = 4 * plan.head_dim, -(-n // plan.block_q)
-    apart = 2 * 16 * row if n % 16 else 0  # put in order before they are copied
-    moved = tiles * plan.block_q * row + n * row + n * itemsize * plan.head_dim + apart
-    return Counts(0, moved, moved, moved)
 
 
 def predicted_seconds(
@@ -141,9 +126,7 @@ def predicted_seconds(
     backward = plan_backward(spec, ARCH, deterministic=deterministic)
     launch = [(LaunchSizes(batch, heads, heads, n, n), None)]
     kernels = (plan(spec, ARCH), *backward.kernels)
-    moved = sum(around_dq(each, n, each.itemsize).hbm for each in kernels) * batch * heads
-    rate = facts(ARCH).hbm_bytes_per_s
-    return sum(duration_of(each, launch).seconds for each in kernels) + moved / rate
+    return sum(duration_of(each, launch).seconds for each in kernels)
 
 
 def _counts(build: Build, counters: Counters, heads: int) -> Counts:

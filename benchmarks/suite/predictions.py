@@ -53,8 +53,8 @@ def predicted(case: Case, pass_: str, plans: tuple[Plan, ...], arch: str) -> flo
     """TFLOP/s, as if every tile that is computed were full; masked tiles are not in the model."""
     product = facts(arch)
     clocks = sum(
-        # "delta" counts per row, and a row has seq_k score elements.
-        plan.cost / (case.seq_k if plan.kernel == "delta" else 1)
+        # Kernels that stream count per row, and a row has seq_k score elements.
+        plan.cost / (case.seq_k if plan.streams else 1)
         for plan in plans
     )
     return flops(pass_, 1, case.head_dim) / clocks * product.sms * product.clock_hz / 1e12

@@ -120,7 +120,7 @@ class InspectArguments(SpecArguments):
     """Compile a spec and look at the result."""
 
     kernel: Annotated[
-        str, Option(help="forward, or of the backward: delta, fused, dkdv or dq.")
+        str, Option(help="forward, or of the backward: delta, fused, convert_dq, dkdv or dq.")
     ] = "forward"
     cuda: Annotated[bool, Option("--cuda", help="The emitted CUDA.")] = False
     ptx: Annotated[bool, Option("--ptx", help="The PTX.")] = False

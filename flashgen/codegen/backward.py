@@ -32,6 +32,9 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     if plan.kernel == "delta":
         return _delta(spec, plan)
+    if plan.kernel == "convert_dq":
+        queries = queries_of_sums(plan.block_q, plan.head_dim)
+        return kernel("common/convert_dq.cu.j2", spec, plan, None, dq_queries=queries)
     if plan.of_captured:
         return captured(spec, analysis, plan)
     hopper = plan.path == "sm_90a"

@@ -22,7 +22,7 @@ from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
 from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.planner import Plan
 from flashgen.tensormap import RAGGED_ROWS
 
@@ -63,7 +63,7 @@ def kernel(
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    name = kernel_name(spec, plan.kernel, plan.heads_per_tile)
+    name = kernel_name(spec, plan)
     tensors = code.functions.tensors if code else ()
     readers = code.functions.readers if code else ()
     tables = code.functions.tables if code else ()
@@ -72,6 +72,9 @@ def kernel(
         logit = f"read_{sink.name}(p, {head_of(plan)})" if sink.dims else f"read_{sink.name}(p)"
         if sink.name not in {tensor.name for tensor in tensors}:
             tensors, readers = (*tensors, sink), (*readers, reader(sink))
+    packed = spec.packed and plan.kernel != "delta"
+    if packed and code is None:
+        tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
     params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
@@ -81,7 +84,6 @@ def kernel(
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
-    packed = spec.packed and code is not None
     return rendered(
         template,
         spec,

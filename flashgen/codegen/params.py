@@ -7,6 +7,7 @@ import dataclasses
 from flashgen.codegen.source import Param
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.language.spec import AttentionSpec
+from flashgen.planner.models.kernel_model import STREAMING_KERNELS
 
 _SHAPES = {
     "q": "[batch, heads_q, seq_q, HEAD_DIM]",
@@ -63,16 +64,27 @@ _DELTA_ROWS = (
     Param("dlse", "const float*", f"{_PER_ROW}; null: zeros"),
     Param("rows", "float*", _ROWS),
 )
+_ZEROS = (
+    Param("dq_sum", "float*", "the sums of dQ, filled with zeros"),
+    Param("sum_vectors", "long long", "16-byte vectors of these sums; 0: there are no sums"),
+    Param("block_vectors", "int", "16-byte vectors of these sums per block"),
+)
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
 # The tensors that a kernel copies from, or to by TMA, and its fields with a value per row.
 _FIRST = {
     "forward": (("q", "k", "v", "o"), _FORWARD_ROWS),
-    "delta": (("o", "do"), _DELTA_ROWS),
+    "delta": (("o", "do"), (*_DELTA_ROWS, *_ZEROS)),
+    "convert_dq": ((), ()),
 }
 _BACKWARD = (("q", "k", "v", "do"), _BACKWARD_ROWS)
-_GRADIENTS = {"dkdv": ("dk", "dv"), "fused": ("dk", "dv"), "dq": ("dq",)}
+_GRADIENTS = {
+    "dkdv": ("dk", "dv"),
+    "fused": ("dk", "dv"),
+    "convert_dq": ("dq",),
+    "dq": ("dq",),
+}
 _DQ_SUMS = {
-    "sm_80": "[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows",
+    "sm_80": "[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows",
     "sm_90a": "[batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled",
 }
 
@@ -83,13 +95,13 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     Args:
         path: the code path; on "sm_90a" operands are tensor maps, which have their strides in them.
     """
-    by_tma = path == "sm_90a" and role != "delta"
+    by_tma = path == "sm_90a" and role not in STREAMING_KERNELS
     first, rows = _FIRST.get(role, _BACKWARD)
     gradients = _GRADIENTS.get(role, ())
     written = ("o", *gradients) if role == "forward" else gradients
     params = [(_map if by_tma else _tensor)(name, written=name in written) for name in first]
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
-    if role == "fused":
+    if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))
     params += _strides(*gradients) if by_tma else _strides(*first, *gradients)
     params += [*_NUMBERS, *(_DROPOUT if spec.dropout else ())]

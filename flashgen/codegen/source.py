@@ -93,14 +93,24 @@ ELEMENTS = {
 }
 
 
-def kernel_name(spec: AttentionSpec, role: str, heads_per_tile: int = 1) -> str:
+WITHOUT_SPEC = ("delta", "convert_dq")
+"""The kernels that read neither mask nor score: specs share their names and their text."""
+
+
+def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """``causal_forward_fp16_d64``: the name in profiles, symbols and file names.
 
-    The delta kernel reads neither mask nor score. It has the same name and the same text for all
-    specs of one dtype and one head dim of v, apart from those with a sink.
+    The delta kernel has the same name and the same text for all specs of one dtype and one head dim
+    of v, apart from those with a sink. The kernel that converts dQ has the same text for all specs
+    of one dtype and one head dim, packed or not, whose sums of dQ have tiles of equal size.
     """
+    role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
         return f"delta{_sink_of_delta(spec)}_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
+    if role == "convert_dq":
+        packed = "_packed" if spec.packed else ""
+        dtype = DTYPE_SHORT[spec.dtype]
+        return f"convert_dq{packed}_{dtype}_d{spec.head_dim}_q{plan.block_q}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"

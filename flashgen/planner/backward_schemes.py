@@ -1,11 +1,11 @@
 """The schemes of the backward pass: the plan of each kernel, and the choice of a scheme.
 
 There are two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention). One
-kernel computes all gradients with five products per score and adds its share of dQ atomically; or
-two kernels recompute the scores, with seven products, and every sum has a fixed order. Where the
-score function reads learned tensors, another kernel computes their gradients: with atomic additions
-of floats, or, where every run must have the same bits, with sums of integers, which do not depend
-on the order.
+kernel computes all gradients with five products per score and adds its share of dQ atomically to
+float32 sums, which a further kernel converts; or two kernels recompute the scores, with seven
+products, and every sum has a fixed order. Where the score function reads learned tensors, another
+kernel computes their gradients: with atomic additions of floats, or, where every run must have the
+same bits, with sums of integers, which do not depend on the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashgen.planner.plan_errors import no_tile_fits, tile_does_not_fit
 from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import BackwardPlanRequest
 from flashgen.planner.search import cheapest, is_feasible
-from flashgen.planner.streaming_kernels import plan_delta
+from flashgen.planner.streaming_kernels import plan_convert_dq, plan_delta
 from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
@@ -36,14 +36,12 @@ EXACT_NOTE = (
 
 
 def kernels_of(spec: AttentionSpec, *, deterministic: bool) -> dict[str, tuple[str, ...]]:
-    """The schemes that ``spec`` allows, each with its kernels without "delta", in launch order."""
-    # The sums of "fused" are stored in whole tiles of rows; packed sequences start anywhere.
-    only_split = deterministic or spec.packed
+    """The schemes that ``spec`` allows, each with its kernels that have tiles, in launch order."""
     of_learned = kernel_for_learned(spec, deterministic=deterministic)
     return {
         name: (*parts, *of_learned)
         for name, parts in SCHEMES.items()
-        if name == "split" or not only_split
+        if name == "split" or not deterministic
     }
 
 
@@ -84,12 +82,13 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     for kernel in of_learned:
         if kernel not in found:
             raise missing[kernel]
-    names = (*SCHEMES[scheme], *of_learned)
-    kernels = (plan_delta(spec, arch), *(found[name] for name in names))
+    parts = [found[name] for name in SCHEMES[scheme]]
+    sums_tile = parts[0].sums_tile
+    if sums_tile is not None:
+        parts.append(plan_convert_dq(spec, arch, parts[0].path, sums_tile))
+    kernels = (plan_delta(spec, arch, sums_tile), *parts, *(found[name] for name in of_learned))
     if deterministic:
         why = "split, because every sum must have a fixed order: atomic additions have none"
-    elif spec.packed:
-        why = "split, because fused sums dQ in whole tiles: packed sequences start anywhere"
     elif given:
         why = f"{scheme}, because its tiles are given"
     elif len(costs) > 1:

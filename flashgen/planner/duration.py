@@ -27,7 +27,7 @@ from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
 from flashgen.planner.schedule import SLOTS, head_bits
-from flashgen.planner.traffic import LSE_BYTES, LaunchSizes, Visited, walks_of_head
+from flashgen.planner.traffic import LSE_BYTES, SUM_BYTES, LaunchSizes, Visited, walks_of_head
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
@@ -35,7 +35,6 @@ QUANTISATION = Formula("quantisation", "makespan*slots/(steps + begun*work_tiles
 WORK = Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
-STREAMING_KERNELS = ("delta", "minmax_table")
 
 FORMULAS = (SLOTS, BEGUN, QUANTISATION, WORK, HBM, TIME)
 # Kernels without score elements: one round of their blocks is one step.
@@ -84,7 +83,7 @@ def duration_of(
     Raises:
         ValueError: visited tiles are for another number of tiles.
     """
-    arch, streams = facts(plan.arch), plan.kernel in STREAMING_KERNELS
+    arch, streams = facts(plan.arch), plan.streams
     parts, rows = [], 0
     for sizes, visited in walks:
         tiles, heads, entries = plan.grid(*sizes)
@@ -94,7 +93,7 @@ def duration_of(
         rows += sizes.batch * sizes.heads_q * sizes.seq_q
     steps = sum(sum(part.lengths) * part.times for part in parts)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
-    scores = rows if plan.kernel == "delta" else steps * plan.block_q * plan.block_k
+    scores = rows if streams else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -160,7 +159,7 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
 
 def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:
     """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
-    if plan.kernel in STREAMING_KERNELS:
+    if plan.streams:
         return [1] * tiles
     group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
     walks = walks_of_head(plan, sizes, visited)
@@ -185,8 +184,11 @@ def _bytes(plan: Plan, sizes: LaunchSizes) -> int:
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
         return operands + queries * (v + LSE_BYTES)
+    sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q)
     if plan.kernel == "delta":
-        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES)
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
+    if plan.kernel == "convert_dq":
+        return sums + queries * qk
     results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
-    both = results["dkdv"] + queries * plan.head_dim * 4  # dQ's sums are float32
+    both = results["dkdv"] + sums
     return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

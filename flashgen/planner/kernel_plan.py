@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
 from flashgen.planner.models.fitted_common import MASK_LOOP_HEAD_DIM
-from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS, MMA_ROWS
+from flashgen.planner.models.kernel_model import (
+    KEY_KERNELS,
+    LEARNED_KERNELS,
+    MMA_ROWS,
+    STREAMING_KERNELS,
+)
 from flashgen.planner.quantities import Quantities
 from flashgen.planner.tile_problem import PATHS, Tile
 
@@ -17,9 +22,9 @@ class Plan:
 
     Attributes:
         kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
-            "fused" (dK, dV and dQ at once), "captured" (gradients of learned tensors) and
-            "captured_exact" (the same with order-independent sums); or "minmax_table" (min/max
-            tables of captured tensors, before all other kernels).
+            "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"), "captured"
+            (gradients of learned tensors) and "captured_exact" (the same with order-independent
+            sums); or "minmax_table" (min/max tables of captured tensors, before all other kernels).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
@@ -51,7 +56,9 @@ class Plan:
         blocks_per_sm: resident thread blocks per SM that the launch bounds request.
         heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
             share K and V.
-        cost: predicted clocks of one SM per score element; per row for "delta".
+        sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
+            which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
+        cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq".
         derivation: the constraints and the cost, with their numbers.
         refused: why each next larger tile was not chosen.
         notes: further lines: the machine's numbers, the code path, roundings.
@@ -93,6 +100,7 @@ class Plan:
     smem_windows: int = 0
     sink_bytes: int = 0
     heads_per_tile: int = 1
+    sums_tile: tuple[int, int] | None = None
 
     @property
     def queries_per_tile(self) -> int:
@@ -121,6 +129,11 @@ class Plan:
     def of_captured(self) -> bool:
         """Whether the kernel computes the gradients of learned tensors."""
         return self.kernel in LEARNED_KERNELS
+
+    @property
+    def streams(self) -> bool:
+        """Whether the kernel computes no score elements and is bound by memory."""
+        return self.kernel in STREAMING_KERNELS
 
     @property
     def launches(self) -> int:
@@ -202,6 +215,20 @@ class Plan:
             return (length // block + batch) << head_bits, heads >> head_bits, 1
         return -(-length // block) << head_bits, heads >> head_bits, 1 if packed else batch
 
+    def elements_of_sums(
+        self, batch: int, heads_q: int, seq_q: int, *, packed: bool = False
+    ) -> int:
+        """Elements of the float32 sums of dQ: whole tiles of rows; 0 where there are no sums.
+
+        Args:
+            packed: as in `grid`. The sums of sequence b begin with tile cu_seqlens_q[b] / rows + b.
+        """
+        if self.sums_tile is None:
+            return 0
+        rows, columns = self.sums_tile
+        tiles = seq_q // rows + batch if packed else batch * -(-seq_q // rows)
+        return tiles * heads_q * rows * columns
+
     def __str__(self) -> str:
         """The derivation as in the banner of the emitted file: lines of at most 97 columns."""
         return self.explain(details=False)
@@ -238,11 +265,12 @@ class BackwardPlan:
 
     Attributes:
         scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
-            float32; "split": dQ has a kernel of its own, whose sums have a fixed order.
+            float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
+            have a fixed order.
         deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
             kernels for learned tensors only "captured_exact".
-        kernels: in launch order: ("delta", "fused") or ("delta", "dkdv", "dq"), followed by
-            "captured" or "captured_exact" where the score reads learned tensors.
+        kernels: in launch order: ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
+            followed by "captured" or "captured_exact" where the score reads learned tensors.
         notes: the predicted costs of both schemes, and the reason for the choice.
     """
 
@@ -253,8 +281,8 @@ class BackwardPlan:
 
     @property
     def cost(self) -> float:
-        """Predicted clocks of one SM per score element, without "delta", whose cost is per row."""
-        return sum(each.cost * each.launches for each in self.kernels if each.kernel != "delta")
+        """Predicted clocks of one SM per score element, without kernels whose cost is per row."""
+        return sum(each.cost * each.launches for each in self.kernels if not each.streams)
 
     @property
     def of_keys(self) -> Plan:

@@ -59,6 +59,7 @@ def plan_of_tile(
         smem_bytes=int(at["smem"]),
         sink_bytes=problem.sink_bytes,
         heads_per_tile=problem.heads_per_tile,
+        sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),
         blocks_per_sm=tile.blocks,
@@ -70,6 +71,15 @@ def plan_of_tile(
         refused=refused,
         notes=(*_notes(problem, tile), *notes),
     )
+
+
+def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, int] | None:
+    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows."""
+    if problem.kernel != "fused":
+        return None
+    head_dim = int(at["d_qk"])
+    columns = MMA_ROWS * -(-head_dim // MMA_ROWS) if problem.path == "sm_90a" else head_dim
+    return int(at["block_q"]), columns
 
 
 def _notes(problem: TileProblem, tile: Tile) -> Iterator[str]:

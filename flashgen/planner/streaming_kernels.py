@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from flashgen.arch import Arch
+from dataclasses import replace
+
+from flashgen.arch import SMEM_RESERVED, Arch
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.derivation import line_of
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
-from flashgen.planner.models.kernel_model import REGISTER_LIMIT
+from flashgen.planner.models.kernel_model import REGISTER_LIMIT, SMEM_OF_SM
 from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
 
 # The delta kernel: each warp processes one row at a time. With this number of threads enough loads
@@ -23,14 +25,26 @@ ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
 ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
 DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 
+# The kernel that converts the sums of dQ. Read: the sums, whole tiles of them. Written: dQ.
+CONVERT_WARPS = 4
+CONVERT_BLOCKS = 8
+CONVERT_REGISTERS = 64
+CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
+CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
+
 # The kernel for min/max tables: a block makes the table of one line of the tensor.
 MINMAX_WARPS = 8
 MINMAX_BLOCKS = 4
 MINMAX_REGISTERS = 48
 
 
-def plan_delta(spec: AttentionSpec, arch: Arch) -> Plan:
-    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory."""
+def plan_delta(spec: AttentionSpec, arch: Arch, sums_tile: tuple[int, int] | None = None) -> Plan:
+    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
+
+    Args:
+        sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
+            None where there are no sums. The kernel's text does not depend on it.
+    """
     at: dict[str, Number] = {
         "e": ITEMSIZE[spec.dtype],
         "d_v": spec.head_dim_v or spec.head_dim,
@@ -46,9 +60,43 @@ def plan_delta(spec: AttentionSpec, arch: Arch) -> Plan:
     formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
     note = (
         f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
-        f"an SM per row. Bound by memory: each byte is moved once."
+        f"an SM per row. Bound by memory: each byte is moved once. The sums of dQ, where there are "
+        f"any, are filled with zeros besides."
     )
-    return _plan("delta", spec, arch, at, formulas, DELTA_REGISTERS, note)
+    plan = _plan("delta", spec, arch, at, formulas, DELTA_REGISTERS, note)
+    return replace(plan, block_q=DELTA_ROWS, sums_tile=sums_tile)
+
+
+def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple[int, int]) -> Plan:
+    """The plan of the kernel that makes dQ from its float32 sums, which is bound by memory.
+
+    Args:
+        path: the code path of the kernel that adds to the sums, which decides on their order.
+        sums_tile: rows and columns of a tile of the sums.
+    """
+    block_q, columns = sums_tile
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_qk": spec.head_dim,
+        "block_q": block_q,
+        "sum_columns": columns,
+        "R": arch.registers_per_sm,
+        "M_sm": arch.smem_per_sm,
+        "reserved": SMEM_RESERVED,
+        "warps": CONVERT_WARPS,
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    smem = CONVERT_SMEM(at)
+    at["blocks"] = min(CONVERT_BLOCKS, int(arch.smem_per_sm // (smem + SMEM_RESERVED)))
+    formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
+    note = (
+        f"{arch.name}: M_sm {arch.smem_per_sm:,} B, R {arch.registers_per_sm:,}; rates of "
+        f"{arch.product}; clk: clocks of an SM per row. Bound by memory: each byte is moved once."
+    )
+    plan = _plan("convert_dq", spec, arch, at, formulas, CONVERT_REGISTERS, note)
+    return replace(
+        plan, path=path, block_q=block_q, smem_bytes=int(at["smem"]), sums_tile=sums_tile
+    )
 
 
 def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
@@ -85,7 +133,7 @@ def _plan(
         itemsize=ITEMSIZE[spec.dtype],
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v or spec.head_dim,
-        block_q=DELTA_ROWS if kernel == "delta" else 0,
+        block_q=0,
         block_k=0,
         warps=int(at["warps"]),
         registers=int(at["register_limit"]),

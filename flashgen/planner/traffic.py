@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -99,6 +100,7 @@ class BackwardTraffic:
         rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
         dq, dk, dv: written.
         dsink: written by "delta": sums over the rows of a warp.
+        sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros and "convert_dq" reads.
         sink: the sink's logit, read by "delta" for each query where it computes its gradient.
         added: added to dQ's sums, atomically, by "fused".
         scores: elements of S that are computed, whole partial tiles included.
@@ -117,17 +119,20 @@ class BackwardTraffic:
     dv: int = 0
     sink: int = 0
     dsink: int = 0
+    sums_zeroed: int = 0
+    sums_read: int = 0
     added: int = 0
     scores: int = 0
 
     @property
     def read(self) -> int:
         operands = self.q + self.k + self.v + self.o + self.do
-        return operands + self.lse + self.rows_read + self.sink
+        return operands + self.lse + self.rows_read + self.sink + self.sums_read
 
     @property
     def written(self) -> int:
-        return self.rows_written + self.dq + self.dk + self.dv + self.dsink
+        gradients = self.dq + self.dk + self.dv
+        return self.rows_written + gradients + self.dsink + self.sums_zeroed
 
     def __add__(self, other: BackwardTraffic) -> BackwardTraffic:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -213,8 +218,10 @@ def backward_traffic(
         raise ValueError("this is the forward kernel: use forward_traffic")
     e, pairs = plan.itemsize, batch * heads_q
     qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
+    queries, dq_sums = pairs * seq_q, plan.elements_of_sums(batch, heads_q, seq_q) * SUM_BYTES
+    if plan.kernel == "convert_dq":
+        return BackwardTraffic(dq=queries * qk_row, sums_read=dq_sums)
     if plan.kernel == "delta":
-        queries = pairs * seq_q
         sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
         return BackwardTraffic(
             o=queries * v_row,
@@ -223,6 +230,7 @@ def backward_traffic(
             rows_written=queries * ROW_BYTES,
             sink=queries * plan.sink_bytes,
             dsink=sums * SUM_BYTES,
+            sums_zeroed=dq_sums,
         )
 
     owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
@@ -255,13 +263,6 @@ def backward_traffic(
         rows_read=times * walked_rows * ROW_BYTES,
         dk=blocks * seq_k * qk_row,
         dv=blocks * seq_k * v_row,
-        added=steps * plan.block_q * _columns_of_sums(plan) * SUM_BYTES
-        if plan.kernel == "fused"
-        else 0,
+        added=steps * math.prod(plan.sums_tile) * SUM_BYTES if plan.sums_tile else 0,
         scores=scores,
     )
-
-
-def _columns_of_sums(plan: Plan) -> int:
-    """Columns of dQ that are added: wgmma computes dQ^T in strips of 16 of its rows."""
-    return 16 * -(-plan.head_dim // 16) if plan.path == "sm_90a" else plan.head_dim

@@ -148,5 +148,5 @@ def _backward_bytes(moved: BackwardTraffic, dlse: bool) -> dict[str, int]:
         "lse": lse,
         "dlse": moved.lse - lse,
         "rows": moved.rows_read + moved.rows_written,
-        "dq_sum": moved.added,
+        "dq_sum": moved.sums_zeroed + moved.added + moved.sums_read,
     }

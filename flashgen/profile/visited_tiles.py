@@ -102,7 +102,7 @@ def heads_of(
     """The heads of a launch: all together, by batch entry, or one by one."""
     p = problem
     live = _live_blocks(spec, p, captured)
-    if (mask.always and live is None) or plan.kernel == "delta":
+    if (mask.always and live is None) or plan.streams:
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
     used = {symbol for part in parts if part is not None for symbol in part.free_symbols}

@@ -18,7 +18,7 @@ from flashgen.call import (
 )
 from flashgen.runtime import learned_gradients, memory_layout
 from flashgen.runtime.backends import Target, target_of
-from flashgen.runtime.bind_arguments import bind
+from flashgen.runtime.bind_arguments import bind, elements_of_sums
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import pointers_of
 from flashgen.runtime.checks import check, check_gradients
@@ -29,7 +29,7 @@ from flashgen.runtime.learned_gradients import (
     LearnedGradients,
     contributions_of,
 )
-from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
+from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, plain_torch
@@ -37,7 +37,6 @@ from flashgen.runtime.reports import Report
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
-    from flashgen.planner import Plan
 
 Tensor = torch.Tensor
 Inputs = dict[str, Tensor]
@@ -135,17 +134,13 @@ class PreparedBackward(PreparedCall):
         bound = self._bound.get(copied := tuple(copies))
         if bound is None:
             bound = self._bound[copied] = self._bind(tensors, by_name)
-        dq_plan: Plan | None = None
+        elements = elements_of_sums(bound[0].build.plan, self.call, packed=self.signature.packed)
+        tensors["dq_sum"] = q.new_empty(elements, dtype=torch.float32) if elements else None
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
                 tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
-            if "dq_sum" in kernel.arguments.pointers:
-                dq_plan = kernel.build.plan
-                tensors["dq_sum"] = zero_sums(dq, dq_plan)
         launches = self._launch(bound, tensors, sums, by_name)
-        dq_sum, sink_sums = tensors.get("dq_sum"), tensors.get(SINK_SUMS)
-        if dq_plan is not None and dq_sum is not None:
-            copy_sums(dq_sum, dq_plan, dq, self.call.scale)
+        sink_sums = tensors.get(SINK_SUMS)
         if sink_sums is not None:
             learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums)
         built, self._built = self._built, 0.0

@@ -54,6 +54,8 @@ def bind(
     bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), "head_bits": bits}
     grid = plan.grid(*call.sizes, packed=packed, head_bits=bits)
+    vectors = elements_of_sums(plan, call, packed=packed) // 4
+    numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None
     if plan.is_persistent:
         chosen = blocks_of_call(plan, call, packed=packed, sms=sms, given=blocks)
@@ -79,6 +81,11 @@ def bind(
         rest = BoundKernel(build, arguments, part, chosen, rest)
     assert rest is not None, "a grid has blocks"
     return rest
+
+
+def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> int:
+    """Elements of the float32 sums of dQ that a kernel accesses in such a call; 0 for none."""
+    return plan.elements_of_sums(call.batch, call.heads_q, call.seq_q, packed=packed)
 
 
 def _parts(grid: Grid) -> Iterator[tuple[int, int, Grid]]:
@@ -136,7 +143,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
     """
-    if plan.path != "sm_90a":
+    if plan.path != "sm_90a" or plan.streams:
         return {}
     found = {}
     for name, (columns, rows, heads) in _boxes(plan).items():

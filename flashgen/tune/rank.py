@@ -26,7 +26,7 @@ class TileChoice:
     """Tiles for the kernels of a pass.
 
     Attributes:
-        plans: the plans of the kernels in launch order, without "delta", which has no tile.
+        plans: the plans of the kernels in launch order, without those that have no tile.
         seconds: the predicted sum over all launches; clocks per score element where the visited
             tiles are not known before the launch (`by_time`); NaN without a prediction.
         durations: the predicted duration of each launch.
@@ -104,7 +104,7 @@ def derived(
         plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
     else:
         chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
-        plans = tuple(each for each in chosen.kernels if each.kernel != "delta")
+        plans = tuple(each for each in chosen.kernels if not each.streams)
     own = TileChoice(plans, math.nan)
     return next((each for each in ranked if each.tiles == own.tiles), own)
 

@@ -14,6 +14,7 @@ from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape
 from flashgen.cli.inspect import find_nvdisasm
 from flashgen.language.spec_file import load
+from flashgen.planner import plan_backward
 from flashgen.version import __version__
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
@@ -289,7 +290,8 @@ def test_emit_writes_files_and_check_finds_every_difference(tmp_path, windowed):
     assert "written" in written.stdout
     kernels = ("forward", "backward_fused", "backward_dkdv", "backward_dq")
     names = {f"windowed_{kernel}_fp16_d16_sm_80.cu" for kernel in kernels}
-    names.add("delta_fp16_d16_sm_80.cu")
+    block_q = plan_backward(load(windowed)).of_keys.block_q
+    names |= {"delta_fp16_d16_sm_80.cu", f"convert_dq_fp16_d16_q{block_q}_sm_80.cu"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     file = tmp_path / "out" / "windowed_forward_fp16_d16_sm_80.cu"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +11,9 @@ import flashgen as fg
 from flashgen import launch
 from flashgen.dropout import keep_scale, kept_levels
 from flashgen.errors import LaunchError
-from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check, run_backward, run_forward
-from flashgen.planner import plan_backward
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.memory_layout import copy_sums, empty_rows, in_memory_order_of, zero_sums
+from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from tests.support.fake_driver import Field, unpacked
 
 window, slope, on = (
@@ -115,14 +111,15 @@ def test_the_structure_is_that_of_launch_pack(order):
     assert arguments.numbers["seq_q"] == 5
 
 
-@pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "dq"])
+@pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "convert_dq", "dq"])
 def test_every_field_of_every_kernel_is_known(role):
     from flashgen.codegen.params import params_of
 
     params = params_of(SPEC, role)
     t = tensors()
     rest = {"o": t["q"], "do": t["q"], "dq": t["q"], "dk": t["k"], "dv": t["v"]}
-    arguments = KernelArguments(params, numbers(**rest))
+    known = numbers(**rest) | {"sum_vectors": 0, "block_vectors": 0}
+    arguments = KernelArguments(params, known)
     addresses = range(1, 1 + len(arguments.pointers))
     by_name = {**arguments.numbers, **dict(zip(arguments.pointers, addresses, strict=True))}
     assert arguments.packed(addresses) == launch.pack(params, by_name)
@@ -132,53 +129,6 @@ def test_an_unknown_field_is_refused():
     with pytest.raises(LaunchError, match="without a value") as caught:
         KernelArguments([Field("q", "pointer"), Field("block_mask", "int32")], numbers())
     assert "block_mask" in caught.value.where
-
-
-def rows_of_nan(shape, rows_first):
-    dq = torch.full(shape, float("nan")).half()
-    return dq.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else dq
-
-
-def check_sums(shape, plan, rows_first, parts, place, scale):
-    """Checks that `copy_sums` reads each element at ``place``; all others are infinite."""
-    dq = rows_of_nan(shape, rows_first)
-    sums = zero_sums(dq, plan)
-    assert sums.shape == (*shape[:2], *parts)
-    assert (sums == 0).all()
-    wanted = torch.randn(shape)
-    for index in torch.cartesian_prod(*map(torch.arange, parts)).tolist():
-        row, column = place(*index)
-        inside = row < shape[2] and column < shape[3]
-        sums[(..., *index)] = wanted[:, :, row, column] if inside else float("inf")
-    copy_sums(sums, plan, dq, scale)
-    assert torch.equal(dq, (wanted * (1 if math.isnan(scale) else scale)).half())
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 16, 8), (1, 2, 37, 24), (2, 1, 5, 16), (1, 1, 64, 40)])
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_sums_in_register_order_become_rows(shape, rows_first):
-    plan = replace(plan_backward(AttentionSpec(head_dim=64)).of_keys, block_q=32)
-    parts = (-(-shape[2] // 32) * 2, shape[3] // 8, 4, 8, 4)
-
-    def place(r, c, e, a, t):
-        return 16 * r + 8 * (e // 2) + a, 8 * c + 2 * t + e % 2
-
-    check_sums(shape, plan, rows_first, parts, place, math.nan)
-
-
-@pytest.mark.parametrize(
-    ("shape", "together"), [((2, 3, 64, 8), 32), ((1, 2, 37, 136), 16), ((2, 1, 45, 32), 16)]
-)
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_transposed_sums_become_rows_and_are_scaled(shape, together, rows_first):
-    hopper = plan_backward(AttentionSpec(head_dim=shape[3]), "sm_90a").of_keys
-    plan = replace(hopper, block_q=2 * together)
-    tiles, strips = -(-shape[2] // (2 * together)) * 2, -(-shape[3] // 16)
-
-    def place(r, c, n, a, t, i, e):
-        return together * r + 8 * n + 2 * t + e, 16 * c + 8 * i + a
-
-    check_sums(shape, plan, rows_first, (tiles, strips, together // 8, 8, 4, 2, 2), place, 0.25)
 
 
 def test_results_have_the_memory_order_of_their_model():
@@ -226,7 +176,7 @@ def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
         spec, q, k, v, run.out, run.lse, run.out, deterministic=deterministic, **options
     )
     assert len(gpu.started) == len(back.reports)
-    rows = set()
+    shared = {"rows": set(), "dq_sum": set()}  # buffers that only kernels read and write
     for launched, report in zip(gpu.started, back.reports, strict=True):
         source = report.kernel.source
         assert launched.kernel.name == source.name
@@ -236,9 +186,11 @@ def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
         for name in ("dq", "dk", "dv"):
             assert given.get(name, getattr(back, name).data_ptr()) == getattr(back, name).data_ptr()
         assert given.get("dlse", 0) == 0
-        rows.add(given["rows"])
-    assert len(rows) == 1
-    assert rows.pop() != 0
+        for name, addresses in shared.items():
+            addresses |= {given[name]} if name in given else set()
+    assert all(len(addresses) == 1 for addresses in shared.values())
+    assert 0 not in shared["rows"]
+    assert (0 in shared["dq_sum"]) == deterministic
 
 
 def test_a_kernel_is_loaded_once_and_a_call_is_prepared_once(gpu):

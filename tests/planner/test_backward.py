@@ -17,7 +17,7 @@ from tests.support.plan_problems import (
 )
 from tests.support.tiers import slow
 
-SCHEMES = {"fused": ("delta", "fused"), "split": ("delta", "dkdv", "dq")}
+SCHEMES = {"fused": ("delta", "fused", "convert_dq"), "split": ("delta", "dkdv", "dq")}
 # Tiles in shared memory, in order: each is a name, then rows and columns as in the kernels.
 KEYS = ("smem_k", "smem_v", "smem_q", "smem_do", "smem_rows", "smem_p", "smem_ds")
 QUERIES = ("smem_q", "smem_do", "smem_k", "smem_v")
@@ -41,7 +41,7 @@ def tiles_of(plan):
 
 def searched(backward):
     """The kernels of a backward plan that have a tile to choose."""
-    return [kernel for kernel in backward.kernels if kernel.kernel != "delta"]
+    return [kernel for kernel in backward.kernels if not kernel.streams]
 
 
 @pytest.mark.parametrize("step", [40, slow(8)])

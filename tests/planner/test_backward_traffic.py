@@ -90,11 +90,11 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(deterministic):
         deterministic=deterministic,
         check_memory=False,
     )
-    names = ("delta", "dkdv", "dq") if deterministic else ("delta", "fused")
+    names = ("delta", "dkdv", "dq") if deterministic else ("delta", "fused", "convert_dq")
     assert tuple(report.kernel.plan.kernel for report in run.reports) == names
     for report in run.reports:
         plan = report.kernel.plan
-        walk = None if plan.kernel == "delta" else causal(plan, 150, 260)
+        walk = None if plan.streams else causal(plan, 150, 260)
         got = backward_traffic(plan, *sizes, walk)
         # An addition to memory reads and writes it.
         assert report.counters.global_read_bytes == got.read + got.added

@@ -70,13 +70,13 @@ def test_every_printed_line_is_its_own_arithmetic_and_every_constraint_holds(pla
                 assert line.value <= line.limit
             checked += 1
         limited = [line.name for line in each.derivation if line.limit is not None]
-        assert limited == ([] if each.kernel == "delta" else ["smem", "smem_sm", "registers"])
+        assert limited == ([] if each.streams else ["smem", "smem_sm", "registers"])
     assert checked > 1000
 
 
 def test_every_refusal_of_a_larger_tile_is_true(plans):
     for each in plans:
-        if each.kernel == "delta":
+        if each.streams:
             continue
         problem, tile = problem_behind(each)
         for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):

@@ -18,13 +18,13 @@ from tests.support.sparse_layouts import touched
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 # Products of a tile of scores with Q or K, and with V or dO.
-_PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2)}
+_PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2), "fused": (3, 2)}
 
 
 def visited(report: Report) -> float:
     """Tiles that a 16-bit kernel computed: its multiplications divided by those of one tile.
 
-    On Hopper's path the head dims must be multiples of 16, because others are padded.
+    On Hopper's path the head dims must be multiples of 16, for "fused" of 64: others are padded.
     """
     assert report.counters is not None
     assert report.kernel is not None

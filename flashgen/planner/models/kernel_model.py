@@ -34,6 +34,9 @@ KEY_KERNELS = ("dkdv", "fused")
 LEARNED_KERNELS = ("captured", "captured_exact")
 """The kernels for the gradients of learned tensors."""
 
+STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table")
+"""The kernels without score elements, which are bound by memory."""
+
 # ---- formulas that several kernels share ---------------------------------------------------------
 
 SMEM_OF_SM = Formula("smem_sm", "blocks*(smem + reserved)", "B")

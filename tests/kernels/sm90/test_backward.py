@@ -206,7 +206,11 @@ def test_the_operator_launches_the_same_kernels() -> None:
     dout = like(out, 1)
     out.backward(dout)
     launched = [report.kernel.plan for report in op.backward_reports]
-    assert [(plan.kernel, plan.path) for plan in launched] == [("delta", "sm_80"), ("fused", ARCH)]
+    assert [(plan.kernel, plan.path) for plan in launched] == [
+        ("delta", "sm_80"),
+        ("fused", ARCH),
+        ("convert_dq", ARCH),
+    ]
     found = tuple(tensor.grad for tensor in given)
     verdicts = reference.judge_gradients(found, CAUSAL, *qkv, dout)
     assert all(verdict.ok for verdict in verdicts.values())
@@ -230,6 +234,8 @@ def check_compiled(path: Path, head_dim: int, *, dropout: bool) -> None:
             assert used.clean
             assert built.binary.warnings == ()
             assert used.max_threads == plan.threads
+            if plan.streams:
+                continue  # all of its warps have the same registers
             assert f"setmaxnreg.inc.sync.aligned.u32 {plan.registers};" in built.ptx
             assert f"setmaxnreg.dec.sync.aligned.u32 {plan.producer_registers};" in built.ptx
 
