@@ -37,7 +37,6 @@ import flashgen as fg  # noqa: E402
 from benchmarks.paper_counts import (  # noqa: E402
     ARCH,
     Counts,
-    around_dq,
     executed,
     flash_memory,
     predicted_seconds,
@@ -47,6 +46,7 @@ from benchmarks.paper_counts import (  # noqa: E402
 )
 from benchmarks.paper_figures import draw  # noqa: E402
 from flashgen.planner import forward_traffic, plan, plan_backward  # noqa: E402
+from flashgen.planner.traffic import SUM_BYTES  # noqa: E402
 
 N, HEAD_DIM, HEADS, BATCH = 1024, 64, 16, 64
 PAPER = {"standard": {"gflops": 66.6, "gb": 40.3}, "flash": {"gflops": 75.2, "gb": 4.4}}
@@ -113,12 +113,13 @@ def _targets(gpt2: dict[str, Any], n: int) -> dict[str, Any]:
 def _schemes(gpt2: dict[str, Any], n: int, heads: int) -> str:
     """The traffic and the predicted times of the two schemes in words, with the reasons."""
     fused, split = gpt2["fused"], gpt2["split"]
-    around = around_dq(plan_backward(spec_of(), ARCH).of_keys, n, 2).times(heads)
+    of_keys = plan_backward(spec_of(), ARCH).of_keys
+    sums = SUM_BYTES * of_keys.elements_of_sums(1, heads, n)
     return (
         f"Of the two schemes of the backward pass {gpt2['moves_least']} moves least and "
         f"{gpt2['fastest']} is predicted to be fastest; {gpt2['default']} is the default. fused "
-        f"adds up dQ in float32 in HBM: {around.hbm / 1e9:.2f} GB to fill the sums with zeros "
-        f"and to copy them when they are done, besides what the additions read and write; but it "
+        f"adds up dQ in float32 in HBM: {sums / 1e9:.2f} GB to fill the sums with zeros and as "
+        f"much to read them when they are done, besides what the additions read and write; but it "
         f"makes 5 products per score where split, which has no such sums, makes 7 "
         f"({fused['gflops']:,.0f} and {split['gflops']:,.0f} GFLOP with the forward pass and whole "
         f"tiles), and that work, not HBM, bounds all but delta on an A100: "

@@ -21,7 +21,7 @@ from flashgen.emulator.counters.l2 import simulate
 from flashgen.emulator.counters.recorder import AccessTrace
 from flashgen.ops import run_backward, run_forward
 from flashgen.pipeline import Build
-from flashgen.planner import Plan, plan, plan_backward
+from flashgen.planner import plan, plan_backward
 from flashgen.planner.duration import duration_of
 from flashgen.planner.traffic import LaunchSizes
 
@@ -135,7 +135,9 @@ def _counts(build: Build, counters: Counters, heads: int) -> Counts:
     totals = counters.total()
     distinct = sum(buffer.read + buffer.written for buffer in recorded.buffers)
     hbm = hbm_of_a_head(recorded.trace, build.plan.blocks_per_sm, heads)
-    return Counts(totals.tensor_multiply_adds, totals.global_bytes, distinct, hbm)
+    # An addition to memory reads and writes it.
+    issued = counters.global_read_bytes + counters.global_write_bytes
+    return Counts(totals.tensor_multiply_adds, issued, distinct, hbm)
 
 
 def hbm_of_a_head(trace: AccessTrace, blocks_per_sm: int, heads: int) -> int:

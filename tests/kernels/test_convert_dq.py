@@ -13,8 +13,11 @@ import flashgen as fg
 from flashgen.call import LaunchOptions
 from flashgen.ops import check
 from flashgen.pipeline import Build, build_backward
+from flashgen.runtime import bind_arguments
 from flashgen.runtime.bind_arguments import bind, elements_of_sums
-from tests.support.judged import check_gates
+from tests.support.judged import Call, check_gates
+from tests.support.planted import caught, planted
+from tests.support.shapes import Case
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor
@@ -85,7 +88,7 @@ def run(build: Build, dq: Tensor, sums: Tensor, **more: Any) -> Any:
         ("sm_80", "bfloat16", 40, 37),
         slow("sm_80", "float16", 256, 70),
         ("sm_80", "float32", 32, 50),
-        slow("sm_80", "float32", 128, 40),
+        slow("sm_80", "float32", 64, 40),
         ("sm_90a", "float16", 64, 200),
         ("sm_90a", "bfloat16", 40, 37),
         slow("sm_90a", "float16", 128, 170),
@@ -103,3 +106,58 @@ def test_every_sum_is_scaled_rounded_and_written_to_its_place(
         dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
     run(build, dq, sums_of(wanted, build))
     assert torch.equal(dq, (wanted * torch.tensor(SCALE)).to(dq.dtype))
+
+
+@functools.cache
+def of_causal(arch: str, *, packed: bool = False) -> Call:
+    """A backward call with several tiles of queries, the last of which is partial."""
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, packed=packed, name="causal")
+    tensors = {}
+    if packed:
+        ends = torch.tensor([0, 150, 200, 330], dtype=torch.int32)
+        tensors = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    qkv = Case(330, 330, 1, 2, 1, "float16", 64).tensors()
+    return Call(spec, qkv, {"tensors": tensors}, arch=arch)
+
+
+BUGS = [
+    ("convert_dq", "// 3.", "  __syncthreads();\n", "", "RaceError"),
+    ("convert_dq", "void store_rows(", "row < valid_rows", "row <= valid_rows", "OutOfBounds"),
+    ("delta", "zeros_end = ", "min(", "1 + max(", "OutOfBounds"),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.parametrize(("kernel", "after", "old", "new", "kind"), BUGS)
+def test_a_planted_bug_is_found(
+    arch: str, kernel: str, after: str, old: str, new: str, kind: str
+) -> None:
+    with planted(kernel, old, new, after), caught(kind) as error:
+        of_causal(arch).backward()
+    assert kernel in error.value.where
+
+
+@pytest.mark.parametrize("packed", [False, slow(True)])
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_every_sum_begins_at_what_the_delta_kernel_writes(arch: str, packed: bool) -> None:
+    """Every sum begins at the zero that delta writes. The scale is 1/8."""
+    call = of_causal(arch, packed=packed)
+    clean = call.judged_backward()
+    bug = "{0.0f, 0.0f, 0.0f, 0.0f}", "{1e3f, 1e3f, 1e3f, 1e3f}"
+    with planted("delta", *bug, "// This block's part"):
+        wrong = call.backward()
+    torch.testing.assert_close(wrong.dq.float(), clean.dq.float() + 1e3 / 8, rtol=2e-3, atol=0.1)
+    assert torch.equal(wrong.dk, clean.dk)
+    assert torch.equal(wrong.dv, clean.dv)
+
+
+@pytest.mark.parametrize("packed", [False, slow(True)])
+def test_grids_of_several_launches_write_the_same_bits(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beyond 65,535 heads or batch entries, which are the limit of a launch."""
+    call = of_causal("sm_80", packed=packed)
+    whole = call.backward()
+    monkeypatch.setattr(bind_arguments, "MOST_ALONG_Y_AND_Z", 1)
+    parts = call.backward()
+    assert torch.equal(parts.dq, whole.dq)
