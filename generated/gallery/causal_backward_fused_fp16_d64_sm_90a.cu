@@ -870,9 +870,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     proxy_fence();
     __syncwarp();
     if (lane == 0) {
-      const long long tiles = ceil_div(p.seq_q, BLOCK_Q) * (BLOCK_Q / DQ_QUERIES);
-      const long long tile =
-          ((long long)b * p.heads_q + h) * tiles + (q_start + dq_query) / DQ_QUERIES;
+      const long long first = ((long long)b * p.heads_q + h) * ceil_div(p.seq_q, BLOCK_Q);
+      const long long tile = first * (BLOCK_Q / DQ_QUERIES) + (q_start + dq_query) / DQ_QUERIES;
 #pragma unroll
       for (int i = 0; i < DQ_BLOCKS; ++i) {
         const int strip = 4 * (dq_block + i) + warp % 4;

@@ -8,7 +8,8 @@
 //
 // plan      delta  block_q 64  warps 4  blocks per SM 8
 //           sm_80: R 65,536; rates of A100 SXM 80GB; clk: clocks of an SM per row. Bound by
-//               memory: each byte is moved once.
+//               memory: each byte is moved once. The sums of dQ, where there are any, are filled
+//               with zeros besides.
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(8*4/4))) = 64
 //           row_bytes = 2*e*d_v + 2*4 + 2*4 = 2*2*64 + 2*4 + 2*4 = 272 B
@@ -42,6 +43,9 @@ struct Params {
   const float* lse;  // [batch, heads_q, seq_q], natural log
   const float* dlse;  // [batch, heads_q, seq_q]; null: zeros
   float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  float* dq_sum;  // the sums of dQ, filled with zeros
+  long long sum_vectors;  // 16-byte vectors of these sums; 0: there are no sums
+  int block_vectors;  // 16-byte vectors of these sums per block
   long long o_stride_b;  // elements to the next batch entry
   long long o_stride_h;  // elements to the next head
   long long o_stride_n;  // elements to the next row
@@ -102,6 +106,13 @@ delta_fp16_d64(const __grid_constant__ Params p) {
   const long long do_step = p.dout_stride_n * ELEMENT_BYTES;
   const long long head = ((long long)b * p.heads_q + h) * p.seq_q;  // first row among all rows
   const int lane = threadIdx.x % LANES;  // among the lanes of the row
+
+  // This block's part of the zeros from which the sums of dQ begin; sum_vectors is 0 without them.
+  const long long block = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
+  const long long zeros_end = min((block + 1) * p.block_vectors, p.sum_vectors);
+  for (long long i = block * p.block_vectors + threadIdx.x; i < zeros_end; i += THREADS) {
+    ((float4*)p.dq_sum)[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+  }
 
 #pragma unroll 2
   for (int i = 0; i < BLOCK_Q / ROWS; ++i) {

@@ -13,16 +13,19 @@
 // plan      captured  block_q 128  block_k 32  warps 4  blocks per SM 3
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
-//           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 32*(2*(64 + 64 + 64)) = 45,056 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 3*(45056 + 1024) = 138,240 B of 167,936 B
+//           dtable: a warp adds 32 x 32 scores to 63 sums in shared memory, and these to global
+//               memory once per step
+//           smem = e*block_q*(d_qk + d_v) + warps*windows + block_k*(e*(d_qk + d_v + d_qk))
+//             = 2*128*(64 + 64) + 4*252 + 32*(2*(64 + 64 + 64)) = 46,064 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 3*(46064 + 1024) = 141,264 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168
 //           registers = 60 + 4*row_groups + extra + block_k*row_groups*(1 + pending)
 //             = 60 + 4*2 + 16 + 32*2*(1 + 0.125) = 156 of 168
-//           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v))/(e*(d_qk + d_v +
-//             d_qk)) = (min(166912, 167936/3 - 1024) - 2*128*(64 + 64))/(2*(64 + 64 + 64))
-//             = 57.7778
+//           block_k <= (min(M, M_sm/blocks - reserved) - e*block_q*(d_qk + d_v) -
+//               warps*windows)/(e*(d_qk + d_v + d_qk))
+//             = (min(166912, 167936/3 - 1024) - 2*128*(64 + 64) - 4*252)/(2*(64 + 64 + 64))
+//             = 55.1528
 //           block_k <= (register_limit - (60 + 4*row_groups + extra))/(row_groups*(1 + pending))
 //             = (168 - (60 + 4*2 + 16))/(2*(1 + 0.125)) = 37.3333
 //           tensor = factors*macs/tensor_rate = 1*128/1024 = 0.1250 clk
@@ -37,7 +40,7 @@
 //           refused block_k 48, blocks per SM 2: fits, but costs 0.2983 clk against 0.2697
 //           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.3559 clk against
 //               0.2697
-// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 45,056 B
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 46,064 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
 
@@ -59,14 +62,18 @@ constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;  // two buffers
 constexpr int SMEM_V = 40960;
-constexpr int SMEM_BYTES = 45056;
+constexpr int SMEM_WINDOWS = 45056;
+constexpr int WINDOW_ENTRIES = 63;  // per warp
+constexpr int WINDOW_BYTES = WARPS * WINDOW_ENTRIES * int(sizeof(float));
+constexpr int SMEM_BYTES = 46064;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
 static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_BYTES >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
+static_assert(SMEM_WINDOWS >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
+static_assert(SMEM_BYTES >= SMEM_WINDOWS + WINDOW_BYTES, "plan and code disagree: sums of warps");
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -156,6 +163,22 @@ __device__ __forceinline__ Partials score_partials() {
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
 __device__ __forceinline__ float* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
+}
+
+// The first q + seq_k - k - 1 in these ranges of queries and keys, clamped.
+__device__ __forceinline__ int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
+  return inside(q_lo + p.seq_k - k_hi - 1, p.c_table_size_0);
+}
+
+// The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
+__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+  const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
+  return unsigned(i) < 63 ? i : -1;
+}
+
+// The address of the gradient of a place in by0's window.
+__device__ __forceinline__ float* element_of_by0(const Params& p, int by0_first_0, int place) {
+  return sum_of_table(p, by0_first_0 + place);
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -418,6 +441,12 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
     }
   }
 
+  // This warp's sums of the elements that its part of a tile reads.
+  auto* const sums = (float*)(smem + SMEM_WINDOWS) + warp * WINDOW_ENTRIES;
+#pragma unroll 1
+  for (int place = lane; place < WINDOW_ENTRIES; place += 32) sums[place] = 0;
+  __syncwarp();
+
   unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
 
   // 5. Main loop.
@@ -501,27 +530,64 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
     copy_commit();
 
     // 5f. The gradients of the elements that each score reads.
+    const int by0_first_0 =
+        by0_first_0_of(p, p.q_offset + q_start + warp_row, p.k_offset + k_start + BLOCK_K - 1);
+    // While a lane's scores read the same element, it sums them in a register. Lanes that add at
+    // one place wait for each other.
+    int held_by0 = -1;  // the place of this sum; -1: none yet
+    float by0 = 0.0f;
+    // Along diagonals of the tile: there q - k is the same.
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
+    for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int k = k_first + 8 * n + c;
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
+            const int n = m + 2 * g + r;
+            if (n < 0 || n >= BLOCK_K / 8) continue;
+            const int k = k_first + 8 * n + c;
             const float d = ds[g][n][2 * r + c];
             // Where dS' is 0, as it is outside the mask, the derivatives may be infinite; past the
             // last query dS' may have any value.
             if (d != 0.0f && q_first + 16 * g + 8 * r < q_end) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
-              atomicAdd(place_of_by0(p, q, k), d * by.by0);
+              const int place_by0 = place_in_by0(p, q, k, by0_first_0);
+              if (place_by0 < 0) {
+                atomicAdd(place_of_by0(p, q, k), d * by.by0);
+              } else {
+                if (place_by0 != held_by0) {
+                  if (held_by0 >= 0) {
+                    atomicAdd(sums + held_by0, by0);
+                  }
+                  held_by0 = place_by0;
+                  by0 = 0.0f;
+                }
+                by0 += d * by.by0;
+              }
             }
           }
         }
       }
     }
+
+    // 5g. The warp's sums, to global memory.
+    if (held_by0 >= 0) {
+      atomicAdd(sums + held_by0, by0);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int place = lane; place < 63; place += 32) {
+      const float sum = sums[place];
+      if (sum != 0) {
+        atomicAdd(element_of_by0(p, by0_first_0, place), sum);
+        sums[place] = 0;
+      }
+    }
+    __syncwarp();
+
     k_buffer ^= K_BYTES;
   }
   copy_wait_all();  // no copy is in flight when the block ends

@@ -92,6 +92,7 @@ constexpr int DQ_ROW_WARPS = 2;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
 constexpr int DQ_GROUPS = BLOCK_Q / 16 / DQ_ROW_WARPS;  // row groups of a warp
 constexpr int DQ_COLUMNS = (HEAD_DIM + 16 * DQ_COLUMN_WARPS - 1) / (16 * DQ_COLUMN_WARPS) * 2;
+constexpr int SUM_COLUMNS = HEAD_DIM;  // of the sums of dQ
 static_assert(BLOCK_Q % (16 * DQ_ROW_WARPS) == 0, "plan and code disagree: rows of dQ");
 
 // ---- arguments ---------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ struct Params {
   const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
   Element* dk;  // [batch, heads_kv, seq_k, HEAD_DIM]
   Element* dv;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
-  float* dq_sum;  // [batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], whole tiles of rows
+  float* dq_sum;  // [batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows
   long long q_stride_b;  // elements to the next batch entry
   long long q_stride_h;  // elements to the next head
   long long q_stride_n;  // elements to the next row
@@ -695,7 +696,8 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     multiply_columns<VECTORS, BLOCK_Q>(dk, ds_rows, q_columns);
     buffer ^= 1;
 
-    // 5i. dQ = dS K of this tile, summed in global memory over all blocks that reach the queries.
+    // 5i. dQ = dS K of this tile, not yet multiplied by the scale, summed in global memory over all
+    //     blocks that reach the queries.
     float dq[DQ_GROUPS][DQ_COLUMNS][4] = {};
     const int dq_first = warp % DQ_COLUMN_WARPS * (DQ_COLUMNS / 2);  // pair of column groups
     const int dq_row = warp / DQ_COLUMN_WARPS;
@@ -704,9 +706,9 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         StoredColumns<VECTORS_S, DQ_ROW_WARPS>{
             smem_base + SMEM_DS + stored_columns_offset<VECTORS_S>(lane), dq_row},
         smem_base + SMEM_K + v_lane_offset<VECTORS>(lane), dq_first);
-    const int q_groups = ceil_div(p.seq_q, BLOCK_Q) * (BLOCK_Q / 16);
-    float* dq_sum = p.dq_sum + ((long long)b * p.heads_q + h) * q_groups * (16 * HEAD_DIM)
-                    + (long long)(q_start + 16 * dq_row) * HEAD_DIM + 256 * dq_first + lane;
+    const long long head_tile = ((long long)b * p.heads_q + h) * ceil_div(p.seq_q, BLOCK_Q);
+    float* dq_sum = p.dq_sum + head_tile * (BLOCK_Q * SUM_COLUMNS)
+                    + (long long)(q_start + 16 * dq_row) * SUM_COLUMNS + 256 * dq_first + lane;
 #pragma unroll
     for (int g = 0; g < DQ_GROUPS; ++g) {
 #pragma unroll
@@ -714,8 +716,8 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           // In the order of registers, so that the lanes of a warp add to neighbouring floats.
-          atomicAdd(dq_sum + 16 * DQ_ROW_WARPS * g * HEAD_DIM + (4 * n + e) * 32,
-                    dq[g][n][e] * p.scale);
+          atomicAdd(dq_sum + 16 * DQ_ROW_WARPS * g * SUM_COLUMNS + (4 * n + e) * 32,
+                    dq[g][n][e]);
         }
       }
     }

@@ -56,6 +56,25 @@ __device__ __forceinline__ float* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
 }
 
+// in sm_80 and sm_90a: captured, captured_exact
+// The first q + seq_k - k - 1 in these ranges of queries and keys, clamped.
+__device__ __forceinline__ int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
+  return inside(q_lo + p.seq_k - k_hi - 1, p.c_table_size_0);
+}
+
+// in sm_80: captured, captured_exact
+// The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
+__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+  const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
+  return unsigned(i) < 63 ? i : -1;
+}
+
+// in sm_80 and sm_90a: captured
+// The address of the gradient of a place in by0's window.
+__device__ __forceinline__ float* element_of_by0(const Params& p, int by0_first_0, int place) {
+  return sum_of_table(p, by0_first_0 + place);
+}
+
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of table is summed.
 __device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int i) {
@@ -67,4 +86,18 @@ __device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
 __device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
+}
+
+// in sm_80 and sm_90a: captured_exact
+// The address of the gradient of a place in by0's window.
+__device__ __forceinline__ unsigned long long* element_of_by0(
+    const Params& p, int by0_first_0, int place) {
+  return sum_of_table(p, by0_first_0 + place);
+}
+
+// in sm_90a: captured, captured_exact
+// The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
+__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+  const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
+  return unsigned(i) < 111 ? i : -1;
 }

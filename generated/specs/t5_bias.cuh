@@ -91,6 +91,31 @@ __device__ __forceinline__ float* place_of_by0(const Params& p, int h, int q, in
   return sum_of_table(p, h, table_index);
 }
 
+// in sm_80 and sm_90a: captured, captured_exact
+// The place of table[h, where(k - q > 0, 16, 0) + where(abs(k - q) < 8, abs(k - q), where(abs(k -
+// q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q) >= 23, 1, 0) + where(abs(k -
+// q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q) >= 64, 1, 0) + where(abs(k -
+// q) >= 91, 1, 0) + 8)] in by0's window; -1: outside.
+__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k) {
+  const int k_minus_q = k - q;
+  const int abs_k_minus_q = abs(k_minus_q);
+  const int i = inside(
+      (k_minus_q > 0 ? 16 : 0)
+          + (abs_k_minus_q < 8
+                  ? abs_k_minus_q
+                  : (abs_k_minus_q >= 12 ? 1 : 0) + (abs_k_minus_q >= 16 ? 1 : 0)
+                      + (abs_k_minus_q >= 23 ? 1 : 0) + (abs_k_minus_q >= 32 ? 1 : 0)
+                      + (abs_k_minus_q >= 46 ? 1 : 0) + (abs_k_minus_q >= 64 ? 1 : 0)
+                      + (abs_k_minus_q >= 91 ? 1 : 0) + 8), p.c_table_size_1);
+  return unsigned(i) < 32 ? i : -1;
+}
+
+// in sm_80 and sm_90a: captured
+// The address of the gradient of a place in by0's window.
+__device__ __forceinline__ float* element_of_by0(const Params& p, int h, int place) {
+  return sum_of_table(p, h, place);
+}
+
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of table is summed.
 __device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int i, int j) {
@@ -115,4 +140,10 @@ __device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int
                   + (abs_k_minus_q >= 46 ? 1 : 0) + (abs_k_minus_q >= 64 ? 1 : 0)
                   + (abs_k_minus_q >= 91 ? 1 : 0) + 8);
   return sum_of_table(p, h, table_index);
+}
+
+// in sm_80 and sm_90a: captured_exact
+// The address of the gradient of a place in by0's window.
+__device__ __forceinline__ unsigned long long* element_of_by0(const Params& p, int h, int place) {
+  return sum_of_table(p, h, place);
 }
