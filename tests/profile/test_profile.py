@@ -247,7 +247,7 @@ def test_the_command_prints_everything(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(app, [*command, "--lines", "3", "--plot", "roof.png"])
     assert done.exit_code == 0, done.output
     text = done.stdout
-    assert text.count("\nkernel ") == 3
+    assert text.count("\nkernel ") == 4  # forward, delta, fused, convert_dq
     for word in ("prediction", "distinct B", "bank conflicts", "HBM ", "FLOP per byte", "barriers"):
         assert word in text, word
     assert "forward" in text.split("kernel ")[1]
