@@ -81,7 +81,7 @@ def predict(
         bytes_ = _backward_bytes(moved, dlse)
         distinct, macs = None, plan.quantities.get("macs")
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
-    if spec.block_sparse is not None:
+    if spec.block_sparse is not None and not plan.streams:
         bytes_ |= bytes_of_layout(plan, heads)
     if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
