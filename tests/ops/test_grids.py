@@ -9,6 +9,7 @@ import flashgen as fg
 from flashgen.runtime import bind_arguments
 from flashgen.runtime.calls import run_backward, run_forward
 from tests.support.shapes import Case
+from tests.support.tiers import slow
 
 SPEC = fg.AttentionSpec(
     lambda b, h, q, k: k <= q + b,
@@ -19,7 +20,7 @@ SPEC = fg.AttentionSpec(
 )
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
 def test_a_call_of_several_launches_has_the_results_of_one(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
