@@ -47,6 +47,12 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.fixture
+def rounded_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster sums of tensor cores, for tests that hold no sum against the error rule."""
+    monkeypatch.setenv("FLASHGEN_EMULATOR_SUMS", "rounded")
+
+
 def pytest_report_header() -> str | None:
     """One line instead of a skipped test each where tests/gpu is not collected."""
     from tests.support.gpu_device import MISSING

@@ -18,6 +18,8 @@ from tests.support.tiers import one_in
 
 Tensor = torch.Tensor
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 TILE = plan(AttentionSpec(head_dim=16))
 DENSITIES = (1 / 8, 1 / 4, 1 / 2, 1)
 

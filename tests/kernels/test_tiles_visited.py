@@ -15,6 +15,8 @@ from tests.support.examples import SPECS, values_of
 from tests.support.shapes import Case
 from tests.support.tiles_visited import kept, present, visited
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 LENGTHS = [(300, 300), (203, 700), (700, 203)]
 # In `make test`, at the first lengths: bounds on one side and a min/max table.
 FAST = ("causal", "document")

@@ -22,6 +22,8 @@ from flashgen.runtime.bound_kernel import span
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
 from tests.support.tiers import one_in, slow
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 # (batch, heads_q, heads_kv, seq_q, seq_k): whole tiles; ragged, in groups; more queries than keys.
 SIZES = [(1, 2, 2, 384, 384), (2, 2, 1, 113, 203), (1, 2, 1, 257, 150)]

@@ -24,6 +24,8 @@ from flashgen.profile.kernel_steps import lines_of, phases_of
 from flashgen.profile.roofline import roofline
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 SIZES = (1, 2, 2, 200, 200)
 FILE = """// 1. Not a step: it stands before the kernel.
 __device__ float helper(float x) { return x; }

@@ -19,6 +19,8 @@ from tests.support.planted import caught, planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 CAUSAL = fg.load(spec_path("causal"))
 BACKWARD = ("fused", "dkdv", "dq")
 SEEDS = [None, slow(1), slow(2)]

@@ -20,6 +20,8 @@ from tests.support.judged import Call, sized
 from tests.support.planted import caught, planted
 from tests.support.shapes import Case
 
+pytestmark = pytest.mark.usefixtures("rounded_sums")
+
 ARCH = "sm_90a"
 
 WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
