@@ -331,7 +331,13 @@ def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
 
 def _compiled(source: Source, analysis: Analysis) -> Build:
     arch = source.plan.arch
-    binary = compile(source.text, filename=source.filename, kernel=source.name, arch=arch)
+    binary = compile(
+        source.text,
+        filename=source.filename,
+        kernel=source.name,
+        arch=arch,
+        options=source.options,
+    )
     changed = [text for text in binary.warnings if _CHANGED_WGMMA in text]
     if changed:
         raise CompileError(

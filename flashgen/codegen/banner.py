@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.source import WITHOUT_SPEC
+from flashgen.codegen.source import WITHOUT_SPEC, options
 from flashgen.codegen.text import comments
 from flashgen.language import python_text
 from flashgen.language.spec import AttentionSpec
@@ -61,6 +61,7 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
         *([] if shared else [f"spec      {spec.name}, {origin}"]),
         f"template  templates/{template}",
         f"target    {plan.arch}  dtype {plan.dtype}  {dims}  {what}",
+        *(f"compile   {option}" for option in options(plan)),
         "",
         *(f"  {line}" for line in formulas(spec, plan.kernel)),
         "",
