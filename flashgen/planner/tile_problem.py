@@ -171,8 +171,8 @@ def problem_of(
     else:
         extra = spec_terms.extra_sm90(spec, kernel)
     if kernel != "forward":  # its formulas have a constant of their own
-        of_path = spec_terms.pending_sm80 if path == "sm_80" else spec_terms.pending_sm90
-        pending = of_path(spec)
+        by_tile = spec_terms.pending_sm90(spec, kernel)
+        pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(

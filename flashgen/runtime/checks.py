@@ -231,10 +231,15 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _check_limits(name: str, tensor: Tensor) -> None:
-    """Kernels hold positions and row strides in 32 bits, and all other offsets in 64 bits."""
-    axes = (("batch", 0, COUNT_LIMIT), ("number of heads", 1, COUNT_LIMIT))
-    for what, axis, limit in (*axes, ("length", 2, POSITION_LIMIT)):
-        if tensor.shape[axis] > limit:
+    """Kernels hold positions, heads of the batch and row strides in 32 bits, offsets in 64."""
+    batch, heads, length = tensor.shape[:3]
+    for what, size, limit in (
+        ("batch", batch, COUNT_LIMIT),
+        ("number of heads", heads, COUNT_LIMIT),
+        ("batch times heads", batch * heads, INT32_MAX),
+        ("length", length, POSITION_LIMIT),
+    ):
+        if size > limit:
             refuse(
                 f"the {what} of {name} is larger than kernels support",
                 f"argument {name}",

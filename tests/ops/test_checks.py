@@ -140,6 +140,8 @@ def test_sizes_and_offsets_have_limits():
     assert "the number of heads of q" in refusal(tensors=(many, one, one)).what
     wide = one.expand(2**20 + 1, 1, 1, 16)
     assert "the batch of q" in refusal(tensors=(wide, wide, wide)).what
+    both = one.expand(2**20, 2**11, 1, 16)
+    assert "the batch times heads of q" in refusal(tensors=(both, both, both)).what
     for name, value in (("q_offset", 2**28 - 3), ("q_offset", -(2**28) - 1), ("k_offset", 2**28)):
         error = refusal(**{name: value})
         assert name in error.what

@@ -99,10 +99,12 @@ def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     return score + mask + dropout + fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
 
 
-def pending_sm90(spec: AttentionSpec) -> float:
+def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
     """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
     dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
-    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) else 0
+    # Where rows are queries, the compiler reads the layout of all keys of a step at once.
+    reads_layout = kernel == "dq" and spec.block_sparse is not None
+    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) or reads_layout else 0
     return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
 
 
