@@ -12,7 +12,7 @@ from flashgen import config, launch
 from flashgen.arch import paths_of
 from flashgen.compile import cache, nvrtc
 from flashgen.errors import CompileError, FlashgenError, LaunchError, PlanError
-from flashgen.launch import FIRST_DRIVERS, Gpu, fitting_driver
+from flashgen.launch import Gpu, fitting_driver, fitting_versions, loads
 from flashgen.version import __version__
 
 _SOURCE = 'extern "C" __global__ void nothing(int *x) { *x = 1; }'
@@ -206,11 +206,11 @@ def _unfit_for(machine: Machine, gpu: Gpu) -> list[Finding]:
         return [Finding(f"{gpu.name} is {gpu.arch}: {error.what}", error.way_out)]
     made = machine.nvrtc
     supports = f"driver {gpu.driver} supports CUDA {_dotted(gpu.cuda)}"
-    if made is not None and gpu.cuda[0] < made.major:
+    if made is not None and not loads(gpu.cuda, made.major):
         found.append(
             Finding(
                 f"{supports}; NVRTC {made.version} compiles for CUDA {made.major}",
-                fitting_driver(made.major, gpu.cuda[0]),
+                fitting_versions(made.major, gpu.cuda),
             )
         )
     if made is not None and paths[-1] not in made.archs:
@@ -223,11 +223,10 @@ def _unfit_for(machine: Machine, gpu: Gpu) -> list[Finding]:
     if machine.torch_cuda is None:
         what = f"torch {machine.torch} is built without CUDA"
         found.append(Finding(what, f"install a CUDA build of torch ({_TORCH})"))
-    elif _major(machine.torch_cuda) > gpu.cuda[0]:
+    elif not loads(gpu.cuda, _major(machine.torch_cuda)):
         what = f"{supports}; torch is built for CUDA {machine.torch_cuda}"
-        newer = FIRST_DRIVERS.get(_major(machine.torch_cuda), "a newer version")
-        way_out = f"install a driver of {newer} or newer, or a build of torch for CUDA "
-        found.append(Finding(what, f"{way_out}{gpu.cuda[0]}"))
+        newer = fitting_driver(_major(machine.torch_cuda))
+        found.append(Finding(what, f"{newer}, or a build of torch for CUDA {gpu.cuda[0]}"))
     elif not machine.torch_sees:
         found.append(
             Finding(

@@ -21,7 +21,6 @@ from typing import Any
 from flashgen.compile import Binary
 from flashgen.errors import LaunchError
 from flashgen.launch.device import (
-    FIRST_DRIVERS,
     WARM_UP,
     Device,
     available,
@@ -31,14 +30,15 @@ from flashgen.launch.device import (
     device_arch,
     device_facts,
     fitting_driver,
+    fitting_versions,
     guard,
+    loads,
     real_driver,
 )
 from flashgen.launch.gpu import Gpu, gpu_facts, gpus
 from flashgen.launch.params import ParamField, Value, encode, pack
 
 __all__ = [
-    "FIRST_DRIVERS",
     "Gpu",
     "Kernel",
     "ParamField",
@@ -47,10 +47,12 @@ __all__ = [
     "device_arch",
     "encode",
     "fitting_driver",
+    "fitting_versions",
     "gpu_facts",
     "gpus",
     "launch",
     "load",
+    "loads",
     "pack",
 ]
 
@@ -140,19 +142,17 @@ def _check_arch(binary: Binary, device: Device) -> None:
 def _check_version(binary: Binary, driver: Any, where: str) -> None:
     """Checks that a driver is not older than the compiler of a cubin, by their major versions.
 
-    PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX ISA, release notes). Within a major version, a
-    driver loads the cubins of every minor version (CUDA Compatibility, minor version
-    compatibility).
+    PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX ISA, release notes).
     """
     declared = re.search(r"^\.version (\d+)\.", binary.ptx, re.MULTILINE)
     assert declared is not None, "PTX begins with its version"
     needed, have = int(declared[1]) + 4, cuda_version(driver)
-    if have[0] < needed:
+    if not loads(have, needed):
         raise LaunchError(
             "the driver is older than the compiler of the kernel",
             where=where,
             numbers=f"compiled for CUDA {needed}; the driver supports CUDA {have[0]}.{have[1]}",
-            way_out=fitting_driver(needed, have[0]),
+            way_out=fitting_versions(needed, have),
         )
 
 

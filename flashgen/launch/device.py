@@ -24,16 +24,6 @@ _RESTART = "; the process cannot use this GPU any more and has to be restarted"
 FIRST_DRIVERS = {12: "525", 13: "580"}
 """The first driver for Linux of each major version of CUDA."""
 
-
-def fitting_driver(needed: int, have: int) -> str:
-    """What to install where a compiler is of CUDA ``needed`` and the driver of CUDA ``have``."""
-    driver = FIRST_DRIVERS.get(needed)
-    way_out = f"install a driver of {driver} or newer" if driver else f"a driver for CUDA {needed}"
-    if have == 12:
-        way_out += ', or NVRTC of CUDA 12: pip install "flashgen[cuda12]"'
-    return way_out
-
-
 WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
 _BROKEN_CAPTURE = "capture again; " + WARM_UP
 
@@ -78,6 +68,27 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     906: ("the default stream waits for a stream that is being captured", "use another stream"),
     908: ("another thread began this capture of a CUDA graph", "launch from the capturing thread"),
 }
+
+
+def loads(have: tuple[int, int], needed: int) -> bool:
+    """Whether a driver of CUDA ``have`` loads cubins of CUDA ``needed``, a major version.
+
+    Within a major version, a driver loads the cubins of every minor version (CUDA Compatibility,
+    minor version compatibility).
+    """
+    return have[0] >= needed
+
+
+def fitting_driver(needed: int) -> str:
+    """What to install on a machine whose driver does not load cubins of CUDA ``needed``."""
+    first = FIRST_DRIVERS.get(needed)
+    return f"install a driver {f'of {first} or newer' if first else f'for CUDA {needed}'}"
+
+
+def fitting_versions(needed: int, have: tuple[int, int]) -> str:
+    """`fitting_driver`, or the compiler to install for a driver of CUDA ``have`` instead."""
+    older = ', or NVRTC of CUDA 12: pip install "flashgen[cuda12]"' if have[0] == 12 else ""
+    return fitting_driver(needed) + older
 
 
 def plain(driver: Any, status: Any) -> tuple[str, str]:

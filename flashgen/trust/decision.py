@@ -15,7 +15,7 @@ from flashgen import config
 from flashgen.arch import paths_of
 from flashgen.compile import cache
 from flashgen.errors import LaunchError
-from flashgen.launch import Gpu, gpu_facts
+from flashgen.launch import Gpu, gpu_facts, loads
 from flashgen.trust import trial, verdicts
 from flashgen.trust.verdicts import Subject, Verdict, subject_of
 
@@ -158,7 +158,7 @@ def _hindrance(gpu: Gpu, capturing: bool) -> Hindrance | None:
 
     if capturing:
         return Hindrance("a CUDA graph is being captured, during which nothing is tried", True)
-    if gpu.cuda[0] < int(nvrtc.version().split(".")[0]):  # a launch raises an error that says so
+    if not loads(gpu.cuda, int(nvrtc.version().split(".")[0])):  # a launch raises an error
         return Hindrance("the driver is older than the compiler", True)
     if gpu.is_exclusive:
         return Hindrance(f"the GPU is in exclusive compute mode; {DOCTOR}", False)
