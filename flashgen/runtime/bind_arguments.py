@@ -90,10 +90,9 @@ def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> 
 
 def _parts(grid: Grid) -> Iterator[tuple[int, int, Grid]]:
     """The launches of a grid, each within the limit along y and z, with their first y and z."""
-    tiles, heads, entries = grid
-    for z in range(0, entries, MOST_ALONG_Y_AND_Z):
-        for y in range(0, heads, MOST_ALONG_Y_AND_Z):
-            most = MOST_ALONG_Y_AND_Z
+    (tiles, heads, entries), most = grid, MOST_ALONG_Y_AND_Z
+    for z in range(0, entries, most):
+        for y in range(0, heads, most):
             yield y, z, (tiles, min(heads - y, most), min(entries - z, most))
 
 
