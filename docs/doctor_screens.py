@@ -36,7 +36,7 @@ BARE = Machine(
     torch_cuda="13.0",
     torch_sees=True,
     nvrtc=Nvrtc("13.0", "nvidia/cu13/lib/libnvrtc.so.13", ARCHS, 0.02),
-    cache=Cache("/home/user/.cache/flashgen", 57, 21_394_116),
+    cache=Cache("~/.cache/flashgen", 57, 21_394_116),
 )
 
 
