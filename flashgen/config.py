@@ -66,7 +66,7 @@ def _refuse(name: str, value: str, expected: str) -> FlashgenError:
 def arch() -> str | None:
     """FLASHGEN_ARCH, such as "sm_90a", or None.
 
-    Only the form is checked here; the planner checks that it knows the architecture.
+    Only the form is checked here; the planner checks that there is such an architecture.
 
     Raises:
         FlashgenError: the value is not of the form sm_NN or sm_NNa.

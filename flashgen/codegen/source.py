@@ -18,7 +18,7 @@ class Param:
     """One field of the kernel's ``struct Params``.
 
     Attributes:
-        name: the name by which launchers know it.
+        name: its name among the arguments of a launch.
         cpp_type: its type in C++.
         what: a shape, or the meaning of a number; "" where the name says it.
         cpp_name: its name in C++ where that is another one.

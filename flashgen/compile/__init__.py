@@ -50,7 +50,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a call of `compile` asks for."""
+    """The arguments of a call of `compile` that determine its result."""
 
     source: str
     filename: str

@@ -197,7 +197,7 @@ def _paths(gpu: Gpu, driver: Any) -> tuple[CodePath, ...]:
         why[taken] = f"FLASHGEN_ARCH; {why.get(taken, 'not tried')}"
     else:
         with suppress(LaunchError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the screen says it
+            warnings.simplefilter("ignore")  # the screen shows it
             # As in a capture: nothing is tried again.
             chosen = decision.decide(gpu.index, capturing=lambda: True, driver=driver)
             taken = chosen.arch

@@ -160,7 +160,7 @@ def _allowed(names: Sequence[str]) -> frozenset[str]:
     unknown = [name for name in names if name not in FORGIVEN]
     if unknown:
         raise LaunchArguments(
-            "allow names a finding that the emulator does not know",
+            "allow names a finding that cannot be allowed",
             where="flashgen.emulator.launch",
             numbers=f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}",
             way_out="the error message of a finding contains its name, if it can be allowed",

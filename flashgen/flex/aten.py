@@ -31,7 +31,7 @@ def run(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     args, kwargs = pytree.tree_map_only(torch.Tensor, tracer.operand, (tuple(args), kwargs))
     try:
         return _Operation(tracer, func, args, kwargs).result()
-    except SpecError as error:  # from functions of flashgen that do not know the line of the mod
+    except SpecError as error:  # functions of flashgen name no line of the mod
         where = user_location(LIBRARIES)
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out

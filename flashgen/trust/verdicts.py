@@ -109,7 +109,7 @@ def read(subject: Subject) -> Verdict | None:
 
 
 def write(subject: Subject, verdict: Verdict) -> None:
-    """Remembers a verdict on disk, or where that is impossible in this process."""
+    """Keeps a verdict on disk, or where that is impossible in this process."""
     path, hindrance = _place(subject), None
     if path is not None:
         record = {"subject": asdict(subject), "failure": verdict.failure}

@@ -219,7 +219,7 @@ def test_products_of_float64(shape: str) -> None:
 
 
 def test_results_of_an_mma_may_be_discarded() -> None:
-    """`_` takes the place of a register whose value nobody reads."""
+    """`_` takes the place of a register whose value is not read."""
     template = """.visible .entry k(.param .u64 po) {{ .reg .b64 %p; .reg .b32 %t, %r<2>;
         .reg .f32 %f<4>; ld.param.u64 %p, [po]; mov.u32 %t, %tid.x; mov.b32 %r0, 0x3C003C00;
         mov.f32 %f0, 0f3F800000; mov.f32 %f1, %f0;

@@ -1,7 +1,7 @@
 """On a GPU: tensors of more than 2^31 elements and 2^32 bytes, and the largest grids.
 
-A window keeps the work small: the oracle sees the first and the last rows of some heads, with the
-keys around them. Dry, the sizes are small: it shows that the slices are the right ones.
+A window keeps the work small: the oracle computes the first and the last rows of some heads, with
+the keys around them. Dry, the sizes are small: it shows that the slices are the right ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 FAR = 2**31  # elements
 WINDOW = gpu.pick(100, 20)
-SLICE = gpu.pick(400, 70)  # rows that the oracle sees at a time
+SLICE = gpu.pick(400, 70)  # rows that the oracle computes at a time
 DIM = 64
 SPEC = fg.load(path_of("sliding_window")).replace(head_dim=DIM, dtype="bfloat16")
 NUMBERS = {"scalars": {"window": WINDOW}}

@@ -1,6 +1,7 @@
-"""On a GPU: tiles are checked, timed, remembered, and calls take the winner.
+"""On a GPU: tiles are checked, timed and kept, and calls take the fastest.
 
-A dry run times calls of the emulator by the clock on the wall, and remembers for a GPU of its own.
+A dry run times calls of the emulator by the clock on the wall, and keeps its results for a GPU of
+its own.
 """
 
 from __future__ import annotations

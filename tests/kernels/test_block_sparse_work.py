@@ -85,7 +85,7 @@ def test_products_are_those_of_the_tiles_that_touch_a_live_block(
 
 
 def test_tiles_that_neither_layout_nor_mask_keep_are_skipped() -> None:
-    """A mask whose bounds are not exact, so that each tile is asked about, and both must agree."""
+    """A mask whose bounds are not exact, so that mask and layout are evaluated for each tile."""
 
     def strided(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= k) & ((q - k < 40) | (k % 400 < 20))

@@ -221,7 +221,7 @@ def test_contributions_that_are_not_finite_give_nan(name: str, bad: float) -> No
 
 
 def test_a_sum_of_the_most_contributions_to_one_element_is_exact() -> None:
-    """Of one key, every query adds dLSE; all at one place, which only the run can know."""
+    """Of one key, every query adds dLSE; all at one place, which only the data decide."""
     bias = fg.Tensor("bias", ("n",), "float32", grad=True)
     spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: s + bias[q * k], head_dim=16)
     qkv = Case(200, 1, 1, 2, 1, "float16", 16).tensors()

@@ -87,7 +87,7 @@ def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
         assert profile.plan.path == ("sm_80" if profile.plan.kernel == "delta" else "sm_90a")
         for tensor in profile.tensors:
             if tensor.name == "rng" and profile.plan.owns_keys:
-                continue  # read in each step, as much of it as the compiler likes
+                continue  # read in each step, as much of it as the compiler chooses
             assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
         products = [each for each in profile.work if each.name == "multiply-adds"]
         assert all(each.counted == each.predicted for each in products)

@@ -266,7 +266,7 @@ def test_the_slope_of_every_function_is_that_of_the_textbook(name):
     ],
 )
 def test_the_slope_where_a_score_function_bends_is_that_of_torch(score, slope):
-    # Equal arguments share it, and abs has none: what flashgen.language promises of kernels too.
+    # Equal arguments share it, and abs has none: flashgen.language defines the same for kernels.
     spec = spec_of(None, score, scale=1.0)
     assert slopes_at(0.5, spec, reference.gradients)[0] == pytest.approx(slope, rel=1e-12)
 

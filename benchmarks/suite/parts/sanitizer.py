@@ -92,7 +92,7 @@ def _checked(
     log = context.work / f"sanitizer-{step.replace(' ', '_')}.log"
     on_gpu = context.device.kind == "gpu" and path is not None
     start = [str(path), "--tool", tool, "--error-exitcode", "9"]
-    # Without the filter where this version of the tool does not know it.
+    # Without the filter where this version of the tool does not have it.
     commands = [[*start, *FILTER, *program], [*start, *program]] if on_gpu else [program]
     for command in commands:
         ended = watch(

@@ -23,14 +23,14 @@ def run(context: Context) -> None:
     if context.tiny:
         base = make("sparsity", "full", 1, 1, 1, 128, 128, 64, key=True)
     shares = (0.25, 1.0) if context.tiny else SHARES
-    everyone = [c for c in contenders(context.device) if c.name.split()[0] in NAMES]
+    compared = [c for c in contenders(context.device) if c.name.split()[0] in NAMES]
     for share in shares:
         case = with_share(base, share)
         if context.budget.out:
             context.journal.skipped(f"live share {share:.0%}")
             continue
         seconds = 0.01 if context.tiny else 0.8
-        run_case(context, case, everyone, passes=("forward",), seconds=seconds, note=NOTE)
+        run_case(context, case, compared, passes=("forward",), seconds=seconds, note=NOTE)
 
 
 def with_share(base: Case, share: float) -> Case:

@@ -17,11 +17,11 @@ def run(context: Context) -> None:
         if name not in FORMS:
             context.journal.skipped(f"specs/{name}.py: benchmarks/variants.py has no torch form")
     cases = tiny_list() if context.tiny else full_list()
-    everyone = contenders(context.device)
+    compared = contenders(context.device)
     for case in cases:
         if context.budget.out:
             context.journal.skipped(case.id)
             continue
         passes = ("forward",) if case.group == "decode" else PASSES
         seconds = 0.01 if context.tiny else SECONDS
-        run_case(context, case, everyone, passes=passes, seconds=seconds)
+        run_case(context, case, compared, passes=passes, seconds=seconds)

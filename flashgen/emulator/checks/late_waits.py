@@ -1,9 +1,9 @@
 """Waits for a phase of an mbarrier that may come two phases late.
 
-A wait by parity tells a phase from the next one, but not from the one after that: a warp that
-comes after the next phase has completed as well finds the parity that it started with, and waits
-for a phase that may never complete. So something must order every wait before the end of the next
-phase, and this checker requires it, however late the warps of this launch came: when a phase
+A wait by parity distinguishes a phase from the next one, but not from the one after that: a warp
+that comes after the next phase has completed as well finds the parity that it started with, and
+waits for a phase that may never complete. So something must order every wait before the end of the
+next phase, and this checker requires it, however late the warps of this launch came: when a phase
 completes, the vector clocks (`clocks`) that its arrivals published must cover the waits for the
 phase before.
 

@@ -2,7 +2,7 @@
 
 The lanes of a warp need not execute together (independent thread scheduling, since sm_70), and PTX
 orders their accesses only by what synchronises them: bar.warp.sync, a barrier, or an exchange such
-as shfl.sync, for which hardware does so although the manual does not promise it. ldmatrix and mma
+as shfl.sync, for which hardware does so although the manual does not guarantee it. ldmatrix and mma
 are no such instructions.
 
 A warp's clock (see `clocks`) advances when its lanes synchronise, and `Clocks.synced` holds its
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 LANES = np.arange(32)
 EVERY = 32  # the lane of an access by all lanes
 _NEVER = np.int64(1) << 60  # later than any clock
-_KEPT_RELEASES = 8  # latest partial releases of each warp that are remembered
+_KEPT_RELEASES = 8  # latest partial releases of each warp that are kept
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
 _WAY_OUT = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
@@ -116,7 +116,7 @@ class WarpLanes(SharedShadow):
         seen[lanes] = joined
 
     def release_lanes(self, cohort: Cohort, lanes: Any) -> None:
-        """Lanes of a cohort arrive at an mbarrier: they release what they know, not their warp."""
+        """Lanes of a cohort arrive at an mbarrier: they release their own accesses alone."""
         rows = cohort.rows
         if not self.tracks_lanes or not self.accessed[rows].any():
             return

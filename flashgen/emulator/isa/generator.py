@@ -330,7 +330,7 @@ class Generator(CheckedCode):
             self.emit(f"require_member(E, C, {members}, {self.lanes()}, {self.pc})")
 
     def track_lanes(self, ins: Instruction) -> None:
-        """Emits what the checker of lanes must know about an instruction."""
+        """Emits the calls by which the checker of lanes follows an instruction."""
         if not self.check or not self.program.uses_shared:
             return
         if synchronises_lanes(ins):

@@ -36,7 +36,7 @@ class MbarrierTable:
         self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
         # Warp of mbarrier.init, and its clock.
         self.made_by, self.made_at = none.copy(), none.copy()
-        # Whether the asynchronous proxy sees the initialisation.
+        # Whether the initialisation is visible to the asynchronous proxy.
         self.fenced = none.copy()
         self.late = LateWaits(machine)
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
@@ -112,7 +112,7 @@ class MbarrierTable:
             m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
 
     def fence_init(self, cohort: Cohort, lanes: Any) -> None:
-        """fence.mbarrier_init, or a proxy fence: makes what its warps know visible to the proxy."""
+        """fence.mbarrier_init, or a proxy fence: earlier initialisations become visible."""
         m = self.machine
         if self.all_fenced or m.shared_races is None:
             return
@@ -126,13 +126,13 @@ class MbarrierTable:
         self.all_fenced = bool((self.fenced[self.expected > 0] > 0).all())
 
     def require_fenced(self, site: Site, numbers: Array, blocks: Array) -> None:
-        """Checks that the asynchronous proxy sees the initialisation of mbarriers (k,).
+        """Checks that the initialisation of mbarriers (k,) is visible to the asynchronous proxy.
 
         Not reported: a copy of the warp that initialised its mbarrier and has synchronised with
         nothing since.
 
         Raises:
-            FenceError: it does not.
+            FenceError: it is not.
         """
         m = self.machine
         if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:

@@ -1,7 +1,7 @@
 """Writes the .ptx files and launches.json of this folder from kernels.py.
 
-Needs Triton but no GPU: ``python build.py``. Each kernel is compiled for sm_80; what a launch must
-know (threads, shared memory, parameters, the hidden ones included) goes to launches.json.
+Needs Triton but no GPU: ``python build.py``. Each kernel is compiled for sm_80; what a launch
+needs (threads, shared memory, parameters, the hidden ones included) goes to launches.json.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def judged(call: Call, **how: Any) -> BackwardRun:
     for report in run.reports:
         assert report.kernel is not None
         check_gates(report.kernel)
-        # Kernels that know nothing of scores have no code of their own for Hopper.
+        # Kernels that compute no scores have no code of their own for Hopper.
         kernel, path = report.kernel.plan.kernel, report.kernel.plan.path
         assert path == ("sm_80" if kernel in ("delta", "minmax_table") else ARCH)
     return run

@@ -230,7 +230,7 @@ def dot2(a: Any, b: Any, c: Any, a_type: Any, b_type: Any, high: bool) -> Any:
 def find_nth(mask: Any, base: Any, offset: Any) -> Any:
     """fns: the place of the ``offset``-th set bit from ``base`` on, downwards if it is negative.
 
-    0 asks for bit ``base`` itself. The result is 0xffffffff if there is no such bit.
+    An offset of 0 is for bit ``base`` itself. The result is 0xffffffff if there is no such bit.
     """
     mask, base, offset = np.broadcast_arrays(mask, base, offset)
     left = np.where(offset == 0, 1, np.abs(offset.astype(np.int64)))
