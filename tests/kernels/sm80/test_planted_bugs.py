@@ -163,6 +163,22 @@ def test_a_barrier_for_too_many_threads_is_a_deadlock_that_names_the_waiting_war
     assert "waits at barrier 0: 32 of 128" in error.numbers
 
 
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_of_a_window_that_are_read_before_all_lanes_added_to_them_are_a_race_of_lanes(
+    deterministic: bool, seed: int | None
+) -> None:
+    spec = fg.load(spec_path("relative_bias")).replace(head_dim=16)
+    tensors = {"table": torch.randn(300, generator=torch.Generator().manual_seed(3))}
+    of = Call(spec, Case(150, 150, 1, 2, 1, "float16", 16).tensors(), {"tensors": tensors})
+    bug = ("captured", "    __syncwarp();\n", "", "The warp's sums, to global memory")
+    with planted(*bug), caught("lanes of one warp write and read the same bytes") as error:
+        of.backward(deterministic=deterministic, order_seed=seed)
+    assert "ld.shared" in error.value.where
+    assert "atom.shared.add" in error.value.numbers
+    assert "execute __syncwarp()" in error.value.way_out
+
+
 def test_a_tile_that_was_not_loaded_is_an_uninitialised_read() -> None:
     never = ("    load_tile<BLOCK_Q>(", "load_tile<BLOCK_Q>(", "if (false) load_tile<BLOCK_Q>(")
     error = check("forward", never, "UninitialisedRead")

@@ -148,6 +148,9 @@ CAPTURED = [
     ("the products are not fenced from what wrote their registers",
      "    wgmma_fence();\n#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +",
      "#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +", "wgmma.fence"),
+    ("a warp's sums are read before all lanes added to them",
+     "    __syncwarp();\n#pragma unroll 1\n    for (int place",
+     "#pragma unroll 1\n    for (int place", "lanes of one warp"),
 ]  # fmt: skip
 # Wrong numbers: of every gradient, or of the one that is named.
 COMPUTED_FUSED = [
