@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashgen import config
 from flashgen.call import Inputs
 from flashgen.doctor.exactness import open_instructions
 from flashgen.doctor.problems import Problem
+from flashgen.launch import device_arch
 from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.reference import Verdict
 from flashgen.runtime.reports import Report
@@ -36,7 +38,7 @@ class Result:
         share: the error of that result divided by its limit; None where nothing was compared, and
             where the result has NaN or infinities that do not match.
         equal: the share of elements whose bits are those of the emulator; None without it.
-        exact: the number of results whose bits PTX determines and that were compared bit for bit.
+        exact: the number of results whose bits are determined and that were compared bit for bit.
         seconds: duration, compilation and comparison included.
     """
 
@@ -92,10 +94,11 @@ def run(
     ok, text = all(verdicts.values()), f"{worst} {verdicts[worst]}"
     bits = Bits()
     if emulate:
-        bits = compare_bits(found, _runs(problem, problem.inputs(), arch, found.forward))
+        emulated = _runs(problem, problem.inputs(), arch, found.forward)
+        bits = compare_bits(found, emulated, _gpu(device, arch))
         if ok and bits.wrong:
             ok = False
-            text = f"{', '.join(bits.wrong)}: not the emulator's bits, which PTX determines"
+            text = f"{', '.join(bits.wrong)}: not the emulator's bits, which are determined"
     share = _share(verdicts[worst])
     return Result(
         problem.name,
@@ -172,7 +175,7 @@ class Bits:
 
     Attributes:
         equal: the share of elements with the same bits.
-        exact: the number of results whose bits PTX determines.
+        exact: the number of results whose bits are determined.
         wrong: those among them that differ.
     """
 
@@ -181,14 +184,26 @@ class Bits:
     wrong: tuple[str, ...] = ()
 
 
-def compare_bits(left: Runs, right: Runs) -> Bits:
-    """Compares two runs of the same problem, whose backward passes had the same inputs."""
+def _gpu(device: torch.device, arch: str) -> str | None:
+    """The architecture whose tensor cores the emulator models; None where its sums are rounded."""
+    if config.emulator_sums() != "hardware":
+        return None
+    return arch if device.type == "cpu" else device_arch(device.index or 0)
+
+
+def compare_bits(left: Runs, right: Runs, gpu: str | None = None) -> Bits:
+    """Compares two runs of the same problem, whose backward passes had the same inputs.
+
+    Args:
+        gpu: the architecture of the GPU of ``left``, if sums of tensor cores count as determined
+            where the emulator adds as this GPU does.
+    """
     same = total = exact = 0
     wrong = []
     for (name, one, kernels), (_, other, _) in zip(_results(left), _results(right), strict=True):
         equal = _bits(one) == _bits(other)
         same, total = same + int(equal.sum()), total + equal.numel()
-        if not any(open_instructions(kernel.ptx) for kernel in kernels):
+        if not any(open_instructions(kernel.ptx, gpu) for kernel in kernels):
             exact += 1
             wrong += [] if equal.all() else [name]
     return Bits(same / max(total, 1), exact, tuple(wrong))

@@ -42,6 +42,7 @@ from flashgen.emulator.errors import (
     UninitialisedRead,
     UnknownInstruction,
 )
+from flashgen.emulator.isa.semantics.sum_models import has_sums_of
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.state.forgiven import FORGIVEN
 
@@ -64,6 +65,7 @@ __all__ = [
     "Trapped",
     "UninitialisedRead",
     "UnknownInstruction",
+    "has_sums_of",
     "launch",
     "load",
     "profiling",

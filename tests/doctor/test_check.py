@@ -88,6 +88,17 @@ def test_a_table_is_compared_bit_for_bit_and_one_bit_is_wrong(
     assert (found.exact, found.share is not None and found.share < 1) == (2, True)
 
 
+@pytest.mark.parametrize(("sums", "gpu"), [("hardware", "sm_80"), ("rounded", None)])
+def test_sums_of_tensor_cores_are_those_of_the_gpu_unless_the_emulator_rounds_them(
+    monkeypatch: pytest.MonkeyPatch, sums: str, gpu: str | None
+) -> None:
+    given = []
+    monkeypatch.setenv("FLASHGEN_EMULATOR_SUMS", sums)
+    monkeypatch.setattr(check, "open_instructions", lambda ptx, gpu: given.append(gpu) or ["one"])
+    assert check.run(TRIAL[1], "sm_80", CPU, emulate=True).ok
+    assert set(given) == {gpu}
+
+
 def test_the_share_of_equal_elements_counts_bits() -> None:
     problem = TRIAL[0]
     runs = check._runs(problem, problem.inputs(), "sm_80")

@@ -67,3 +67,47 @@ def test_a_min_max_table_has_determined_bits_and_a_softmax_has_not() -> None:
     found = open_instructions(build(spec).ptx)
     assert any(name.startswith("ex2.approx") for name in found)
     assert any(name.startswith("mma.") for name in found)
+    found = open_instructions(build(spec).ptx, "sm_86")
+    assert any(name.startswith("ex2.approx") for name in found)
+    assert not any(name.startswith("mma.") for name in found)
+
+
+MMA = "mma.sync.aligned.m16n8k16.row.col.{}.{}.{}.{}"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n64k{}.f32.{}.{}"
+WMMA = "wmma.mma.sync.aligned.row.col.m16n16k16"
+SMALL = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e5m2.f32"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "target", "gpu", "same"),
+    [
+        (MMA.format("f32", "f16", "f16", "f32"), "sm_80", "sm_80", True),
+        (MMA.format("f32", "bf16", "bf16", "f32"), "sm_80", "sm_89", True),
+        (MMA.format("f16", "f16", "f16", "f16"), "sm_80", "sm_86", True),
+        ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "sm_80", "sm_80", True),
+        (MMA.format("f32", "f16", "f16", "f32"), "sm_90", "sm_100", True),
+        (WGMMA.format(16, "bf16", "bf16"), "sm_90a", "sm_90", True),
+        (WGMMA.format(8, "tf32", "tf32"), "sm_90a", "sm_90", True),
+        (f"{WMMA}.f32.f32", "sm_90", "sm_90", True),
+        (f"{WMMA}.f32.bf16.bf16.f32", "sm_90", "sm_90", True),
+        (SMALL, "sm_89", "sm_89", True),
+        (SMALL, "sm_90", "sm_90", True),
+        # Blocks of 8 products on sm_80, of 16 on sm_90.
+        (MMA.format("f32", "f16", "f16", "f32"), "sm_80", "sm_90", False),
+        ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "sm_80", "sm_100", False),
+        # No model is known.
+        (SMALL, "sm_100", "sm_100", False),
+        (MMA.format("f32", "f16", "f16", "f32"), "sm_75", "sm_75", False),
+        ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "sm_80", "sm_80", False),
+        (MMA.format("f16", "f16", "f16", "f32"), "sm_80", "sm_80", False),
+        ("mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32", "sm_80", "sm_80", False),
+        (f"{WMMA}.f32.f32.satfinite", "sm_80", "sm_80", False),
+    ],
+)
+def test_sums_of_tensor_cores_are_determined_where_the_emulator_adds_as_the_gpu(
+    instruction: str, target: str, gpu: str, same: bool
+) -> None:
+    operands = "{%f1}, {%r1}, {%r2}, {%f1};"
+    ptx = f"//\n.version 8.6\n.target {target}\n\t{instruction} {operands}\n"
+    assert sum(open_instructions(ptx).values()) == 1
+    assert sum(open_instructions(ptx, gpu).values()) == (0 if same else 1)

@@ -47,7 +47,7 @@ BESIDE = {
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
     "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
     "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
-    "doctor": {*PIPELINE, "reference", "runtime", "ops", "tune"},
+    "doctor": {*PIPELINE, "emulator", "reference", "runtime", "ops", "tune"},
 }
 # These may import everything.
 TOP = {"__init__", "__main__", "cli"}

@@ -32,6 +32,14 @@ _BLOCKS = {
 _FLOORS = {"sm_80": {"f32": -132, "f16": -20}, "sm_90": {"f32": -133, "f16": -21}}
 
 
+# Dense products without saturation; the types are those of D, A, B and C, of wgmma D, A and B, and
+# of wmma with operands of float16 D and C.
+_PRODUCTS = re.compile(
+    r"(?:wgmma\.mma_async|w?mma(?:\.mma)?)\.sync\.aligned(?:\.row|\.col)*"
+    r"\.m\d+n\d+k(?P<k>\d+)(?:\.row|\.col)*\.(?P<types>(?:f16|f32)(?:\.\w+){1,3})"
+)
+
+
 @dataclass(frozen=True)
 class SumModel:
     """How one instruction adds; see `tensor_core_sums` for the meaning of the terms.
@@ -53,31 +61,64 @@ class SumModel:
     apart: int = 0
 
 
+def model_of(arch: str, instruction: str, kind: str, k: int, half: bool) -> SumModel | None:
+    """The model of an instruction on an architecture; None where how it adds is not known.
+
+    Args:
+        instruction: "mma" or "wgmma".
+        kind: the operands' type, that of A.
+        k: products of a sum in one instruction.
+        half: accumulators of f16 instead of f32.
+    """
+    number = re.match(r"sm_(\d+)", arch)
+    capability = int(number[1]) if number else 80
+    path = "sm_90" if capability >= 90 else "sm_80"
+    small = kind in ("e4m3", "e5m2")
+    found = _BLOCKS.get((path, instruction, "fp8" if small else kind))
+    # How the tensor cores of Blackwell add 8-bit floats is not published.
+    if found is None or capability < 80 or (small and capability >= 100):
+        return None
+    most, fraction = found
+    apart = k if small and (path, instruction) == ("sm_90", "mma") else 0
+    result = "f16" if half else "e8m13" if fraction == 13 else "f32"
+    return SumModel(min(k, most), fraction, result, _FLOORS[path]["f16" if half else "f32"], apart)
+
+
+def has_sums_of(gpu: str, target: str, instruction: str) -> bool:
+    """Whether an instruction adds on a GPU as in the emulator, bit for bit.
+
+    Args:
+        gpu: the architecture of the GPU.
+        target: the ``.target`` of the module, whose tensor cores the emulator models.
+        instruction: an opcode with its modifiers, such as
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32".
+    """
+    form = _PRODUCTS.fullmatch(instruction)
+    if form is None:
+        return False
+    into, *kinds = form["types"].split(".")
+    unit = "wgmma" if instruction.startswith("wgmma") else "mma"
+    if unit == "mma" and kinds.pop() != into:
+        return False
+    how = (unit, kinds[0] if kinds else "f16", int(form["k"]), into == "f16")
+    model = model_of(gpu, *how)
+    return model is not None and model == model_of(target, *how)
+
+
 class SumModels:
     """The models of the instructions of a kernel; its module's ``.target`` is the architecture."""
 
     def __init__(self, program: PtxProgram) -> None:
         self._program = program
-        number = re.match(r"sm_(\d+)", program.module.target)
-        self._capability = int(number[1]) if number else 80
-        self._path = "sm_90" if self._capability >= 90 else "sm_80"
 
     def of(self, instruction: str, kind: str, k: int, half: bool) -> SumModel:
-        """The model of an instruction.
-
-        Args:
-            instruction: "mma" or "wgmma".
-            kind: the operands' type, that of A.
-            k: products of a sum in one instruction.
-            half: accumulators of f16 instead of f32.
+        """`model_of` the architecture.
 
         Raises:
             UnknownInstruction: how the architecture adds is not known.
         """
-        small = kind in ("e4m3", "e5m2")
-        found = _BLOCKS.get((self._path, instruction, "fp8" if small else kind))
-        # How the tensor cores of Blackwell add 8-bit floats is not published.
-        if found is None or self._capability < 80 or (small and self._capability >= 100):
+        found = model_of(self._program.module.target, instruction, kind, k, half)
+        if found is None:
             raise UnknownInstruction(
                 "how the tensor cores of this architecture add is not known to the emulator",
                 where=f"kernel {self._program.name}",
@@ -85,8 +126,4 @@ class SumModels:
                 way_out='sums="rounded" adds in float64; known are sm_80 and later, without 8-bit '
                 "floats from sm_100 on",
             )
-        most, fraction = found
-        apart = k if small and (self._path, instruction) == ("sm_90", "mma") else 0
-        result = "f16" if half else "e8m13" if fraction == 13 else "f32"
-        floor = _FLOORS[self._path]["f16" if half else "f32"]
-        return SumModel(min(k, most), fraction, result, floor, apart)
+        return found
