@@ -44,6 +44,15 @@ TENSOR_DTYPES = (*FLOAT_DTYPES, *ELEMENT_RANGES)
 """Dtypes of captured tensors."""
 
 
+def bytes_of_sums(itemsize: int) -> int:
+    """Bytes of one float sum for the gradient of a learned tensor; ``itemsize`` is that of q, k, v.
+
+    Float32 problems have sums in float64: sums of thousands of terms in float32 have larger errors
+    than the error rule allows for float32 results.
+    """
+    return 2 * itemsize
+
+
 @dataclass(frozen=True)
 class ScalarDtype:
     """The rules of one dtype of run-time scalars.

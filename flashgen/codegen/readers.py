@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.source import Param
 from flashgen.codegen.text import COLUMNS, DeviceFunction, comment
+from flashgen.dtypes import bytes_of_sums
 from flashgen.language import Tensor
 from flashgen.planner import Plan
 
@@ -28,14 +29,10 @@ EXACT_SUM = "unsigned long long"
 
 
 def type_of_sums(plan: Plan) -> str:
-    """The C++ type of the sums to which a kernel for the gradients of learned tensors adds.
-
-    Float32 problems have sums in float64: sums of thousands of terms in float32 have larger errors
-    than the error rule allows for float32 results.
-    """
+    """The C++ type of the sums to which a kernel for the gradients of learned tensors adds."""
     if plan.kernel == "captured_exact":
         return EXACT_SUM
-    return "double" if plan.dtype == "float32" else "float"
+    return {4: "float", 8: "double"}[bytes_of_sums(plan.itemsize)]
 
 
 def reader(tensor: Tensor) -> DeviceFunction:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.call import CheckedCall
+from flashgen.dtypes import bytes_of_sums
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import CallSignature, GradientTerm, TensorArgument
@@ -72,15 +73,11 @@ class LearnedGradients(abc.ABC):
 
 
 class FloatSums(LearnedGradients):
-    """Sums to which kernels add in the order in which their blocks run.
-
-    They are float32, and float64 where q, k and v are float32.
-    """
+    """Float sums to which kernels add in the order in which their blocks run."""
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
-        super().__init__(
-            signature, captured, torch.float64 if signature.dtype == "float32" else torch.float32
-        )
+        itemsize = bytes_of_sums(getattr(torch, signature.dtype).itemsize)
+        super().__init__(signature, captured, {4: torch.float32, 8: torch.float64}[itemsize])
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
         total, more = self._totals[name], self._more.get(name)
