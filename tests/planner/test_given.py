@@ -6,6 +6,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.errors import PlanError
+from flashgen.pipeline import build_backward
 from flashgen.planner import Tile, feasible, plan, plan_backward
 from tests.support.judged import plain
 
@@ -66,6 +67,23 @@ def test_a_tile_together_with_a_policy_is_refused():
 def test_tiles_of_unknown_kernels_are_refused():
     with pytest.raises(PlanError, match="tiles names a kernel without a tile to choose"):
         plan_backward(SPEC, tiles={"forward": plan(SPEC).tile})
+
+
+@pytest.mark.parametrize("tile", [(128, 64), [128, 64], 128, "128x64"])
+def test_a_tile_that_is_no_tile_is_refused(tile):
+    calls = [
+        ("argument tile", lambda: fg.build(SPEC, tile=tile)),
+        ("argument tile", lambda: fg.emit(SPEC, tile=tile)),
+        ("argument tiles['dq']", lambda: fg.emit(SPEC, tiles={"dq": tile})),
+        ("argument tiles['dq']", lambda: build_backward(SPEC, tiles={"dq": tile})),
+    ]
+    for where, call in calls:
+        with pytest.raises(PlanError, match=r"a given tile is a flashgen\.planner\.Tile") as caught:
+            call()
+        assert caught.value.where == where
+        assert f"given {tile!r}" in caught.value.numbers
+        assert "Tile(step=64, warps=8, row_groups=1, blocks=1)" in caught.value.way_out
+    assert plan(SPEC, tile=Tile(64, 8, 1, 1)).block_q == 128
 
 
 @pytest.mark.slow
