@@ -159,18 +159,14 @@ class OracleProblem:
             rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
             together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
             for pair in range(0, pairs, together):
+                some = slice(pair, min(pair + together, pairs))
                 for row in range(0, seq_q, rows):
-                    yield self._block(
-                        of,
-                        slice(pair, min(pair + together, pairs)),
-                        slice(row, min(row + rows, seq_q)),
-                    )
+                    yield self._block(of, some, slice(row, min(row + rows, seq_q)))
 
     def _rows(self) -> Iterator[RowRanges]:
-        if not self.spec.packed:
-            yield RowRanges(0, slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
-            return
-        ends = [self.values[boundary.symbol].tolist() for boundary in BOUNDARIES]
+        ends = [[0, self.q.shape[2]], [0, self.k.shape[2]]]
+        if self.spec.packed:
+            ends = [self.values[boundary.symbol].tolist() for boundary in BOUNDARIES]
         for i in range(len(ends[0]) - 1):
             yield RowRanges(i, *(slice(end[i], end[i + 1]) for end in ends))
 
@@ -291,6 +287,7 @@ def problem_of(
     factor = scale if scale is not None else spec.scale
     if spec.packed:
         batch = len(tensors[BOUNDARIES[0].name]) - 1
+    ends = (q_offset + q.shape[2], k_offset + k.shape[2])
     sizes = {BATCH: batch, HEADS: heads}
     values = {symbol: torch.tensor(size, device=q.device) for symbol, size in sizes.items()}
     return OracleProblem(
@@ -304,9 +301,7 @@ def problem_of(
         values=values
         | _scalar_values(spec, scalars, real, q.device)
         | _tensor_values(spec, tensors)
-        | _static_layout(
-            spec, batch, heads, (q_offset + q.shape[2], k_offset + k.shape[2]), q.device
-        ),
+        | _static_layout(spec, batch, heads, ends, q.device),
         p=dropout_p,
         state=_state_of(spec, dropout_p, call.get("rng")),
         work=work,
