@@ -191,68 +191,6 @@ SCALARS = AttentionSpec(
     head_dim=16,
     name="three",
 )
-GOOD = {"window": 5, "slope": 0.5, "on": True}
-
-
-def test_scalars_come_in_the_order_of_the_spec():
-    problem = checked(
-        spec=SCALARS, scalars={"slope": 2, "on": np.bool_(True), "window": np.int32(5)}
-    )
-    assert list(problem.scalars.items()) == [
-        (scalar.name, {"slope": 2.0, "on": True, "window": 5}[scalar.name])
-        for scalar in SCALARS.scalars
-    ]
-    assert type(problem.scalars["slope"]) is float
-    assert type(problem.scalars["window"]) is int
-
-
-def test_a_missing_scalar_is_named():
-    error = refusal(spec=SCALARS, scalars={"window": 5, "on": True})
-    assert error.what == "the scalar 'slope' of the spec is missing"
-    assert "given: window, on" in error.numbers
-    assert "slope=..." in error.way_out
-
-
-def test_a_superfluous_scalar_is_named():
-    error = refusal(spec=SCALARS, scalars={**GOOD, "windw": 5})
-    assert error.what == "'windw' is not a scalar of the spec"
-    assert error.where == "argument windw"
-    assert "'extra' is not a scalar" in refusal(scalars={"extra": 1}).what
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("window", 5.0),
-        ("window", True),
-        ("window", 2**30 + 1),
-        ("window", "5"),
-        ("window", None),
-        ("slope", float("nan")),
-        ("slope", float("inf")),
-        ("slope", 1e39),
-        ("slope", "0.5"),
-        ("slope", True),
-        ("on", 1),
-        ("on", "true"),
-    ],
-)
-def test_scalars_have_the_type_and_range_of_their_dtype(name, value):
-    error = refusal(spec=SCALARS, scalars={**GOOD, name: value})
-    assert error.what == f"the scalar {name!r} cannot take this value"
-    assert repr(value) in error.numbers
-    assert error.where == f"argument {name}"
-
-
-def test_the_error_for_a_tensor_in_place_of_a_scalar_names_item():
-    error = refusal(spec=SCALARS, scalars={**GOOD, "window": torch.tensor(5)})
-    assert "window.item()" in error.way_out
-
-
-def test_a_scalar_below_its_minimum_is_refused():
-    error = refusal(spec=SCALARS, scalars={**GOOD, "window": 0})
-    assert "below the minimum" in error.what
-    assert "minimum 1" in error.numbers
 
 
 def test_an_operator_needs_a_spec():
@@ -336,55 +274,6 @@ def test_an_empty_problem_is_checked_like_any_other():
 
 DROPS = SPEC.replace(dropout=True)
 STATE = torch.tensor([1, 2])
-
-
-@pytest.mark.parametrize("p", [0.1, 0, 0.0, np.float32(0.1), np.float64(0.1), torch.tensor(0.1)])
-def test_dropout_p_is_a_number_of_any_kind(p):
-    assert checked(spec=DROPS, dropout_p=p, rng=STATE).dropout_p == pytest.approx(float(p))
-
-
-@pytest.mark.parametrize(
-    "p",
-    [
-        *(-0.1, 1.0, 1, 1.5, float("nan"), 1 - 2**-18, True, "0.1", None, 0.1j, [0.1]),
-        torch.tensor([0.1]),
-        torch.tensor(1),
-        torch.tensor(1.5),
-        torch.empty((), device="meta"),
-    ],
-)
-def test_dropout_p_is_a_probability(p):
-    error = refusal(spec=DROPS, dropout_p=p, rng=STATE)
-    assert error.where == "argument dropout_p"
-
-
-@pytest.mark.parametrize(
-    "rng",
-    [
-        (1, 2),
-        7,
-        STATE.int(),
-        STATE.double(),
-        STATE[:1],
-        STATE.view(1, 2),
-        STATE.to("meta"),
-    ],
-)
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_rng_is_two_int64_on_the_device_of_q(p, rng):
-    error = refusal(spec=DROPS, dropout_p=p, rng=rng)
-    assert error.where == "argument rng"
-    assert "torch.tensor([seed, offset]" in error.way_out
-
-
-def test_dropout_needs_a_state_and_a_spec_that_has_it():
-    assert "needs a random state" in refusal(spec=DROPS, dropout_p=0.5).what
-    assert checked(spec=DROPS).dropout_p == 0.0
-    error = refusal(dropout_p=0.5, rng=STATE)
-    assert error.what == "the spec was made without dropout"
-    assert "spec.replace(dropout=True)" in error.way_out
-    assert refusal(rng=STATE).where == "argument rng"
-    assert checked(dropout_p=0.0).dropout_p == 0.0
 
 
 @pytest.mark.parametrize("bad", [1, "yes", 0.0])

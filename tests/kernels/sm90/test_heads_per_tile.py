@@ -8,26 +8,19 @@ pairs of heads and lengths, are `slow`.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.cli import app
-from flashgen.errors import PlanError
 from flashgen.language.signature import signature_of
 from flashgen.ops import run_forward
-from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
-from flashgen.planner.schedule import head_bits
-from flashgen.profile import profile_forward
 from flashgen.runtime.block_layouts import with_layout
 from tests.support.examples import SPEC_IDS, SPECS, spec_path, values_of
 from tests.support.judged import Call, check_gates, example
-from tests.support.profiles import forward, loaded, random_operands
+from tests.support.profiles import loaded
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import random_layout
 
@@ -199,104 +192,6 @@ def test_the_sm80_path_has_one_head_per_tile_and_reports_no_reason() -> None:
     assert run.report.heads_reason == ""
 
 
-# ---- the choice ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
-def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int) -> None:
-    plan = fg.plan(WIDE, ARCH)
-    taken = set()
-    for seq_q in (*range(1, 300, 7), 512, 1000, 4097):
-        able = [heads for heads in (1, 2, 4, 8) if group % heads == 0]
-        tiles = {n: 3 * 2 * group // n * -(-seq_q * n // plan.block_q) for n in able}
-        fewest = min(tiles.values())
-        want = next(heads for heads in able if 10 * tiles[heads] <= 11 * fewest)
-        got = choose_heads(WIDE, plan, 3, 2 * group, 2, seq_q)
-        assert got.heads == want, seq_q
-        if want > 1:
-            saved = f"of {group} that share K and V: {tiles[want]:,} tiles instead of {tiles[1]:,}"
-            assert got.reason == saved
-        elif able == [1] and group > 1:
-            assert f"no power of two that divides {group} can share" in got.reason
-        else:
-            assert got.reason == ""
-        taken.add(want)
-    assert taken == set(able)
-
-
-def test_a_given_tile_that_heads_cannot_share_has_one_head_and_a_derived_one_is_replaced() -> None:
-    plan = fg.plan(CAUSAL, ARCH)
-    assert plan.block_q == 192
-    got = choose_heads(CAUSAL, replace(plan, policy="given"), 1, 8, 1, 1)
-    assert got.heads == 1
-    assert "divides 8 can share a tile of 192 rows" in got.reason
-    got = choose_heads(CAUSAL, plan, 1, 8, 1, 1)
-    assert got.heads == 8
-    assert got.reason.endswith("1 tile of 128 rows instead of 8 of 192")
-    assert fg.plan(CAUSAL, ARCH, heads_per_tile=8).block_q == 128
-
-
-def test_the_plan_prints_the_heads_and_rows_of_a_tile() -> None:
-    plan = fg.plan(WIDE, ARCH, heads_per_tile=4)
-    alone = fg.plan(WIDE, ARCH)
-    assert plan.tile == alone.tile
-    assert plan.queries_per_tile == 32
-    assert plan.grid(3, 8, 2, 65, 70) == (3, 2, 3)
-    assert str(plan).startswith("plan      block_q 128  heads_per_tile 4  block_k")
-    assert "query heads that share K and V, 32 queries of each = 128 rows" in str(plan)
-    assert "heads_per_tile" not in str(alone)
-
-
-def test_heads_that_share_a_tile_count_once_among_interleaved_heads() -> None:
-    one, four = (fg.plan(CAUSAL, ARCH, heads_per_tile=n) for n in (1, 4))
-    # K and V of all 16 heads fit in L2, of 8, and of 2; four query heads read each of them.
-    for seq_k, bits in ((1024, 6), (1 << 14, 5), (1 << 16, 3)):
-        sizes = 64, 16, 64, seq_k
-        assert head_bits(one, *sizes) == bits
-        assert head_bits(four, *sizes) == bits - 2
-        assert four.grid(2, *sizes, head_bits=bits - 2) == (2 << bits - 2, 16 >> bits - 2, 2)
-
-
-def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason() -> None:
-    # 192 rows would be 48 queries of each: three of them in a box of 64 rows are no whole number.
-    spec = CAUSAL.replace(head_dim=32, head_dim_v=32)
-    wide = next(plan for plan in feasible(spec, ARCH) if plan.block_q == 192)
-    assert fg.plan(spec, ARCH, tile=wide.tile).block_q == 192
-    with pytest.raises(PlanError, match="boxes of Q per warpgroup: 4 against 1"):
-        fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=4)
-    with pytest.raises(PlanError, match="heads per warp: 2 against 1"):
-        fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=8)
-    shared = fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=6)
-    assert shared.queries_per_tile == 32
-
-
-@pytest.mark.parametrize(
-    ("changes", "arch", "heads", "why"),
-    [
-        ({}, "sm_80", 2, "path sm_80 have tiles of one head"),
-        ({"dtype": "float32"}, ARCH, 2, "path sm_80 have tiles of one head"),
-        ({}, ARCH, 16, "no tile has 16, 32 or a multiple of 64 rows"),
-        ({}, ARCH, 5, "no tile has 16, 32 or a multiple of 64 rows"),
-        ({}, ARCH, 0, "it is a number of query heads"),
-        ({}, ARCH, 2.0, "it is a number of query heads"),
-        ({}, ARCH, True, "it is a number of query heads"),
-        ({"packed": True}, ARCH, 2, "each packed sequence starts a new tile"),
-        ({"mask_mod": lambda b, h, q, k: k < h}, ARCH, 2, "the mask depends on the head"),
-    ],
-)
-def test_heads_that_cannot_share_a_tile_are_refused(
-    changes: dict[str, Any], arch: str, heads: Any, why: str
-) -> None:
-    with pytest.raises(PlanError, match=why):
-        fg.plan(CAUSAL.replace(**changes), arch, heads_per_tile=heads)
-
-
-def test_traffic_of_heads_that_do_not_share_k_and_v_is_refused() -> None:
-    plan = fg.plan(CAUSAL, ARCH, heads_per_tile=4)
-    with pytest.raises(ValueError, match="6 heads, 2 of K and V"):
-        forward_traffic(plan, 1, 6, 2, 10, 10)
-
-
 # ---- what is emitted ----------------------------------------------------------------------------
 
 
@@ -349,85 +244,3 @@ def test_no_kernel_spills(name: str, head_dim: int, heads: int, dropout: bool) -
     assert built.plan.block_k >= share * fg.build(spec, ARCH).plan.block_k
     assert built.binary.resources.clean
     assert built.binary.warnings == ()
-
-
-# ---- what is moved ------------------------------------------------------------------------------
-
-SIZES = (1, 4, 1, 17, 300)
-
-
-def bytes_of(spec: fg.AttentionSpec, **options: Any) -> tuple[Plan, dict[str, int]]:
-    """Counted, where they are as the plan predicts them."""
-    _, (profile,) = profile_forward(spec, *random_operands(spec, SIZES), arch=ARCH, **options)
-    for tensor in profile.tensors:
-        if "_row_" not in tensor.name:  # the lists of a layout, of which Hopper's plan says nothing
-            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
-    assert all(each.ratio == 1 for each in profile.work if each.name == "multiply-adds")
-    return profile.plan, {tensor.name: tensor.issued.counted for tensor in profile.tensors}
-
-
-def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts() -> None:
-    spec = loaded("full")
-    plan, moved = bytes_of(spec)
-    assert plan.heads_per_tile == 4
-    batch, heads_q, heads_kv, seq_q, seq_k = SIZES
-    once = batch * heads_kv * seq_k * spec.head_dim * 2
-    assert moved["k"] == moved["v"] == once
-    alone = forward(spec, (batch, heads_q, heads_q, seq_q, seq_k), ARCH)
-    assert alone.plan.heads_per_tile == 1
-    of_alone = {tensor.name: tensor.issued.counted for tensor in alone.tensors}
-    assert of_alone["k"] == of_alone["v"] == 4 * once
-    for name in ("q", "o", "lse"):
-        assert moved[name] == of_alone[name], name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("causal", {"q_offset": 250}),
-        ("causal", {"q_offset": 250, "dropout_p": 0.1, "rng": torch.tensor([7, 3])}),
-        ("sliding_window", {"q_offset": 200, "scalars": {"window": 70}}),
-        ("sink", {"tensors": {"sink": torch.linspace(-1, 1, 4)}}),
-        ("local_global", {}),
-    ],
-)
-def test_predicted_bytes_are_exact_for_specs_that_read_the_head_or_skip_tiles(
-    name: str, options: dict[str, Any]
-) -> None:
-    spec = loaded(name).replace(dropout="dropout_p" in options)
-    plan, _ = bytes_of(spec, **options)
-    assert plan.heads_per_tile == 4
-
-
-# ---- commands -----------------------------------------------------------------------------------
-
-
-def said(*arguments: str) -> str:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
-
-
-def test_run_prints_how_many_heads_share_a_tile() -> None:
-    where = ("--arch", ARCH, "--backend", "emulator", "--no-check")
-    shared = said("run", "specs/causal.py", "--shape", "1,8,2,5,40", *where)
-    assert (
-        "heads 4 per tile, of 4 that share K and V: 2 tiles of 128 rows instead of 8 of 192"
-        in shared
-    )
-    assert " heads " not in said("run", "specs/causal.py", "--shape", "1,2,2,5,40", *where).replace(
-        "heads 2,", ""
-    )
-
-
-def test_plan_predicts_the_launch_that_a_call_has() -> None:
-    shape = ("--shape", "2,8,2,5,1000")
-    text = said("plan", "specs/causal.py", "--arch", ARCH, *shape)
-    assert (
-        "heads_per_tile 4 of 4 that share K and V: 4 tiles of 128 rows instead of 16 of 192" in text
-    )
-    assert "plan block_q 128 heads_per_tile 4 block_k" in text
-    assert "tiles 4 for 4 blocks" in text
-    assert "makespan*slots/(steps + begun*work_tiles) = 2.253*132/(4 + 1.253*4)" in text
-    assert "heads_per_tile" not in said("plan", "specs/causal.py", *shape)

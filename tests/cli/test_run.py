@@ -1,0 +1,205 @@
+"""``flashgen run``: its table, its options, and the values of scalars and captured tensors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashgen import launch, reference
+from flashgen.cli.captured_tensors import tensor_values
+from flashgen.cli.inputs import Shape
+from flashgen.language.spec_file import load
+from tests.support.commands import CAUSAL, WINDOWED, flashgen, rows
+
+
+def test_run_ends_with_a_table_that_says_pass():
+    result = flashgen("run", CAUSAL, "--shape", "1,2,48", "--backend", "emulator")
+    assert result.exit_code == 0, result.output
+    table = rows(result.stdout)
+    assert table["spec"].startswith("causal, ")
+    assert table["mask_mod"] == "q >= k"
+    assert table["score_mod"] == "none"
+    assert table["shape"] == "batch 1, heads 2, seq 48 x 48, head_dim 64, float16"
+    assert table["backend"] == "emulator, from --backend"
+    assert table["arch"] == "sm_80"
+    assert "block_q" in table["tile"]
+    assert "no spills, no stack" in table["registers"]
+    assert " B read, " in table["bytes"]
+    assert table["out"].startswith("pass, max ")
+    assert table["lse"].startswith("pass, max ")
+    assert table["result"] == "pass"
+
+
+def test_run_takes_the_options_that_change_the_problem(windowed):
+    result = flashgen(
+        "run", windowed, "--shape", "2,4,2,20,33", "--dtype", "bfloat16", "--head-dim", "24",
+        "--head-dim-v", "8", "--scalar", "window=7", "--q-offset", "13", "--seed", "5",
+        "--backend", "emulator", "--arch", "sm_90",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    table = rows(result.stdout)
+    assert "heads 4 over 2, seq 20 x 33, head_dim 24 and 8, bfloat16" in table["shape"]
+    assert "window = 7" in table["scalars"]
+    assert "(slope: the file's example)" in table["scalars"]
+    assert table["arch"] == "sm_90"
+
+
+def test_run_compares_the_gradients_too_with_dropout_and_in_either_mode(windowed):
+    for mode in ([], ["--deterministic"]):
+        options = ["--shape", "1,2,1,20,30", "--scalar", "window=9", "--dropout", "0.1"]
+        result = flashgen("run", windowed, "--backward", *options, *mode)
+        assert result.exit_code == 0, result.output
+        for name in ("dq", "dk", "dv"):
+            assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
+        assert "dropout" in result.stdout
+        assert ("backward_dq" in result.stdout) == bool(mode)
+
+
+def test_run_without_the_oracle_says_so(windowed):
+    result = flashgen("run", windowed, "--shape", "1,1,5", "--no-check", "--backend", "emulator")
+    assert result.exit_code == 0
+    assert rows(result.stdout)["result"] == "not compared with the oracle"
+    assert "out" not in rows(result.stdout)
+
+
+def test_run_exits_with_1_when_the_result_does_not_meet_the_rule(monkeypatch):
+    # A yardstick without any error leaves a float16 kernel no room for its own.
+    monkeypatch.setattr(reference, "same_dtype", reference.attention)
+    result = flashgen("run", CAUSAL, "--shape", "1,1,20", "--backend", "emulator")
+    assert result.exit_code == 1
+    assert rows(result.stdout)["result"] == "FAIL"
+    assert rows(result.stdout)["out"].startswith("FAIL")
+
+
+CAPTURING = """
+import flashgen as fg
+
+length = fg.Tensor("length", ("batch",), "int32")
+keep = fg.Tensor("keep", ("batch", "seq_k"), "bool")
+bias = fg.Tensor("bias", ("heads", "buckets"), grad=True)
+{examples}
+
+spec = fg.AttentionSpec(
+    mask_mod=lambda b, h, q, k: (k < length[b]) & keep[b, k],
+    score_mod=lambda score, b, h, q, k: score + bias[h, q - k],
+    head_dim=16,
+)
+"""
+LENGTHS = """
+def example_tensors(sizes, generator):
+    assert (sizes.heads, sizes.heads_kv) == (2, 1), sizes
+    return {"length": [sizes.seq_k - 5] * sizes.batch, "not_of_this_spec": 1}
+"""
+
+
+def capturing(tmp_path, examples):
+    file = tmp_path / "capturing.py"
+    file.write_text(CAPTURING.format(examples=examples))
+    return str(file)
+
+
+def test_run_makes_captured_tensors_and_compares_their_gradients(tmp_path):
+    file = capturing(tmp_path, LENGTHS)
+    shape = ["--shape", "2,2,1,20,33", "--k-offset", "4"]
+    result = flashgen("run", file, *shape, "--backward", "--backend", "emulator")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("captured")]
+    assert [line.split(None, 1)[1] for line in lines] == [
+        "length [2], int32, the file's example",
+        "keep [2, 37], bool, random",
+        "bias [2, 64], float32, learned, random",
+    ]
+    for name in ("out", "dq", "dk", "dv", "dbias"):
+        assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_random_captures_follow_the_seed(tmp_path):
+    file = capturing(tmp_path, "")
+    spec = load(file)
+
+    def made(**options):
+        values, examples = tensor_values(spec, file, Shape(2, 4, 2, 30, 40), **options)
+        assert examples == []
+        return values
+
+    one, same, other = made(), made(), made(seed=1)
+    assert all(bool((one[name] == same[name]).all()) for name in one)
+    assert not any(bool((one[name] == other[name]).all()) for name in ("keep", "bias"))
+    assert made(k_offset=-50)["keep"].shape == (2, 1)
+    assert 0 <= int(one["length"].min()) <= int(one["length"].max()) <= 40
+    assert 0.02 < float(one["bias"].std()) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("examples", "what"),
+    [
+        ("def example_tensors(sizes, generator): return 1 / 0", "raised ZeroDivisionError"),
+        ("def example_tensors(sizes, generator): return 3", "does not return a dictionary"),
+        ("example_tensors = 3", "raised TypeError"),
+        ('def example_tensors(sizes, generator): return {"keep": "x"}', "no tensor for keep"),
+        (
+            'def example_tensors(sizes, generator): return {"keep": [True]}',
+            "keep has 1 dimensions, not 2",
+        ),
+    ],
+)
+def test_examples_that_are_wrong_are_refused(tmp_path, examples, what):
+    result = flashgen("run", capturing(tmp_path, examples), "--backend", "tiled")
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert result.stderr.startswith("InputError")
+
+
+def test_a_missing_scalar_is_refused_with_the_option_to_write(tmp_path):
+    file = tmp_path / "bare.py"
+    file.write_text(WINDOWED.format(examples='example_scalars = {"window": 3}'))
+    result = flashgen("run", str(file))
+    assert result.exit_code == 2
+    assert "InputError: the scalar 'slope' of the spec has no value" in result.stderr
+    assert "try      --scalar slope=..." in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("window", "takes the name of a scalar"),
+        ("width=3", "takes the name of a scalar"),
+        ("window=3.5", "'window' cannot take this value"),
+        ("window=0", "below the minimum"),
+        ("slope=steep", "'slope' cannot take this value"),
+    ],
+)
+def test_a_malformed_scalar_is_refused(windowed, option, what):
+    result = flashgen("run", windowed, "--scalar", option)
+    assert result.exit_code == 2
+    assert what in result.stderr
+
+
+def test_examples_that_are_no_dictionary_are_refused(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(WINDOWED.format(examples="example_scalars = dict(window=3)"))
+    result = flashgen("run", str(file))
+    assert result.exit_code == 2
+    assert "example_scalars is not a dictionary" in result.stderr
+    assert "odd.py:6" in result.stderr
+
+
+@pytest.mark.parametrize("shape", ["1,2", "1,2,3,4", "1,2,x", "", "-1,2,3", "1,2,3,4,5,6"])
+def test_a_malformed_shape_is_refused(shape):
+    result = flashgen("run", CAUSAL, f"--shape={shape}")
+    assert result.exit_code == 2
+    assert "this is not a shape" in result.stderr
+    assert "B,Hq,Hkv,Nq,Nk" in result.stderr
+
+
+def test_an_unknown_backend_and_a_missing_gpu_are_refused():
+    result = flashgen("run", CAUSAL, "--backend", "cpu")
+    assert result.exit_code == 2
+    assert "available: gpu, emulator" in result.stderr
+    if launch.available() is not None:
+        result = flashgen("run", CAUSAL, FLASHGEN_BACKEND="gpu")
+        assert result.exit_code == 2
+        assert "LaunchError: there is no GPU to run on" in result.stderr
+        assert "FLASHGEN_BACKEND" in result.stderr
