@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 from flashgen.errors import LaunchError
-from flashgen.launch.device import FIRST_DRIVERS, check, current, device_facts, real_driver
+from flashgen.launch.device import check, current, device_facts, fitting_driver, real_driver
 from flashgen.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
 
 # Codes of Python's struct module by C type; little-endian, like every machine with CUDA.
@@ -199,7 +199,7 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
             "the driver has no function for tensor maps",
             where=where,
             numbers="cuTensorMapEncodeTiled of CUDA 12.0",
-            way_out=f"install a driver of {FIRST_DRIVERS[12]} or newer, or use arch='sm_80'",
+            way_out=f"{fitting_driver(12)}, or use arch='sm_80'",
         )
     with current(device_facts(device, driver), driver):
         status = _ENCODE(int(function))(
