@@ -55,6 +55,11 @@ def with_gpu(machine: Machine = FITTING, **driver: Any) -> Machine:
             "a build of torch for CUDA 12",
         ),
         (
+            with_gpu(replace(FITTING, torch_cuda="14.0")),
+            "torch is built for CUDA 14.0",
+            "install a driver for CUDA 14, or a build of torch for CUDA 13",
+        ),
+        (
             with_gpu(replace(FITTING, torch_cuda=None)),
             "built without CUDA",
             "a CUDA build of torch",

@@ -2,8 +2,9 @@
 
 The lanes of a warp need not execute together (independent thread scheduling, since sm_70), and PTX
 orders their accesses only by what synchronises them: bar.warp.sync, a barrier, or an exchange such
-as shfl.sync, for which hardware does so although the manual does not guarantee it. ldmatrix and mma
-are no such instructions.
+as shfl.sync, for which hardware does so although the manual does not guarantee it. So do elect,
+wgmma and setmaxnreg, which whole warps or warpgroups execute together. ldmatrix and mma are no such
+instructions.
 
 A warp's clock (see `clocks`) advances when its lanes synchronise, and `Clocks.synced` holds its
 value then: earlier accesses are ordered before all later ones of the warp. For an access since
