@@ -131,8 +131,6 @@ def emit(
         PlanError: no tile fits the architecture, or no tile has this number of heads.
         RenderError: a template and the plan disagree.
     """
-    if tile is not None:
-        _check_tile(tile, "tile")
     request = PlanRequest(
         spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
     )
@@ -181,20 +179,7 @@ def _emit_backward(request: BackwardPlanRequest) -> tuple[Source, ...]:
 
 
 def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
-    for name, tile in tiles.items():
-        _check_tile(tile, f"tiles[{name!r}]")
     return tuple(sorted(tiles.items()))
-
-
-def _check_tile(tile: object, argument: str) -> None:
-    if not isinstance(tile, Tile):
-        raise PlanError(
-            "a given tile is a flashgen.planner.Tile",
-            where=f"argument {argument}",
-            numbers=f"given {tile!r}; rows and columns alone leave the number of warps open",
-            way_out="Tile(step=64, warps=8, row_groups=1, blocks=1), which has 128 queries and 64 "
-            "keys in a forward kernel; or leave it out: the planner chooses it",
-        )
 
 
 @functools.lru_cache(maxsize=512)
@@ -235,8 +220,6 @@ def build(
         RenderError: a template and the plan disagree.
         CompileError: NVRTC is missing or rejects the source.
     """
-    if tile is not None:
-        _check_tile(tile, "tile")
     return _build_forward(
         PlanRequest(
             spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile

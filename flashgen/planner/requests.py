@@ -59,6 +59,7 @@ class PlanRequest:
                 numbers=f"given {heads!r}: it is a number of query heads",
                 way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
             )
+        _check_tile(self.tile, "tile")
         if self.tile is not None and self.policy != "derived":
             raise PlanError(
                 "a given tile cannot be combined with a policy",
@@ -87,6 +88,8 @@ class BackwardPlanRequest:
 
     def __post_init__(self) -> None:
         _check_sram(self.sram)
+        for name, tile in self.tiles:
+            _check_tile(tile, f"tiles[{name!r}]")
         for option in ("spare_registers", "tiles"):
             given = {name for name, _ in getattr(self, option)}
             unknown = sorted(given - set(TILED_BACKWARD_KERNELS))
@@ -107,4 +110,16 @@ def _check_sram(sram: object) -> None:
             where="plan(sram=...)",
             numbers=f"given {sram!r}",
             way_out="sram=101376, which is 99 KiB, for example",
+        )
+
+
+def _check_tile(tile: object, argument: str) -> None:
+    """Checks a given tile; None leaves the choice to the planner."""
+    if tile is not None and not isinstance(tile, Tile):
+        raise PlanError(
+            "a given tile is a flashgen.planner.Tile",
+            where=f"argument {argument}",
+            numbers=f"given {tile!r}; rows and columns alone leave the number of warps open",
+            way_out="Tile(step=64, warps=8, row_groups=1, blocks=1), which has 128 queries and 64 "
+            "keys in a forward kernel; or leave it out: the planner chooses it",
         )

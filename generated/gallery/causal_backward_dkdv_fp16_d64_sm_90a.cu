@@ -597,7 +597,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       barrier_wait(q_empty[stage.index], stage.parity ^ 1);
       if (!end && 2 * thread < BLOCK_Q) {
         const int query = q_start + 2 * thread;
-        const long long row = ((long long)b * p.heads_q + next_h) * p.seq_q + query;
+        const long long row = (long long)(b * p.heads_q + next_h) * p.seq_q + query;
         const float2* rows = (const float2*)p.rows + row;
         float2 first = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
         float2 next = first;

@@ -551,7 +551,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
   const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
   const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
-  const float2* rows = (const float2*)p.rows + ((long long)b * p.heads_q + h) * p.seq_q;
+  const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
   float lse[2], delta[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

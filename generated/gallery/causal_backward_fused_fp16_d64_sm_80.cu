@@ -568,7 +568,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
                            + (long long)q_step * q_next,
                        q_step, p.seq_q - q_next);
     load_rows<BLOCK_Q>(smem_base + SMEM_ROWS + buffer * ROWS_BYTES,
-                       p.rows + 2 * (((long long)b * p.heads_q + next_h) * p.seq_q + q_next),
+                       p.rows + 2 * ((long long)(b * p.heads_q + next_h) * p.seq_q + q_next),
                        p.seq_q - q_next);
   };
   const auto load_do = [&] {

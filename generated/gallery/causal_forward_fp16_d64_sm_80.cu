@@ -641,7 +641,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;  // this warp's rows only
 
   // 7. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
-  float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
+  float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll

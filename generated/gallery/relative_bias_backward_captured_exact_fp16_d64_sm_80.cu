@@ -461,7 +461,7 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 
   // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
   float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
-  const float2* rows = (const float2*)p.rows + ((long long)b * p.heads_q + h) * p.seq_q;
+  const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll

@@ -670,7 +670,7 @@ sink_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 7. Divide by the row sums, write LSE. The sink is added here, so that P is as precise as
   //    without it. A fully masked row has sum 0: O = 0 and LSE = sink.
-  float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
+  float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
   const float sink = read_sink(p, h);
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {

@@ -813,7 +813,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     named_wait(BARRIER_WARPGROUP + group, WARPGROUP);
 
     // 10. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
-    float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
+    float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
