@@ -4,7 +4,7 @@ It needs neither a GPU nor torch, so that a virtual environment per release of N
 ``make versions`` runs it in one for each supported release. A kernel fails if the compiler reports
 a warning (such as serialised wgmma), or spills registers after the plans with smaller tiles.
 
-    python benchmarks/compile_all.py [--arch sm_90a] [SPEC ...]
+    python benchmarks/compile_all.py [--arch sm_90a] [--dtype float32] [--head-dim 128] [SPEC ...]
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from flashgen.errors import FlashgenError  # noqa: E402
 from flashgen.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
 
 
-def kernels(spec_file: Path, arch: str) -> Iterator[Build]:
+def kernels(spec_file: Path, arch: str, **changes: object) -> Iterator[Build]:
     """All kernels of one spec, compiled; the backward kernels with free and fixed order of sums."""
-    spec = fg.load(str(spec_file))
+    spec = fg.load(str(spec_file)).replace(**changes)
     yield from build_minmax_tables(spec, arch)
     yield build(spec, arch)
     free = build_backward(spec, arch)
@@ -39,11 +39,11 @@ def kernels(spec_file: Path, arch: str) -> Iterator[Build]:
     yield from (each for each in fixed if each.source.filename not in names)
 
 
-def faults(spec_file: Path, arch: str) -> tuple[int, list[str]]:
-    """The number of kernels of a spec, and a line for each fault."""
+def faults(spec_file: Path, arch: str, **changes: object) -> tuple[int, list[str]]:
+    """The number of kernels of a spec with these changes, and a line for each fault."""
     found, count = [], 0
     try:
-        for each in kernels(spec_file, arch):
+        for each in kernels(spec_file, arch, **changes):
             count += 1
             name, resources = each.source.filename, each.binary.resources
             found += [f"{name}: {warning}" for warning in each.binary.warnings]
@@ -59,13 +59,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="compiles every spec with the NVRTC at hand")
     parser.add_argument("specs", nargs="*", type=Path, help="spec files; all of specs/ by default")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="both by default")
+    parser.add_argument("--dtype", help="float16, bfloat16 or float32 instead of the spec's")
+    parser.add_argument("--head-dim", type=int, help="head dim instead of the spec's")
     args = parser.parse_args()
+    options = {"dtype": args.dtype, "head_dim": args.head_dim, "head_dim_v": args.head_dim}
+    changes = {name: value for name, value in options.items() if value is not None}
     specs = args.specs or sorted((ROOT / "specs").glob("*.py"))
     tasks = [(spec, arch) for spec in specs for arch in args.arch or ARCHS]
     start = time.perf_counter()
     os.environ["FLASHGEN_CACHE_DIR"] = "off"
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the GIL
-        results = list(pool.map(lambda task: faults(*task), tasks))
+        results = list(pool.map(lambda task: faults(*task, **changes), tasks))
     print(f"{'spec':<18}{'path':<8}{'kernels':>8}{'faults':>8}")
     for (spec, arch), (number, found) in zip(tasks, results, strict=True):
         print(f"{spec.stem:<18}{arch:<8}{number:>8}{len(found):>8}")
