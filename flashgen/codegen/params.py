@@ -70,7 +70,7 @@ _ZEROS = (
     Param("block_vectors", "int", "16-byte vectors of these sums per block"),
 )
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
-# The tensors that a kernel copies from, or to by TMA, and its fields with a value per row.
+# The first tensors of a kernel, operands and O, and its fields with a value per row.
 _FIRST = {
     "forward": (("q", "k", "v", "o"), _FORWARD_ROWS),
     "delta": (("o", "do"), (*_DELTA_ROWS, *_ZEROS)),
@@ -99,11 +99,14 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     first, rows = _FIRST.get(role, _BACKWARD)
     gradients = _GRADIENTS.get(role, ())
     written = ("o", *gradients) if role == "forward" else gradients
-    params = [(_map if by_tma else _tensor)(name, written=name in written) for name in first]
+    mapped = {name for name in first if by_tma and name not in written}
+    params = [
+        _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
+    ]
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))
-    params += _strides(*gradients) if by_tma else _strides(*first, *gradients)
+    params += _strides(*(name for name in (*first, *gradients) if name not in mapped))
     params += [*_NUMBERS, *(_DROPOUT if spec.dropout else ())]
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
@@ -122,8 +125,8 @@ def _of_all_sequences(param: Param) -> Param:
     return dataclasses.replace(param, what=what)
 
 
-def _map(name: str, *, written: bool) -> Param:
-    what = f"{_SHAPES[name.removeprefix('d')]}, {'written' if written else 'read'} by TMA"
+def _map(name: str) -> Param:
+    what = f"{_SHAPES[name.removeprefix('d')]}, read by TMA"
     return Param(name, "TensorMap", what, f"{name}_map")
 
 

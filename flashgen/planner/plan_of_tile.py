@@ -160,7 +160,7 @@ def _tile_offsets(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str,
     """
     if kernel == "forward":
         if path == "sm_90a":
-            smem_k = int(at["e"] * at["block_q"] * max(at["depth"], at["depth_v"]))
+            smem_k = int(at["e"] * at["block_q"] * at["depth"])
             size_of_k = int(at["stages"] * at["e"] * at["block_k"] * at["depth"])
         else:
             smem_k = int(forward_sm80.K_OFFSET(at))

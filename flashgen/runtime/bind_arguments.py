@@ -137,7 +137,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
     Args:
-        tensors: q, k, v, and o or do, with 4 dimensions, a contiguous last axis and strides of
+        tensors: q, k, v, and do where it is an operand, with 4 dimensions, a contiguous last axis and strides of
             multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
@@ -172,9 +172,9 @@ def _boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
     # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
     queries = min(GROUP_ROWS, plan.queries_per_tile) if plan.kernel == "forward" else plan.block_q
     heads = GROUP_ROWS // queries if plan.heads_per_tile > 1 else 1
-    return {
+    found = {
         "q": (panel, queries, heads),
         "k": (panel, plan.block_k, 1),
         "v": (panel_v, plan.block_k, 1),
-        "o" if plan.kernel == "forward" else "do": (panel_v, queries, heads),
     }
+    return found if plan.kernel == "forward" else found | {"do": (panel_v, queries, 1)}

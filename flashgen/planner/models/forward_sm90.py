@@ -29,12 +29,12 @@ DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 _BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
 SMEM = Formula(
     "smem",
-    f"e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + {_BARRIERS}",
+    f"e*(block_q*depth + stages*block_k*(depth + depth_v)) + {_BARRIERS}",
     "B",
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
-    f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*max(depth, depth_v))"
+    f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
     "/(stages*(depth + depth_v))",
 )
 

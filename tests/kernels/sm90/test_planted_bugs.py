@@ -26,6 +26,7 @@ ARCH = "sm_90a"
 
 WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
 GIVE_Q = "    if (lane == 0) barrier_arrive(q_empty[stage.index]);"
+GIVE_LAST_K = "        if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);\n"
 GIVE_DO = "    if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);"
 ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
 
@@ -65,15 +66,21 @@ FORWARD = [
     ("one arrival too many is expected", "barrier_init(v_empty[i], CONSUMERS);",
      "barrier_init(v_empty[i], CONSUMERS + 1);", WAITS),
     ("S is read before the products are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
-    ("no fence before the output is copied", "  proxy_fence();\n", "", ""),
-    ("the output is copied before all wrote it",
-     "  proxy_fence();\n    named_wait(BARRIER_WARPGROUP + group, WARPGROUP);", "  proxy_fence();",
-     "Race"),
+    ("rows past the end are written", "if (is_row && 8", "if (8", ""),
+    ("a warpgroup has no Q", "for (int i = 0; i < CONSUMERS; ++i) {\n            barrier_announce",
+     "for (int i = 1; i < CONSUMERS; ++i) {\n            barrier_announce", WAITS),
 ]  # fmt: skip
 # These show where a block computes several work tiles.
 WORK_TILES = [
-    ("Q is loaded over O before O has been stored", "bulk_wait();\n      if (tile", "if (tile",
-     ""),
+    ("Q is loaded before the products with the last Q are done",
+     "          barrier_wait(k_empty[next.index], next.parity ^ 1);\n", "", "Race"),
+    ("Q waits for a K too early", "stage_of(copied + STAGES - 1)", "stage_of(copied)", "Race"),
+    ("Q waits for its own products", "stage_of(copied + STAGES - 1)", "stage_of(copied + STAGES)",
+     WAITS),
+    ("the last K, and with it Q, is given back before it was read",
+     "        wgmma_wait<1>();\n        pin(s[0]);\n" + GIVE_LAST_K,
+     GIVE_LAST_K + "        wgmma_wait<1>();\n        pin(s[0]);\n", ""),
+    ("a warpgroup never gives back the last K, and with it Q", GIVE_LAST_K, "", WAITS),
     ("a work tile is read before it is written", "barrier_wait(full, parities & 1);", "", "Race"),
     ("a work tile is overwritten before it is read", "barrier_wait(empty, parity ^ 1);", "", ""),
     ("a warp never signals that it read its work tile",
@@ -152,7 +159,11 @@ CAPTURED = [
      "    __syncwarp();\n#pragma unroll 1\n    for (int place",
      "#pragma unroll 1\n    for (int place", "lanes of one warp"),
 ]  # fmt: skip
-# Wrong numbers: of every gradient, or of the one that is named.
+# Wrong numbers: of the output, of every gradient, or of the one that is named.
+COMPUTED_FORWARD = [
+    ("the lanes of a quad keep their columns of O", "        transpose_in_quad(x, lane);\n", ""),
+    ("columns go to the wrong lane", "const bool upper = lane & bit;", "const bool upper = true;"),
+]  # fmt: skip
 COMPUTED_FUSED = [
     ("wrong swizzle of dS", "16 * (vector ^ lane % 8)", "16 * vector"),
     ("delta of the other query", "-first.y, -next.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * "
@@ -241,6 +252,7 @@ def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> 
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "whose"),
     [
+        *(pytest.param("forward", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FORWARD),
         *(pytest.param("fused", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FUSED),
         *(
             pytest.param("captured", *bug[1:], id=bug[0], marks=[pytest.mark.slow][: place % 6])
