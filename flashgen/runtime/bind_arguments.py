@@ -137,8 +137,8 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
     Args:
-        tensors: q, k, v, and do where it is an operand, with 4 dimensions, a contiguous last axis and strides of
-            multiples of 16 B.
+        tensors: q, k, v, and do in a backward kernel, with 4 dimensions, a contiguous last axis and
+            strides of multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
     """

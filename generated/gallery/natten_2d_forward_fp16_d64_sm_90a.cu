@@ -18,18 +18,17 @@
 //           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(12 + 4))) = 128
 //           producer = max(2*warps + 8, searching) = max(2*12 + 8, 56) = 56
-//           smem = e*(block_q*max(depth, depth_v) + stages*block_k*(depth + depth_v)) + 8*(3 +
-//             4*stages) + 2*warps = 2*(192*max(64, 64) + 2*96*(64 + 64)) + 8*(3 + 4*2) + 2*12
-//             = 73,840 B of 232,448 B
+//           smem = e*(block_q*depth + stages*block_k*(depth + depth_v)) + 8*(3 + 4*stages) +
+//             2*warps = 2*(192*64 + 2*96*(64 + 64)) + 8*(3 + 4*2) + 2*12 = 73,840 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(73840 + 1024) = 74,864 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((128*(12 + 4) - 4*56)/(8*12)) = 152
 //           registers = block_k*3/4 + d_v/2 + 32 + extra = 96*3/4 + 64/2 + 32 + 8
 //             = 144 of 152  (binds)
 //           block_k <= ((min(M, M_sm/blocks - reserved) - (8*(3 + 4*stages) + 2*warps))/e -
-//               block_q*max(depth, depth_v))/(stages*(depth + depth_v))
-//             = ((min(232448, 233472/1 - 1024) - (8*(3 + 4*2) + 2*12))/2 - 192*max(64,
-//             64))/(2*(64 + 64)) = 405.7812
+//               block_q*depth)/(stages*(depth + depth_v))
+//             = ((min(232448, 233472/1 - 1024) - (8*(3 + 4*2) + 2*12))/2 - 192*64)/(2*(64 + 64))
+//             = 405.7812
 //           block_k <= (register_limit - 32 - extra - d_v/2)/(3/4) = (152 - 32 - 8 - 64/2)/(3/4)
 //             = 106.6667
 //           tensor = (depth + d_v)/tensor_rate = (64 + 64)/2048 = 0.0625 clk
@@ -66,15 +65,13 @@ constexpr int ELEMENT_BYTES = 2;  // float16
 // are 0.
 constexpr int PANEL = 64;  // for Q and K
 constexpr int PANELS = 1;
-constexpr int PANEL_V = 64;  // for V and O
+constexpr int PANEL_V = 64;  // for V
 constexpr int PANELS_V = 1;
 constexpr int PANEL_BYTES = PANEL * ELEMENT_BYTES;  // bytes of a row of a panel
 constexpr int PANEL_V_BYTES = PANEL_V * ELEMENT_BYTES;
 
-// Bytes of a tile. A warpgroup stages its rows of O over its rows of Q.
-constexpr int Q_LOADED = 64 * PANELS * PANEL_BYTES;
-constexpr int Q_BYTES = Q_LOADED > 64 * PANELS_V * PANEL_V_BYTES ? Q_LOADED
-                                                                  : 64 * PANELS_V * PANEL_V_BYTES;
+// Bytes of a warpgroup's rows of Q, and of a tile of K and of V.
+constexpr int Q_BYTES = 64 * PANELS * PANEL_BYTES;
 constexpr int K_BYTES = BLOCK_K * PANELS * PANEL_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 
@@ -100,12 +97,17 @@ struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 
+typedef unsigned short Element;  // the bits of a float16
+
 struct Params {
   TensorMap q_map;  // [batch, heads_q, seq_q, HEAD_DIM], read by TMA
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
   TensorMap v_map;  // [batch, heads_kv, seq_k, HEAD_DIM_V], read by TMA
-  TensorMap o_map;  // [batch, heads_q, seq_q, HEAD_DIM_V], written by TMA
+  Element* o;  // [batch, heads_q, seq_q, HEAD_DIM_V]
   float* lse;  // [batch, heads_q, seq_q], natural log
+  long long o_stride_b;  // elements to the next batch entry
+  long long o_stride_h;  // elements to the next head
+  long long o_stride_n;  // elements to the next row
   int heads_q;
   int heads_kv;  // divides heads_q
   int seq_q;
@@ -329,9 +331,8 @@ __device__ __forceinline__ Stage stage_of(unsigned number) {
   return {int(number % STAGES), number / STAGES % 2};
 }
 
-// Named barriers; __syncthreads uses barrier 0.
-constexpr int BARRIER_PING_PONG = 1;  // one for each consumer warpgroup
-constexpr int BARRIER_WARPGROUP = 8;  // one for each consumer warpgroup
+// Named barriers, one for each consumer warpgroup; __syncthreads uses barrier 0.
+constexpr int BARRIER_PING_PONG = 1;
 
 // A barrier of `threads` threads of a block, which wait at it or only arrive.
 __device__ __forceinline__ void named_wait(int barrier, int threads) {
@@ -392,34 +393,6 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, uns
   }
 }
 
-// Copy such boxes to global memory; rows and columns outside the tensor are skipped.
-template <int PANELS, int PANEL, int ROWS>
-__device__ __forceinline__ void tma_store(const TensorMap& to, unsigned from, int row, int h,
-                                          int b) {
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-                 "[%0, {%2, %3, %4, %5}], [%1];"
-                 :: "l"(&to), "r"(from + panel * (PANEL * ROWS * ELEMENT_BYTES)),
-                    "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
-                 : "memory");
-  }
-}
-
-// Close the group of bulk copies that this thread started, and wait until all its groups have
-// read shared memory.
-__device__ __forceinline__ void bulk_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// Make ordinary stores to shared memory visible to TMA and wgmma.
-__device__ __forceinline__ void proxy_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // An operand in shared memory: rows of SWIZZLE bytes in groups of 8, as TMA wrote them. Where a row
 // is a key and the columns are the product's, further columns begin `panel_bytes` later.
 template <int SWIZZLE>
@@ -452,17 +425,26 @@ __device__ __forceinline__ void pin(float (&x)[N][4]) {
   }
 }
 
-// Store four 8 x 8 matrices of accumulators; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void store_matrices(unsigned to, unsigned w, unsigned x, unsigned y,
-                                               unsigned z) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(to), "r"(w), "r"(x), "r"(y), "r"(z) : "memory");
+// The lanes of a quad exchange 4 x 4 words: word i of lane j becomes word j of lane i.
+__device__ __forceinline__ void transpose_in_quad(unsigned (&x)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const unsigned sent = upper ? x[i] : x[i + bit];
+      const unsigned received = __shfl_xor_sync(0xffffffffu, sent, bit);
+      x[i] = upper ? received : x[i];
+      x[i + bit] = upper ? x[i + bit] : received;
+    }
+  }
 }
 
-// The swizzled address of a vector of 16 bytes of a panel, as TMA reads and writes it.
-template <int SWIZZLE>
-__device__ __forceinline__ unsigned swizzled(unsigned address) {
-  return address ^ (address >> 7 & (SWIZZLE / 16 - 1)) << 4;
+// Write 16 bytes to global memory.
+__device__ __forceinline__ void store_words(Element* to, const unsigned (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
@@ -657,7 +639,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   __syncthreads();
 
   // 2. The producer: one lane issues the TMA copies, all lanes of its warp search for live tiles.
-  //    It needs few registers. It begins the next work tile before the consumers finish this one.
+  //    It needs few registers. It copies K and Q of the next work tile while the consumers compute
+  //    the softmax of this one's last tile, its product P V, and O.
   if (is_producer) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x >= 32) return;
@@ -675,6 +658,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       const int h = uniform(batch_head % p.head_groups);
       const int q_start = number * BLOCK_Q;
       const int h_kv = h / (p.heads_q / p.heads_kv);
+      const TensorMap& q_map = p.q_map;
       const TensorMap& k_map = p.k_map;
       const TensorMap& v_map = p.v_map;
 
@@ -685,7 +669,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       int tile = reach.lo / BLOCK_K;
       const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
 
-      // 2c. The tiles; K is one ahead of V, as the products are.
+      // 2c. The tiles; K is one ahead of V, as the products are. In place of V, Q follows the first
+      //     K. The rows of Q are free when the last K before has been released: the products with
+      //     that K were the last to read them. The first K comes before Q, because its buffer is
+      //     free earlier, and the second after it, because in two buffers it waits for the same
+      //     release. The consumers release K without waiting for a copy that follows.
       int last = -1;  // the first key of the tile whose V is copied next
 #pragma unroll 1
       while (true) {
@@ -700,6 +688,16 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
           barrier_announce(full, K_BYTES);
           tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map,
                                            full, tile * BLOCK_K, h_kv, b);
+        }
+        if (copies && more && last < 0) {
+          const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of the last K before
+          barrier_wait(k_empty[next.index], next.parity ^ 1);
+#pragma unroll
+          for (int i = 0; i < CONSUMERS; ++i) {
+            barrier_announce(q_full[i], Q_BYTES);
+            tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, q_map, q_full[i],
+                                        q_start + 64 * i, h, b);
+          }
         }
         if (copies && last >= 0) {
           const Stage v = stage_of(copied - 1);
@@ -738,8 +736,6 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     const int b = uniform(batch_head / p.head_groups);
     const int h = uniform(batch_head % p.head_groups);
     const int q_start = number * BLOCK_Q;
-    const TensorMap& q_map = p.q_map;
-    const TensorMap& o_map = p.o_map;
 
     // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     const int q_lo = p.q_offset + q_start;
@@ -754,11 +750,9 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     //    columns 2*(lane%4) and the next of each group of 8 (wgmma accumulators). Their positions
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
-    const int lane = thread % 32;
     const unsigned group = uniform(thread / WARPGROUP);  // unsigned: % takes one instruction
-    const int warp_row = thread / 32 * 16;
-    const unsigned q_tile_base = smem_base + SMEM_Q + group * Q_BYTES;
-    const unsigned long long q_operand = operand<PANEL_BYTES>(q_tile_base, 16);
+    const unsigned long long q_operand =
+        operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
     const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
     const unsigned long long v_operand =
         operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
@@ -769,16 +763,6 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     const auto release_tensor_cores = [&]() {
       named_arrive(BARRIER_PING_PONG + (group + 1) % CONSUMERS, 2 * WARPGROUP);
     };
-
-    // Load the warpgroup's rows of Q, once the rows of O that lay there have been copied out.
-    if (thread % WARPGROUP == 0) {
-      bulk_wait();
-      if (tile < tile_end) {
-        barrier_announce(q_full[group], Q_LOADED);
-        tma_load<PANELS, PANEL, 64>(q_tile_base, q_map, q_full[group],
-                                     q_start + 64 * group, h, b);
-      }
-    }
 
     float s[ROW_GROUPS][BLOCK_K / 8][4];          // S, then P, of one tile
     unsigned rounded[BLOCK_K / 16][4];            // P as an operand
@@ -944,11 +928,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     stage = k;
 
-    // 9. Every warp of the warpgroup is done with its rows of Q, whose space now stages O.
-    named_wait(BARRIER_WARPGROUP + group, WARPGROUP);
-
-    // 10. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
-    float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
+    // 9. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+    //    The lane's place is read again: values kept through the main loop would cost registers.
+    const int writer = thread_index();
+    const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
+    float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -956,39 +940,32 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       const float sum = quad_sum(row_sum[g][r]);
       const float divisor = sum == 0.0f ? 1.0f : sum;
       factor[r] = rcp(divisor);
-      const int q_row = q_start + warp_row + 8 * r + lane / 4;
-      if (lane % 4 == 0 && q_row < p.seq_q) {
-        lse[q_row] = log_sum(row_max[g][r], exp_scale, sum);
+      if (writer % 4 == 0 && q_row + 8 * r < p.seq_q) {
+        lse[q_row + 8 * r] = log_sum(row_max[g][r], exp_scale, sum);
       }
     }
-    // Each 16 x 16 elements are four matrices: rows 0-7 and 8-15, then the same rows of 8 further
-    // columns.
-    const unsigned o_row = q_tile_base + (warp_row % 64 + lane % 16) * PANEL_V_BYTES;
-    unsigned x[HEAD_DIM_V / 8][2];
+    // 10. Write O. A lane has 2 of each 8 columns of a row. The four lanes that have the same row
+    //     exchange them: each gets 8 neighbouring columns, which it writes at once.
+    Element* const o_row = p.o + b * p.o_stride_b + h * p.o_stride_h
+                           + q_row * p.o_stride_n + writer % 4 * 8;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+    for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        x[n][r] = pack(o[0][n][2 * r] * factor[r], o[0][n][2 * r + 1] * factor[r]);
+        unsigned x[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4 && n + i < HEAD_DIM_V / 8; ++i) {
+          const float* pair = o[0][n + i] + 2 * r;
+          x[i] = pack(pair[0] * factor[r], pair[1] * factor[r]);
+        }
+        transpose_in_quad(x, writer);
+        if (q_row + 8 * r < p.seq_q && 8 * (n + writer % 4) < HEAD_DIM_V) {
+          store_words(o_row + 8 * r * p.o_stride_n + 8 * n, x);
+        }
       }
     }
-#pragma unroll
-    for (int n = 0; n + 1 < HEAD_DIM_V / 8; n += 2) {
-      const unsigned panel = o_row + 8 * n / PANEL_V * (64 * PANEL_V_BYTES);
-      store_matrices(swizzled<PANEL_V_BYTES>(panel + (n % (PANEL_V / 8) + lane / 16) * 16), x[n][0],
-                     x[n][1], x[n + 1][0], x[n + 1][1]);
-    }
-
-    // 11. One thread of the warpgroup copies its 64 rows out when all rows have been written.
-    proxy_fence();
-    named_wait(BARRIER_WARPGROUP + group, WARPGROUP);
-    if (thread % WARPGROUP == 0 && q_start + 64 * group < p.seq_q) {
-      tma_store<PANELS_V, PANEL_V, 64>(o_map, q_tile_base, q_start + 64 * group, h, b);
-      bulk_commit();
-    }
   }
-  // 12. No arrival and no copy that reads shared memory is pending when the block ends.
+  // 11. No arrival is pending when the block ends.
   const bool is_first_consumer = threadIdx.x < 2 * WARPGROUP;
-  if (is_first_consumer) named_wait(BARRIER_PING_PONG, 2 * WARPGROUP);  // the last arrival
-  if (threadIdx.x % WARPGROUP == 0) bulk_wait();
+  if (is_first_consumer) named_wait(BARRIER_PING_PONG, 2 * WARPGROUP);
 }

@@ -66,7 +66,7 @@ FORWARD = [
     ("one arrival too many is expected", "barrier_init(v_empty[i], CONSUMERS);",
      "barrier_init(v_empty[i], CONSUMERS + 1);", WAITS),
     ("S is read before the products are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
-    ("rows past the end are written", "if (is_row && 8", "if (8", ""),
+    ("rows past the end are written", "if (q_row + 8 * r < p.seq_q && 8", "if (8", ""),
     ("a warpgroup has no Q", "for (int i = 0; i < CONSUMERS; ++i) {\n            barrier_announce",
      "for (int i = 1; i < CONSUMERS; ++i) {\n            barrier_announce", WAITS),
 ]  # fmt: skip
@@ -161,7 +161,7 @@ CAPTURED = [
 ]  # fmt: skip
 # Wrong numbers: of the output, of every gradient, or of the one that is named.
 COMPUTED_FORWARD = [
-    ("the lanes of a quad keep their columns of O", "        transpose_in_quad(x, lane);\n", ""),
+    ("the lanes of a quad keep their columns of O", "        transpose_in_quad(x, writer);\n", ""),
     ("columns go to the wrong lane", "const bool upper = lane & bit;", "const bool upper = true;"),
 ]  # fmt: skip
 COMPUTED_FUSED = [
