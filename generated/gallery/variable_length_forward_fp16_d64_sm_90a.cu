@@ -673,45 +673,45 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       int tile = reach.lo / BLOCK_K;
       const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
 
-      // 2c. The tiles; K is one ahead of V, as the products are. In place of V, Q follows the first
-      //     K. The rows of Q are free when the last K before has been released: the products with
-      //     that K were the last to read them. The first K comes before Q, because its buffer is
-      //     free earlier, and the second after it, because in two buffers it waits for the same
-      //     release. The consumers release K without waiting for a copy that follows.
-      int last = -1;  // the first key of the tile whose V is copied next
-#pragma unroll 1
-      while (true) {
-        const bool more = tile < tile_end;
-        if (copies && more) {
-          const Stage k = stage_of(copied);
-          const unsigned full = k_full[k.index];
-          barrier_wait(k_empty[k.index], k.parity ^ 1);
-          barrier_announce(full, K_BYTES);
-          tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map,
-                                           full, tile * BLOCK_K, h_kv, ks);
-        }
-        if (copies && more && last < 0) {
-          const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of the last K before
-          barrier_wait(k_empty[next.index], next.parity ^ 1);
+      // 2c. The first K, then Q. The rows of Q are free when the last K before has been released:
+      //     the products with that K were the last to read them. The first K comes before Q,
+      //     because its buffer is free earlier, and the second after it, because in two buffers it
+      //     waits for the same release, for which the consumers wait for no later copy.
+      const auto copy_k = [&]() {
+        const Stage k = stage_of(copied);
+        const unsigned full = k_full[k.index];
+        barrier_wait(k_empty[k.index], k.parity ^ 1);
+        barrier_announce(full, K_BYTES);
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map, full,
+                                         tile * BLOCK_K, h_kv, ks);
+      };
+      if (copies && tile < tile_end) {
+        copy_k();
+        const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of the last K before
+        barrier_wait(k_empty[next.index], next.parity ^ 1);
 #pragma unroll
-          for (int i = 0; i < CONSUMERS; ++i) {
-            barrier_announce(q_full[i], Q_BYTES);
-            tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, q_map, q_full[i],
-                                        q_start + 64 * i, h, qs);
-          }
+        for (int i = 0; i < CONSUMERS; ++i) {
+          barrier_announce(q_full[i], Q_BYTES);
+          tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, q_map, q_full[i],
+                                      q_start + 64 * i, h, qs);
         }
-        if (copies && last >= 0) {
+      }
+
+      // 2d. The other tiles; K is one ahead of V, as the products are.
+#pragma unroll 1
+      while (tile < tile_end) {
+        const int k_start = tile * BLOCK_K;
+        ++copied;
+        ++tile;
+        if (copies) {
+          if (tile < tile_end) copy_k();
           const Stage v = stage_of(copied - 1);
           const unsigned full = v_full[v.index];
           barrier_wait(v_empty[v.index], v.parity ^ 1);
           barrier_announce(full, V_BYTES);
           tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
-                                               full, last, h_kv, ks);
+                                               full, k_start, h_kv, ks);
         }
-        if (!more) break;
-        ++copied;
-        last = tile * BLOCK_K;
-        ++tile;
       }
     }
     return;

@@ -67,13 +67,13 @@ FORWARD = [
      "barrier_init(v_empty[i], CONSUMERS + 1);", WAITS),
     ("S is read before the products are done", "wgmma_wait<1>();", "wgmma_wait<2>();", ""),
     ("rows past the end are written", "if (q_row + 8 * r < p.seq_q && 8", "if (8", ""),
-    ("a warpgroup has no Q", "for (int i = 0; i < CONSUMERS; ++i) {\n            barrier_announce",
-     "for (int i = 1; i < CONSUMERS; ++i) {\n            barrier_announce", WAITS),
+    ("a warpgroup has no Q", "for (int i = 0; i < CONSUMERS; ++i) {\n          barrier_announce",
+     "for (int i = 1; i < CONSUMERS; ++i) {\n          barrier_announce", WAITS),
 ]  # fmt: skip
 # These show where a block computes several work tiles.
 WORK_TILES = [
     ("Q is loaded before the products with the last Q are done",
-     "          barrier_wait(k_empty[next.index], next.parity ^ 1);\n", "", "Race"),
+     "        barrier_wait(k_empty[next.index], next.parity ^ 1);\n", "", "Race"),
     ("Q waits for a K too early", "stage_of(copied + STAGES - 1)", "stage_of(copied)", "Race"),
     ("Q waits for its own products", "stage_of(copied + STAGES - 1)", "stage_of(copied + STAGES)",
      WAITS),
