@@ -799,7 +799,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     //    The lane's place is read again: values kept through the main loop would cost registers.
     const int writer = thread_index();
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
-    float* lse = p.lse + ((long long)b * p.heads_q + h) * p.seq_q;
+    float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
