@@ -248,7 +248,7 @@ def _build_forward(request: PlanRequest) -> Build:
         if request.tile is not None:
             break  # a given tile is kept
     assert best is not None, "the first round gives a build or raises"
-    return best
+    return _asynchronous(best)
 
 
 def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
@@ -299,7 +299,7 @@ def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
         except PlanError:
             if best is None:
                 raise
-            return best  # there is no smaller tile; the best kernels have warnings on spills
+            break  # there is no smaller tile; the best kernels have warnings on spills
         made = tuple(
             _compiled(source, _analysed(request.spec, codegen.walk_of_kernel(source.role)))
             for source in sources
@@ -311,9 +311,11 @@ def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
             role = build.source.role
             spare[role] = _after_spill(build, spare.get(role, 0))
         if any(each > MOST_SPARE_REGISTERS for each in spare.values()):
-            return best
+            break
         if not spilling:
-            return made
+            best = made
+            break
+    return tuple(map(_asynchronous, best))
 
 
 def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
@@ -338,7 +340,17 @@ def _compiled(source: Source, analysis: Analysis) -> Build:
         arch=arch,
         options=source.options,
     )
-    changed = [text for text in binary.warnings if _CHANGED_WGMMA in text]
+    return Build(analysis, source, binary)
+
+
+def _asynchronous(build: Build) -> Build:
+    """The same build. Where registers spill, wgmma may be serialised: plans are made again first.
+
+    Raises:
+        CompileError: the assembler changed the order of wgmma instructions.
+    """
+    source = build.source
+    changed = [text for text in build.binary.warnings if _CHANGED_WGMMA in text]
     if changed:
         raise CompileError(
             f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
@@ -346,7 +358,7 @@ def _compiled(source: Source, analysis: Analysis) -> Build:
             numbers=changed[0].splitlines()[0],
             way_out="report this with the release of NVRTC; arch='sm_80' has kernels without wgmma",
         )
-    return Build(analysis, source, binary)
+    return build
 
 
 def _spilled(build: Build) -> int:

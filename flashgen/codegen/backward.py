@@ -13,7 +13,7 @@ from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.models.panels_sm90 import queries_of_sums
+from flashgen.planner.models.panels_sm90 import panel_of_scores, queries_of_sums
 
 
 def walk_of_kernel(role: str) -> WalkedAxis:
@@ -41,7 +41,9 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     functions = SpecFunctions(spec, analysis, QUERIES if plan.owns_keys else KEYS)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
-    score = ScoreCode.of(functions, slope=True, element="s[n][e]" if hopper else "s[g][n][e]")
+    shared = hopper and plan.score_warps > 1
+    element = ("prob[n][e]" if shared else "s[n][e]") if hopper else "s[g][n][e]"
+    score = ScoreCode.of(functions, slope=True, element=element, scaled=shared)
     walk = walk_of(functions, **renamed)
     fields: dict[str, Any] = {}
     if hopper:
@@ -55,6 +57,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             "one_pass": bool(score.call or spec.dropout),
             "dq_shares_queries": queries_of_sums(plan.block_q, plan.head_dim) < plan.block_q,
             "row_has_hi": ends or bool(score.call),
+            "panel_s": panel_of_scores(plan.block_k),
+            "sum_queries": queries_of_sums(plan.block_q, plan.head_dim),
         }
     exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None
     return kernel(
@@ -71,12 +75,13 @@ def _shapes_of_products(plan: Plan) -> set[tuple[str, int]]:
     """The names of the products of a Hopper kernel, each with a number of columns."""
     if not plan.owns_keys:
         return {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim)}
-    columns = [plan.head_dim, plan.head_dim_v]
-    if plan.score_warps > 1:  # warpgroups share the panels of dK and of dV
-        panels = panels_of_plan(plan)
-        columns = [panels[f"panel{v}"] * panels[f"panels{v}"] // 2 for v in ("", "_v")]
-    shapes = {("multiply_rows", plan.block_q // plan.score_warps)}
-    shapes |= {("multiply_columns", each) for each in columns}
+    if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
+        shapes = {("multiply_rows", plan.pass_keys), ("multiply_columns", plan.block_k)}
+        if plan.kernel == "fused":
+            shapes.add(("multiply_queries", plan.block_q // (plan.warps // 4)))
+        return shapes
+    shapes = {("multiply_rows", plan.block_q)}
+    shapes |= {("multiply_columns", each) for each in (plan.head_dim, plan.head_dim_v)}
     if plan.kernel == "fused":
         shapes.add(("multiply_queries", queries_of_sums(plan.block_q, plan.head_dim)))
     return shapes

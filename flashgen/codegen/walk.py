@@ -144,11 +144,16 @@ class ScoreCode:
         slope: bool = False,
         element: str = "s[g][n][e]",
         head: str = "h",
+        scaled: bool = False,
     ) -> ScoreCode:
-        """The score's C++ for ``element`` of Q K^T at ``head``; ``slope`` adds the derivative."""
+        """The score's C++ for ``element`` of Q K^T at ``head``; ``slope`` adds the derivative.
+
+        ``scaled``: the element has been multiplied by the scale where there is a score function.
+        """
         if make.score.identity:
             return ScoreCode((), None, element, uses_q=False)
         function = make.score_mod_and_slope() if slope else make.score_mod()
-        call = function.call(score=f"{element} * p.scale", h=head)
+        given = element if scaled else f"{element} * p.scale"
+        call = function.call(score=given, h=head)
         value = "scored.value" if slope else "value"
         return ScoreCode((function,), call, value, fx.Q in function.uses)

@@ -36,12 +36,13 @@ class Plan:
             is no such tile.
         warps: computing warps per thread block; each owns 16 * row_groups rows.
         column_warps: warps that own the same rows, each with a share of the gradient's columns.
-        score_warps: equal to column_warps where those warps share their scores (each computes the
-            scores of block_q / score_warps queries, and P and dS pass through shared memory); 1
-            where each of them computes all scores and nothing is exchanged.
+        score_warps: equal to column_warps where those warps share their scores (each computes some
+            of them, and P and dS pass through shared memory); 1 where each of them computes all
+            scores and nothing is exchanged.
         stages: buffers for each of K and V in "forward", and for each of the two operands of a step
-            in the backward kernels of path "sm_90a". Backward kernels of path "sm_80" have a fixed
-            number: two for the operand that a step uses first and last (Q; in "dq" K), else one.
+            in the backward kernels of path "sm_90a"; where warps of that path share scores, dO has
+            one. Backward kernels of path "sm_80" have a fixed number: two for the operand that a
+            step uses first and last (Q; in "dq" K), else one.
         access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
@@ -157,6 +158,21 @@ class Plan:
         """Groups of 16 rows that one warp owns: of keys where `owns_keys`, else of queries."""
         owned = self.block_k if self.owns_keys else self.block_q
         return owned * self.column_warps // (MMA_ROWS * self.warps)
+
+    @property
+    def rows_are_queries(self) -> bool:
+        """Whether rows of the accumulators of scores are queries; else they are keys."""
+        return not self.owns_keys or (self.path == "sm_90a" and self.score_warps > 1)
+
+    @property
+    def passes(self) -> int:
+        """Passes in which a warpgroup computes its scores of a step, where warps share keys."""
+        return int(self.quantities["passes"])
+
+    @property
+    def pass_keys(self) -> int:
+        """Keys of such a pass."""
+        return int(self.quantities["pass_keys"])
 
     @property
     def dq_row_warps(self) -> int:

@@ -13,7 +13,12 @@ from flashgen.planner.models import forward_sm80
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
 from flashgen.planner.models.fitted_time import STATED_ERROR
-from flashgen.planner.models.kernel_model import KEY_KERNELS, MMA_ROWS, SMEM_OF_SM
+from flashgen.planner.models.kernel_model import (
+    KEY_KERNELS,
+    MMA_ROWS,
+    SMEM_OF_SM,
+    KernelModel,
+)
 from flashgen.planner.quantities import Number, Quantities
 from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
 from flashgen.planner.tile_problem import Tile, TileProblem
@@ -66,7 +71,8 @@ def plan_of_tile(
         cost=float(at["cost"]),
         quantities=Quantities(at),
         derivation=tuple(
-            replace(line, binding=line.name in binding) for line in _lines(problem, at)
+            replace(line, binding=line.name in binding)
+            for line in _lines(problem.model_of(tile), at)
         ),
         refused=refused,
         notes=(*_notes(problem, tile), *notes),
@@ -120,14 +126,15 @@ def _windows(problem: TileProblem, tile: Tile) -> Iterator[str]:
             )
 
 
-def _lines(problem: TileProblem, at: Mapping[str, Number]) -> Iterator[DerivationLine]:
+def _lines(model: KernelModel, at: Mapping[str, Number]) -> Iterator[DerivationLine]:
     """The constraints, the bounds that are solved from them, and the cost."""
-    model = problem.model
     for formula in model.sizes:
         yield line_of(formula, at)
     yield line_of(model.smem, at, "M")
     yield line_of(SMEM_OF_SM, at, "M_sm")
     yield line_of(model.register_limit, at)
+    for formula in model.of_limit:
+        yield line_of(formula, at)
     yield line_of(model.registers, at, "register_limit")
     yield line_of(model.smem_bound, at, upper_bound=True)
     yield line_of(model.register_bound, at, upper_bound=True)
@@ -215,13 +222,23 @@ def _sizes_sm90(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
         }
     exchanged = size["exchanged"]
     scores = SCORE_BUFFERS * block_q * keys
+    if exchanged:
+        return {
+            "smem_k": keys * depth,
+            "smem_v": keys * depth_v,
+            "smem_q": stages * queries * depth,
+            "smem_do": queries * depth_v,
+            "smem_p": block_q * keys,
+            "smem_ds": block_q * keys,
+            "smem_rows": stages * (block_q * ROW_BYTES + TILE_BYTES),
+            "barriers": 8 * (3 + 2 * stages),
+        }
     return {
         "smem_k": keys * depth,
         "smem_v": keys * depth_v,
         "smem_q": stages * queries * depth,
         "smem_do": ALIGNED * -(-stages * queries * depth_v // ALIGNED),
-        "smem_p": scores if exchanged else 0,
-        "smem_ds": scores if exchanged or kernel == "fused" else 0,
+        "smem_ds": scores if kernel == "fused" else 0,
         "sums": 4 * block_q * depth if kernel == "fused" else 0,  # of dQ
         "smem_rows": stages * (block_q * size["query_bytes"] + TILE_BYTES),
         "barriers": 8 * (1 + 4 * stages),

@@ -41,12 +41,12 @@ def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:
         at["windows"] = window_bytes(
             problem.kernel, problem.itemsize, problem.learned, rows, tile.step
         )
-    return problem.model.needs(at)
+    return problem.model_of(tile).needs(at)
 
 
 def costs(problem: TileProblem, tile: Tile) -> dict[str, Number]:
     """`quantities` and those of the cost; "cost" is in clocks of one SM per score element."""
-    return problem.model.costs(quantities(problem, tile))
+    return problem.model_of(tile).costs(quantities(problem, tile))
 
 
 def cost(problem: TileProblem, tile: Tile) -> float:
@@ -57,7 +57,7 @@ def cost(problem: TileProblem, tile: Tile) -> float:
 def excesses(problem: TileProblem, tile: Tile) -> Iterator[Excess]:
     """The constraints that a tile violates, the most informative first."""
     arch, at = problem.arch, quantities(problem, tile)
-    of = problem.model
+    of = problem.model_of(tile)
     if tile.step > of.max_step:
         rows = "keys" if of.walks == "block_k" else "queries"
         yield Excess(f"{rows} per step", tile.step, of.max_step, "")
@@ -119,14 +119,15 @@ def with_blocks(problem: TileProblem, tile: Tile) -> list[Tile]:
 
 def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
-    for column_warps, score_warps in problem.model.sharing:
-        for warps in problem.model.warp_counts:
-            if warps % column_warps:
-                continue
-            for row_groups in problem.model.row_groups:
-                unit = STEP * score_warps
-                for step in range(unit, problem.model.max_step + 1, unit):
-                    yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+    for model in filter(None, (problem.model, problem.model.other_form)):
+        for column_warps, score_warps in model.sharing:
+            for warps in model.warp_counts:
+                if warps % column_warps:
+                    continue
+                for row_groups in model.row_groups:
+                    least = Tile(STEP, warps, row_groups, 1, column_warps, score_warps)
+                    for step in range(least.unit, model.max_step + 1, least.unit):
+                        yield replace(least, step=step)
 
 
 def tiles_of(problem: TileProblem) -> Iterator[Tile]:
@@ -151,14 +152,15 @@ def _least(problem: TileProblem, candidates: Iterator[Tile] | list[Tile]) -> Til
 
 def larger(problem: TileProblem, tile: Tile) -> Iterator[tuple[str, Tile]]:
     """The next larger tiles, each with a description of the change."""
-    owns, walks = problem.model.owns, problem.model.walks
+    model = problem.model_of(tile)
+    owns, walks = model.owns, model.walks
     rows = "rows" if owns == "block_q" else "keys"
     longer = replace(tile, step=tile.step + tile.unit, blocks=1)
     yield f"{walks} {longer.step}", longer
-    if tile.row_groups < max(problem.model.row_groups):
+    if tile.row_groups < max(model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
         yield f"{owns} {taller.owned} by {MMA_ROWS * taller.row_groups} {rows} per warp", taller
-    more = [warps for warps in problem.model.warp_counts if warps > tile.warps]
+    more = [warps for warps in model.warp_counts if warps > tile.warps]
     wider = replace(tile, warps=more[0] if more else 2 * tile.warps, blocks=1)
     yield f"{owns} {wider.owned} by {wider.warps} warps", wider
 

@@ -17,6 +17,7 @@ from flashgen.planner.models import (
 )
 from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.planner.quantities import ITEMSIZE, Number
 from flashgen.planner.windows import Learned, added_by_scores
 
@@ -55,8 +56,11 @@ class Tile:
 
     @property
     def unit(self) -> int:
-        """The number of rows of which a step is a multiple."""
-        return STEP * self.score_warps
+        """The number of rows of which a step is a multiple.
+
+        Warps of a warpgroup share 64 queries; warpgroups share the keys.
+        """
+        return min(STEP * self.score_warps, GROUP_ROWS)
 
     @property
     def exchanged(self) -> int:
@@ -109,8 +113,14 @@ class TileProblem:
 
     @functools.cached_property
     def model(self) -> KernelModel:
-        """The cost model of the kernel."""
+        """The cost model of the kernel, of its first form where it has two."""
         return PATHS[self.path][self.kernel, self.itemsize]
+
+    def model_of(self, tile: Tile) -> KernelModel:
+        """The cost model of the form of the kernel that a tile is for."""
+        other = self.model.other_form
+        pair = tile.column_warps, tile.score_warps
+        return other if other is not None and pair in other.sharing else self.model
 
     @functools.cached_property
     def given(self) -> dict[str, Number]:

@@ -64,7 +64,7 @@ def test_every_printed_line_is_its_own_arithmetic_and_every_constraint_holds(pla
             if line.relation == "=":
                 assert line.value == each.quantities[line.name]
             if line.relation == "<=":
-                assert line.name == ("block_q" if each.owns_keys else "block_k")
+                assert line.name == ("block_k" if each.rows_are_queries else "block_q")
                 assert getattr(each, line.name) <= line.value
             if line.limit is not None:
                 assert line.value <= line.limit

@@ -5,11 +5,13 @@ B.2): one producer warpgroup copies, two consumer warpgroups compute, 64 rows of
 
 dkdv and fused: a thread block owns ``block_k`` keys, whose K and V stay in shared memory, and walks
 the query tiles of ``block_q`` rows. Scores are computed transposed, so that P^T and dS^T are used
-as operands directly from registers. Either each warpgroup owns 64 of 128 keys with all columns of
-dK and dV (column_warps 1), or both own the same 64 keys (column_warps 2): then each computes the
-scores of half of the queries and half of the columns of dK and dV, and P and dS pass through shared
-memory. fused also computes dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it
-in global memory.
+as operands directly from registers. Each warpgroup owns 64 of 128 keys with all columns of dK and
+dV. fused also computes dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it in
+global memory. The other form of both, for large head dims, is in `backward_columns_sm90`.
+
+The formulas also describe warpgroups that own the same 64 keys (column_warps 2), each with the
+scores of half of the queries and half of the columns of dK and dV. No kernel of flashgen does so;
+one of FlashAttention-4 does, to whose published speed the model is compared.
 
 dq: a block owns 128 queries and walks the keys in steps of ``block_k``.
 
@@ -24,7 +26,9 @@ from __future__ import annotations
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK
 from flashgen.planner.formulas import Formula
+from flashgen.planner.models import backward_columns_sm90
 from flashgen.planner.models import fitted_sm90 as fitted
+from flashgen.planner.models.backward_columns_sm90 import TILE_BYTES
 from flashgen.planner.models.forward_sm90 import (
     ALONE,
     BUSY,
@@ -49,7 +53,6 @@ from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 
 QUERY_KERNELS = ("dq", *LEARNED_KERNELS)
 SCORE_BUFFERS = 2  # of dS, and of P: one is read while the other is written
-TILE_BYTES = 16  # per stage: the step's tile number, which the producer passes on
 ALIGNED = 1024  # bytes: alignment of a swizzle pattern of 128 bytes
 # Producer warps that search for the tiles of the walk, and those of them that evaluate whether a
 # tile is full. Where a block owns keys, two of the three load LSE and delta and pass on the tile.
@@ -203,12 +206,12 @@ def _model(kernel: str) -> KernelModel:
         *_registers(kernel),
         _cost_steps(kernel),
         register_limit=CONSUMER,
-        sharing=((1, 1), (2, 2)) if kernel in KEY_KERNELS else ((1, 1),),
         stages=2,
         warp_counts=(8,),  # two consumer warpgroups
         row_groups=(1,),
         other_warps=PRODUCER_WARPS,
         copies_rows=False,
+        other_form=backward_columns_sm90.MODELS.get(kernel),
     )
 
 

@@ -45,6 +45,9 @@ BACKWARD_REGISTERS = 20
 LEARNED_REGISTERS = 46
 WIDE_COLUMNS = 256
 WIDE_COLUMNS_PER_REGISTER = 10
+# Where warps own the same keys: addresses and descriptors; and what "fused" needs for dQ.
+COLUMNS_REGISTERS = 12
+COLUMNS_DQ_REGISTERS = 29
 
 # For each accumulator element of S and dP: in all kernels; for random bits; for elements of
 # captured tensors, by how the gradient of such an element is summed (`analysis.kind_of_sum`): read
@@ -67,6 +70,8 @@ INDEX_REGISTERS = 8
 # Per thread and step around the products, and for each multiple of 16 of their depth.
 BACKWARD_STEP_INSTRUCTIONS = 60
 BACKWARD_WGMMA_INSTRUCTIONS = 3
+# For each pass over the keys of a warpgroup, where warps own the same keys.
+PASS_INSTRUCTIONS = 20
 # Per score element: an exponential, a difference or the start of a sum, two products, two
 # roundings. Where a block owns keys, and where it owns queries.
 BY_KEYS_INSTRUCTIONS = 4.5

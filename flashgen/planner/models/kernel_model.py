@@ -120,6 +120,7 @@ class KernelModel:
         cost_steps: formulas of the cost, each after those it depends on. "products" and "rest" are
             instructions per score element and thread; "cost" is among the last.
         register_limit: the registers that a thread can have.
+        of_limit: quantities that follow from it, before ``registers``.
         sharing: pairs (column_warps, score_warps) that the template supports.
         stages: number of buffers, where the kernel has a choice.
         warp_counts: numbers of computing warps that the template supports.
@@ -127,6 +128,8 @@ class KernelModel:
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
         copies_rows: whether threads copy rows themselves, one 16-byte vector at a time.
+        other_form: the model of the kernel's other form, where it has two; the pairs of its
+            ``sharing`` are other ones.
     """
 
     name: str
@@ -137,6 +140,7 @@ class KernelModel:
     register_bound: Formula
     cost_steps: tuple[Formula, ...]
     register_limit: Formula = REGISTER_LIMIT
+    of_limit: tuple[Formula, ...] = ()
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
     stages: int = 1
     warp_counts: tuple[int, ...] = WARP_COUNTS
@@ -144,6 +148,7 @@ class KernelModel:
     max_step: int = MAX_STEP
     other_warps: int = 0
     copies_rows: bool = True
+    other_form: KernelModel | None = None
 
     @property
     def owns(self) -> str:
@@ -157,9 +162,14 @@ class KernelModel:
 
     @functools.cached_property
     def needs(self) -> FormulaSequence:
-        """What a tile needs: ``sizes``, smem, smem_sm, register_limit, registers."""
+        """What a tile needs: ``sizes``, smem, smem_sm, register_limit, ``of_limit``, registers."""
         return FormulaSequence(
-            *self.sizes, self.smem, SMEM_OF_SM, self.register_limit, self.registers
+            *self.sizes,
+            self.smem,
+            SMEM_OF_SM,
+            self.register_limit,
+            *self.of_limit,
+            self.registers,
         )
 
     @functools.cached_property

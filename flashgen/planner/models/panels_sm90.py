@@ -23,20 +23,25 @@ def panels_of_kernel(
 ) -> tuple[tuple[int, int], ...]:
     """Columns of a panel and the number of panels in a backward kernel: (Q and K, V and dO).
 
-    Where a block owns keys, dQ^T takes K in blocks of 64 columns, and warpgroups that share the
-    columns of V and dO each take whole panels.
+    Where a block owns keys, dQ^T takes K in blocks of 64 columns. Where warps share the columns of
+    dK and dV, so do the products for both.
     """
     if kernel not in KEY_KERNELS:
         return panels_of(d_qk), panels_of(d_v)
-    dims = _padded(d_qk, GROUP_ROWS), _padded(d_v, DEPTH_STEP * column_warps)
-    return _panels(dims[0], column_warps), _panels(dims[1], column_warps)
+    of_v = GROUP_ROWS if column_warps > 1 else DEPTH_STEP
+    return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, of_v))
+
+
+def panel_of_scores(block_k: int) -> int:
+    """Keys of a panel of P and dS: rows of whole panels."""
+    return next(width for width in PANEL_COLUMNS if block_k % width == 0)
 
 
 def queries_of_sums(block_q: int, head_dim: int) -> int:
-    """Queries of a dQ tile whose sums a warpgroup of "fused" adds side by side.
+    """Queries of a dQ tile whose sums "fused" adds side by side.
 
-    The two warpgroups divide the blocks of 64 columns of dQ where their number is even, and the
-    queries where it is odd.
+    Where each warpgroup owns its own keys, two divide the blocks of 64 columns of dQ where their
+    number is even, and the queries where it is odd.
     """
     blocks = -(-head_dim // GROUP_ROWS)
     return block_q // 2 if blocks % 2 else block_q
@@ -46,6 +51,6 @@ def _padded(dim: int, unit: int) -> int:
     return unit * -(-dim // unit)
 
 
-def _panels(dim: int, column_warps: int = 1) -> tuple[int, int]:
-    width = next(width for width in PANEL_COLUMNS if dim % (width * column_warps) == 0)
+def _panels(dim: int) -> tuple[int, int]:
+    width = next(width for width in PANEL_COLUMNS if dim % width == 0)
     return width, dim // width

@@ -100,13 +100,15 @@ def test_rows_that_end_far_from_the_tile_are_masked_whole(deterministic: bool) -
 # ---- tiles -------------------------------------------------------------------------------------
 
 GIVEN = [
-    # Both warpgroups own the same keys, where the plan gives each its own; and the other way.
-    ("fused", 64, Tile(64, 8, 1, 1, 2, 2)),
-    slow("fused", 128, Tile(32, 8, 1, 1, 2, 2)),
+    # Both warpgroups own the same keys, where the plan gives each its own; and the other way. Rows
+    # of P and dS have panels of 64, 32 and 16 keys; one pass, or several, of which two overlap.
+    ("fused", 64, Tile(64, 8, 3, 1, 8, 8)),
+    slow("fused", 128, Tile(64, 8, 8, 1, 8, 8)),
     slow("fused", 128, Tile(48, 8, 1, 1)),
-    slow("dkdv", 256, Tile(32, 8, 1, 1, 2, 2)),
-    # One buffer only.
-    slow("fused", 256, Tile(64, 8, 1, 1, 2, 2)),
+    slow("dkdv", 160, Tile(64, 8, 7, 1, 8, 8)),
+    slow("fused", 192, Tile(64, 8, 8, 1, 8, 8)),
+    slow("fused", 256, Tile(64, 8, 6, 1, 8, 8)),
+    slow("dkdv", 256, Tile(64, 8, 5, 1, 8, 8)),
     slow("dq", 256, Tile(16, 8, 1, 1)),
 ]
 
