@@ -23,11 +23,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import flashgen as fg  # noqa: E402
-from benchmarks.sass import Block, Loop, disassembled, main_loop  # noqa: E402
+from benchmarks.sass import (  # noqa: E402
+    TENSOR,
+    Block,
+    Instruction,
+    Loop,
+    disassembled,
+    main_loop,
+)
 from flashgen.pipeline import Build  # noqa: E402
 
 # The lines of the source in front of blocks that only some tiles execute.
-MASK = ("if (!full_tile) {", "if (!tile.full) {")
+MASK = ("if (!full_tile) {", "if (!tile.full) {", "if (!here.full) {")
 RESCALE = ("if (rescale) {", "if (find_maxima(tile_max, s, row_max, exp_scale)) {")
 
 
@@ -66,7 +73,8 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing: the text of its disassembly; None to make it.
     """
     plan = built.plan
-    loop = main_loop(listing or disassembled(built.cubin))
+    passes = plan.passes if plan.path == "sm_90a" and plan.score_warps > 1 else 1
+    loop = main_loop(listing or disassembled(built.cubin), around_passes=passes > 1)
     masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
     for block in loop.conditional:
@@ -77,6 +85,14 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
         parts[name].append(block)
+    # Scores are computed in passes, with the mask's part of each.
+    of_pass = [turn for turn in loop.inner if any(i.base in TENSOR for i in turn)]
+    in_passes: dict[bool, Block] = {
+        masked: passes * tuple(i for turn in of_pass for i in turn if _in(i, masks) == masked)
+        for masked in (False, True)
+    }
+    parts["copy"].append(in_passes[False])
+    parts["mask"].append(in_passes[True])
     mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
     # A mask that reads memory is evaluated in a loop for each word of bits: two columns of 8 in an
     # iteration, 16 iterations or less.
@@ -84,7 +100,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     if mask_loops:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.
-    parts["search"] += [turn for turn in loop.inner if turn not in mask_loops]
+    parts["search"] += [turn for turn in loop.inner if turn not in (*mask_loops, *of_pass)]
     mask, rescale, copy, search = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )
@@ -105,8 +121,12 @@ def _guarded(text: str, heads: tuple[str, ...]) -> set[int]:
 
 
 def _mostly_in(block: Block, lines: set[int]) -> bool:
-    inside = sum(not lines.isdisjoint(instruction.lines) for instruction in block)
+    inside = sum(_in(instruction, lines) for instruction in block)
     return 2 * inside > len(block)
+
+
+def _in(instruction: Instruction, lines: set[int]) -> bool:
+    return not lines.isdisjoint(instruction.lines)
 
 
 def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:

@@ -103,10 +103,14 @@ def instructions(listing: str) -> list[Instruction]:
     return [instruction for block in _blocks(listing)[0] for instruction in block]
 
 
-def main_loop(listing: str) -> Loop:
+def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
     """The innermost loop with at least half of the most tensor-core instructions of any loop.
 
     Around a main loop there may be one over tiles, with the products of its first and last step.
+
+    Args:
+        around_passes: the main loop has some of its products in a loop inside: it is the innermost
+            loop with the most tensor-core instructions.
 
     Raises:
         ValueError: no loop has a tensor-core instruction.
@@ -131,7 +135,8 @@ def main_loop(listing: str) -> Loop:
     most = max(products.values(), default=0)
     if not most:
         raise ValueError("no loop of this listing has a tensor-core instruction")
-    large = (head for head, count in products.items() if 2 * count >= most)
+    share = 1 if around_passes else 2
+    large = (head for head, count in products.items() if share * count >= most)
     head = min(large, key=lambda h: len(loops[h][0]))
     body, latches = loops[head]
     inner = [loops[h][0] for h in loops if h != head and loops[h][0] < body]

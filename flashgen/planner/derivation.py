@@ -16,7 +16,7 @@ INDENT = 10
 # Intermediate steps, which the short form of a derivation leaves out.
 _DETAILS = (
     *("columns", "dq_columns", "macs", "reads", "products", "rest", "special", "busiest"),
-    *("overlap", "occupied"),
+    *("overlap", "occupied", "room", "fitting", "repeats"),
 )
 
 

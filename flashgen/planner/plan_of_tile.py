@@ -10,8 +10,9 @@ from flashgen.analysis import window_of
 from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
+from flashgen.planner.models.backward_columns_sm90 import TILE_BYTES
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
-from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS, TILE_BYTES
+from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS
 from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import (
     KEY_KERNELS,

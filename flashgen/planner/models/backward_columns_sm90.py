@@ -60,11 +60,11 @@ BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"({_ROOM} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
 )
-_OWN = f"{fitted.COLUMNS_REGISTERS} + extra"
+_OWN = fitted.COLUMNS_REGISTERS
 # The registers of a pass: P, and values that are pending, for each key; and accumulators, first of
 # S and then of dP, in groups of 8 registers for 16 keys. dQ takes their place: 64 columns of
 # half of the queries, and addresses.
-ROOM = Formula("room", f"register_limit - ({_OWN}) - columns*block_k/32")
+ROOM = Formula("room", f"register_limit - {_OWN} - extra - columns*block_k/32")
 FITTING = Formula(
     "fitting",
     "2*floor(room/(16 + 16*pending))"
@@ -77,12 +77,13 @@ _OF_DQ = fitted.COLUMNS_DQ_REGISTERS
 
 def _registers(kernel: str) -> tuple[Formula, Formula]:
     """Registers per thread, and the same solved for the block size, for the smallest pass."""
-    needed, least = "pass_keys*(1/2 + pending) + 8*ceil(pass_keys/16)", "12 + 8*pending"
+    needed = "extra + pass_keys*(1/2 + pending) + 8*ceil(pass_keys/16)"
+    least = "extra + 12 + 8*pending"
     if kernel == "fused":
         needed, least = f"max({_OF_DQ}, {needed})", f"max({_OF_DQ}, {least})"
     return (
         Formula("registers", f"{_OWN} + columns*block_k/32 + {needed}"),
-        Formula("block_k", f"32*(register_limit - ({_OWN}) - ({least}))/columns"),
+        Formula("block_k", f"32*(register_limit - {_OWN} - ({least}))/columns"),
     )
 
 
@@ -117,13 +118,13 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         # An addition of four elements; all pass through the path of loads and stores.
         rest += " + d_qk/block_k/4"
         shared += " + 4*d_qk/block_k"
-    per_step = f"{fitted.BACKWARD_STEP_INSTRUCTIONS} + {fitted.PASS_INSTRUCTIONS}*passes"
+    per_step = f"{fitted.COLUMNS_STEP_INSTRUCTIONS[kernel]} + {fitted.PASS_INSTRUCTIONS}*passes"
     return (
         Formula("macs", macs),
         Formula("reads", f"e*({reads})", "B"),
         Formula(
             "products",
-            f"({per_step} + {fitted.BACKWARD_WGMMA_INSTRUCTIONS}*({issued}))"
+            f"({per_step} + {fitted.COLUMNS_WGMMA_INSTRUCTIONS}*({issued}))"
             f"*{WARP}*warps/(block_q*block_k)",
         ),
         Formula("rest", rest),

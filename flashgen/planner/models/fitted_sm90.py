@@ -70,8 +70,11 @@ INDEX_REGISTERS = 8
 # Per thread and step around the products, and for each multiple of 16 of their depth.
 BACKWARD_STEP_INSTRUCTIONS = 60
 BACKWARD_WGMMA_INSTRUCTIONS = 3
-# For each pass over the keys of a warpgroup, where warps own the same keys.
-PASS_INSTRUCTIONS = 20
+# The same where warps own the same keys, whose products read both operands from shared memory; and
+# for each pass over the keys of a warpgroup.
+COLUMNS_STEP_INSTRUCTIONS = {"dkdv": 90, "fused": 150}
+COLUMNS_WGMMA_INSTRUCTIONS = 5
+PASS_INSTRUCTIONS = 60
 # Per score element: an exponential, a difference or the start of a sum, two products, two
 # roundings. Where a block owns keys, and where it owns queries.
 BY_KEYS_INSTRUCTIONS = 4.5
