@@ -123,6 +123,29 @@ FUSED = [
      "barrier_announce(do_here, DO_BYTES)", "barrier_announce(do_here, DO_BYTES + 16)",
      WAITS),
 ]  # fmt: skip
+# Where both warpgroups own the same keys, and the scores of a step are computed in passes.
+COLUMNS = [
+    NOT_FENCED,
+    ("no fence before P and dS are read",
+     "    proxy_fence();\n\n    // 5f", "\n    // 5f", NO_FENCE),
+    ("P and dS are read before both warpgroups wrote them",
+     "    named_wait(BARRIER_CONSUMERS, THREADS);\n    wgmma_fence();", "    wgmma_fence();",
+     "Race"),
+    ("P and dS are overwritten while they are read",
+     "      if (pass == 0) named_wait(BARRIER_CONSUMERS, THREADS);\n", "", "Race"),
+    ("the phase of dO is that of Q",
+     "barrier_wait(do_full[0], step % 2);", "barrier_wait(do_full[0], stage.parity);", ""),
+    ("dO is not waited for", "      barrier_wait(do_full[0], step % 2);\n", "", "Race"),
+    ("dO is released before it is read",
+     "        wgmma_wait<1>();\n        if (thread % WARPGROUP",
+     "        if (thread % WARPGROUP", ""),
+    ("dQ is added before its product is done",
+     "      wgmma_wait<0>();\n      pin(dq);\n", "      pin(dq);\n", ""),
+    ("every pass has the first keys",
+     "min(pass * PASS_KEYS, KEYS - PASS_KEYS)", "0", "never written"),
+    ("one arrival too many is expected",
+     "barrier_init(do_empty[0], CONSUMERS)", "barrier_init(do_empty[0], 3)", WAITS),
+]  # fmt: skip
 DQ = [
     NOT_FENCED,
     ("V is not waited for",
@@ -169,6 +192,12 @@ COMPUTED_FUSED = [
     ("delta of the other query", "-first.y, -next.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * "
      "thread + 8", "-first.y, -first.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8"),
 ]  # fmt: skip
+COMPUTED_COLUMNS = [
+    ("the wrong strip of dK", "q_here.moved(strip - PANELS_V, Q_PANEL)", "q_here"),
+    ("the sums of dQ of the other warpgroup", "dq_query % SUM_QUERIES", "0"),
+    ("rows of dK are not transposed", "x2.trans.shared.b16", "x2.shared.b16"),
+    ("the mask's second row is its first", "int query = row + 8 * r;", "int query = row;"),
+]  # fmt: skip
 COMPUTED_CAPTURED = [
     ("the mask is left out", "if (!tile.full) {", "if (false) {", "gate"),
     ("dropped elements keep their dP",
@@ -199,8 +228,8 @@ def call(kernel: str) -> Call:
         lengths = (128, 1200) if kernel == "forward" else (700, 200)
         spec = fg.AttentionSpec(head_dim=64, name="full")
         return Call(spec, Case(*lengths).tensors(seed=1), arch=ARCH)
-    lengths = (300, 200) if kernel == "fused" else (400, 600)
-    case = Case(*lengths, 1, 1, 1, "bfloat16", 128)
+    lengths = (400, 600) if kernel == "dq" else (300, 200)
+    case = Case(*lengths, 1, 1, 1, "bfloat16", 256 if kernel == "columns" else 128)
     spec = sized(fg.load(spec_path("causal")), case)
     return Call(spec, case.tensors(seed=1), arch=ARCH, deterministic=kernel == "dq")
 
@@ -216,14 +245,17 @@ BUGS = {
     "forward": FORWARD,
     "work tiles": WORK_TILES,
     "fused": FUSED,
+    "columns": COLUMNS,
     "dq": DQ,
     "captured": CAPTURED,
 }
+ROLES = {"work tiles": "forward", "columns": "fused"}
 # The places of those in `make test`.
 FAST = {
     "forward": (0, 2, 5, 6, 7),
     "work tiles": (0, 2),
     "fused": (0, 3, 6, 9, 12),
+    "columns": (2, 4),
     "dq": (0,),
     "captured": (0, 6, 12),
 }
@@ -242,7 +274,7 @@ FAST = {
     ],
 )
 def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> None:
-    role = "forward" if kernel == "work tiles" else kernel
+    role = ROLES.get(kernel, kernel)
     with planted(role, old, new), caught(kind) as error:
         run(kernel)
     assert f"_{role}_" in str(error.value)
@@ -255,6 +287,10 @@ def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> 
         *(pytest.param("forward", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FORWARD),
         *(pytest.param("fused", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FUSED),
         *(
+            pytest.param("columns", *bug[1:], "", id=bug[0], marks=[pytest.mark.slow][:place])
+            for place, bug in enumerate(COMPUTED_COLUMNS)
+        ),
+        *(
             pytest.param("captured", *bug[1:], id=bug[0], marks=[pytest.mark.slow][: place % 6])
             for place, bug in enumerate(COMPUTED_CAPTURED)
         ),
@@ -263,7 +299,7 @@ def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> 
 def test_wrong_numbers_are_seen_by_the_error_rule(
     kernel: str, old: str, new: str, whose: str
 ) -> None:
-    with planted(kernel, old, new):
+    with planted(ROLES.get(kernel, kernel), old, new):
         verdicts = call(kernel).verdicts(run(kernel))
     wrong = [name for name, verdict in verdicts.items() if not verdict.ok]
     assert wrong
@@ -275,8 +311,8 @@ def test_wrong_numbers_are_seen_by_the_error_rule(
 
 def test_nothing_is_found_where_nothing_is_planted() -> None:
     same = "(const __grid_constant__ Params p"
-    for kernel in ("fused", "dq", "captured"):
-        with planted(kernel, same, same):
+    for kernel in ("fused", "columns", "dq", "captured"):
+        with planted(ROLES.get(kernel, kernel), same, same):
             call(kernel).check(run(kernel))
 
 
