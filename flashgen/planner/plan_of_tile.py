@@ -223,7 +223,7 @@ def _sizes_sm90(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
         }
     exchanged = size["exchanged"]
     scores = SCORE_BUFFERS * block_q * keys
-    if exchanged:
+    if "passes" in size:  # the form of `backward_columns_sm90`
         return {
             "smem_k": keys * depth,
             "smem_v": keys * depth_v,
@@ -239,7 +239,8 @@ def _sizes_sm90(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
         "smem_v": keys * depth_v,
         "smem_q": stages * queries * depth,
         "smem_do": ALIGNED * -(-stages * queries * depth_v // ALIGNED),
-        "smem_ds": scores if kernel == "fused" else 0,
+        "smem_p": scores if exchanged else 0,
+        "smem_ds": scores if exchanged or kernel == "fused" else 0,
         "sums": 4 * block_q * depth if kernel == "fused" else 0,  # of dQ
         "smem_rows": stages * (block_q * size["query_bytes"] + TILE_BYTES),
         "barriers": 8 * (1 + 4 * stages),
