@@ -93,14 +93,20 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     }
     parts["copy"].append(in_passes[False])
     parts["mask"].append(in_passes[True])
-    mask_loops = [turn for turn in loop.inner if _mostly_in(turn, masks)]
-    # A mask that reads memory is evaluated in a loop for each word of bits: two columns of 8 in an
-    # iteration, 16 iterations or less.
-    turns = [min(16, plan.block_k // 8 - n) for n in range(0, plan.block_k // 8, 16)]
+    other = [turn for turn in loop.inner if turn not in of_pass]
+    mask_loops = [turn for turn in other if _mostly_in(turn, masks)]
+    if plan.score_warps > 1:
+        # Ranges with two ends are evaluated in a loop for each two keys. The loop around passes
+        # counts one iteration of it.
+        turns = len(mask_loops) * [2 if passes == 1 else passes]
+    else:
+        # A mask that reads memory is evaluated in a loop for each word of bits: two columns of 8 in
+        # an iteration, 16 iterations or less.
+        turns = [min(16, plan.block_k // 8 - n) for n in range(0, plan.block_k // 8, 16)]
     if mask_loops:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.
-    parts["search"] += [turn for turn in loop.inner if turn not in (*mask_loops, *of_pass)]
+    parts["search"] += [turn for turn in other if turn not in mask_loops]
     mask, rescale, copy, search = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )
