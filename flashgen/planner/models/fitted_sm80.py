@@ -1,7 +1,7 @@
 """Constants of the sm_80 cost models that were fitted, counted or assumed.
 
 "Fitted": the smallest number with which no chosen tile spills, over compiled kernels of all dtypes,
-head dims and kinds of spec (tests: test_plan_compiled.py and test_plan_backward_compiled.py).
+head dims and kinds of spec (tests/planner/test_compiled.py).
 "Counted": instructions read from the machine code of the same kernels. "Assumed": no measurement
 exists; no kernel of flashgen has been timed on a GPU yet.
 

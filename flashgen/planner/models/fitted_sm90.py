@@ -1,10 +1,10 @@
 """Constants of the sm_90a cost models that were fitted, counted or assumed.
 
-"Fitted": the smallest number with which no chosen tile of an example spec spills (tests:
-test_backward_sm90.py and test_captured_sm90.py for the backward kernels). The compiler's use of
-registers is no smooth function of the instructions: these are steps between tiles, on the safe
-side. With dropout, and where a score reads several tensors, a first plan may spill all the same;
-`flashgen.build` then plans again with spare registers. "Counted": instructions read from the
+"Fitted": the smallest number with which no chosen tile of most example specs spills
+(tests/kernels/sm90/test_backward.py and test_captured.py for the backward kernels). The compiler's
+use of registers is no smooth function of the instructions: these are steps between tiles. With
+dropout, where a score reads several tensors, and for a few masks, a first plan may spill all the
+same; `flashgen.build` then plans again with spare registers. "Counted": instructions read from the
 machine code of compiled kernels. "Assumed": no measurement exists; no kernel of flashgen has been
 timed on a GPU yet.
 """
