@@ -73,7 +73,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing: the text of its disassembly; None to make it.
     """
     plan = built.plan
-    passes = plan.passes if plan.path == "sm_90a" and plan.score_warps > 1 else 1
+    passes = plan.passes
     loop = main_loop(listing or disassembled(built.cubin), around_passes=passes > 1)
     masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}

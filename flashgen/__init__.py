@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
+    from flashgen import emulator
     from flashgen.config import debug
     from flashgen.errors import (
         CertificateError,
@@ -40,14 +41,26 @@ if TYPE_CHECKING:
     from flashgen.language.block_layout import BlockSparse
     from flashgen.language.mod_functions import absolute as abs
     from flashgen.language.mod_functions import (
+        atan2,
+        clamp,
         cos,
+        erf,
+        erfc,
         exp,
+        exp2,
+        expm1,
         floor,
+        isfinite,
         log,
+        log1p,
         log2,
         maximum,
         minimum,
+        popcount,
+        round,
+        rsqrt,
         sigmoid,
+        sign,
         sin,
         sqrt,
         tanh,
@@ -78,25 +91,38 @@ __all__ = [
     "Tensor",
     "__version__",
     "abs",
+    "atan2",
     "attention",
     "batch",
     "build",
+    "clamp",
     "cos",
     "debug",
     "emit",
+    "emulator",
+    "erf",
+    "erfc",
     "exp",
+    "exp2",
+    "expm1",
     "flex_attention",
     "floor",
     "heads",
+    "isfinite",
     "load",
     "log",
+    "log1p",
     "log2",
     "maximum",
     "minimum",
     "plan",
+    "popcount",
+    "round",
+    "rsqrt",
     "seq_k",
     "seq_q",
     "sigmoid",
+    "sign",
     "sin",
     "sqrt",
     "tanh",
@@ -128,6 +154,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    if name == "emulator":  # the one package that is a public name
+        return importlib.import_module("flashgen.emulator")
     home = _HOME.get(name, "errors" if name.endswith("Error") else "language.mod_functions")
     module, _, attribute = home.partition(":")
     value = getattr(importlib.import_module(f"flashgen.{module}"), attribute or name)

@@ -54,7 +54,6 @@ class Arch:
     hbm_bytes_per_s: float
     tensor_16bit: int  # multiply-adds, dense, fp16 or bf16 operands, fp32 sums, fastest path
     mma_16bit: int  # the same with mma.sync, the instruction of the sm_80 path
-    mma_tf32: int  # multiply-adds with mma.sync, tf32 operands
     l2_bytes_per_clock: float
 
     @property
@@ -68,6 +67,10 @@ class Arch:
     def warps_per_sm(self) -> int:
         return self.threads_per_sm // WARP
 
+    def tensor_rate(self, path: str) -> int:
+        """Multiply-adds per clock and SM, with wgmma on the sm_90a path and mma.sync elsewhere."""
+        return self.tensor_16bit if path == "sm_90a" else self.mma_16bit
+
 
 _SM_80 = Arch(
     name="sm_80",
@@ -78,7 +81,7 @@ _SM_80 = Arch(
     blocks_per_sm=32,
     registers_per_sm=64 * KIB,
     fp32_per_clock=64,
-    # NVIDIA A100 whitepaper and A100 80GB datasheet: 312 TFLOPS fp16, 156 TFLOPS tf32, 40 MB of
+    # NVIDIA A100 whitepaper and A100 80GB datasheet: 312 TFLOPS fp16, 40 MB of
     # L2, 2,039 GB/s.
     product="A100 SXM 80GB",
     sms=108,
@@ -87,7 +90,6 @@ _SM_80 = Arch(
     hbm_bytes_per_s=2039e9,
     tensor_16bit=1024,
     mma_16bit=1024,
-    mma_tf32=512,
     l2_bytes_per_clock=35,
 )
 _SM_86 = Arch(
@@ -99,7 +101,7 @@ _SM_86 = Arch(
     blocks_per_sm=16,
     registers_per_sm=64 * KIB,
     fp32_per_clock=128,
-    # NVIDIA Ampere GA102 whitepaper, RTX A6000: 154.8 TFLOPS fp16, 77.4 TFLOPS tf32, 6 MB of L2,
+    # NVIDIA Ampere GA102 whitepaper, RTX A6000: 154.8 TFLOPS fp16, 6 MB of L2,
     # 768 GB/s. (GeForce cards of this architecture do fp16 with fp32 sums at half that rate.)
     product="RTX A6000",
     sms=84,
@@ -108,14 +110,13 @@ _SM_86 = Arch(
     hbm_bytes_per_s=768e9,
     tensor_16bit=512,
     mma_16bit=512,
-    mma_tf32=256,
     l2_bytes_per_clock=17,
 )
 _SM_89 = replace(
     _SM_86,
     name="sm_89",
     blocks_per_sm=24,
-    # NVIDIA Ada whitepaper, RTX 6000 Ada Generation: 364.2 TFLOPS fp16, 182.1 TFLOPS tf32, 96 MB
+    # NVIDIA Ada whitepaper, RTX 6000 Ada Generation: 364.2 TFLOPS fp16, 96 MB
     # of L2, 960 GB/s.
     product="RTX 6000 Ada",
     sms=142,
@@ -130,7 +131,7 @@ _SM_90 = replace(
     smem_per_sm=228 * KIB,
     smem_per_block=227 * KIB,
     fp32_per_clock=128,
-    # NVIDIA H100 whitepaper, H100 SXM5: 989.4 TFLOPS fp16, 494.7 TFLOPS tf32, 50 MB of L2,
+    # NVIDIA H100 whitepaper, H100 SXM5: 989.4 TFLOPS fp16, 50 MB of L2,
     # 3.35 TB/s. mma.sync reaches 62.9 % of that: Luo et al., arXiv 2402.13499, measured.
     product="H100 SXM",
     sms=132,
@@ -139,7 +140,6 @@ _SM_90 = replace(
     hbm_bytes_per_s=3350e9,
     tensor_16bit=2048,
     mma_16bit=1288,
-    mma_tf32=644,
     l2_bytes_per_clock=35,
 )
 _SM_100 = replace(
@@ -155,12 +155,11 @@ _SM_100 = replace(
     hbm_bytes_per_s=8000e9,
     tensor_16bit=4096,
     mma_16bit=1024,
-    mma_tf32=512,
 )
 _SM_120 = replace(
     _SM_89,
     name="sm_120",
-    # NVIDIA RTX PRO Blackwell whitepaper, RTX PRO 6000: 503.8 TFLOPS fp16, 251.9 TFLOPS tf32,
+    # NVIDIA RTX PRO Blackwell whitepaper, RTX PRO 6000: 503.8 TFLOPS fp16,
     # 128 MB of L2, 1,792 GB/s. The rate of L2 is assumed to be that of L40.
     product="RTX PRO 6000 Blackwell",
     sms=188,
@@ -174,6 +173,10 @@ _PATHS = {"sm_90a": "sm_90a"}
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
 # From 9.0 on a name may end in "a" or "f": the same chip with its non-portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
+
+
+KNOWN = f"{', '.join(_FACTS)}, and from sm_90 on those with an a or f at the end, such as sm_90a"
+"""The architectures that have facts, in words."""
 
 
 def known() -> tuple[str, ...]:
@@ -195,7 +198,7 @@ def facts(name: str) -> Arch:
     raise PlanError(
         "flashgen has no facts about this architecture",
         where=f"arch={name!r}",
-        numbers=f"known: {', '.join(_FACTS)}, and from sm_90 on those with an a at the end",
+        numbers=f"known: {KNOWN}",
         way_out=_way_out(match),
     )
 

@@ -145,3 +145,10 @@ SCALAR_DTYPES = {
     ),
 }
 """The scalar dtypes by their names in ``fg.Scalar``."""
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype that is given by its name, or as torch's or numpy's object."""
+    if isinstance(dtype, str):
+        return dtype
+    return str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")

@@ -24,11 +24,11 @@ class FlashgenError(Exception):
     """
 
     def __init__(self, what: str, *, where: str, numbers: str, way_out: str) -> None:
-        self.what = what
+        self.what = " ".join(what.split())  # one line, also of the messages of other packages
         self.where = where
         self.numbers = numbers
         self.way_out = way_out
-        super().__init__(what)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         def block(label: str, text: str) -> str:

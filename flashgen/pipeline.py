@@ -32,6 +32,7 @@ from flashgen.signature import GradientTerm
 __all__ = [
     "Build",
     "Kernels",
+    "analysed",
     "build",
     "build_backward",
     "build_minmax_tables",
@@ -136,7 +137,7 @@ def emit(
     )
     forward = _emit_forward(request)
     return Kernels(
-        _analysed(spec, codegen.walk_of_kernel("forward")),
+        analysed(spec, codegen.walk_of_kernel("forward")),
         _emit_minmax_tables(spec, arch),
         forward,
         BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)),
@@ -144,7 +145,7 @@ def emit(
 
 
 def _emit_forward(request: PlanRequest) -> Source:
-    analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
+    analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
     chosen = plan_forward(request)
     config.log(1, str(chosen))
     if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
@@ -157,7 +158,7 @@ def _emit_forward(request: PlanRequest) -> Source:
 def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
     """The kernels of the min/max tables that any kernel of ``spec`` reads."""
     walks = {codegen.walk_of_kernel(role) for role in ("forward", "dkdv")}
-    read = {each for walk in walks for each in _analysed(spec, walk).mask.minmax_tables}
+    read = {each for walk in walks for each in analysed(spec, walk).mask.minmax_tables}
     return tuple(
         codegen.minmax_table(spec, tensor, axis, plan_minmax_table(spec, arch))
         for tensor in spec.tensors
@@ -170,7 +171,7 @@ def _emit_backward(request: BackwardPlanRequest) -> tuple[Source, ...]:
     chosen, spec = plan_schemes(request), request.spec
     config.log(1, str(chosen))
     sources = tuple(
-        codegen.backward(spec, _analysed(spec, codegen.walk_of_kernel(kernel.kernel)), kernel)
+        codegen.backward(spec, analysed(spec, codegen.walk_of_kernel(kernel.kernel)), kernel)
         for kernel in chosen.kernels
     )
     for source in sources:
@@ -183,7 +184,8 @@ def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
+def analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
+    """The analysis of a spec for the kernels that walk this axis, made once."""
     return analyse(spec, walk)
 
 
@@ -229,7 +231,7 @@ def build(
 
 @functools.lru_cache(maxsize=512)
 def _build_forward(request: PlanRequest) -> Build:
-    analysis = _analysed(request.spec, codegen.walk_of_kernel("forward"))
+    analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
     spare = 0
     while spare <= MOST_SPARE_REGISTERS:
@@ -262,7 +264,7 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
 
 @functools.lru_cache(maxsize=512)
 def _build_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
-    analysis = _analysed(spec, codegen.walk_of_kernel("forward"))
+    analysis = analysed(spec, codegen.walk_of_kernel("forward"))
     return tuple(_compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
 
 
@@ -301,7 +303,7 @@ def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
                 raise
             break  # there is no smaller tile; the best kernels have warnings on spills
         made = tuple(
-            _compiled(source, _analysed(request.spec, codegen.walk_of_kernel(source.role)))
+            _compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)))
             for source in sources
         )
         if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):

@@ -75,6 +75,22 @@ class BlockLayoutFacts(Protocol):
 
 
 @dataclass(frozen=True)
+class ZeroDivision:
+    """A division of integers whose divisor the scalars and sizes of a call can make 0.
+
+    Attributes:
+        text: the division as Python text.
+        names: the scalars and sizes that decide.
+        reached: the condition under which it divides by 0: a name, a number, or the name of a
+            sympy class followed by its arguments.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    reached: object
+
+
+@dataclass(frozen=True)
 class CallSignature:
     """The arguments that a call of a spec has, and the facts that its checks use.
 
@@ -89,6 +105,7 @@ class CallSignature:
         sink: the captured tensor that is the sink; None without a sink.
         block_sparse: the block layout; None where all blocks are computed.
         reads_batch: whether the mask or the score depends on the batch index or the batch size.
+        zero_divisions: divisions that a call must not make divisions by 0.
     """
 
     name: str
@@ -103,6 +120,7 @@ class CallSignature:
     sink: TensorArgument | None
     block_sparse: BlockLayoutFacts | None
     reads_batch: bool
+    zero_divisions: tuple[ZeroDivision, ...] = ()
 
     @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:

@@ -12,16 +12,30 @@ import sympy
 
 from flashgen.analysis.minmax_table import table_of
 from flashgen.language import (
+    Atan2,
     Element,
+    Erf,
+    Erfc,
+    Expm1,
     Extreme,
     Floor,
     FloorDiv,
     FloorMod,
     Least,
+    Log1p,
     Log2,
     Maximum,
     Minimum,
+    Round,
     Sigmoid,
+)
+from flashgen.language.bit_functions import (
+    BitAnd,
+    BitOr,
+    BitXor,
+    Popcount,
+    ShiftLeft,
+    ShiftRight,
 )
 from flashgen.language.sympy_functions import Select
 
@@ -38,7 +52,6 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
     Raises:
         KeyError: a symbol has no value.
         TypeError: the expression has a function that flashgen cannot evaluate.
-        ZeroDivisionError: a floor division or remainder by 0.
     """
     if isinstance(expr, sympy.Symbol):
         return env[expr]
@@ -125,16 +138,56 @@ def _scalar(function: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: _real(lambda: function(x), -math.inf if x == 0 else math.nan)
 
 
+def _whole(*values: Any) -> bool:
+    return all(np.asarray(value).dtype.kind in "iub" for value in values)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """The quotient, rounded down: of integers exactly, and 0 by 0; of floats after its rounding."""
+    if _whole(a, b):
+        return _where_nonzero(lambda divisor: a // divisor, b)
+    ratio = _divided(a, b)
+    return np.floor(ratio) if isinstance(ratio, np.ndarray) else _floor(ratio)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    if _whole(a, b):
+        return _where_nonzero(lambda divisor: a % divisor, b)
+    with np.errstate(invalid="ignore"):
+        found = np.mod(a, b)
+    return found if isinstance(found, np.ndarray) else float(found)
+
+
+def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
+    if isinstance(b, np.ndarray):
+        return np.where(b == 0, 0, divide(np.where(b == 0, 1, b)))
+    return divide(b) if b else divide(1) * 0
+
+
+def _divided(a: Any, b: Any) -> Any:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.divide(a, b, dtype=float)
+    return ratio if isinstance(ratio, np.ndarray) else float(ratio)
+
+
 def _floor(x: float) -> float:
     return math.floor(x) if math.isfinite(x) else x
+
+
+def _log1p(x: float) -> float:
+    return _real(lambda: math.log1p(x), -math.inf if x == -1 else math.nan)
+
+
+def _popcount(x: Any) -> int:
+    return (int(x) & 0xFFFFFFFF).bit_count()
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
     sympy.Pow: _power,
-    FloorDiv: lambda a, b: a // b,
-    FloorMod: lambda a, b: a % b,
+    FloorDiv: _quotient,
+    FloorMod: _remainder,
     Minimum: _folded(min, np.minimum),
     Maximum: _folded(max, np.maximum),
     sympy.Min: _folded(min, np.minimum),
@@ -149,6 +202,18 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.cos: _either(_scalar(math.cos), np.cos),
     Sigmoid: _either(lambda x: 0.5 * (1 + math.tanh(x / 2)), lambda x: 0.5 * (1 + np.tanh(x / 2))),
     Floor: _either(_floor, np.floor),
+    Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
+    Erf: _either(math.erf, np.vectorize(math.erf, otypes=[float])),
+    Erfc: _either(math.erfc, np.vectorize(math.erfc, otypes=[float])),
+    Log1p: _either(_log1p, np.log1p),
+    Expm1: _either(_scalar(math.expm1), np.expm1),
+    Atan2: _either(math.atan2, np.arctan2),
+    BitAnd: lambda a, b: a & b,
+    BitOr: lambda a, b: a | b,
+    BitXor: lambda a, b: a ^ b,
+    ShiftLeft: lambda x, n: x << n,
+    ShiftRight: lambda x, n: x >> n,
+    Popcount: _either(_popcount, np.vectorize(_popcount, otypes=[np.int64])),
     sympy.StrictLessThan: lambda a, b: a < b,
     sympy.LessThan: lambda a, b: a <= b,
     sympy.StrictGreaterThan: lambda a, b: a > b,

@@ -16,6 +16,7 @@ from flashgen.analysis.ranges import Range, greatest, least, range_of
 from flashgen.analysis.tile_bounds import End, TileBounds, linear, pick_known
 from flashgen.analysis.tile_classes import bounds, exactly_at_least, may, must
 from flashgen.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
+from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.sympy_functions import Select
 
@@ -159,6 +160,8 @@ def _is_division(atom: sympy.Expr, walk: WalkedAxis) -> bool:
     if not isinstance(atom, FloorDiv):
         return False
     divisor = atom.args[1]
+    if is_data(divisor) and may_be_zero(divisor):
+        return False
     return bool(divisor.is_nonnegative) and walk.symbol not in divisor.free_symbols
 
 

@@ -10,6 +10,7 @@ from sympy.core.relational import Relational
 
 from flashgen.analysis.tile_bounds import TileBounds, linear
 from flashgen.language import FloorMod, Maximum, Minimum, is_int
+from flashgen.language.divisors import is_data, may_be_zero
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
         return None
     x, modulus = atom.args
     if tile.varies(modulus) or not modulus.is_nonnegative:
+        return None
+    if is_data(modulus) and may_be_zero(modulus):
         return None
     return Congruent(x, modulus, -rest * weight, equal)
 

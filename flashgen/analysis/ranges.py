@@ -13,18 +13,27 @@ import sympy
 
 from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form, pick_known
 from flashgen.language import (
+    Atan2,
     Element,
+    Erf,
+    Erfc,
+    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
     Greatest,
     Least,
+    Log1p,
     Log2,
     Maximum,
     Minimum,
+    Round,
     Sigmoid,
     is_int,
 )
+from flashgen.language.bit_functions import BitFunction
+from flashgen.language.divisors import is_data, may_be_zero
+from flashgen.language.integer_limits import limits
 from flashgen.language.sympy_functions import Select
 
 # Relative slack of one float operation: many times float32's 2^-24, so that it covers the order of
@@ -83,6 +92,10 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
         return _remainder(expr, tile)
     if isinstance(expr, Element):
         return _element(expr, tile)
+    if isinstance(expr, BitFunction):
+        least_value, greatest_value = map(sympy.Integer, limits(expr))
+        known = sympy.And(*(range_of(arg, tile).defined for arg in expr.args))
+        return Range(least_value, greatest_value, known)
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, Minimum | sympy.Min):
@@ -104,11 +117,22 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
         )
     if isinstance(expr, sympy.sin | sympy.cos):
         return Range(-1 - APPROXIMATION, 1 + APPROXIMATION, defined)
+    if isinstance(expr, Atan2):
+        return Range(sympy.Integer(-4), sympy.Integer(4), defined)
     if x.lo is None or x.hi is None:
         return Range(None, None, defined)
-    if isinstance(expr, Floor | sympy.sign):
+    if isinstance(expr, Erf):
+        return _outward(Range(Erf(x.lo), Erf(x.hi), defined), ROUNDING)
+    if isinstance(expr, Erfc):
+        return _outward(Range(Erfc(x.hi), Erfc(x.lo), defined), ROUNDING, sympy.S.One)
+    if isinstance(expr, Log1p):
+        nearest = sympy.Rational(1, 2**20) - 1
+        above = sympy.And(defined, x.lo > nearest)
+        low, high = Maximum(nearest, x.lo), Maximum(nearest, x.hi)
+        return _outward(Range(Log1p(low), Log1p(high), above), ROUNDING)
+    if isinstance(expr, Floor | Round | sympy.sign):
         return Range(expr.func(x.lo), expr.func(x.hi), defined)
-    if isinstance(expr, sympy.exp):
+    if isinstance(expr, sympy.exp | Expm1):
         inside = sympy.And(defined, x.hi < EXPONENT_LIMIT)
         return _outward(Range(expr.func(x.lo), expr.func(x.hi), inside), ROUNDING)
     if isinstance(expr, sympy.tanh | Sigmoid):
@@ -350,6 +374,8 @@ def _remainder(expr: sympy.Expr, tile: TileBounds) -> Range:
     unit = 1 if is_int(expr) else 0
     if divisor.is_nonnegative:
         lowest, highest = sympy.S.Zero, d.hi - unit
+        if is_data(divisor) and may_be_zero(divisor):
+            highest = Maximum(highest, 0)
     else:
         lowest, highest = Minimum(d.lo + unit, 0), Maximum(d.hi - unit, 0)
     defined = sympy.And(x.defined, d.defined)

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.language import Element, FloorDiv, FloorMod, Maximum, Minimum, is_condition, is_int
+from flashgen.language import (
+    Atan2,
+    Element,
+    Erf,
+    Erfc,
+    Expm1,
+    FloorDiv,
+    FloorMod,
+    Log1p,
+    Maximum,
+    Minimum,
+    is_condition,
+    is_int,
+)
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -141,7 +154,10 @@ class _Sharing:
 _LONG_INDEX = 20
 """An index of a tensor with more parts than this has a name of its own."""
 
-_COSTLY = (TensorRead, FloorDiv, FloorMod, sympy.Pow, sympy.exp, sympy.log, sympy.tanh)
+_COSTLY = (
+    *(TensorRead, FloorDiv, FloorMod, sympy.Pow, sympy.exp, sympy.log, sympy.tanh),
+    *(Erf, Erfc, Log1p, Expm1, Atan2),
+)
 """Operations that code computes only on the paths that need them."""
 
 

@@ -12,6 +12,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from flashgen.arch import KNOWN
+
 DEFAULT_ARCH = "sm_80"
 
 Scalars = Annotated[
@@ -45,7 +47,7 @@ class SpecArguments:
     head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
     arch: Annotated[
         str | None,
-        Option(metavar="ARCH", help="sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120."),
+        Option(metavar="ARCH", help=f"{KNOWN}."),
     ] = None
     sram: Sram = None
 
@@ -61,7 +63,9 @@ class CallArguments(SpecArguments):
     dropout: Annotated[
         float, Option(metavar="P", help="Probability of dropping an element of P.")
     ] = 0.0
-    seed: Annotated[int, Option(help="Seed of the random operands and of dropout.")] = 0
+    seed: Annotated[
+        int, Option(min=0, max=2**62, help="Seed of the random operands and of dropout.")
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class RunArguments(CallArguments):
 class ProfileArguments(CallArguments):
     """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
 
-    lines: Annotated[int, Option(help="Number of lines of the source to show.")] = 8
+    lines: Annotated[int, Option(min=0, help="Number of lines of the source to show.")] = 8
     plot: Annotated[
         Path | None, Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
     ] = None
@@ -93,8 +97,8 @@ class TuneArguments(CallArguments):
 
     shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "4,16,4096"
     backward: InsteadOfForward = False
-    most: Annotated[int, Option(help="Number of the best choices to measure on a GPU.")] = 8
-    show: Annotated[int, Option(help="Number of ranked choices to show without a GPU.")] = 10
+    most: Annotated[int, Option(min=1, help="Number of the best choices to measure on a GPU.")] = 8
+    show: Annotated[int, Option(min=1, help="Number of ranked choices to show without a GPU.")] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,28 +156,29 @@ class EmitArguments:
     )
     archs: Annotated[
         tuple[str, ...],
-        Option("--arch", metavar="ARCH", help="With SPECS: sm_80, ...; repeatable."),
+        Option("--arch", metavar="ARCH", help=f"With SPECS: {KNOWN}; repeatable."),
     ] = ()
     sram: Sram = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheArguments:
-    """List or remove compiled kernels."""
+class CacheListArguments:
+    """Show every compiled kernel on disk, the last used first."""
 
-    show: Annotated[bool, Option("--list", help="Show the kernels (the default).")] = False
-    clear: Annotated[
-        bool, Option("--clear", help="Remove every kernel, measured tile and verdict.")
-    ] = False
-    prune: Annotated[
-        bool, Option("--prune", help="Remove damaged kernels, and those beyond the limits below.")
-    ] = False
+
+@dataclass(frozen=True, kw_only=True)
+class CachePruneArguments:
+    """Remove damaged kernels, and those beyond the limits."""
+
     max_megabytes: Annotated[
-        int | None, Option(help="With --prune: keep at most this much, last used first.")
+        int, Option(min=0, help="Keep at most this much, the last used first.")
     ] = 1000
-    max_days: Annotated[
-        float | None, Option(help="With --prune: keep what was used within these days.")
-    ] = 90.0
+    max_days: Annotated[float, Option(min=0, help="Keep what was used within these days.")] = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheClearArguments:
+    """Remove every kernel, measured tile and verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +188,7 @@ class DoctorArguments:
     Exit status: 0 all well, 1 something is wrong, 2 all well but for a GPU, which is missing.
     """
 
-    device: Annotated[int, Option(metavar="N", help="Number of the CUDA device to try.")] = 0
+    device: Annotated[int, Option(min=0, metavar="N", help="Number of the CUDA device to try.")] = 0
     json: Annotated[bool, Option("--json", help="All of it as JSON.")] = False
 
 
@@ -194,7 +199,12 @@ COMMANDS = (
     TuneArguments,
     EmitArguments,
     InspectArguments,
-    CacheArguments,
+    CacheListArguments,
+    CachePruneArguments,
+    CacheClearArguments,
     DoctorArguments,
 )
 """The commands in the order of the help."""
+
+GROUPS = {"cache": "List or remove compiled kernels."}
+"""The help of the first words of commands of two words."""

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from datetime import datetime
-from pathlib import Path
 
 from flashgen import config
-from flashgen.cli.arguments import CacheArguments
+from flashgen.cli.arguments import CacheClearArguments, CacheListArguments, CachePruneArguments
 from flashgen.cli.console import listing, plural, say
 from flashgen.compile import cache as disk
 
 
-def cache(arguments: CacheArguments) -> None:
-    """Clears, prunes or lists the cache; lists it where no option is given."""
+def cache_clear(_: CacheClearArguments) -> None:
+    """Empties the cache."""
     root = config.cache_dir()
-    if arguments.clear:
-        removed = disk.clear(root) if root is not None else 0
-        say(f"removed {plural(removed, 'kernel')} from {root or 'the cache, which is off'}")
-    if arguments.prune:
-        _prune(root, arguments)
-    if arguments.show or not (arguments.clear or arguments.prune):
-        _show(root)
+    removed = disk.clear(root) if root is not None else 0
+    say(f"removed {plural(removed, 'kernel')} from {root or 'the cache, which is off'}")
 
 
-def _prune(root: Path | None, arguments: CacheArguments) -> None:
-    megabytes = arguments.max_megabytes
-    max_bytes = None if megabytes is None else megabytes * 1_000_000
+def cache_prune(arguments: CachePruneArguments) -> None:
+    """Removes damaged kernels, and those beyond the limits."""
+    root = config.cache_dir()
     removed = []
     if root is not None:
+        max_bytes = arguments.max_megabytes * 1_000_000
         removed = disk.prune(root, max_bytes=max_bytes, max_age_days=arguments.max_days)
     freed = sum(entry.bytes for entry in removed)
     say(f"removed {plural(len(removed), 'kernel')}, {freed:,} B")
 
 
-def _show(root: Path | None) -> None:
-    """Every kernel in the cache, the last used first."""
+def cache_list(_: CacheListArguments) -> None:
+    """Shows every kernel in the cache, the last used first."""
+    root = config.cache_dir()
     if root is None:
         say("caching on disk is off (FLASHGEN_CACHE_DIR=off)")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,12 @@ def random_call(
     """Standard normal operands, the same on every machine for the same seed.
 
     Raises:
-        InputError: a scalar has no value, or the file's examples are wrong.
+        InputError: a scalar has no value, the file's examples are wrong, or the operands exceed
+            the memory of this machine.
     """
     import torch
 
+    _check_memory(spec, sizes)
     generator = torch.Generator().manual_seed(arguments.seed)
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -68,6 +71,22 @@ def random_call(
         options |= {"dropout_p": arguments.dropout, "rng": rng}
     examples = frozenset([*scalar_examples, *tensor_examples])
     return RandomCall((q, k, v), (dout, dlse), options, examples)
+
+
+def _check_memory(spec: AttentionSpec, sizes: Shape) -> None:
+    """Checks that the float32 numbers of q, k, v and the output's gradient fit this machine."""
+    dim, dim_v = spec.head_dim, spec.head_dim_v or spec.head_dim
+    of_queries = sizes.heads_q * sizes.seq_q * (dim + dim_v)
+    of_keys = sizes.heads_kv * sizes.seq_k * (dim + dim_v)
+    needed = 4 * sizes.batch * (of_queries + of_keys)
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    if has and needed > has:
+        raise InputError(
+            "the operands of this shape do not fit the memory of this machine",
+            where="option --shape",
+            numbers=f"{sizes}: {needed:,} B; the machine has {has:,} B",
+            way_out="a smaller --shape",
+        )
 
 
 def choose_backend(given: str | None) -> tuple[str, str]:

@@ -21,7 +21,6 @@ is live.
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from flashgen.cli.inputs import Shape
 from flashgen.errors import FlashgenError, InputError
 from flashgen.language import Tensor as Capture
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.language.spec_file import file_and_variable, run_file
 from flashgen.signature import LAYOUT, LAYOUT_LISTS
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def tensor_values(
         dtype = getattr(torch, tensor.dtype)
         try:
             values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InputError(
                 f"example_tensors gives no tensor for {tensor.name}: {error}",
                 where=f"{path}, example_tensors",
@@ -154,16 +154,16 @@ def _boundaries(length: int, generator: Generator) -> Tensor:
 
 def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:
     """The dictionary that the file's example_tensors returns; empty without such a function."""
-    file = path if Path(path).is_file() else path.rpartition(":")[0]
-    function: Callable[..., Any] | None = runpy.run_path(file).get("example_tensors")
+    file, _ = file_and_variable(path)
+    function: Callable[..., Any] | None = run_file(file).get("example_tensors")
     if function is None:
         return {}
     where = f"{Path(file).as_posix()}, example_tensors"
     try:
         found = function(lengths, generator)
-    except FlashgenError:
+    except (FlashgenError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit too
         raise InputError(
             f"example_tensors raised {type(error).__name__}: {error}",
             where=where,

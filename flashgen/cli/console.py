@@ -5,21 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flashgen import config
 from flashgen.errors import FlashgenError
-
-MISMATCH = 1
-REFUSED = 2
-"""Exit codes: the result is wrong or a file differs; the command could not be carried out."""
 
 _PIPED_WIDTH = 4000  # in a pipe no line is broken or cut
 _SLOW_SECONDS = 1.0
@@ -74,8 +68,12 @@ def _print_table(table: Table) -> None:
 
 
 @contextmanager
-def busy(doing: str) -> Iterator[None]:
-    """Prints on stderr what is being done, when it takes longer than a second."""
+def busy(doing: str) -> Iterator[Callable[[], None]]:
+    """Prints on stderr what is being done, when it takes longer than a second.
+
+    Yields:
+        A function that removes the spinner from a terminal, for a report that follows it.
+    """
     err = console(stderr=True)
     status = err.status(doing) if err.is_terminal else None
 
@@ -88,20 +86,24 @@ def busy(doing: str) -> Iterator[None]:
     timer = threading.Timer(_SLOW_SECONDS, show)
     timer.daemon = True
     timer.start()
-    try:
-        yield
-    finally:
+
+    def stop() -> None:
         timer.cancel()
         timer.join()
         if status is not None:
             status.stop()
 
+    try:
+        yield stop
+    finally:
+        stop()
 
-def refuse(error: FlashgenError) -> NoReturn:
-    """Prints the error and exits. FLASHGEN_DEBUG of 1 or more adds the traceback."""
+
+def print_error(error: FlashgenError, cause: BaseException | None = None) -> None:
+    """Prints the four lines of an error on stderr, below the traceback of ``cause``."""
     err = console(stderr=True)
-    if _debugging():
-        err.print("".join(traceback.format_exception(error)), style="dim", soft_wrap=True)
+    if cause is not None:
+        err.print("".join(traceback.format_exception(cause)), style="dim", soft_wrap=True)
     kind = Text(f"{type(error).__name__}: ", style="bold red")
     first, *rest = str(error).splitlines()
     err.print(kind + Text(first, style="bold"), soft_wrap=True)
@@ -109,10 +111,10 @@ def refuse(error: FlashgenError) -> NoReturn:
         label = line[:11]
         text = Text(label, style="green" if label.strip() == "try" else "cyan") + Text(line[11:])
         err.print(text, soft_wrap=True)
-    raise typer.Exit(REFUSED)
 
 
-def _debugging() -> bool:
+def debugging() -> bool:
+    """Whether FLASHGEN_DEBUG is 1 or more."""
     try:
         return config.debug_level() > 0
     except FlashgenError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import typer
 from flashgen import config
 from flashgen.cli import generated
 from flashgen.cli.arguments import DEFAULT_ARCH, EmitArguments
-from flashgen.cli.console import MISMATCH, busy, plural, say, write
+from flashgen.cli.console import busy, plural, say, write
+from flashgen.cli.ending import MISMATCH
+from flashgen.cli.inputs import check_folder
 from flashgen.codegen import Source
 from flashgen.errors import InputError, RenderError, SpecError
 from flashgen.language.spec import AttentionSpec
@@ -27,6 +30,8 @@ def emit(arguments: EmitArguments) -> None:
     With ``--check`` it compares them with the files of the folder instead.
     """
     folder = arguments.output
+    if not arguments.check:  # folders that are missing are made
+        check_folder(next(filter(os.path.lexists, (folder, *folder.absolute().parents))), "-o")
     left_over: list[Path] = []
     if arguments.specs:
         archs = arguments.archs or (config.arch() or DEFAULT_ARCH,)
@@ -117,7 +122,12 @@ def _write(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) ->
             say(f"unchanged  {path.as_posix()}")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_bytes(data)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
         say(f"written    {path.as_posix()}  {len(data):,} B")
     for path in left_over:
         say(f"left over  {path.as_posix()}  {_why_left_over(path)}: delete it", style="yellow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from flashgen.cli.arguments import CallArguments, SpecArguments
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.errors import InputError, SpecError
 from flashgen.language.spec import AttentionSpec
-from flashgen.language.spec_file import load
+from flashgen.language.spec_file import file_and_variable, load
 
 Number = int | float | bool
 
@@ -62,7 +63,8 @@ def parse_shape(text: str) -> Shape:
         InputError: another form.
     """
     parts = [part.strip() for part in text.split(",")]
-    if all(part.isascii() and part.isdecimal() for part in parts) and len(parts) in (3, 5):
+    plain = all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts)
+    if plain and len(parts) in (3, 5):
         sizes = [int(part) for part in parts]
         if len(sizes) == 3:
             batch, heads, seq = sizes
@@ -71,7 +73,7 @@ def parse_shape(text: str) -> Shape:
     raise InputError(
         "this is not a shape",
         where="option --shape",
-        numbers=f"given {text!r}",
+        numbers=f"given {text[:80]!r}",
         way_out="--shape B,H,N as in 1,4,256, or --shape B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
     )
 
@@ -139,8 +141,8 @@ def example_scalars(path: str) -> Mapping[str, Any]:
     Raises:
         InputError: it is not a dictionary of literals.
     """
-    file = Path(path if Path(path).is_file() else path.rpartition(":")[0])
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    file = Path(file_and_variable(path)[0])
+    for node in ast.parse(file.read_bytes()).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -148,7 +150,7 @@ def example_scalars(path: str) -> Mapping[str, Any]:
             continue
         try:
             found = ast.literal_eval(node.value)
-        except ValueError:
+        except (ValueError, TypeError, MemoryError, RecursionError):
             found = None
         if isinstance(found, dict):
             return found
@@ -159,3 +161,30 @@ def example_scalars(path: str) -> Mapping[str, Any]:
             way_out='example_scalars = {"window": 64}',
         )
     return {}
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Checks that files can be written into a folder, before the work that makes them.
+
+    Raises:
+        InputError: it is no folder, it does not exist, or it cannot be written.
+    """
+    reason = next(
+        (
+            text
+            for wrong, text in (
+                (not os.path.lexists(folder), "it does not exist"),
+                (not os.path.isdir(folder), "it is not a folder"),
+                (not os.access(folder, os.W_OK | os.X_OK), "it cannot be written"),
+            )
+            if wrong
+        ),
+        None,
+    )
+    if reason is not None:
+        raise InputError(
+            "no file can be written into this folder",
+            where=f"option {option}",
+            numbers=f"{folder.as_posix()}: {reason}",
+            way_out="a folder that exists and that you can write",
+        )

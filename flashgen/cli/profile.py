@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.cli.arguments import ProfileArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, listing, say, seconds
-from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.cli.inputs import check_folder, load_spec, parse_shape
+from flashgen.cli.progress import emulated, expected_work
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -24,15 +26,18 @@ def profile(arguments: ProfileArguments) -> None:
     with busy("loading torch"):
         from flashgen.profile import check_plot, plot, profile_backward, profile_forward
     if arguments.plot is not None:
-        check_plot()
+        check_folder(arguments.plot.parent, "--plot")
+        check_plot(arguments.plot)
     call = random_call(spec, arguments, sizes)
     options = call.options | {"arch": arguments.arch, "sram": arguments.sram}
-    with busy(f"{spec.name}: compiling, then counting {sizes} in the emulator"):
+    doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
+    with emulated(doing, partial(expected_work, spec, call, arguments)):
         run, profiles = profile_forward(spec, *call.operands, **options)
     if arguments.backward:
         tensors = (*call.operands, run.out, run.lse, *call.gradients)
         options["deterministic"] = arguments.deterministic
-        with busy(f"{spec.name}: compiling and counting the backward kernels"):
+        doing = f"{spec.name}: compiling and counting the backward kernels"
+        with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
             _, more = profile_backward(spec, *tensors, **options)
         profiles += more
     dropout = f", dropout p {arguments.dropout}" if arguments.dropout else ""

@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from flashgen.cli import arguments as declared
-from flashgen.cli.console import refuse, say
-from flashgen.errors import FlashgenError
+from flashgen.cli.console import say
+from flashgen.cli.ending import EXIT_CODES, finish
 from flashgen.version import __version__
 
+
+class Program(TyperGroup):
+    """The group of all commands; every way to start the program ends in `finish`."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
+        line = sys.argv[1:] if args is None else args
+        options["standalone_mode"] = False
+        finish(partial(super().main, line, *rest, **options), line)
+
+
 app = typer.Typer(
+    cls=Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
     epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    "FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. Exit status: 0 done, 1 a result is "
-    "wrong or a file differs, 2 refused.",
+    f"FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. Exit status: {EXIT_CODES}",
 )
+groups: dict[str, typer.Typer] = {}
+"""The commands of two words, such as ``cache list``, by their first word."""
 
 
 def command(made_of: type[Any]) -> None:
     """Registers the command of a dataclass: its fields are the options, its docstring is the help.
 
-    The function and the module have the name of the command. The module is imported when the
-    command runs, so that --help and `plan` do not load torch. A FlashgenError is printed as its
-    four lines and ends the program with `REFUSED`.
+    ``CacheListArguments`` is the command ``cache list``, which is the function ``cache_list`` of
+    the module ``cache``. The module is imported when the command runs, so that --help and `plan` do
+    not load torch.
     """
-    name = made_of.__name__.removesuffix("Arguments").lower()
+    words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", made_of.__name__).lower())[:-1]
+    module, function = f"flashgen.cli.{words[0]}", "_".join(words)
 
     def run(**options: Any) -> None:
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
-        try:
-            getattr(import_module(f"flashgen.cli.{name}"), name)(made_of(**given))
-        except FlashgenError as error:
-            refuse(error)
+        getattr(import_module(module), function)(made_of(**given))
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
-    app.command(name, help=made_of.__doc__)(run)
+    parent = app if len(words) == 1 else _group(words[0])
+    parent.command(words[-1], help=made_of.__doc__)(run)
+
+
+def _group(word: str) -> typer.Typer:
+    """The commands that begin with this word."""
+    if word not in groups:
+        groups[word] = typer.Typer(no_args_is_help=True)
+        app.add_typer(groups[word], name=word, help=declared.GROUPS[word])
+    return groups[word]
 
 
 def signature_of(made_of: type[Any]) -> Signature:

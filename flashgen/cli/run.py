@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,8 +11,10 @@ from rich.text import Text
 
 from flashgen.cli.arguments import RunArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
-from flashgen.cli.console import MISMATCH, busy, facts, seconds
+from flashgen.cli.console import busy, facts, seconds
+from flashgen.cli.ending import MISMATCH
 from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.cli.progress import emulated, expected_work
 from flashgen.language import python_text
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import LAYOUT_LISTS
@@ -51,7 +54,8 @@ def run(arguments: RunArguments) -> None:
     def forward() -> ForwardRun:
         return run_forward(spec, *call.operands, **call.options | how)
 
-    with busy(f"{spec.name}: compiling, then running {sizes} {on}"):
+    doing = f"{spec.name}: compiling, then running {sizes} {on}"
+    with emulated(doing, partial(expected_work, spec, call, arguments)):
         result = forward()
         elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
     verdicts: dict[str, Verdict] = {}
@@ -61,7 +65,8 @@ def run(arguments: RunArguments) -> None:
     backward_rows: list[Row] = []
     if arguments.backward:
         how["deterministic"] = arguments.deterministic
-        with busy(f"{spec.name}: compiling, then running the backward kernels {on}"):
+        doing = f"{spec.name}: compiling, then running the backward kernels {on}"
+        with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
             gradients, total = _backward(spec, call, result, how)
         backward_rows = list(_backward_rows(gradients, total))
         if arguments.check:

@@ -41,9 +41,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     functions = SpecFunctions(spec, analysis, QUERIES if plan.owns_keys else KEYS)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
-    shared = hopper and plan.score_warps > 1
-    element = ("prob[n][e]" if shared else "s[n][e]") if hopper else "s[g][n][e]"
-    score = ScoreCode.of(functions, slope=True, element=element, scaled=shared)
+    element = ("prob[n][e]" if plan.in_passes else "s[n][e]") if hopper else "s[g][n][e]"
+    score = ScoreCode.of(functions, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, **renamed)
     fields: dict[str, Any] = {}
     if hopper:

@@ -27,8 +27,9 @@ from flashgen.language.user_source import SourceLines
 
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
-TILE = sympy.Symbol("tile", integer=True)
-TILE_END = sympy.Symbol("tile_end", integer=True)
+# No scalar of a spec can have these names, so that no two symbols are equal.
+TILE = sympy.Symbol(".tile", integer=True)
+TILE_END = sympy.Symbol(".tile_end", integer=True)
 
 # Function parameters in the order of a signature, with their C++ type.
 PARAMETERS: dict[sympy.Symbol, str] = {

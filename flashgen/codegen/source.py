@@ -104,7 +104,7 @@ class PtxTypes:
 ELEMENTS = {
     "float16": PtxTypes("f16", "b16", "h"),
     "bfloat16": PtxTypes("bf16", "b16", "h"),
-    "float32": PtxTypes("tf32", "f32", "f"),
+    "float32": PtxTypes("bf16", "f32", "f"),
 }
 
 

@@ -133,10 +133,11 @@ def write(path: Path, entry_key: str, meta: dict[str, Any], files: dict[str, byt
         (temporary / META).write_bytes(_sealed(full))
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
         _note(f"the kernel was compiled but cannot be kept in {root}: {error.strerror or error}")
         return False
+    finally:
+        if temporary is not None:  # it exists still after an error or Ctrl-C
+            shutil.rmtree(temporary, ignore_errors=True)
     return True
 
 
@@ -150,10 +151,11 @@ def replace_text(path: Path, text: str) -> str | None:
             file.write(text)
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
+        return error.strerror or str(error)
+    finally:
+        if temporary is not None:  # it exists still after an error or Ctrl-C
             with suppress(OSError):
                 os.unlink(temporary)
-        return error.strerror or str(error)
     return None
 
 

@@ -94,6 +94,8 @@ class _ChunkOperands:
         delta: D - dLSE, of the shape of lse; 0 where LSE is -inf.
         some_masked: whether some row is fully masked. With a sink it is always true, because LSE
             does not show it.
+        some_undefined: whether delta may have a NaN or an infinity, by which P * (dP - D) is NaN
+            also where P is 0.
     """
 
     q: Tensor
@@ -105,6 +107,7 @@ class _ChunkOperands:
     lse: Tensor
     delta: Tensor
     some_masked: bool
+    some_undefined: bool
 
 
 def _operands(
@@ -129,6 +132,7 @@ def _operands(
         lse=lse,
         delta=delta.masked_fill_(masked, 0),
         some_masked=part.problem.sink is not None or bool(masked.any()),
+        some_undefined=not math.isfinite(float(delta.sum())),
     )
 
 
@@ -194,6 +198,8 @@ def _key_tile(
 
         if uses or not problem.programs.ignores_score:
             _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
+            if bits is not None and of.some_undefined:
+                part.select(ds, bits)
         for number, by, places in uses:
             _add_captured(part, work, captured[number], ds, by, places, bits)
         if not problem.programs.ignores_score:

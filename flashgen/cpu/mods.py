@@ -20,17 +20,33 @@ from flashgen.cpu.elements import flat_index, inside, read
 from flashgen.cpu.program import VARYING, Program, ProgramStep
 from flashgen.errors import SpecError
 from flashgen.language import (
+    Atan2,
     Element,
+    Erf,
+    Erfc,
+    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
+    Log1p,
     Log2,
     Maximum,
     Minimum,
+    Round,
     Sigmoid,
     is_condition,
     is_int,
 )
+from flashgen.language.bit_functions import (
+    BitAnd,
+    BitFunction,
+    BitOr,
+    BitXor,
+    Popcount,
+    ShiftLeft,
+    ShiftRight,
+)
+from flashgen.language.divisors import may_be_zero
 from flashgen.language.integer_limits import fits
 from flashgen.language.rational_sums import gather
 
@@ -175,6 +191,8 @@ class _Compiler:
             return self._choice(expr, self.integer)
         if isinstance(expr, FloorDiv | FloorMod):
             return self._integer_division(expr)
+        if isinstance(expr, BitFunction):
+            return self._step(_BITS[expr.func], *map(self.integer, expr.args))
         return self._common(expr, self.integer)
 
     def _integer_division(self, expr: sympy.Expr) -> int:
@@ -188,11 +206,10 @@ class _Compiler:
             return self._step(
                 torch.bitwise_and, dividend, self._constant(int(divisor) - 1, torch.int64)
             )
-        by = self.integer(divisor)
-        if not divisor.is_Integer and not divisor.is_positive:
-            # A division by 0 must not raise an error where another branch is chosen.
-            by = self._step(_or_one, by)
-        return self._step(torch.floor_divide if quotient else torch.remainder, dividend, by)
+        by, divide = self.integer(divisor), torch.floor_divide if quotient else torch.remainder
+        if divisor.is_positive or not may_be_zero(divisor):
+            return self._step(divide, dividend, by)
+        return self._step(partial(_or_zero, divide), dividend, by)
 
     # Reals.
 
@@ -214,12 +231,12 @@ class _Compiler:
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
         if isinstance(expr, FloorDiv):
-            return self._step(torch.floor_divide, *map(self.real, expr.args))
+            return self._step(torch.floor, self._step(torch.div, *map(self.real, expr.args)))
         if isinstance(expr, FloorMod):
             return self._step(torch.remainder, *map(self.real, expr.args))
         function = _REAL_FUNCTIONS.get(expr.func)
         if function is not None:
-            return self._step(function, self.real(expr.args[0]))
+            return self._step(function, *map(self.real, expr.args))
         return self._common(expr, self.real)
 
     def _real_sum(self, expr: sympy.Add) -> int:
@@ -297,8 +314,18 @@ class _Compiler:
         return chosen
 
 
-def _or_one(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1, x)
+def _or_zero(divide: Callable[[Tensor, Tensor], Tensor], x: Tensor, by: Tensor) -> Tensor:
+    """The quotient or remainder of integers; 0 where the divisor is 0."""
+    return divide(x, torch.where(by == 0, 1, by)).masked_fill_(by == 0, 0)
+
+
+def _popcount(x: Tensor) -> Tensor:
+    """The ones among the low 32 bits, counted in pairs, fours and bytes."""
+    x = x & 0xFFFFFFFF
+    x = x - (x >> 1 & 0x55555555)
+    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+    x = x + (x >> 4) & 0x0F0F0F0F
+    return x * 0x01010101 >> 24 & 0xFF
 
 
 def _number(expr: sympy.Expr) -> float:
@@ -351,4 +378,19 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     sympy.cos: torch.cos,
     Sigmoid: torch.sigmoid,
     Floor: torch.floor,
+    Round: torch.round,
+    Erf: torch.erf,
+    Erfc: torch.erfc,
+    Log1p: torch.log1p,
+    Expm1: torch.expm1,
+    Atan2: torch.atan2,
+}
+
+_BITS: dict[type[sympy.Basic], Callable[..., Any]] = {
+    BitAnd: torch.bitwise_and,
+    BitOr: torch.bitwise_or,
+    BitXor: torch.bitwise_xor,
+    ShiftLeft: torch.bitwise_left_shift,
+    ShiftRight: torch.bitwise_right_shift,
+    Popcount: _popcount,
 }

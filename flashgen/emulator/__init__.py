@@ -17,7 +17,7 @@ above it in this list, never those below:
 ``isa``       The instructions. ``emitters`` write one Python function per segment of PTX;
               ``semantics`` holds the functions over numpy arrays that this code calls.
 ``machine``   Scheduler, barriers, mbarriers, asynchronous and bulk copies, tensor maps, wgmma.
-``entry``     `launch`, `load` and `profiling`.
+``entry``     `launch`, `load`, `profiling` and `watching`.
 
 To add an instruction, write its emitter in ``isa/emitters``. To add a checker, write its class in
 ``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it where
@@ -25,7 +25,7 @@ To add an instruction, write its emitter in ``isa/emitters``. To add a checker, 
 """
 
 from flashgen.emulator.counters.totals import Counters, Totals
-from flashgen.emulator.entry import launch, load, profiling
+from flashgen.emulator.entry import launch, load, profiling, watching
 from flashgen.emulator.errors import (
     BarrierDivergence,
     DeadlockError,
@@ -69,4 +69,5 @@ __all__ = [
     "launch",
     "load",
     "profiling",
+    "watching",
 ]

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,6 +32,7 @@ _KEPT_MODULES = 32
 _MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
+_WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
 
 
 def launch(
@@ -99,6 +100,7 @@ def launch(
         sums,
         _allowed(allow),
         _cluster_of(program, cluster),
+        _WATCHER.get(),
     )
     _check_shape(program, config)
     machine = Machine(segments, config, DeviceArguments(program, args))
@@ -130,6 +132,19 @@ def profiling() -> Iterator[list[Counters]]:
         yield launches
     finally:
         _LAUNCHES.reset(token)
+
+
+@contextmanager
+def watching(tell: Callable[[Counters], None]) -> Iterator[None]:
+    """Calls ``tell`` with the counters of the running launch, many times per second.
+
+    The counters of a launch are one object, whose numbers grow.
+    """
+    token = _WATCHER.set(tell)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def load(ptx: str, name: str) -> PtxProgram:

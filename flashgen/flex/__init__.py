@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from flashgen.flex.checks import (
 from flashgen.flex.traced_mods import CallSizes, TracedMods, read
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec import HEAD_DIM_STEP
+from flashgen.runtime.check_basics import refuse_jit_trace
 
 __all__ = ["TracedMods", "flex_attention"]
 
@@ -52,7 +52,7 @@ def flex_attention(
     become arguments of the kernels, with gradients. New contents, lengths and batch sizes, and new
     closures of the same code over the same numbers, reuse the compiled kernels. Casts between
     floating-point dtypes have no effect inside a mod, which is computed in float32. torch.compile
-    leaves a break in the graph at the call.
+    leaves a break in the graph at the call; with fullgraph=True it refuses the call and says why.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
@@ -82,19 +82,30 @@ def flex_attention(
     Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
     Kernels", 2024.
     """
-    call = _disabled() if "torch._dynamo" in sys.modules else _attend
+    call = _untraced() if "torch._dynamo" in sys.modules else _attend
     returned = _Returned(return_lse, return_aux)
     return call(query, key, value, score_mod, block_mask, scale, enable_gqa, returned)
 
 
-# The attribute that torch.compiler.disable sets: torch.compile does not trace the function.
+WHY_UNTRACED = (
+    "fg.flex_attention reads its mods as Python functions and cannot be one node of a graph. With "
+    "fullgraph=True, use fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...)), made outside "
+    "of the compiled function; without it, this call is a break in the graph"
+)
+
+# The attributes that torch.compiler.disable sets: torch.compile does not trace the function.
 flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
+flex_attention._torchdynamo_disable_msg = WHY_UNTRACED  # type: ignore[attr-defined]
+
+_made: dict[str, Callable[..., Any]] = {}
 
 
-@functools.cache
-def _disabled() -> Callable[..., Any]:
+def _untraced() -> Callable[..., Any]:
     """`_attend`, which torch.compile does not trace, nor any function that it calls."""
-    return torch.compiler.disable(_attend)  # type: ignore[no-any-return,no-untyped-call]
+    # A dictionary, because torch.compile warns of functools.cache.
+    if "attend" not in _made:
+        _made["attend"] = torch.compiler.disable(_attend, reason=WHY_UNTRACED)  # type: ignore[no-untyped-call]
+    return _made["attend"]
 
 
 def _attend(
@@ -107,6 +118,7 @@ def _attend(
     enable_gqa: bool,
     returned: _Returned,
 ) -> Any:
+    refuse_jit_trace()
     check_tensors(query, key, value, enable_gqa)
     _check_returned(returned)
     check_batch(query, key, block_mask)

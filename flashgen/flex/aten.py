@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.flex.pointwise_rules import RULES as POINTWISE
+from flashgen.flex.search_rules import RULES as SEARCHES
 from flashgen.flex.traced_array import Entry, Result, TracedArray, literal, number
 from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.flex.view_rules import RULES as STRUCTURE
@@ -59,8 +60,9 @@ class _Operation:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         if all(leaf.array.data is not None for leaf in leaves if isinstance(leaf, TracedTensor)):
             return self._computed()
-        if self.name in STRUCTURE:
-            return self._restructured(STRUCTURE[self.name])
+        on_arrays = STRUCTURE.get(self.name) or SEARCHES.get(self.name)
+        if on_arrays is not None:
+            return self._restructured(on_arrays)
         if self.name in POINTWISE:
             return self._elementwise(POINTWISE[self.name])
         if self.name in _REDUCTIONS:

@@ -25,7 +25,6 @@ Rule = Callable[..., Entry]
 
 LN_10 = Value(sympy.log(10))
 LARGEST_FACTOR = 2**40
-MOST_BITS = 62
 
 
 def _plain(name: str, function: Callable[..., Traced]) -> Rule:
@@ -126,7 +125,7 @@ def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None)
         to.finite("div", a)
     x = number(a.value)
     if rounding_mode == "floor":
-        return Entry(x // y)
+        return Entry(x // _divisor(to, y))
     if rounding_mode == "trunc":
         return Entry(_quotient(to, x, y))
     return Entry(x / y, a.lost)
@@ -170,6 +169,7 @@ def _trunc(to: Result, /, x: Entry) -> Entry:
 
 def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
     """Division that rounds toward 0."""
+    y = _divisor(to, y)
     if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return x // y
     if not (is_int(x.expr) and is_int(y.expr)):
@@ -178,8 +178,24 @@ def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
     return where((x < 0) ^ (y < 0), -size, size)
 
 
+def _divisor(to: Result, y: Traced) -> Traced:
+    """A divisor that is positive at all positions of the call, as such for every call."""
+    if is_int(y.expr) and not y.expr.is_number and to.tracer.never_negative(y.expr - 1):
+        return fg.maximum(y, 1)
+    if is_int(y.expr) and not y.expr.is_number and to.tracer.never_negative(-1 - y.expr):
+        return fg.minimum(y, -1)
+    return y
+
+
+def _floored(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
+    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+        return Entry(function(to.number(name, a), _divisor(to, to.number(name, b))))
+
+    return rule
+
+
 def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
-    x, y = (to.number("fmod", e) for e in (a, b))
+    x, y = to.number("fmod", a), _divisor(to, to.number("fmod", b))
     if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return Entry(x % y)
     rest = fg.absolute(x) % fg.absolute(y)
@@ -216,67 +232,13 @@ def _power(x: Traced, exponent: Traced) -> Traced:
     return x**exponent
 
 
-def _round(to: Result, /, x: Entry) -> Entry:
-    """Halves go to the even neighbour."""
-    value = to.number("round", x)
-    if value.expr.is_integer:
-        return Entry(value)
-    up = fg.floor(value + 0.5)
-    half = (up - value == 0.5) & (up - 2 * fg.floor(up / 2) == 1)
-    return Entry(where(half, up - 1, up))
+# Operations on the bits of integers.
 
 
-# Operations on the bits of integers, by floor divisions and remainders.
-
-
-def _bitwise(name: str, bools: Callable[..., Traced]) -> Rule:
+def _bitwise(name: str, function: Callable[..., Traced]) -> Rule:
     def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
         x, y = to.finite(name, a), to.finite(name, b)
-        if to.dtype == torch.bool:
-            return Entry(bools(x, y))
-        x, y = number(x), number(y)
-        if x.expr.is_Integer:
-            x, y = y, x
-        if not (y.expr.is_Integer and 0 <= int(y.expr) < 2**MOST_BITS):
-            to.tracer.refuse(
-                f"torch.{name} of two integers that are not constants",
-                numbers=f"operands {python_text(x.expr)} and {python_text(y.expr)}",
-                way_out="a non-negative constant for one of the two",
-            )
-        common = _bits(x, int(y.expr))
-        if name == "bitwise_and":
-            return Entry(common)
-        return Entry(x + y - common * (1 if name == "bitwise_or" else 2))
-
-    return rule
-
-
-def _bits(x: Traced, mask: int) -> Traced:
-    """``x & mask``, as a sum over the runs of ones in the mask."""
-    total, low = Value(sympy.S.Zero), 0
-    while mask >> low:
-        if not mask >> low & 1:
-            low += 1
-            continue
-        length = 1
-        while mask >> (low + length) & 1:
-            length += 1
-        total = total + x // 2**low % 2**length * 2**low
-        low += length
-    return total
-
-
-def _shift(name: str, left: bool) -> Rule:
-    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        x, y = to.number(name, a), to.number(name, b)
-        if not (y.expr.is_Integer and 0 <= int(y.expr) <= MOST_BITS):
-            to.tracer.refuse(
-                f"torch.{name} by a number that is not a constant",
-                numbers=f"by {python_text(y.expr)}",
-                way_out="a constant, or a product or a quotient",
-            )
-        power = 2 ** int(y.expr)
-        return Entry(x * power if left else x // power)
+        return Entry(function(x, y) if to.dtype == torch.bool else function(number(x), number(y)))
 
     return rule
 
@@ -290,17 +252,20 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "abs": fg.absolute,
     "neg": operator.neg,
     "positive": operator.pos,
-    "sign": lambda x: where(x > 0, 1, where(x < 0, -1, 0)),
-    "sgn": lambda x: where(x > 0, 1, where(x < 0, -1, 0)),
+    "sign": fg.sign,
+    "sgn": fg.sign,
     "exp": fg.exp,
-    "exp2": lambda x: 2**x,
-    "expm1": lambda x: fg.exp(x) - 1,
+    "exp2": fg.exp2,
+    "expm1": fg.expm1,
+    "erf": fg.erf,
+    "erfc": fg.erfc,
+    "atan2": fg.atan2,
     "log": fg.log,
     "log2": fg.log2,
     "log10": lambda x: fg.log(x) / LN_10,
-    "log1p": lambda x: fg.log(1 + x),
+    "log1p": fg.log1p,
     "sqrt": fg.sqrt,
-    "rsqrt": lambda x: 1 / fg.sqrt(x),
+    "rsqrt": fg.rsqrt,
     "reciprocal": lambda x: 1 / x,
     "sin": fg.sin,
     "cos": fg.cos,
@@ -310,12 +275,11 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "sinh": lambda x: (fg.exp(x) - fg.exp(-x)) / 2,
     "cosh": lambda x: (fg.exp(x) + fg.exp(-x)) / 2,
     "floor": fg.floor,
+    "round": fg.round,
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x > 0, x, 0),
     "pow": _power,
-    "remainder": operator.mod,
-    "floor_divide": operator.floordiv,
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_and": operator.and_,
@@ -329,9 +293,10 @@ RULES: dict[str, Rule] = {
     **{name: _plain(name, function) for name, function in _NUMBERS.items()},
     **{name: _conditions(name, function) for name, function in _CONDITIONS.items()},
     **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
+    "remainder": _floored("remainder", operator.mod),
+    "floor_divide": _floored("floor_divide", operator.floordiv),
     "trunc": _trunc,
     "fix": _trunc,
-    "round": _round,
     "where": _where,
     "masked_fill": _masked_fill,
     "add": _add,
@@ -351,8 +316,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("bitwise_and", "__and__"), _bitwise("bitwise_and", operator.and_)),
     **dict.fromkeys(("bitwise_or", "__or__"), _bitwise("bitwise_or", operator.or_)),
     **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise("bitwise_xor", operator.xor)),
-    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _shift("bitwise_left_shift", True)),
-    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift("bitwise_right_shift", False)),
+    **dict.fromkeys(
+        ("bitwise_left_shift", "__lshift__"), _bitwise("bitwise_left_shift", operator.lshift)
+    ),
+    **dict.fromkeys(
+        ("bitwise_right_shift", "__rshift__"), _bitwise("bitwise_right_shift", operator.rshift)
+    ),
     "bitwise_not": _bitwise_not,
 }
 """The rule of each operation by its name; it covers all overloads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,12 @@ from flashgen.flex.aten import run
 from flashgen.flex.mod_key import Key, ReachableValues
 from flashgen.flex.traced_array import Entry, TracedArray, condition, literal, number
 from flashgen.flex.tracer import CapturedTensor, TracedTensor, Tracer
-from flashgen.language import SCORE, B, H, K, Q, Traced, python_text
+from flashgen.language import SCORE, B, H, K, Q, Traced, is_condition, python_text
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.capture_names import BUILT_IN_NAMES
 from flashgen.language.integer_limits import Limits, limits
+from flashgen.language.mod_functions import where
+from flashgen.language.operators import as_condition
 from flashgen.language.spec import GENERIC_NAMES, AttentionSpec
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
@@ -202,9 +205,11 @@ def _read(
     made_mask = None if mask is None else condition(mask.value)
     of_mask_mod = sympy.true if made_mask is None else made_mask.expr
     made_score = None if score is None else number(score.value)
-    if score is not None and score.lost is not None:
-        _check_lost(score.lost, score_mod)
-        made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
+    if made_score is not None and score is not None and score.lost is not None:
+        if SCORE in score.lost.expr.free_symbols:  # no tile can be skipped by the score
+            made_score = where(score.lost, -math.inf, made_score)
+        else:
+            made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
     tensors = {
         tensor.name: _captured(source, learned)
         for source in tracer.sources
@@ -258,7 +263,7 @@ def _traced(tracer: Tracer, role: str, mod: Mod | None) -> Entry | None:
         wrong = f"returned a {type(returned).__name__}"
     elif array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
-    elif is_mask != (array.dtype == torch.bool):
+    elif is_mask != (array.dtype == torch.bool) and not (is_mask and _is_flag(array)):
         wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
     if wrong or array is None:
         example = "q_idx >= kv_idx" if is_mask else "score + bias[h, kv_idx]"
@@ -271,6 +276,11 @@ def _traced(tracer: Tracer, role: str, mod: Mod | None) -> Entry | None:
     return array.entry
 
 
+def _is_flag(array: TracedArray) -> bool:
+    """True for an integer that a captured tensor holds: a condition where one is expected."""
+    return is_condition(as_condition(array.entry.value.expr))
+
+
 def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
     if isinstance(returned, bool | int | float):
         dtype = torch.bool if isinstance(returned, bool) else torch.float32
@@ -278,17 +288,6 @@ def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
     if isinstance(returned, TracedTensor):
         return returned.array
     return tracer.traced(returned).array if isinstance(returned, torch.Tensor) else None
-
-
-def _check_lost(lost: Traced, mod: Mod | None) -> None:
-    assert mod is not None
-    if SCORE in lost.expr.free_symbols:
-        raise SpecError(
-            "a score_mod returns minus infinity under a condition that depends on the score",
-            where=str(_lines_of(mod, "")),
-            numbers=f"minus infinity where {python_text(lost.expr)}",
-            way_out="a condition of b, h, q_idx and kv_idx, or a large negative number",
-        )
 
 
 def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import linecache
+from types import FrameType
 
 from flashgen.language.user_source import user_frame
 
 FUNCTIONS = (
     "where", "minimum", "maximum", "exp", "log", "log2", "sqrt",
-    "tanh", "sigmoid", "abs", "sin", "cos", "floor",
+    "tanh", "sigmoid", "abs", "sin", "cos", "floor", "round", "exp2", "expm1", "log1p", "rsqrt",
+    "erf", "erfc", "atan2", "sign", "clamp", "isfinite", "popcount",
 )  # fmt: skip
 
 LANGUAGE = f"operators and the functions of flashgen: fg.{', '.join(FUNCTIONS)}"
@@ -18,23 +20,23 @@ _ALIASES = {
     "max": "maximum",
     "min": "minimum",
     "fabs": "abs",
-    "clamp": "minimum(fg.maximum(x, lo), hi)",
 }
 
 
 def for_attribute(name: str) -> str:
     """The function of flashgen that replaces a method ``name``, as in ': fg.exp(x)'."""
     name = _ALIASES.get(name, name)
-    if name.startswith("minimum("):
-        return f": fg.{name}"
     return f": fg.{name}(x)" if name in FUNCTIONS else f" ({', '.join(FUNCTIONS)})"
 
 
 def for_type(value: object) -> str:
     """What to use instead of a value of an unsupported type."""
     kind = type(value).__name__
-    if kind in ("Tensor", "ndarray"):
-        return "an element of an fg.Tensor, which is given with each call, or a number"
+    if kind in ("Tensor", "ndarray", "Parameter"):
+        return (
+            'capture it: t = fg.Tensor("t", dims, dtype), an element such as t[h] in the mod, and '
+            "op(q, k, v, t=...); or .item() for a constant"
+        )
     if isinstance(value, str | bytes | None.__class__ | list | tuple | dict | set):
         return "an int, a float, a bool, an fg.Scalar or another traced value"
     if isinstance(value, complex):
@@ -60,9 +62,43 @@ def for_call(file: str | None = None, line: int = 0) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = _ALIASES.get(node.func.attr, node.func.attr)
             if name in FUNCTIONS:
-                arguments = ", ".join(map(ast.unparse, node.args))
-                return f"fg.{name}({arguments}) instead of {ast.unparse(node)}"
+                written = ast.unparse(node)
+                better = f"fg.{name}({', '.join(map(ast.unparse, node.args))})"
+                if better != written:
+                    return f"{better} instead of {written}"
+                return f"fg.{name}({', '.join(_PARAMETERS.get(name, 'x'))})"
     return LANGUAGE
+
+
+def for_index() -> str | None:
+    """How to capture the array that the user's line indexes; None where it indexes none."""
+    frame = user_frame()
+    for node in _nodes_of_line(*_here()):
+        literal = ast.List | ast.Tuple | ast.Dict
+        if not isinstance(node, ast.Subscript) or isinstance(node.value, literal):
+            continue
+        if not _is_captured(node.value, frame):
+            name = node.value.id if isinstance(node.value, ast.Name) else "table"
+            indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            dims = tuple(_DIMS.get(ast.unparse(index), "n") for index in indices)
+            return (
+                f"capture it: {name} = fg.Tensor({name!r}, {dims!r}, dtype), "
+                f"{name}[{', '.join(map(ast.unparse, indices))}] in the mod, and "
+                f"op(q, k, v, {name}=...)"
+            )
+    return None
+
+
+def _is_captured(node: ast.expr, frame: FrameType | None) -> bool:
+    """Whether an expression of the user's line is the name of an fg.Tensor."""
+    if frame is None or not isinstance(node, ast.Name):
+        return False
+    value = frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    return type(value).__module__.startswith("flashgen.")
+
+
+_DIMS = {"b": "batch", "h": "heads", "q": "seq_q", "k": "seq_k"}
+_PARAMETERS = {"where": ("condition", "a", "b"), "minimum": ("a", "b"), "maximum": ("a", "b")}
 
 
 def _here() -> tuple[str, int]:
@@ -87,7 +123,7 @@ def _nodes_of_line(file: str, line: int) -> list[ast.AST]:
 
 def _rewrite(node: ast.AST) -> str | None:
     if isinstance(node, ast.Compare) and len(node.ops) > 1:
-        return f"{_unchained(node)} instead of {ast.unparse(node)}"
+        return f"{_joined(node) or _unchained(node)} instead of {ast.unparse(node)}"
     if isinstance(node, ast.BoolOp):
         sign = " & " if isinstance(node.op, ast.And) else " | "
         return f"{sign.join(map(_bracketed, node.values))} instead of {ast.unparse(node)}"
@@ -106,6 +142,19 @@ def _rewrite(node: ast.AST) -> str | None:
     if isinstance(node, ast.If | ast.While | ast.Assert):
         return f"fg.where({ast.unparse(node.test)}, a, b): both values are computed, one is kept"
     return None
+
+
+def _joined(node: ast.Compare) -> str | None:
+    """``a < b & c < d``, which Python reads as ``a < (b & c) < d``, with brackets."""
+    middle = node.comparators[0]
+    if len(node.ops) != 2 or not isinstance(middle, ast.BinOp):
+        return None
+    sign = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}.get(type(middle.op))
+    if sign is None:
+        return None
+    ends = ((node.left, node.ops[0], middle.left), (middle.right, node.ops[1], node.comparators[1]))
+    links = (ast.unparse(ast.Compare(left=a, ops=[op], comparators=[b])) for a, op, b in ends)
+    return f" {sign} ".join(f"({link})" for link in links)
 
 
 def _unchained(node: ast.Compare) -> str:

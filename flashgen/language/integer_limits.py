@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import sympy
 
 from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.language.bit_functions import BitFunction
 from flashgen.language.symbols import (
     BATCH,
     HEADS,
@@ -33,6 +34,8 @@ _LARGEST = {
     **dict.fromkeys((B, H, BATCH, HEADS), COUNT_LIMIT),
     **dict.fromkeys((SEQ_Q, SEQ_K), POSITION_LIMIT),
 }
+LIMITS_INSIDE = {SEQ_Q: (1, POSITION_LIMIT), SEQ_K: (1, POSITION_LIMIT)}
+"""Limits of sizes wherever an element of the scores exists."""
 
 
 def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None) -> Limits:
@@ -75,6 +78,8 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
         return _quotient(*parts)
     if isinstance(expr, FloorMod):
         return _remainder(*parts)
+    if isinstance(expr, BitFunction):
+        return expr.limits(*parts)
     if isinstance(expr, sympy.sign):
         return -1, 1
     raise TypeError(f"not an integer expression: {expr}")
@@ -110,9 +115,9 @@ def _join(parts: list[Limits]) -> Limits:
 
 def _quotient(a: Limits, b: Limits) -> Limits:
     # The divisors nearest to 0 and farthest from it give the least and the greatest quotient; a
-    # quotient by 0 is undefined.
+    # quotient by 0 is 0.
     divisors = [d for d in (b[0], b[1], -1, 1) if d != 0 and b[0] <= d <= b[1]]
-    corners = [n // d for n in a for d in divisors] or [0]
+    corners = [n // d for n in a for d in divisors] + ([0] if b[0] <= 0 <= b[1] else [])
     return min(corners), max(corners)
 
 

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import sympy
 
-from flashgen.language.operators import absolute_value
+from flashgen.dtypes import FLOAT32_MAX
+from flashgen.language.bit_functions import Popcount
+from flashgen.language.operators import absolute_value, as_condition
 from flashgen.language.python_printer import python_text
-from flashgen.language.symbols import is_condition
-from flashgen.language.sympy_functions import Floor, Log2, Maximum, Minimum, Sigmoid
-from flashgen.language.traced import Operand, Traced, apply_function, as_expr, made
+from flashgen.language.symbols import is_condition, is_int
+from flashgen.language.sympy_functions import (
+    Atan2,
+    Erf,
+    Erfc,
+    Expm1,
+    Floor,
+    Log1p,
+    Log2,
+    Maximum,
+    Minimum,
+    Round,
+    Sigmoid,
+)
+from flashgen.language.traced import Operand, Traced, Value, apply_function, as_expr, made
 from flashgen.language.user_source import refuse
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:
     """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
-    test, yes, no = as_expr(condition), as_expr(a), as_expr(b)
+    test, yes, no = as_condition(as_expr(condition)), as_expr(a), as_expr(b)
     if not is_condition(test):
         refuse(
             "the first argument of fg.where is a condition, this is a number",
@@ -119,3 +133,74 @@ def cos(x: Operand) -> Traced:
 def floor(x: Operand) -> Traced:
     """The greatest integer that is at most x."""
     return apply_function("floor", Floor, x)
+
+
+def round(x: Operand) -> Traced:
+    """The nearest integer; halves go to the even one."""
+    return apply_function("round", Round, x)
+
+
+def exp2(x: Operand) -> Traced:
+    """2 to the power x."""
+    return apply_function("exp2", lambda x: sympy.Integer(2) ** x, x)
+
+
+def expm1(x: Operand) -> Traced:
+    """exp(x) - 1, accurate near 0."""
+    return apply_function("expm1", Expm1, x)
+
+
+def log1p(x: Operand) -> Traced:
+    """log(1 + x), accurate near 0."""
+    return apply_function("log1p", Log1p, x)
+
+
+def rsqrt(x: Operand) -> Traced:
+    """1 / sqrt(x)."""
+    return apply_function("rsqrt", lambda x: 1 / sympy.sqrt(x), x)
+
+
+def erf(x: Operand) -> Traced:
+    """The error function."""
+    return apply_function("erf", Erf, x)
+
+
+def erfc(x: Operand) -> Traced:
+    """1 - erf(x), accurate where it is tiny."""
+    return apply_function("erfc", Erfc, x)
+
+
+def atan2(y: Operand, x: Operand) -> Traced:
+    """The angle of the point (x, y) in radians, from -pi to pi."""
+    return apply_function("atan2", Atan2, y, x)
+
+
+def sign(x: Operand) -> Traced:
+    """-1, 0 or 1."""
+    value = apply_function("sign", lambda x: x, x)
+    return where(value > 0, 1, where(value < 0, -1, 0))
+
+
+def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Traced:
+    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x."""
+    value = apply_function("clamp", lambda x: x, x)
+    if low is not None:
+        value = where(value < low, low, value)
+    return value if high is None else where(value > high, high, value)
+
+
+def isfinite(x: Operand) -> Traced:
+    """True where x is neither infinite nor NaN in float32."""
+    value = absolute(x)
+    return value <= FLOAT32_MAX if not is_int(value.expr) else Value(sympy.true, value.captures)
+
+
+def popcount(x: Operand) -> Traced:
+    """The number of ones among the low 32 bits of an integer."""
+    if not is_int(as_expr(x)):
+        refuse(
+            "fg.popcount is for integers",
+            numbers=f"operand {python_text(as_expr(x))}",
+            way_out="an integer expression, such as q ^ k",
+        )
+    return apply_function("popcount", Popcount, x)

@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import sympy
 
+from flashgen.dtypes import FLOAT32_MAX
+from flashgen.language.bit_functions import BitAnd, BitOr, BitXor, ShiftLeft, ShiftRight
+from flashgen.language.divisors import check_divisors
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, clearing_scale
+from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, clearing_scale
+from flashgen.language.tensor_elements import TensorRead
 from flashgen.language.user_source import refuse
 
 
@@ -20,10 +24,22 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
         SpecError: a condition where a number belongs or the other way round, a division by 0, or
             integers that may leave 64 bits.
     """
+    if operator in _BIT_OPERATORS and is_int(a) and is_int(b):
+        if operator in ("<<", ">>"):
+            b = _shift_distance(operator, b)
+        _check_integers(operator, a, b)
+        return _BIT_OPERATORS[operator](a, b)
+    if operator in ("<<", ">>"):
+        refuse(
+            f"{operator} is for integers",
+            numbers=_both(operator, a, b),
+            way_out="x * 2**n and x / 2**n for floats",
+        )
     if operator in _CONDITION_OPERATORS:
+        a, b = as_condition(a), as_condition(b)
         if not (is_condition(a) and is_condition(b)):
             refuse(
-                f"{operator} is for conditions, and one side is a number",
+                f"{operator} is for two conditions or two integers",
                 numbers=_both(operator, a, b),
                 way_out=f"brackets around comparisons, as in (q >= k) {operator} (q - k < 128): "
                 f"{operator} binds tighter than < and ==",
@@ -44,14 +60,42 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
             numbers=_both(operator, a, b),
             way_out="a divisor that is not 0",
         )
+    if operator in _FROM_THE_RIGHT and a is sympy.oo:
+        operator, a, b = _FROM_THE_RIGHT[operator], b, a
+    if operator in _FROM_THE_RIGHT and b is sympy.oo:
+        return _compared_with_infinity(operator, a)
     if operator in _EXACT_OPERATORS:
         _check_integers(operator, a, b)
-    return _NUMBER_OPERATORS[operator](a, b)
+    result = _NUMBER_OPERATORS[operator](a, b)
+    if operator in ("//", "%"):
+        check_divisors(result, a, b)
+    return result
+
+
+def as_condition(expr: sympy.Basic) -> sympy.Basic:
+    """An integer that a captured tensor holds as the condition that it is not 0."""
+    if not is_condition(expr) and expr.has(TensorRead) and is_int(expr):
+        return sympy.Ne(expr, 0)
+    return expr
+
+
+def _shift_distance(operator: str, n: sympy.Expr) -> sympy.Expr:
+    if n.is_Integer and not 0 <= n <= LARGEST_SHIFT:
+        refuse(
+            f"{operator} by a number that is not from 0 to {LARGEST_SHIFT}",
+            numbers=f"by {n}",
+            way_out="a product with 2**n, or a quotient",
+        )
+    low, high = limits(n)
+    if low < 0:
+        n = Maximum(n, 0)
+    return Minimum(n, LARGEST_SHIFT) if high > LARGEST_SHIFT else n
 
 
 def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
-    for side in (a, b):
-        if is_int(side) and not fits(side):
+    for side, other in ((a, b), (b, a)):
+        is_exact = is_int(side) and (is_int(other) or not side.is_number)
+        if is_exact and not fits(side):
             largest = max(map(abs, limits(side)))
             refuse(
                 f"{operator} of integers that can leave 64 bits",
@@ -82,8 +126,35 @@ def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> s
     return kind(a, b)
 
 
+def _compared_with_infinity(operator: str, x: sympy.Expr) -> sympy.Basic:
+    """``x operator inf``, by the largest finite float32; NaN counts as infinite for == and !=."""
+    if is_int(x):
+        return sympy.true if operator in ("<", "<=", "!=") else sympy.false
+    largest = sympy.Integer(int(FLOAT32_MAX))
+    return {
+        "<": x <= largest,
+        "<=": sympy.true,
+        ">": sympy.false,
+        ">=": x > largest,
+        "==": sympy.Not(x <= largest, evaluate=False),
+        "!=": x <= largest,
+    }[operator]
+
+
+_FROM_THE_RIGHT = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+
 # A literal with a larger denominator is not a fraction such as 1/3.
 _LARGEST_CLEARING = 10**6
+
+LARGEST_SHIFT = 31
+
+_BIT_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
+    "&": BitAnd,
+    "|": BitOr,
+    "^": BitXor,
+    "<<": ShiftLeft,
+    ">>": ShiftRight,
+}
 
 _EXACT_OPERATORS = ("<", "<=", ">", ">=", "==", "!=", "//", "%")
 

@@ -45,6 +45,10 @@ def written_order(total: sympy.Expr) -> list[sympy.Expr]:
 
 
 class _Printer(StrPrinter):  # type: ignore[misc]
+    def _print_Integer(self, expr: Any) -> str:
+        # Whole numbers beyond 64 bits are literals of floats.
+        return str(expr.p) if abs(expr.p) < 2**63 else repr(float(expr.p))
+
     def _print_Add(self, expr: Any, order: Any = None) -> str:
         terms = [(term.could_extract_minus_sign(), term) for term in written_order(expr)]
         level = PRECEDENCE["Add"]
@@ -60,11 +64,30 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         left = self.parenthesize(a, level)
         return f"({left} {sign} {self.parenthesize(b, level, strict=True)})"
 
+    def _print_Rational(self, expr: Any) -> str:
+        text: str = super()._print_Rational(expr)
+        return "-inf" if expr < -(10**38) else text
+
     def _print_FloorDiv(self, expr: Any) -> str:
         return self._divided(expr, "//")
 
     def _print_FloorMod(self, expr: Any) -> str:
         return self._divided(expr, "%")
+
+    def _print_BitAnd(self, expr: Any) -> str:
+        return self._divided(expr, "&")
+
+    def _print_BitOr(self, expr: Any) -> str:
+        return self._divided(expr, "|")
+
+    def _print_BitXor(self, expr: Any) -> str:
+        return self._divided(expr, "^")
+
+    def _print_ShiftLeft(self, expr: Any) -> str:
+        return self._divided(expr, "<<")
+
+    def _print_ShiftRight(self, expr: Any) -> str:
+        return self._divided(expr, ">>")
 
     def _print_Relational(self, expr: Any) -> str:
         sign = SIGNS[type(expr)]

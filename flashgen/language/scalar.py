@@ -82,7 +82,7 @@ def _symbol(name: str, dtype: str, minimum: float | None) -> sympy.Symbol:
 
 
 def _check(dtype: str, minimum: float | None) -> None:
-    if dtype not in SCALAR_DTYPES:
+    if not isinstance(dtype, str) or dtype not in SCALAR_DTYPES:
         refuse(
             "kernels do not take a Scalar of this dtype",
             numbers=f"dtype {dtype!r}; available: {', '.join(SCALAR_DTYPES)}",

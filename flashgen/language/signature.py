@@ -8,9 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 
-from flashgen.language import BATCH, B, Tensor
+import sympy
+
+from flashgen.language import BATCH, SEQ_K, SEQ_Q, B, Tensor, python_text
+from flashgen.language.divisors import divisions_by_zero
 from flashgen.language.spec import AttentionSpec
-from flashgen.signature import CallSignature, ScalarArgument, TensorArgument
+from flashgen.signature import CallSignature, ScalarArgument, TensorArgument, ZeroDivision
 
 
 @functools.lru_cache(maxsize=1024)
@@ -31,7 +34,30 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         sink=None if spec.sink is None else TensorArgument(*spec.sink.key),
         block_sparse=spec.block_sparse,
         reads_batch=bool({B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)),
+        zero_divisions=_zero_divisions(spec),
     )
+
+
+def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:
+    found = (each for expr in (spec.mask, spec.score) for each in divisions_by_zero(expr))
+    return tuple(
+        ZeroDivision(
+            python_text(division).strip("()"),
+            tuple(sorted(symbol.name for symbol in division.args[1].free_symbols)),
+            _plain(reached),
+        )
+        for division, reached in found
+        # The lengths of packed sequences are data.
+        if not (spec.packed and {SEQ_Q, SEQ_K} & reached.free_symbols)
+    )
+
+
+def _plain(expr: sympy.Basic) -> object:
+    if expr.args:
+        return (expr.func.__name__, *map(_plain, expr.args))
+    if isinstance(expr, sympy.Symbol):
+        return str(expr.name)
+    return bool(expr) if expr in (sympy.true, sympy.false) else int(expr)
 
 
 @functools.lru_cache(maxsize=1024)

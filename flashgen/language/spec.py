@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.dtypes import OPERAND_DTYPES
+from flashgen.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.errors import SpecError
 from flashgen.language import SCORE, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
@@ -47,7 +47,8 @@ class AttentionSpec:
             A score of -1e30 or less, -inf included, is masked out. (If all scores of a row are near
             -1e9, its float32 LSE has too few digits for accurate gradients.)
         head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
-        dtype: "float16", "bfloat16" or "float32", of q, k, v and the output. Sums are float32.
+        dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
+            the output. Sums are float32.
         head_dim_v: length of the rows of v and the output; head_dim if None.
         scale: positive factor on q.k; 1 / sqrt(head_dim) if None.
         dropout: whether kernels can drop elements of P; each call gives the probability.
@@ -139,6 +140,7 @@ class AttentionSpec:
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
             "sink": sink,
+            "dtype": dtype_name(self.dtype),
             "name": self.name
             or _name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
         }
@@ -259,7 +261,7 @@ def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
                 f"{option} {value!r}",
                 f"{option}={nearest}",
             )
-    if spec.dtype not in OPERAND_DTYPES:
+    if dtype_name(spec.dtype) not in OPERAND_DTYPES:
         mistake(
             "kernels do not support this dtype",
             f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",

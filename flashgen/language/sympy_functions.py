@@ -1,13 +1,18 @@
 """sympy functions of flashgen, where sympy's own evaluate or differentiate differently from torch.
 
 ========== ============================================================================
-FloorDiv   floor(a / b) of integers or reals, as Python's and torch's ``//``
-FloorMod   a - b * floor(a / b), the remainder with the divisor's sign, as ``%``
+FloorDiv   floor(a / b) of integers or reals, as ``//``; of integers 0 where b is 0
+FloorMod   the remainder with the divisor's sign, as ``%``; of integers 0 where b is 0
 Minimum    the least of its arguments; equal arguments share the derivative
 Maximum    the greatest of its arguments
 Floor      round down; derivative 0, as in torch
 Log2       logarithm to base 2
 Sigmoid    1 / (1 + exp(-x))
+Erf, Erfc  the error function and 1 - erf(x)
+Log1p      log(1 + x)
+Expm1      exp(x) - 1
+Atan2      the angle of the point (x, y), ``Atan2(y, x)``
+Round      to the nearest integer, halves to the even one; derivative 0, as in torch
 Select     Select(condition, a, b); in results of the analysis only, ``where`` is a Piecewise
 ========== ============================================================================
 
@@ -17,6 +22,7 @@ tanh, sin, cos, Abs, Pow, Piecewise) are sympy's.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
@@ -49,7 +55,7 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
 
 
 class FloorDiv(sympy.Function):  # type: ignore[misc]
-    """``floor(a / b)``. Undefined where b is 0."""
+    """``floor(a / b)``. Where b is 0, the quotient is 0 for integers, as in IEEE 754 for floats."""
 
     nargs = (2,)
     integer_closed = True
@@ -60,7 +66,7 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
             return sympy.nan
         if a.is_zero:
             return sympy.S.Zero
-        if a == b:
+        if a == b and b.is_nonzero:
             return sympy.S.One
         if not (is_int(a) and is_int(b)):
             scale = clearing_scale(a, b)
@@ -117,7 +123,7 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
 
 
 class FloorMod(RealFunction):
-    """``a - b * floor(a / b)``. Undefined where b is 0."""
+    """``a - b * floor(a / b)``. Where b is 0, the remainder of integers is 0 and of floats NaN."""
 
     nargs = (2,)
     integer_closed = True
@@ -126,7 +132,7 @@ class FloorMod(RealFunction):
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         if b.is_zero:
             return sympy.nan
-        if a.is_zero or a == b:
+        if a.is_zero or (a == b and (is_int(b) or b.is_nonzero)):
             return sympy.S.Zero
         if not (is_int(a) and is_int(b)):
             scale = clearing_scale(a, b)
@@ -283,6 +289,100 @@ class Sigmoid(RealFunction):
 
     def _eval_evalf(self, prec: int) -> sympy.Expr:
         return (1 / (1 + sympy.exp(-self.args[0])))._eval_evalf(prec)
+
+
+class _Smooth(RealFunction):
+    """A function of one real argument that sympy has under another name, ``form``."""
+
+    nargs = (1,)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        raise NotImplementedError
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return cls.form(x) if x.is_zero else None
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr:
+        return self.form(self.args[0])._eval_evalf(prec)
+
+
+class Erf(_Smooth):
+    """The error function."""
+
+    form = staticmethod(sympy.erf)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 2 / sympy.sqrt(sympy.pi) * sympy.exp(-(self.args[0] ** 2))
+
+
+class Erfc(_Smooth):
+    """1 - erf(x), also where that is tiny."""
+
+    form = staticmethod(sympy.erfc)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return -2 / sympy.sqrt(sympy.pi) * sympy.exp(-(self.args[0] ** 2))
+
+
+class Log1p(_Smooth):
+    """log(1 + x), also where x is tiny."""
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.log(1 + x)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return sympy.nan if (x + 1).is_nonpositive else super().eval(x)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (1 + self.args[0])
+
+
+class Expm1(_Smooth):
+    """exp(x) - 1, also where x is tiny."""
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.exp(x) - 1
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.exp(self.args[0])
+
+
+class Atan2(RealFunction):
+    """The angle of the point (x, y) in radians, from -pi to pi."""
+
+    nargs = (2,)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        y, x = self.args
+        square = x**2 + y**2
+        part = x if argindex == 1 else -y
+        return sympy.Piecewise((0, sympy.Eq(square, 0)), (part / square, True), evaluate=False)
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr:
+        return sympy.atan2(*self.args)._eval_evalf(prec)
+
+
+class Round(sympy.Function):  # type: ignore[misc]
+    """Round to the nearest integer, halves to the even one. Its derivative is 0, as in torch."""
+
+    nargs = (1,)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if is_int(x):
+            return x
+        return sympy.Integer(round(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
+
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
 
 
 class Select(RealFunction):

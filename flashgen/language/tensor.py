@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import sympy
 
-from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES
+from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
 from flashgen.language.capture_names import check_name
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition
@@ -57,6 +57,7 @@ class Tensor(Capture):
         grad: bool = False,
     ) -> None:
         check_name("Tensor", name)
+        dtype = dtype_name(dtype)
         _check(name, dims, dtype, grad)
         self.name = name
         self.dims = tuple(dims)
@@ -153,7 +154,7 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
                 numbers=f"dims {tuple(dims)!r}",
                 way_out=f"a positive number, one of {', '.join(SIZES)}, or a name of its own",
             )
-    if dtype not in TENSOR_DTYPES:
+    if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         refuse(
             "kernels do not read a Tensor of this dtype",
             numbers=f"dtype {dtype!r}; available: {', '.join(TENSOR_DTYPES)}",

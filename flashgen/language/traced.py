@@ -19,8 +19,8 @@ from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.operators import absolute_value, combined
 from flashgen.language.python_printer import python_text
-from flashgen.language.symbols import is_condition
-from flashgen.language.sympy_functions import Floor
+from flashgen.language.symbols import is_condition, is_int
+from flashgen.language.sympy_functions import Floor, Round
 from flashgen.language.user_source import refuse
 
 Operand = Union["Traced", int, float, bool]
@@ -40,10 +40,21 @@ def _operators(sign: str) -> tuple[_Operator, _Operator]:
     return _operator(sign), lambda self, other: combine(sign, other, self)
 
 
-def _without_value(use: str, way_out: str) -> Callable[..., NoReturn]:
-    """A method that refuses an operation which needs a value."""
+def _without_value(use: str, way_out: str, *, index: bool = False) -> Callable[..., NoReturn]:
+    """A method that refuses an operation which needs a value.
+
+    Args:
+        index: whether Python, numpy or torch calls it for an index of an array.
+    """
 
     def method(self: Traced, *args: object, **kwargs: object) -> NoReturn:
+        table = advice.for_index() if index else None
+        if table is not None:
+            refuse(
+                "an array that the spec does not capture has an index that is traced",
+                numbers=f"index {python_text(self.expr)}, which has no value yet",
+                way_out=table,
+            )
         self._no_value(use, way_out)
 
     return method
@@ -82,6 +93,8 @@ class Traced:
     __and__, __rand__ = _operators("&")
     __or__, __ror__ = _operators("|")
     __xor__, __rxor__ = _operators("^")
+    __lshift__, __rlshift__ = _operators("<<")
+    __rshift__, __rrshift__ = _operators(">>")
 
     # Python reflects a comparison as its opposite.
     __lt__, __le__ = _operator("<"), _operator("<=")
@@ -106,14 +119,21 @@ class Traced:
     def __floor__(self) -> Traced:
         return apply_function("floor", Floor, self)
 
+    def __round__(self, digits: None = None) -> Traced:
+        if digits is not None:
+            self._no_value("round() to decimal digits", "round(x * 100) / 100")
+        return apply_function("round", Round, self)
+
     def __invert__(self) -> Traced:
-        if not self.is_condition:
-            refuse(
-                "~ is for conditions, this is a number",
-                numbers=f"operand {python_text(self.expr)}",
-                way_out="compare it first, as in ~(q < k); the negative of a number is -x",
-            )
-        return Value(sympy.Not(self.expr), self.captures)
+        if self.is_condition:
+            return Value(sympy.Not(self.expr), self.captures)
+        if is_int(self.expr):
+            return combine("-", -1, self)
+        refuse(
+            "~ is for conditions and integers, this is a float",
+            numbers=f"operand {python_text(self.expr)}",
+            way_out="compare it first, as in ~(x < 1); the negative of a number is -x",
+        )
 
     # Operations that need a value, which a traced value does not have yet.
 
@@ -135,19 +155,20 @@ class Traced:
 
     __int__ = _without_value("int()", "fg.floor(x), or x // 1")
     __index__ = _without_value(
-        "an index or a range", "fg.where(condition, a, b) to choose between values"
+        "an index or a range", "fg.where(condition, a, b) to choose between values", index=True
     )
     __complex__ = _without_value("complex()", "real arithmetic")
-    __iter__ = _without_value("iteration and unpacking", "a traced value as one number")
-    __len__ = _without_value("len()", "fg.seq_q, fg.seq_k, fg.heads or fg.batch for sizes")
+    __iter__ = _without_value("iteration and unpacking", "a traced value as one number", index=True)
+    __len__ = _without_value(
+        "len()", "fg.seq_q, fg.seq_k, fg.heads or fg.batch for sizes", index=True
+    )
     __getitem__ = _without_value("indexing", "a traced value as one number; it has no elements")
     __call__ = _without_value("a call", "x * (...) where a product is meant")
-    __round__ = _without_value("round()", "fg.floor(x + 0.5)")
     __trunc__ = _without_value("trunc()", "fg.where(x < 0, -fg.floor(-x), fg.floor(x))")
     __ceil__ = _without_value("ceil()", "-fg.floor(-x)")
-    __array__ = _without_value("a numpy function", "the functions of flashgen, such as fg.exp")
-    __lshift__ = __rlshift__ = _without_value("<<", "x * 2**n")
-    __rshift__ = __rrshift__ = _without_value(">>", "x // 2**n")
+    __array__ = _without_value(
+        "a numpy function", "the functions of flashgen, such as fg.exp", index=True
+    )
     __matmul__ = __rmatmul__ = _without_value("@", "* for the product of two numbers")
     __contains__ = _without_value("in", "(x == a) | (x == b)")
 
@@ -203,12 +224,23 @@ def as_expr(value: object) -> sympy.Basic:
     )
 
 
+MINUS_INFINITY = sympy.Integer(-int(FLOAT32_MAX)) + sympy.Rational(1, 2)
+"""The literal -inf: a score that removes a key. float32 has it as its lowest finite number, and not
+being an integer it is never part of an exact computation."""
+
+
 def _literal(value: float) -> sympy.Expr:
-    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+    """A number as an exact expression; -inf and all below float32 removes a score."""
+    if value < -FLOAT32_MAX:
+        return MINUS_INFINITY
+    if value == math.inf:
+        return sympy.oo  # comparisons understand it
+    if not math.isfinite(value) or value > FLOAT32_MAX:
         refuse(
             "a number that float32 cannot hold",
             numbers=f"{value!r}; the largest finite float32 is {FLOAT32_MAX:.8g}",
-            way_out="mask_mod to remove scores, instead of adding -inf to them",
+            way_out="mask_mod or fg.where(condition, score, -math.inf) to remove scores; other "
+            "numbers are finite in float32",
         )
     return sympy.Rational(repr(value))
 

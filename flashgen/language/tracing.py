@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import advice
+from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.language.traced import Capture, Traced, Value, as_expr
@@ -45,6 +46,7 @@ def trace_mask(mask_mod: Mod) -> TracedMod:
         SpecError: the function cannot be traced; the message names the user's file and line.
     """
     trace = _run(mask_mod, "mask_mod", ("b", "h", "q", "k"), (B, H, Q, K))
+    trace = replace(trace, expr=as_condition(trace.expr))
     if not is_condition(trace.expr):
         raise SpecError(
             "mask_mod returns a number, not a condition",

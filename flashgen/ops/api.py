@@ -16,7 +16,7 @@ from flashgen.ops.registration import operator_of
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import check_learned
-from flashgen.runtime.check_basics import is_constant
+from flashgen.runtime.check_basics import is_constant, refuse_jit_trace
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.number_arguments import (
     check_names,
@@ -25,6 +25,7 @@ from flashgen.runtime.number_arguments import (
     offset_of,
     probability_of,
     refuse_dropout,
+    refuse_return_lse,
 )
 from flashgen.runtime.reports import Report
 
@@ -190,6 +191,8 @@ class Attention:
             LaunchError: a kernel cannot be loaded or launched.
             EmulatorError: an emulated kernel violates a rule of PTX.
         """
+        if type(return_lse) is not bool:
+            refuse_return_lse(return_lse)
         if torch.compiler.is_compiling():
             options = CallOptions(
                 scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
@@ -220,6 +223,7 @@ class Attention:
             scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p
         )
         if not plain:
+            refuse_jit_trace()
             check_traced(operator.signature, Operands(q, k, v, captured))
             options = operator.normal(options)
         if rng is None and operator.dropout:

@@ -235,12 +235,15 @@ def _key(operands: Operands, options: CallOptions) -> Any:
 def _numbers_key(options: CallOptions) -> str | None:
     """All options except dropout_p as text, because True == 1 == 1.0; None for default values."""
     numbers = options[:7]
-    if (
-        numbers == _DEFAULT_NUMBERS
-        and type(options.q_offset) is int
-        and type(options.k_offset) is int
-    ):
-        return None
+    try:
+        if (
+            numbers == _DEFAULT_NUMBERS
+            and type(options.q_offset) is int
+            and type(options.k_offset) is int
+        ):
+            return None
+    except (ValueError, RuntimeError):
+        pass  # an array or a tensor, which the checks refuse
     return repr(numbers)
 
 

@@ -20,6 +20,7 @@ import torch
 from flashgen.call import Operands, OutputGradients
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.ops.autograd import attend, differentiate
+from flashgen.ops.flops import register_flops
 from flashgen.ops.operator import NEEDED, Operator
 from flashgen.ops.vmap import map_call
 from flashgen.runtime.captured_tensors import check_learned
@@ -154,6 +155,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
 
     torch.library.register_vmap(qualified, rule(overload, 2), lib=_library)
     torch.library.register_vmap(qualified_backward, rule(overload_backward, 6), lib=_library)
+    register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
     return overload, overload_backward
 
 

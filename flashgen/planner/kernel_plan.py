@@ -162,12 +162,17 @@ class Plan:
     @property
     def rows_are_queries(self) -> bool:
         """Whether rows of the accumulators of scores are queries; else they are keys."""
-        return not self.owns_keys or (self.path == "sm_90a" and self.score_warps > 1)
+        return not self.owns_keys or self.in_passes
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the kernel has the form of `backward_columns_sm90`, whose warps share keys."""
+        return "passes" in self.quantities
 
     @property
     def passes(self) -> int:
-        """Passes in which a warpgroup computes its scores of a step, where warps share keys."""
-        return int(self.quantities["passes"])
+        """Passes in which a warpgroup computes its scores of a step; 1 in all other forms."""
+        return int(self.quantities.get("passes", 1))
 
     @property
     def pass_keys(self) -> int:

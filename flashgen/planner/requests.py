@@ -35,7 +35,8 @@ class PlanRequest:
     heads_per_tile: int = 1
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
+        _check_target(self.spec, self.arch)
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise PlanError(
                 "there is no such planning policy",
                 where="plan(policy=...)",
@@ -43,7 +44,8 @@ class PlanRequest:
                 way_out=" or ".join(f'policy="{name}"' for name in POLICIES),
             )
         itemsize = ITEMSIZE[self.spec.dtype]
-        if self.access_bytes not in (None, 16, itemsize):
+        vector = self.access_bytes
+        if vector is not None and not (isinstance(vector, int) and vector in (16, itemsize)):
             raise PlanError(
                 "global memory is accessed in whole vectors or element by element",
                 where="plan(access_bytes=...)",
@@ -87,6 +89,7 @@ class BackwardPlanRequest:
     tiles: tuple[tuple[str, Tile], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_target(self.spec, self.arch)
         _check_sram(self.sram)
         for name, tile in self.tiles:
             _check_tile(tile, f"tiles[{name!r}]")
@@ -100,6 +103,21 @@ class BackwardPlanRequest:
                     numbers=f"given {', '.join(map(repr, unknown))}",
                     way_out=" or ".join(f'"{name}"' for name in TILED_BACKWARD_KERNELS),
                 )
+
+
+def _check_target(spec: object, arch: object) -> None:
+    """Checks the types of what is planned for."""
+    for argument, value, kind, example in (
+        ("spec", spec, AttentionSpec, "fg.AttentionSpec(mask_mod=...)"),
+        ("arch", arch, str, '"sm_80"'),
+    ):
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"{argument} is not of type {kind.__name__}",
+                where=f"argument {argument}",
+                numbers=f"given a {type(value).__name__}",
+                way_out=f"{argument}={example}",
+            )
 
 
 def _check_sram(sram: object) -> None:

@@ -125,9 +125,7 @@ class TileProblem:
     @functools.cached_property
     def given(self) -> dict[str, Number]:
         """The quantities that do not depend on the tile."""
-        wide = self.itemsize == 4
         vectors = self.access_bytes == VECTOR
-        fastest = self.arch.mma_16bit if self.path == "sm_80" else self.arch.tensor_16bit
         return {
             "stages": self.model.stages,
             "d_qk": self.d_qk,
@@ -149,8 +147,8 @@ class TileProblem:
             "copy_ops": fitted_sm80.VECTOR_COPY_INSTRUCTIONS
             if vectors
             else fitted_sm80.ELEMENT_COPY_INSTRUCTIONS,
-            "factors": 6 if wide else 1,
-            "tensor_rate": self.arch.mma_tf32 if wide else fastest,
+            "factors": 6 if self.itemsize == 4 else 1,
+            "tensor_rate": self.arch.tensor_rate(self.path),
             "l2_rate": self.arch.l2_bytes_per_clock,
             "score_ops": self.score_ops,
             "dropout_ops": self.dropout_ops,
@@ -215,7 +213,7 @@ def _path(spec: AttentionSpec, arch: Arch, access_bytes: int) -> tuple[str, str]
     if arch.path == "sm_80":
         return arch.path, ""
     if ITEMSIZE[spec.dtype] != 2:
-        why = "float32 is split into parts of tf32, which mma.sync multiplies"
+        why = "float32 is split into parts of bfloat16, which mma.sync multiplies"
     elif access_bytes != VECTOR:
         why = "TMA takes addresses and strides in multiples of 16 bytes"
     else:

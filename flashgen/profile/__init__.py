@@ -16,6 +16,7 @@ from flashgen.profile.kernel_profile import (
     TensorTraffic,
 )
 from flashgen.profile.kernel_steps import KernelStep, steps_of
+from flashgen.profile.prediction import expected_multiply_adds
 from flashgen.profile.roofline import check_plot, counted_cost, plot
 from flashgen.profile.run import array_of, problem_of_call, profile_backward, profile_forward
 from flashgen.profile.visited_tiles import walks_of
@@ -32,6 +33,7 @@ __all__ = [
     "array_of",
     "check_plot",
     "counted_cost",
+    "expected_multiply_adds",
     "plot",
     "problem_of_call",
     "profile_backward",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.analysis import MaskAnalysis
 from flashgen.arch import WARP
 from flashgen.call import CheckedCall
+from flashgen.codegen import walk_of_kernel
 from flashgen.language.spec import AttentionSpec
-from flashgen.pipeline import Build
+from flashgen.pipeline import Build, analysed
 from flashgen.planner import (
     BackwardTraffic,
     ForwardTraffic,
@@ -71,15 +72,14 @@ def predict(
     mask = build.analysis.mask
     heads = heads_of(spec, mask, plan, problem, captured)
     walks = joined(heads, plan, problem)
-    macs: Number | None
     if plan.kernel == "forward":
         moved = _sum(functools.partial(forward_traffic, plan), walks)
         bytes_ = {name: getattr(moved, name) for name in ("q", "k", "v", "o", "lse")}
-        distinct, macs = moved.compulsory, plan.head_dim + plan.head_dim_v
+        distinct = moved.compulsory
     else:
         moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
         bytes_ = _backward_bytes(moved, dlse)
-        distinct, macs = None, plan.quantities.get("macs")
+        distinct = None
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None and not plan.streams:
         bytes_ |= bytes_of_layout(plan, heads)
@@ -87,16 +87,40 @@ def predict(
         distinct += RNG_BYTES
     if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
         distinct = None
-    # float32 is split into three parts of tf32, which takes six products.
-    products = 6 if plan.dtype == "float32" else 1
     at = plan.quantities
     return LaunchPrediction(
         bytes=bytes_,
         distinct=distinct,
-        multiply_adds=None if macs is None else products * macs * moved.scores,
+        multiply_adds=multiply_adds_of(plan, moved.scores),
         clocks={term: float(at[term]) * moved.scores for term in TERMS if term in at},
         duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
     )
+
+
+def expected_multiply_adds(
+    spec: AttentionSpec,
+    problem: CheckedCall,
+    captured: Mapping[str, Array],
+    plans: Sequence[Plan],
+) -> Number:
+    """The multiply-adds of all launches of a call; 0 for packed sequences, as for `predict`."""
+    total: Number = 0
+    for plan in () if spec.packed else plans:
+        mask = analysed(spec, walk_of_kernel(plan.kernel)).mask
+        traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
+        walks = joined(heads_of(spec, mask, plan, problem, captured), plan, problem)
+        scores = sum(traffic(plan, *sizes, visited).scores for sizes, visited in walks)
+        total += multiply_adds_of(plan, scores) or 0
+    return total
+
+
+def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
+    """Multiply-adds of the tensor cores for score elements; None without a prediction."""
+    dims = plan.head_dim + plan.head_dim_v
+    macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
+    # float32 is split into three parts of bfloat16, which takes six products.
+    products = 6 if plan.dtype == "float32" else 1
+    return None if macs is None else products * macs * scores
 
 
 def _of_sink(

@@ -6,6 +6,7 @@ The figure is drawn by matplotlib where it is installed.
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,16 +31,7 @@ _RESOURCES = {
 """The resources of the terms of a plan's cost."""
 
 
-def tensor_rate(arch: Arch, dtype: str, path: str = "sm_80") -> int:
-    """Multiply-adds per clock and SM: with wgmma on the sm_90a path, with mma.sync elsewhere."""
-    if path == "sm_90a":
-        return arch.tensor_16bit
-    return arch.mma_tf32 if dtype == "float32" else arch.mma_16bit
-
-
-def clocks(
-    arch: Arch, dtype: str, totals: Totals, added_bytes: int, path: str = "sm_80"
-) -> dict[str, float]:
+def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str = "sm_80") -> dict[str, float]:
     """Clocks of one SM for all of a kernel's work, by the names of the terms of a plan's cost.
 
     A wavefront of shared memory is a clock, a PTX instruction an issue slot. The assembler
@@ -50,7 +42,7 @@ def clocks(
     """
     plain = totals.sectors * SECTOR_BYTES - added_bytes
     return {
-        "tensor": totals.tensor_multiply_adds / tensor_rate(arch, dtype, path),
+        "tensor": totals.tensor_multiply_adds / arch.tensor_rate(path),
         "shared": float(totals.wavefronts),
         "l2": plain / arch.l2_bytes_per_clock,
         "atomics": added_bytes / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock),
@@ -61,7 +53,6 @@ def clocks(
 
 def roofline(
     arch: Arch,
-    dtype: str,
     totals: Totals,
     added_bytes: int,
     l2: L2Traffic,
@@ -70,7 +61,7 @@ def roofline(
     """The roofline of a kernel, if every SM has an equal share of the work."""
     flops = 2.0 * totals.tensor_multiply_adds
     chip = arch.sms * arch.clock_hz
-    at = clocks(arch, dtype, totals, added_bytes, path)
+    at = clocks(arch, totals, added_bytes, path)
     requested = totals.sectors * SECTOR_BYTES
     fma_clocks = totals.lanes.get("float", 0) / arch.fp32_per_clock
     bounds = [
@@ -82,7 +73,7 @@ def roofline(
         flops=flops,
         intensity=flops / l2.hbm if l2.hbm else 0.0,
         intensity_l2=flops / requested if requested else 0.0,
-        ridge=2.0 * tensor_rate(arch, dtype, path) * chip / arch.hbm_bytes_per_s,
+        ridge=2.0 * arch.tensor_rate(path) * chip / arch.hbm_bytes_per_s,
         bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
     )
 
@@ -106,11 +97,11 @@ def counted_cost(profile: Profile) -> float:
     return float(at["cost"])
 
 
-def check_plot() -> None:
-    """Imports matplotlib.
+def check_plot(path: Path) -> None:
+    """Checks that matplotlib is installed and that the file is a PNG.
 
     Raises:
-        InputError: matplotlib is not installed.
+        InputError: it is not, or another file is given.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
@@ -118,6 +109,13 @@ def check_plot() -> None:
             where="option --plot",
             numbers="no module named matplotlib",
             way_out="pip install matplotlib, or leave --plot out: the table has all numbers",
+        )
+    if path.suffix.lower() != ".png":
+        raise InputError(
+            "the roofline is a PNG file",
+            where="option --plot",
+            numbers=f"given {path.name!r}",
+            way_out=f"--plot {path.with_suffix('.png').name if path.name else 'roofline.png'}",
         )
 
 
@@ -129,18 +127,18 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
     requested from L2, both at the rate that its bound allows.
 
     Raises:
-        InputError: matplotlib is not installed.
+        InputError: as `check_plot`.
     """
-    check_plot()
+    check_plot(path)
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     shown = [profile for profile in profiles if profile.roofline.flops]
-    arch, dtype = profiles[0].arch, profiles[0].plan.dtype
+    arch = profiles[0].arch
     chip = arch.sms * arch.clock_hz
-    peak = 2.0 * max(tensor_rate(arch, dtype, p.plan.path) for p in profiles) * chip
+    peak = 2.0 * max(arch.tensor_rate(p.plan.path) for p in profiles) * chip
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
     rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
@@ -161,10 +159,12 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
         xlim=span,
         xlabel="FLOP per byte (full: of HBM, open: requested from L2)",
         ylabel="attainable FLOP/s",
-        title=f"{arch.product}, {dtype}",
+        title=f"{arch.product}, {profiles[0].plan.dtype}",
     )
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150, metadata={"Software": None})
     pyplot.close(figure)
+    path.write_bytes(drawn.getvalue())

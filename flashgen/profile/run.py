@@ -157,7 +157,7 @@ def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -
         work=_work(plan, totals, added, prediction),
         totals=totals,
         l2=l2,
-        roofline=roofline(arch, plan.dtype, totals, added, l2, plan.path),
+        roofline=roofline(arch, totals, added, l2, plan.path),
         phases=phases_of(source, counters.by_line(outermost=True)),
         lines=lines_of(source, counters.by_line()),
         duration=prediction.duration,
@@ -192,7 +192,7 @@ def _work(
     plan: Plan, totals: Totals, added: int, prediction: LaunchPrediction
 ) -> tuple[Quantity, ...]:
     """Multiply-adds, and the clocks of each term of the plan's cost."""
-    at = clocks(facts(plan.arch), plan.dtype, totals, added, plan.path)
+    at = clocks(facts(plan.arch), totals, added, plan.path)
     macs = totals.tensor_multiply_adds
     found = [Quantity("multiply-adds", "", macs, prediction.multiply_adds)]
     found += [Quantity(term, "clk", at[term], prediction.clocks.get(term)) for term in TERMS]

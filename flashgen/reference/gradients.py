@@ -196,7 +196,7 @@ def _algorithm_3(
         scores = torch.cat([scores, part.sink.expand(*scores.shape[:2], 1)], dim=-1)
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0)
-    p = weights[..., : dead.shape[-1]]
+    p = part.weighted(weights[..., : dead.shape[-1]])
 
     dp = part.dropped(do @ part.v.transpose(1, 2))
     if kept:
@@ -206,9 +206,10 @@ def _algorithm_3(
         dp = part.dropped(in_float32.to(problem.work))
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
         weights = torch.exp(scores - lse).masked_fill(empty, 0)
-        p = weights[..., : dead.shape[-1]]
+        p = part.weighted(weights[..., : dead.shape[-1]])
     else:
         d = (p * dp).sum(dim=-1, keepdim=True)
+    dead &= p == 0  # a score of -inf in a row with NaN or +inf has the weight NaN
     dv = part.dropped(p).transpose(1, 2) @ do
     if dlse is not None:
         d = d - part.of_rows(dlse).to(problem.work)[..., None]

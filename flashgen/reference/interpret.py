@@ -16,15 +16,29 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.language import (
+    Atan2,
     Element,
+    Erf,
+    Erfc,
+    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
+    Log1p,
     Log2,
     Maximum,
     Minimum,
+    Round,
     Sigmoid,
     is_condition,
+)
+from flashgen.language.bit_functions import (
+    BitAnd,
+    BitOr,
+    BitXor,
+    Popcount,
+    ShiftLeft,
+    ShiftRight,
 )
 
 Tensor = torch.Tensor
@@ -178,18 +192,25 @@ def _inside(place: Tensor, size: int) -> Tensor:
 
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
-    quotient: Tensor = torch.div(a, _divisor(b), rounding_mode="floor")
-    return quotient
+    if b.dtype != torch.int64:
+        return torch.floor(a / b)
+    return _or_zero(torch.floor_divide(a, _divisor(b)), b)
 
 
 def _floor_mod(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
-    return torch.remainder(a, _divisor(b))
+    if b.dtype != torch.int64:
+        return torch.remainder(a, b)
+    return _or_zero(torch.remainder(a, _divisor(b)), b)
 
 
 def _divisor(b: Tensor) -> Tensor:
-    """``b`` without zeros: in a branch that is not chosen, a division by 0 must not raise."""
-    return torch.where(b == 0, torch.ones_like(b), b) if b.dtype == torch.int64 else b
+    return torch.where(b == 0, torch.ones_like(b), b)
+
+
+def _or_zero(result: Tensor, b: Tensor) -> Tensor:
+    """A quotient or a remainder of integers, which is 0 where the divisor is 0."""
+    return torch.where(b == 0, torch.zeros_like(result), result)
 
 
 def _choice(run: _Evaluator, expr: sympy.Basic) -> Tensor:
@@ -216,8 +237,16 @@ def _extremum(combine: Callable[[Tensor, Tensor], Tensor]) -> Rule:
     return lambda run, expr: reduce(combine, run.alike(*expr.args))
 
 
-def _real(function: Callable[[Tensor], Tensor]) -> Rule:
-    return lambda run, expr: function(run.number(expr.args[0]))
+def _popcount(x: Tensor) -> Tensor:
+    return torch.stack([x >> place & 1 for place in range(32)]).sum(0)
+
+
+def _integers(function: Callable[..., Tensor]) -> Rule:
+    return lambda run, expr: function(*map(run.value, expr.args))
+
+
+def _real(function: Callable[..., Tensor]) -> Rule:
+    return lambda run, expr: function(*map(run.number, expr.args))
 
 
 def _same_kind(function: Callable[[Tensor], Tensor]) -> Rule:
@@ -251,6 +280,18 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.ceiling: _real(torch.ceil),
     Log2: _real(torch.log2),
     Sigmoid: _real(torch.sigmoid),
+    Round: _real(torch.round),
+    Erf: _real(torch.erf),
+    Erfc: _real(torch.erfc),
+    Log1p: _real(torch.log1p),
+    Expm1: _real(torch.expm1),
+    Atan2: _real(torch.atan2),
+    BitAnd: _integers(torch.bitwise_and),
+    BitOr: _integers(torch.bitwise_or),
+    BitXor: _integers(torch.bitwise_xor),
+    ShiftLeft: _integers(torch.bitwise_left_shift),
+    ShiftRight: _integers(torch.bitwise_right_shift),
+    Popcount: _integers(_popcount),
     sympy.exp: _real(torch.exp),
     sympy.log: _real(torch.log),
     sympy.tanh: _real(torch.tanh),

@@ -112,6 +112,10 @@ class ScoreBlock:
         masked = scores <= LOWEST_SCORE
         return scores.masked_fill(masked if self.mask is None else masked | ~self.mask, -math.inf)
 
+    def weighted(self, weights: Tensor) -> Tensor:
+        """``weights`` with 0 where the mask is false, also in rows whose scores are NaN."""
+        return weights if self.mask is None else weights.masked_fill(~self.mask, 0)
+
     def dropped(self, weights: Tensor) -> Tensor:
         """``weights`` with 0 for dropped elements and the others scaled, rounded once."""
         if self.kept is None:

@@ -75,7 +75,7 @@ def choose(given: str | None, device: torch.device) -> str:
         source, name = "environment, FLASHGEN_BACKEND", config.backend()
     if name is None:
         return DEFAULTS[device.type]
-    if name not in config.BACKENDS:
+    if not isinstance(name, str) or name not in config.BACKENDS:
         raise InputError(
             "there is no such backend",
             where=source,

@@ -24,6 +24,17 @@ refuse._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
+def refuse_jit_trace() -> None:
+    """Raises InputError while torch.jit.trace records a call: it would record sizes as numbers."""
+    if torch._C._get_tracing_state() is not None:
+        refuse(
+            "torch.jit.trace cannot record a call of flashgen",
+            "the function that is traced",
+            "it records the sizes and options of one call as constants",
+            "torch.export.export or torch.compile, which record the operator as one node",
+        )
+
+
 def check_dense(name: str, value: torch.Tensor) -> None:
     """Raises InputError for a nested, sparse or quantized tensor."""
     if value.is_nested or value.layout != torch.strided or value.is_quantized:

@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 
 from flashgen.call import CallOptions, CheckedCall, Operands, OutputGradients
-from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, POSITION_LIMIT
+from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
 from flashgen.runtime.block_layouts import check_lists
 from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes
 from flashgen.runtime.check_basics import check_dense, known, refuse
 from flashgen.runtime.number_arguments import dropout_of, offset_of, scalar_value, scale_of
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
+from flashgen.runtime.zero_divisions import check_divisors
 from flashgen.signature import CallSignature
 
 Tensor = torch.Tensor
@@ -47,6 +48,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
         q_offset=offset_of("q_offset", options.q_offset, q.shape[2]),
         k_offset=offset_of("k_offset", options.k_offset, k.shape[2]),
     )
+    check_divisors(signature, call)
     if captured:
         ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
         check_captured(signature, captured, q, k, ends)
@@ -144,11 +146,14 @@ def _check_kind(signature: CallSignature, name: str, value: object) -> None:
             "for [batch, seq, heads * head_dim]",
         )
     if _short(value.dtype) != signature.dtype:
+        way_out = f"{name}.to(torch.{signature.dtype})"
+        if _short(value.dtype) in OPERAND_DTYPES:
+            way_out += f", or a spec with dtype={_short(value.dtype)!r}"
         refuse(
             f"{name} does not have the dtype of the spec",
             f"argument {name}",
             f"{name} is {value.dtype}; spec {signature.name} is for torch.{signature.dtype}",
-            f"{name}.to(torch.{signature.dtype}), or a spec with dtype={_short(value.dtype)!r}",
+            way_out,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
+from flashgen.call import CallOptions
 from flashgen.dropout import kept_levels
-from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, Number
+from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
 from flashgen.runtime.check_basics import refuse
 from flashgen.signature import LAYOUT_LISTS, CallSignature, ScalarArgument, TensorArgument
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from flashgen.language import Scalar
 
 Tensor = torch.Tensor
+
+_OPTIONS = (*(name for name in CallOptions._fields if name != "scalars"), "rng", "return_lse")
+"""The arguments of every operator that are no operands and no captures."""
 
 _KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
 
@@ -38,7 +43,9 @@ def offset_of(name: str, value: object, length: int) -> int:
             f"{name} is not a whole number",
             f"argument {name}",
             f"given {value!r}",
-            f"a Python int, the global position of the first row: {name}=0",
+            f"{name}=int(tensor), which waits for its device"
+            if isinstance(value, Tensor) and value.numel() == 1
+            else f"a Python int, the global position of the first row: {name}=0",
         )
     last = offset + max(length, 1) - 1
     if max(abs(offset), abs(last)) > POSITION_LIMIT:
@@ -88,21 +95,32 @@ def check_names(
     extra = [name for name in given if name not in kinds]
     if missing or extra:
         accepted = sorted(set(kinds.values())) or ["scalar"]
-        what = (
-            f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
-            if missing
-            else f"{extra[0]!r} is not a {' or '.join(accepted)} of the spec"
-        )
+        unknown = f"is not a {' or '.join(accepted)} of the spec"
+        meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
+        misspelled = next((name for name in extra if meant[name]), None)
         computed = LAYOUT_LISTS if signature.block_sparse is not None else ()
         expected = [name for name in kinds if name not in computed]
         call = "".join(f", {name}=..." for name in expected)
+        if misspelled is not None:
+            what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
+        elif missing:
+            what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
+        else:
+            what = f"{extra[0]!r} {unknown}"
         refuse(
             what,
-            f"argument {(missing or extra)[0]}",
+            f"argument {misspelled or (missing or extra)[0]}",
             f"spec {signature.name} takes: {', '.join(expected) or 'none'}; "
             f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
-            f"op(q, k, v{call})",
+            f"op(q, k, v{call})"
+            if misspelled is None
+            else f"{meant[misspelled]}=... instead of {misspelled}=...",
         )
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """The name that a misspelled one is meant to be, if any."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None)
 
 
 def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
@@ -115,6 +133,9 @@ def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
     value = None if isinstance(given, Tensor) else dtype.convert(given)
     if value is None:
         way_out = f"{scalar.name}={_example(scalar)}"
+        if scalar.dtype == "int32" and isinstance(given, int) and not isinstance(given, bool):
+            nearest = SCALAR_LIMIT if given > 0 else -SCALAR_LIMIT
+            way_out = f"{scalar.name}={nearest}, the nearest number that kernels hold"
         if isinstance(given, Tensor):
             way_out = (
                 f"{scalar.name}.item(), a Python number; or fg.Tensor({scalar.name!r}, ()) in the "
@@ -238,6 +259,15 @@ def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
     if not isinstance(dropout_p, Tensor) and probability_of(dropout_p) == 0:
         return None
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def refuse_return_lse(given: object) -> NoReturn:
+    refuse(
+        "return_lse is neither True nor False",
+        "argument return_lse",
+        f"given {given!r}",
+        "return_lse=True for a tuple (out, lse)",
+    )
 
 
 def settled(deterministic: bool | None) -> bool:

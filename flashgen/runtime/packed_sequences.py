@@ -55,14 +55,14 @@ def check_boundaries(
     On a GPU the check would need a device synchronisation; kernels clamp boundaries instead.
 
     Raises:
-        InputError: boundaries that do not ascend within the operands, or a captured tensor that is
-            shorter than the longest sequence.
+        InputError: boundaries that do not ascend from 0 within the operands, or a captured
+            tensor that is shorter than the longest sequence.
     """
     longest = {}
     for boundary, total in zip(BOUNDARIES, (seq_q, seq_k), strict=True):
         ends = captured[boundary].tolist()
         steps = [after - before for before, after in itertools.pairwise(ends)]
-        if ends[0] < 0 or ends[-1] > total or min(steps, default=0) < 0:
+        if ends[0] != 0 or ends[-1] > total or min(steps, default=0) < 0:
             refuse(
                 f"{boundary} does not ascend from 0 to the length of the operand",
                 f"argument {boundary}",

@@ -626,7 +626,6 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   const int lane = thread % 32;
   const int warp = thread / 32;
   const int warpgroup = __shfl_sync(0xffffffffu, thread / WARPGROUP, 0);
-  constexpr int first_query = 0;
   const int first_key = warpgroup * 64;  // first key whose scores the warpgroup computes
   const int warp_row = warp * 16;
   // Row-wise and column-wise products read the same tiles.
@@ -657,15 +656,14 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     float ds[QUERIES / 8][4];
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
-    const int first = first_query + 2 * (lane % 4);  // first query of this lane in the tile
+    const int first = 2 * (lane % 4);  // first query of this lane in the tile
     const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
     const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_operand.at(first_key * 2 * PANEL + c / STEPS * K_PANEL + c % STEPS * 32),
-                    q_here.at(first_query * 2 * PANEL + c / STEPS * Q_PANEL + c % STEPS * 32),
-                    c > 0);
+                    q_here.at(c / STEPS * Q_PANEL + c % STEPS * 32), c > 0);
     }
     wgmma_commit();
 #pragma unroll
@@ -677,7 +675,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
       multiply_rows(
           ds, v_operand.at(first_key * 2 * PANEL_V + c / STEPS_V * V_PANEL + c % STEPS_V * 32),
-          do_here.at(first_query * 2 * PANEL_V + c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
+          do_here.at(c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
           true);
     }
     wgmma_commit();

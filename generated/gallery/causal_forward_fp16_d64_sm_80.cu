@@ -252,12 +252,37 @@ struct FragmentB {
   unsigned x[2];
 };
 
+// Register i of a fragment: elements x and y of a row of A or of a column of B.
+__device__ __forceinline__ void set_pair(FragmentA& to, int i, float x, float y) {
+  to.x[i] = pack(x, y);
+}
+
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
+                                         const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// D += A B, 16 x 8 x 8
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
+                                         const unsigned (&b)[1]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
+  multiply(d, a.x, b.x);
+}
+
+// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
+__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
@@ -307,13 +332,6 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
   b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
@@ -607,25 +625,25 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5f. P = exp2(S - max), rounded to the operand type, and O += P V
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / P_KEYS; ++n) {
+    for (int n = 0; n < BLOCK_K / 16; ++n) {
       FragmentA p_frag[ROW_GROUPS];
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-        for (int i = 0; i < P_KEYS / 8; ++i) {
-          float(&x)[4] = s[g][n * (P_KEYS / 8) + i];
+        for (int i = 0; i < 2; ++i) {
+          float(&x)[4] = s[g][2 * n + i];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             x[e] = probability(x[e], exp_scale, row_max[g][e / 2]);
             row_sum[g][e / 2] += x[e];
           }
         }
-        p_fragment(p_frag[g], &s[g][n * (P_KEYS / 8)]);
+        p_fragment(p_frag[g], &s[g][2 * n]);
       }
 #pragma unroll
       for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
         FragmentB v_frag[2];
-        load_v<VECTORS_V>(v_frag, v_lane, P_KEYS * n, d);
+        load_v<VECTORS_V>(v_frag, v_lane, 16 * n, d);
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; ++g) {
           mma(o[g][2 * d], p_frag[g], v_frag[0]);

@@ -285,12 +285,37 @@ struct FragmentB {
   unsigned x[2];
 };
 
+// Register i of a fragment: elements x and y of a row of A or of a column of B.
+__device__ __forceinline__ void set_pair(FragmentA& to, int i, float x, float y) {
+  to.x[i] = pack(x, y);
+}
+
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
+                                         const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// D += A B, 16 x 8 x 8
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
+                                         const unsigned (&b)[1]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
+  multiply(d, a.x, b.x);
+}
+
+// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
+__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
@@ -340,13 +365,6 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
   b[1] = {x[2], x[3]};
-}
-
-// P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-constexpr int P_KEYS = 16;
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.x[i] = pack(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
@@ -409,7 +427,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
   constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
   constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // all shares are equal
 #pragma unroll
-  for (int n = 0; n < DEPTH / P_KEYS; ++n) {
+  for (int n = 0; n < DEPTH / 16; ++n) {
     FragmentA a[GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
@@ -418,7 +436,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
       const int pair = first + d;
       if (WHOLE || 2 * pair + 1 < COLUMNS) {
         FragmentB b[2];
-        load_v<G>(b, b_lane, P_KEYS * n, pair);
+        load_v<G>(b, b_lane, 16 * n, pair);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
           mma(sum[g][2 * d], a[g], b[0]);
@@ -434,7 +452,7 @@ template <int GROUPS, int TILES>
 struct Accumulated {
   const float (&s)[GROUPS][TILES][4];
   __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][n * (P_KEYS / 8)]);
+    p_fragment(a, &s[g][2 * n]);
   }
 };
 

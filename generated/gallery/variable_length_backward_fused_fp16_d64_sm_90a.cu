@@ -807,7 +807,6 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int lane = thread % 32;
   const int warp = thread / 32;
   const int warpgroup = __shfl_sync(0xffffffffu, thread / WARPGROUP, 0);
-  constexpr int first_query = 0;
   const int first_key = warpgroup * 64;  // first key whose scores the warpgroup computes
   const int warp_row = warp * 16;
   const int dq_block = 0, dq_query = warpgroup * DQ_QUERIES;  // where its share of dQ begins
@@ -823,7 +822,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
   const Operand<2 * PANEL_S> ds_operand(smem_base + SMEM_DS, S_PANEL);
   const unsigned scores_lane = smem_base + scores_address(warp % 4 * 16, lane)
-                               + first_query * 2 * PANEL_S + first_key / PANEL_S * S_PANEL;
+                               + first_key / PANEL_S * S_PANEL;
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   float dk[COLUMNS / 8][4] = {};  // not yet multiplied by the scale
@@ -846,15 +845,14 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     float ds[QUERIES / 8][4];
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
-    const int first = first_query + 2 * (lane % 4);  // first query of this lane in the tile
+    const int first = 2 * (lane % 4);  // first query of this lane in the tile
     const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
     const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_operand.at(first_key * 2 * PANEL + c / STEPS * K_PANEL + c % STEPS * 32),
-                    q_here.at(first_query * 2 * PANEL + c / STEPS * Q_PANEL + c % STEPS * 32),
-                    c > 0);
+                    q_here.at(c / STEPS * Q_PANEL + c % STEPS * 32), c > 0);
     }
     wgmma_commit();
 #pragma unroll
@@ -866,7 +864,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
       multiply_rows(
           ds, v_operand.at(first_key * 2 * PANEL_V + c / STEPS_V * V_PANEL + c % STEPS_V * 32),
-          do_here.at(first_query * 2 * PANEL_V + c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
+          do_here.at(c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
           true);
     }
     wgmma_commit();

@@ -77,6 +77,7 @@ def test_a_window_is_the_narrowest_of_the_wanted_density(seq: int, share: float)
     assert window == 0 or kept(window - 1) < share * seq * seq
 
 
+@pytest.mark.slow
 def test_live_elements_of_a_large_mask_are_counted_in_parts() -> None:
     seq = 8200  # more than is looked at at once
     mods = Mods(mask=lambda b, h, q, k: q >= k)

@@ -79,15 +79,15 @@ def test_cache_lists_prunes_and_clears(tmp_path, windowed, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", folder)
     compile.forget()
     pipeline._build_forward.cache_clear()
-    assert f"0 kernels, 0 B in {folder}" in flashgen("cache").stdout
+    assert f"0 kernels, 0 B in {folder}" in flashgen("cache", "list").stdout
     flashgen("inspect", windowed)
-    listed = flashgen("cache", "--list").stdout
+    listed = flashgen("cache", "list").stdout
     assert "windowed_forward_fp16_d16" in listed
     assert "1 kernel, " in listed
-    assert "removed 0 kernels" in flashgen("cache", "--prune").stdout
-    assert "removed 1 kernel," in flashgen("cache", "--prune", "--max-megabytes", "0").stdout
-    assert "removed 0 kernels from" in flashgen("cache", "--clear").stdout
-    assert "caching on disk is off" in flashgen("cache", FLASHGEN_CACHE_DIR="off").stdout
+    assert "removed 0 kernels" in flashgen("cache", "prune").stdout
+    assert "removed 1 kernel," in flashgen("cache", "prune", "--max-megabytes", "0").stdout
+    assert "removed 0 kernels from" in flashgen("cache", "clear").stdout
+    assert "caching on disk is off" in flashgen("cache", "list", FLASHGEN_CACHE_DIR="off").stdout
 
 
 def test_the_module_is_the_same_program_and_needs_no_torch_to_plan():

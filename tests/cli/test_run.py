@@ -45,6 +45,7 @@ def test_run_takes_the_options_that_change_the_problem(windowed):
     assert table["arch"] == "sm_90"
 
 
+@pytest.mark.slow
 def test_run_compares_the_gradients_too_with_dropout_and_in_either_mode(windowed):
     for mode in ([], ["--deterministic"]):
         options = ["--shape", "1,2,1,20,30", "--scalar", "window=9", "--dropout", "0.1"]

@@ -14,7 +14,7 @@ from flashgen.doctor import Result, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
 from flashgen.pipeline import build, build_backward
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 CPU = torch.device("cpu")
 TRIAL = [problem for problem in PROBLEMS if problem.trial]
@@ -43,7 +43,7 @@ def test_names_of_problems_are_unique_and_the_trial_has_few() -> None:
     assert any(problem.dropout_p for problem in TRIAL)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
 @pytest.mark.parametrize("problem", TRIAL[1:2], ids=lambda problem: problem.name)
 def test_a_trial_compiles_nothing_once_a_problem_runs(
     problem: Problem, arch: str, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +63,7 @@ def test_a_trial_compiles_nothing_once_a_problem_runs(
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_a_table_is_compared_bit_for_bit_and_one_bit_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,6 +176,7 @@ def test_what_says_nothing_about_the_kernels_is_no_result(when: str, error: Exce
         events_of(failing)
 
 
+@pytest.mark.slow
 def test_kernels_of_a_problem_are_those_that_build_gives() -> None:
     problem = TRIAL[2]
     runs = check._runs(problem, problem.inputs(), "sm_80")

@@ -218,7 +218,7 @@ def refusal_of(mod: Callable, role: str = "score") -> SpecError:
 
 
 REFUSED: dict[str, tuple[Callable, str]] = {
-    "erf": (lambda s, b, h, q, k: torch.erf(s), "torch.erf cannot be expressed"),
+    "lgamma": (lambda s, b, h, q, k: torch.lgamma(s), "torch.lgamma cannot be expressed"),
     "sort": (lambda s, b, h, q, k: torch.sort(table)[0][q], "torch.sort cannot"),
     "if": (lambda s, b, h, q, k: s if q > k else -s, "needs the value of a tensor"),
     "and": (lambda s, b, h, q, k: (q > 1 and k > 1) * s, "needs the value of a tensor"),
@@ -238,19 +238,15 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     ),
     "plus infinity": (
         lambda s, b, h, q, k: torch.where(q > k, s, torch.inf),
-        "float32 cannot hold",
-    ),
-    "infinity by score": (
-        lambda s, b, h, q, k: torch.where(s > 0, s, -torch.inf),
-        "depends on the score",
+        "not a finite real number",
     ),
     "detach": (lambda s, b, h, q, k: s * torch.tanh(s).detach(), "detach\\(\\)"),
     "complex": (
         lambda s, b, h, q, k: s + table.to(torch.complex64)[q].real,
         "complex|cannot be expressed",
     ),
-    "shift by variable": (lambda s, b, h, q, k: s + (1 << q), "by a number that is not a constant"),
-    "bits of variables": (lambda s, b, h, q, k: s + (q & k), "two integers that are not constants"),
+    "shift beyond 31": (lambda s, b, h, q, k: s + (q << 32), "not from 0 to 31"),
+    "division by 0": (lambda s, b, h, q, k: s + k % h, "% by positions that can be 0"),
     "large reduction": (
         lambda s, b, h, q, k: s + torch.ones(2).expand(500, 2)[:, q % 2].sum(),
         "cannot be written out",

@@ -162,7 +162,7 @@ def triangle(block: int, seq: int) -> Tensor:
 @pytest.mark.parametrize(
     ("mask", "block"),
     [
-        pytest.param(causal, 64, id="blocks and mask"),
+        pytest.param(causal, 64, id="blocks and mask", marks=pytest.mark.slow),
         pytest.param(None, 1, id="blocks of 1", marks=pytest.mark.slow),
     ],
 )

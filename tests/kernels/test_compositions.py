@@ -148,13 +148,8 @@ def check_composition(name: str, dtype: str, arch: str) -> None:
 
 
 # Those that test_forward.py and test_backward.py have too are in the slow tier here.
-HEAD_DIMS = [
-    pytest.param(dim, marks=[] if dim == 24 else pytest.mark.slow)
-    for dim in (8, 24, 40, 80, 96, 112, 256)
-]
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 80, 96, 112, 256])
 def test_any_head_dim_that_is_a_multiple_of_eight_works(head_dim: int) -> None:
     dtype = DTYPES[head_dim // 8 % 3]
     spec = fg.AttentionSpec(causal, softcap, head_dim=head_dim, dtype=dtype, name="dims")

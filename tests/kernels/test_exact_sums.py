@@ -16,7 +16,7 @@ from flashgen.runtime.learned_gradients import SUM_BITS, contributions_of, unit_
 from tests.support.examples import spec_path
 from tests.support.judged import Call, example
 from tests.support.shapes import DTYPES, Case
-from tests.support.tiers import one_in, slow
+from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
@@ -163,7 +163,7 @@ def test_gradients_are_the_same_bits_in_any_order_of_blocks(name: str, orders: i
 
 def test_float_sums_do_depend_on_the_order_of_blocks() -> None:
     """So that the test above can fail: what meets there is enough to tell orders apart."""
-    call = of_spec("relative_bias", BLOCKS, 0.2)
+    call = of_spec("symmetric_bias", BLOCKS, 0.2)
     options = {"check_memory": False, "deterministic": False}
     first, second = (call.backward(order_seed=seed, **options) for seed in (1, 2))
     assert not torch.equal(first.captured[0], second.captured[0])
@@ -189,7 +189,8 @@ def test_the_kernel_is_launched_twice_and_both_are_reported() -> None:
     assert roles == ["delta", "dkdv", "dq", "captured_exact", "captured_exact"]
 
 
-@pytest.mark.parametrize("factor", [1e30, slow(1e-30)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1e30, 1e-30])
 @pytest.mark.parametrize(
     "name", ["symmetric_bias", pytest.param("temperature", marks=pytest.mark.slow)]
 )
@@ -202,7 +203,8 @@ def test_huge_and_tiny_gradients_are_as_exact_as_others(name: str, factor: float
     assert exact.abs().max() > factor / 100
 
 
-@pytest.mark.parametrize("name", one_in(6, NAMES, first=3))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_without_contributions_are_0(name: str) -> None:
     call = of_spec(name, Case(40, 50, 1, 2, 2, "float16", 32))
     call.gradients = tuple(0 * gradient for gradient in call.gradients)
@@ -211,7 +213,7 @@ def test_gradients_without_contributions_are_0(name: str) -> None:
     assert (found == 0).all()
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [math.inf, slow(math.nan)])
 @pytest.mark.parametrize("name", ["symmetric_bias", slow("temperature")])
 def test_contributions_that_are_not_finite_give_nan(name: str, bad: float) -> None:
     call = of_spec(name, Case(40, 50, 1, 2, 2, "float16", 32))

@@ -57,6 +57,7 @@ BOUNDARIES = {"cu_seqlens_q": ends([64, 128, 64]), "cu_seqlens_k": ends([64, 128
             "smallest step -4",
         ),
         ({"cu_seqlens_k": torch.tensor([-1, 9, 9, 20]).int()}, "does not ascend", "from -1"),
+        ({"cu_seqlens_q": ends([64, 128, 64]).clamp(min=4)}, "does not ascend from 0", "from 4"),
         ({"cu_seqlens_q": ends([64, 128, 64]).long()}, "dtype", "torch.int64"),
         (
             {"q": torch.zeros(2, 2, 256, 16, dtype=torch.float16)},

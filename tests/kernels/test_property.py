@@ -191,7 +191,7 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
         return torch.randint(high, shape, generator=generator)
 
     def boundaries(length: int) -> torch.Tensor:
-        return integers(length + 1, batch + 1).sort().values.int()
+        return torch.cat((torch.zeros(1), integers(length + 1, batch).sort().values)).int()
 
     made = {
         "sink": normal(heads),

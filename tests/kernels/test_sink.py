@@ -17,7 +17,7 @@ from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.planner import backward_traffic, forward_traffic
 from tests.support.judged import RNG, Call, dropping, like
 from tests.support.shapes import DTYPES, Case
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 from tests.support.tiled_calls import arguments, both
 
 Tensor = torch.Tensor
@@ -78,8 +78,9 @@ def check(
 
 @pytest.mark.parametrize(
     ("dtype", "deterministic"),
-    one_in(3, [("float16", False), ("bfloat16", True), ("float32", True)], first=1),
+    [("float16", False), ("bfloat16", True), ("float32", True)],
 )
+@pytest.mark.slow
 def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     dtype: str, deterministic: bool
 ) -> None:
@@ -114,8 +115,8 @@ def test_one_sink_may_serve_all_heads_in_any_dtype(
 @pytest.mark.parametrize(
     ("dtype", "backend"),
     [
-        ("float16", "emulator"),
-        pytest.param("float32", "emulator", marks=pytest.mark.slow),
+        slow("float16", "emulator"),
+        slow("float32", "emulator"),
         ("float16", "tiled"),
     ],
 )
@@ -130,7 +131,7 @@ def test_sinks_of_any_size_meet_the_error_rule(dtype: str, backend: str) -> None
     assert (forward.out[:, 4:] == 0).all(), "nothing is left of P beside such a sink"
 
 
-@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("backend", [slow("emulator"), "tiled"])
 @pytest.mark.parametrize("dtype", one_in(3, DTYPES))
 def test_a_sink_of_minus_infinity_gives_the_bits_of_no_sink(dtype: str, backend: str) -> None:
     case = Case(60, 50, 1, 2, 1, dtype, 40)
@@ -149,7 +150,7 @@ def test_a_sink_of_minus_infinity_gives_the_bits_of_no_sink(dtype: str, backend:
 # ---- rows without keys --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("backend", [slow("emulator"), "tiled"])
 @pytest.mark.parametrize("by_score", one_in(2, [False, True], first=1))
 def test_rows_without_keys_give_their_lse_gradient_to_the_sink_and_nothing_else(
     by_score: bool, backend: str
@@ -206,6 +207,7 @@ def test_the_gradient_of_a_sink_has_the_same_bits_in_every_order_of_blocks() -> 
     assert all(torch.equal(each.captured[0], found[0].captured[0]) for each in found[1:])
 
 
+@pytest.mark.slow
 def test_a_sink_that_the_score_reads_too_gets_both_gradients() -> None:
     sink = Capture("sink", ("heads",), "float32", grad=True)
 

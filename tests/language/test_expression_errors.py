@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sympy
+import torch
 
 import flashgen as fg
 from flashgen.errors import SpecError
-from flashgen.language import trace_mask, trace_score
+from flashgen.language import python_text, trace_mask, trace_score
 from tests.support.paths import ROOT, from_root
 
 HERE = from_root(__file__)
@@ -96,13 +98,12 @@ def test_a_truth_value_is_refused_at_its_line_with_the_line_rewritten(
         (lambda b, h, q, k: [1, 2][q] < k, "fg.where"),
         (lambda b, h, q, k: list(q) == k, "one number"),
         (lambda b, h, q, k: len(q) < k, "fg.seq_q"),
-        (lambda b, h, q, k: round(q) < k, "fg.floor(x + 0.5)"),
+        (lambda b, h, q, k: round(q / 3, 1) < k, "round(x * 100) / 100"),
         (lambda b, h, q, k: math.ceil(q / 2) < k, "-fg.floor(-x)"),
         (lambda b, h, q, k: math.trunc(q / 2) < k, "fg.where(x < 0"),
         (lambda b, h, q, k: q.tanh() < k, "fg.tanh(x)"),
-        (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.minimum(fg.maximum(x, lo), hi)"),
-        (lambda b, h, q, k: (q << 2) < k, "x * 2**n"),
-        (lambda b, h, q, k: (q >> 2) < k, "x // 2**n"),
+        (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.clamp(x)"),
+        (lambda b, h, q, k: q >= k & q - k < 8, "(q >= k) & (q - k < 8) instead"),
         (lambda b, h, q, k: (q @ k) < 2, "*"),
         (lambda b, h, q, k: q in (1, 2), "fg.where"),
         (lambda b, h, q, k: [2 * i for i in range(q)] == k, "fg.where"),
@@ -120,14 +121,17 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
     ("mod", "what", "way_out"),
     [
         (lambda b, h, q, k: (q < k) + 1 > 0, "+ is for numbers", "fg.where(condition, 1, 0)"),
-        (lambda b, h, q, k: q & k, "& is for conditions", "brackets"),
-        (lambda b, h, q, k: q >= k & q - k < 8, "& is for conditions", "(q >= k) & (q - k < 128)"),
-        (lambda b, h, q, k: ~q, "~ is for conditions", "-x"),
+        (lambda b, h, q, k: (q < k) & k, "& is for two conditions", "brackets"),
+        (lambda b, h, q, k: q / 2 & k, "& is for two conditions", "brackets"),
+        (lambda b, h, q, k: ~(q / 2), "~ is for conditions and integers", "-x"),
+        (lambda b, h, q, k: (q / 2) << 2 < k, "<< is for integers", "2**n"),
+        (lambda b, h, q, k: q >> 32 < k, ">> by a number that is not from 0 to 31", "quotient"),
+        (lambda b, h, q, k: fg.popcount(q / 2) < k, "fg.popcount is for integers", "q ^ k"),
         (lambda b, h, q, k: (q < k) == 1, "== is for numbers", "fg.where"),
         (lambda b, h, q, k: fg.where(q, True, False), "first argument", "comparison"),
         (lambda b, h, q, k: fg.where(q < k, 1, True), "two numbers or two conditions", "where"),
         (lambda b, h, q, k: fg.exp(q < k) < 1, "fg.exp is for numbers", "fg.where"),
-        (lambda b, h, q, k: q < float("inf"), "float32 cannot hold", "mask_mod"),
+        (lambda b, h, q, k: q < k + float("inf"), "not a finite real number", "division"),
         (lambda b, h, q, k: q < float("nan"), "float32 cannot hold", "mask_mod"),
         (lambda b, h, q, k: q < 1e39, "float32 cannot hold", "mask_mod"),
         (lambda b, h, q, k: q / 0 < k, "/ by 0", "not 0"),
@@ -141,7 +145,11 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
         (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),
         (lambda b, h, q, k: q < None, "a NoneType cannot be used", "an int"),
         (lambda b, h, q, k: q < 2j, "a complex cannot be used", "real"),
-        (lambda b, h, q, k: q < np.zeros(3), "a ndarray cannot be used", "element of an fg.Tensor"),
+        (
+            lambda b, h, q, k: q < np.zeros(3),
+            "a ndarray cannot be used",
+            "capture it: t = fg.Tensor",
+        ),
     ],
 )
 def test_operands_of_the_wrong_kind_are_refused(mod: Any, what: str, way_out: str) -> None:
@@ -149,6 +157,54 @@ def test_operands_of_the_wrong_kind_are_refused(mod: Any, what: str, way_out: st
     assert what in error.what
     assert way_out in error.way_out
     assert error.where.startswith(f"{HERE}:")
+
+
+TABLE = torch.ones(4)
+LIST = [1.0, 2.0]
+captured = fg.Tensor("captured", ("heads",), "int32")
+
+
+@pytest.mark.parametrize(
+    ("mod", "way_out"),
+    [
+        (lambda b, h, q, k: TABLE[h] < k, "TABLE = fg.Tensor('TABLE', ('heads',), dtype)"),
+        (lambda b, h, q, k: torch.ones(4)[h] < k, "table = fg.Tensor('table', ('heads',), dtype)"),
+        (lambda b, h, q, k: torch.ones(4, 9)[h, q - k] < k, "('heads', 'n'), dtype), table[h, q"),
+        (lambda b, h, q, k: np.ones(4)[b] < k, "fg.Tensor('table', ('batch',), dtype)"),
+        (lambda b, h, q, k: LIST[h] < k, "op(q, k, v, LIST=...)"),
+        (lambda b, h, q, k: captured[h] + LIST[h] < k, "LIST = fg.Tensor"),
+        (lambda b, h, q, k: q - k < TABLE, "capture it: t = fg.Tensor"),
+        (lambda b, h, q, k: q - k < torch.tensor(3), ".item() for a constant"),
+    ],
+)
+def test_a_table_of_another_library_is_to_be_captured(mod: Any, way_out: str) -> None:
+    assert way_out in refusal(mod).way_out
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: fg.tanh(q, 2) < k,
+        lambda b, h, q, k: fg.where(q < k) < k,
+        lambda b, h, q, k: fg.minimum(q, k, 3) < k,
+    ],
+)
+def test_a_way_out_is_never_the_user_s_own_line(mod: Any) -> None:
+    error = refusal(mod)
+    assert "instead of" not in error.way_out
+    assert error.way_out in ("fg.tanh(x)", "fg.where(condition, a, b)", "fg.minimum(a, b)")
+
+
+def test_the_message_of_another_package_is_one_line() -> None:
+    error = refusal(lambda b, h, q, k: torch.where(q < k, 1, 0) < k)
+    assert len(str(error).splitlines()) == 4
+
+
+def test_a_number_below_float32_removes_scores() -> None:
+    for number in (-math.inf, float("-inf"), np.float32("-inf"), -1e300):
+        traced = trace_score(lambda s, b, h, q, k, number=number: fg.where(s > 0, s, number))
+        assert python_text(traced.expr) == "where(score > 0, score, -inf)"
+    assert trace_score(lambda s, b, h, q, k: fg.where(s > -math.inf, s, 0)).expr.has(sympy.Gt)
 
 
 def test_a_mask_that_is_a_number_is_refused() -> None:

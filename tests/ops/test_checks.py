@@ -332,3 +332,77 @@ def test_a_call_after_a_good_one_is_checked_as_well():
     for wrong in (STATE.int(), STATE[:1], (1, 2)):
         with pytest.raises(InputError):
             drops(q, k, v, dropout_p=0.5, rng=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bais", "bias"), ("dropout", "dropout_p"), ("q_ofset", "q_offset"), ("windw", "window")],
+)
+def test_a_misspelled_argument_is_named_with_what_is_meant(given, meant):
+    bias, window = fg.Tensor("bias", ("heads",), "float32"), fg.Scalar("window", "int32")
+    spec = AttentionSpec(
+        mask_mod=lambda b, h, q, k: q - k < window,
+        score_mod=lambda s, b, h, q, k: s + bias[h],
+        head_dim=16,
+    )
+    captures = {"bias": torch.zeros(4), "window": 3}
+    captures[given] = captures.pop(meant, 0)
+    with pytest.raises(InputError, match=f"'{given}' is not .*; did you mean '{meant}'?") as caught:
+        fg.attention(spec)(*operands(), **captures)
+    assert caught.value.way_out == f"{meant}=... instead of {given}=..."
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "complex64", "float8_e5m2"])
+def test_a_way_out_proposes_only_dtypes_that_kernels_have(dtype):
+    error = refusal(tensors=operands(dtype=dtype))
+    assert error.way_out == "q.to(torch.float16)"
+    assert "dtype='float32'" in refusal(tensors=operands(dtype="float32")).way_out
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"), [(2**31 - 1, 2**30), (-(2**40), -(2**30)), (2**30 + 1, 2**30)]
+)
+def test_a_scalar_that_is_too_large_is_told_the_largest(given, nearest):
+    window = fg.Scalar("window", "int32")
+    spec = AttentionSpec(mask_mod=lambda b, h, q, k: q - k < window, head_dim=16)
+    error = refusal(spec=spec, scalars={"window": given})
+    assert error.way_out.startswith(f"window={nearest}, ")
+    checked(spec=spec, scalars={"window": nearest})
+
+
+def test_a_tensor_for_an_offset_is_told_how_to_become_a_number():
+    assert refusal(q_offset=torch.tensor(3)).way_out.startswith("q_offset=int(tensor)")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("return_lse", torch.tensor([1, 2])),
+        ("return_lse", 1),
+        ("backend", np.zeros(3)),
+        ("backend", 3),
+        ("scale", np.zeros(3)),
+        ("scale", torch.tensor([1, 2])),
+        ("arch", np.zeros(3)),
+        ("deterministic", np.zeros(3)),
+    ],
+)
+def test_an_option_of_another_type_is_refused(option, value):
+    with pytest.raises(InputError) as caught:
+        fg.attention(SPEC)(*operands(), **{option: value})
+    assert caught.value.where == f"argument {option}"
+
+
+def test_options_of_specs_and_plans_that_are_arrays_are_refused():
+    for make in (
+        lambda: AttentionSpec(head_dim=16, dtype=np.zeros(3)),
+        lambda: fg.Tensor("t", (), np.zeros(3)),
+        lambda: Scalar("s", np.zeros(3)),
+    ):
+        with pytest.raises(SpecError, match="dtype"):
+            make()
+    for arguments in ((5,), (SPEC, 80), (SPEC, None)):
+        with pytest.raises(fg.PlanError, match="is not of type"):
+            fg.plan(*arguments)
+    with pytest.raises(fg.PlanError, match="policy"):
+        fg.plan(SPEC, policy=np.zeros(3))

@@ -110,6 +110,7 @@ def test_autograd_agrees_with_torch_and_a_column_of_sinks() -> None:
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_emulated_kernels_agree_with_the_tiled_algorithms_through_autograd() -> None:
     found = []
     for backend in ("emulator", "tiled"):

@@ -70,7 +70,8 @@ def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_wit
 @pytest.mark.parametrize(
     ("name", "head_dim", "dropout_p"),
     [
-        ("causal", 32, 0.1),
+        ("causal", 64, 0.0),
+        slow("causal", 32, 0.1),
         slow("causal", 64, 0.1),
         slow("full", 40, 0.0),
         slow("causal", 192, 0.0),

@@ -109,7 +109,7 @@ def test_numbers_may_be_far_beyond_64_bits(number):
 
 
 def test_an_unused_branch_may_be_undefined():
-    expr = of_score(lambda s, b, h, q, k: fg.where(q > 0, k % fg.maximum(q, 0), fg.log(s)))
+    expr = of_score(lambda s, b, h, q, k: fg.where(q > 0, k % fg.maximum(q, 1), fg.log(s)))
     inputs = {Q: torch.tensor([0, 3]), K: torch.tensor(7), SCORE: torch.tensor(-1.0).double()}
     found = evaluate(expr, inputs)
     assert found[1] == 1

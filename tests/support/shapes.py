@@ -31,20 +31,9 @@ LAYOUTS = ("contiguous", "sequence_major", "gaps")
 """Storage [B, H, N, D]; [B, N, H, D] seen as [B, H, N, D]; every row with elements after it."""
 
 
-MOST_PRODUCTS = 500_000_000
-"""Multiplications of S = Q K^T for one head: more take minutes with the sums of tensor cores."""
-
-
-def halves_of_lengths(
-    turn: int, dtype: str, head_dim: int
-) -> tuple[tuple[int, tuple[int, int]], ...]:
-    """Every second length of `LENGTHS` with its index; the other half for the next value.
-
-    Products of float32 take six of tf32: the longest sequences are left to its head dims to 64.
-    """
-    each = head_dim * (6 if dtype == "float32" else 1)
-    half = tuple(enumerate(LENGTHS))[turn % 2 :: 2]
-    return tuple(of for of in half if of[1][0] * of[1][1] * each <= MOST_PRODUCTS)
+def halves_of_lengths(turn: int) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """Every second length of `LENGTHS` with its index; the other half for the next value."""
+    return tuple(enumerate(LENGTHS))[turn % 2 :: 2]
 
 
 @dataclass(frozen=True)

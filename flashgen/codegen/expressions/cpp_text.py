@@ -9,7 +9,7 @@ import sympy
 from flashgen.analysis import evaluate
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
-from flashgen.language import Floor, Log2, Sigmoid
+from flashgen.language import Atan2, Erf, Erfc, Expm1, Floor, Log1p, Log2, Round, Sigmoid
 
 # Levels of C++ operator precedence; a higher level binds tighter.
 ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)
@@ -18,9 +18,21 @@ Text = tuple[str, int]
 
 HELPERS = frozenset(
     (
-        *("floor_div", "floor_mod", "float_mod", "square", "power", "sign", "rcp", "fast_sqrt"),
+        *(
+            "floor_div",
+            "floor_mod",
+            "floor_div_or_0",
+            "floor_mod_or_0",
+            "float_mod",
+            "square",
+            "power",
+            "sign",
+            "rcp",
+            "fast_sqrt",
+        ),
         "rounded_power",
         *("int64", "fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine", "nearest_int"),
+        "shifted_left",
     )
 )
 """The device functions of templates/common/math.cuh.j2."""
@@ -34,10 +46,22 @@ FUNCTIONS = (
     (Sigmoid, "sigmoid", "fast_sigmoid"),
     (sympy.Abs, "fabsf", "fabsf"),
     (Floor, "floorf", "floorf"),
+    (Round, "rintf", "rintf"),
+    (Erf, "erff", "erff"),
+    (Erfc, "erfcf", "erfcf"),
+    (Log1p, "log1pf", "log1pf"),
+    (Expm1, "expm1f", "expm1f"),
+    (Atan2, "atan2f", "atan2f"),
     (sympy.sin, "sine", "sine"),
     (sympy.cos, "cosine", "cosine"),
     (sympy.sign, "sign", "sign"),
 )
+
+CALLED = HELPERS.union(
+    ("fminf", "fmaxf", "powf", "exp2f", "sqrtf", "rsqrtf", "min", "max", "abs", "llabs", "float"),
+    *((exact, fast) for _, exact, fast in FUNCTIONS),
+)
+"""Functions that printed expressions call; no variable beside a call has its name."""
 
 
 def inside(text: Text, level: int) -> str:

@@ -31,6 +31,15 @@ from flashgen.language import (
     Minimum,
     TensorSymbol,
 )
+from flashgen.language.bit_functions import (
+    BitAnd,
+    BitFunction,
+    BitOr,
+    Popcount,
+    ShiftLeft,
+    ShiftRight,
+)
+from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.python_printer import written_order
 from flashgen.language.sympy_functions import Select
@@ -51,6 +60,7 @@ class IntegerPrinter(ABC):
         self._lets: dict[sympy.Symbol, str] = {}
         self._nested_lets: dict[sympy.Symbol, str] = {}
         self._wide: set[sympy.Symbol] = set()
+        self._data: set[sympy.Symbol] = set()
         self._in_predicate = False
 
     @abstractmethod
@@ -139,6 +149,8 @@ class IntegerPrinter(ABC):
             return self._choice(expr, lambda e: self._int(e, wide))
         if isinstance(expr, FloorDiv | FloorMod):
             return self._division(expr, wide)
+        if isinstance(expr, BitFunction):
+            return self._bits(expr, wide)
         args = [self._int(arg, wide)[0] for arg in expr.args]
         if isinstance(expr, sympy.Abs):
             return self._call("llabs" if wide else "abs", *args)
@@ -148,6 +160,19 @@ class IntegerPrinter(ABC):
             name = "min" if isinstance(expr, Minimum | sympy.Min) else "max"
             return self._nested(name, args)
         raise unknown(expr)
+
+    def _bits(self, expr: sympy.Expr, wide: bool) -> Text:
+        if isinstance(expr, Popcount):
+            return self._call("__popc", self._call("unsigned", self._int(expr.args[0])[0])[0])
+        if isinstance(expr, ShiftLeft):
+            arguments = self._int(expr.args[0], wide)[0], self._int(expr.args[1])[0]
+            return self._call("shifted_left", *arguments)
+        if isinstance(expr, ShiftRight):
+            x, n = self._int(expr.args[0], wide), self._int(expr.args[1])
+            return f"{inside(x, UNARY)} >> {inside(n, UNARY)}", SHIFT
+        sign = "&" if isinstance(expr, BitAnd) else "|" if isinstance(expr, BitOr) else "^"
+        a, b = (inside(self._int(arg, wide), UNARY) for arg in expr.args)
+        return f"{a} {sign} {b}", OR
 
     def _nested(self, name: str, args: list[str]) -> Text:
         text = args[0]
@@ -202,7 +227,11 @@ class IntegerPrinter(ABC):
                 f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
                 TIMES,
             )
-        return self._call("floor_div" if quotient else "floor_mod", text[0], self._int(b, wide)[0])
+        name = "floor_div" if quotient else "floor_mod"
+        by_data = is_data(b) or not b.free_symbols.isdisjoint(self._data)
+        if by_data and may_be_zero(b, self._known):
+            name += "_or_0"
+        return self._call(name, text[0], self._int(b, wide)[0])
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
         if isinstance(expr, Select):

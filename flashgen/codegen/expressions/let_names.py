@@ -9,7 +9,7 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.analysis import CodeBlock
-from flashgen.codegen.expressions.cpp_text import HELPERS
+from flashgen.codegen.expressions.cpp_text import CALLED
 from flashgen.language import Element, Extreme, FloorDiv, FloorMod, Least, Maximum, Minimum
 from flashgen.language.python_printer import written_order
 from flashgen.language.sympy_functions import Select
@@ -39,7 +39,7 @@ def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy
     """
     names: dict[sympy.Symbol, str] = {}
     outer = {s: name for s, name in known.items() if _LET.fullmatch(s.name)}
-    used = {*HELPERS, *known.values()}
+    used = {*CALLED, *known.values()}
     indexed = _indices(block)
     unnamed = 0
     for symbol, value in block.lets:
@@ -54,7 +54,7 @@ def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy
 
 
 def _may_be_used(name: str, used: set[str]) -> bool:
-    short = len(name) <= LONGEST_NAME and name not in used
+    short = len(name) <= LONGEST_NAME and name not in used and not name.startswith("read_")
     return short and _IDENTIFIER.fullmatch(name) is not None
 
 

@@ -13,11 +13,11 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.analysis import CodeBlock
-from flashgen.language import Floor, FloorDiv, FloorMod
+from flashgen.language import Floor, FloorDiv, FloorMod, Round
 from flashgen.language.tensor_elements import TensorRead
 
 # Functions with jumps, where a difference in the last bit changes the result.
-JUMPS = (Floor, FloorDiv, FloorMod, sympy.sign)
+JUMPS = (Floor, Round, FloorDiv, FloorMod, sympy.sign)
 
 
 def predicate_lets(block: CodeBlock) -> set[sympy.Symbol]:

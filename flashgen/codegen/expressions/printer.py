@@ -29,6 +29,7 @@ from flashgen.codegen.expressions.floats import FloatPrinter
 from flashgen.codegen.expressions.let_names import let_names
 from flashgen.codegen.expressions.predicates import predicate_lets
 from flashgen.language import is_condition, is_int
+from flashgen.language.divisors import is_data
 from flashgen.language.integer_limits import limits
 from flashgen.language.python_printer import SIGNS
 
@@ -84,6 +85,7 @@ class CPrinter(FloatPrinter):
             del self.names[symbol]  # names and their types are local to their block
             self._known.pop(symbol, None)
             self._wide.discard(symbol)
+            self._data.discard(symbol)
         found = let_names(block, self.names)
         self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
         self.names |= found
@@ -96,6 +98,8 @@ class CPrinter(FloatPrinter):
                 self._known[symbol] = limits(value, self._known)
             if kind == "int64":
                 self._wide.add(symbol)
+            if is_data(value) or not value.free_symbols.isdisjoint(self._data):
+                self._data.add(symbol)
         return lines
 
     def _any(self, expr: sympy.Basic) -> Text:

@@ -130,6 +130,12 @@ class Counters:
     def warp_instructions(self) -> int:
         return sum(self.instruction_counts())
 
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds on the tensor cores."""
+        counts = enumerate(self.instruction_counts())
+        return sum(count * multiply_adds(self._program.code[pc]) for pc, count in counts if count)
+
     # ---- of launches with profile=True
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class LaunchConfig:
     sums: str
     allow: frozenset[str]
     cluster: tuple[int, int, int]
+    watcher: Callable[[Counters], None] | None = None
 
 
 def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> Array:
@@ -79,6 +81,7 @@ class Machine(Scheduler):
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.step_limit = config.step_limit
+        self.watcher = config.watcher
         self.steps = 0
         self.ticks = 0
         self.threads = math.prod(block)
@@ -139,6 +142,8 @@ class Machine(Scheduler):
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
         while self.cohorts:
             self._run(self._pick())
+            if self.watcher is not None:
+                self.watcher(self.counters)
         self.bulk.finish()
 
     def _initial_cohorts(self, rows: Array) -> list[Array]:

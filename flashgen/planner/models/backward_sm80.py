@@ -123,10 +123,14 @@ def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
 TENSOR = Formula("tensor", "factors*macs/tensor_rate", "clk")
 BARRIERS = Formula("barriers", "syncs*barrier/(block_q*block_k*blocks)", "clk")
 
-# mma.sync and ldmatrix of 16-bit operands; six products of tf32 parts for float32.
+# mma.sync and ldmatrix of 16-bit operands. For float32 six products of parts, and additions outside
+# the tensor cores: one for each step of S and dP, two for each step of a gradient.
 PRODUCTS = {
     2: Formula("products", "macs/64 + reads/16"),
-    4: Formula("products", f"6*macs/32 + {fitted.BACKWARD_SPLIT_INSTRUCTIONS}*reads/4"),
+    4: Formula(
+        "products",
+        f"6*macs/64 + macs/8 - repeats*(d_qk + d_v)/16 + {fitted.SPLIT_INSTRUCTIONS}*reads/4",
+    ),
 }
 
 

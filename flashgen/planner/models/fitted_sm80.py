@@ -15,9 +15,9 @@ from fractions import Fraction
 # ---- forward: registers per thread, fitted -------------------------------------------------------
 
 # Besides the accumulators: fragments, row statistics and addresses.
-FORWARD_REGISTERS = {2: 64, 4: 82}
+FORWARD_REGISTERS = {2: 64, 4: 62}
 # For each accumulator element of S, while it becomes an operand of P V.
-FORWARD_PENDING = {2: Fraction(1, 8), 4: Fraction(5, 16)}
+FORWARD_PENDING = {2: Fraction(1, 8), 4: Fraction(1, 2)}
 
 # Registers that a spec adds, on the sm_90a path too. A score_mod is evaluated for several elements
 # at once. A mask that is not one interval of keys per row is evaluated for each tile. From sm_90
@@ -32,14 +32,13 @@ LONGER_K_ELEMENTS_PER_REGISTER = 16
 
 # ---- forward: instructions, counted --------------------------------------------------------------
 
-# Per score element: maximum, scaling, exponential, sum and rounding; float32 operands are also
-# split into three parts of tf32.
-FORWARD_INSTRUCTIONS = {2: 4.5, 4: 15}
+# Per score element: maximum, scaling, exponential, sum and rounding; for float32 P is split into
+# three numbers of bfloat16.
+FORWARD_INSTRUCTIONS = {2: 4.5, 4: 10}
 # Per step and row group: loop, addresses, barriers, row statistics.
 FORWARD_STEP_INSTRUCTIONS = 100
-# float32: to load and split an element of a fragment of V or K (B operands), and of Q (A operands).
-SPLIT_B_INSTRUCTIONS = 10.7
-SPLIT_A_INSTRUCTIONS = 10.3
+# float32, forward and backward: to load an element of a fragment from shared memory and split it.
+SPLIT_INSTRUCTIONS = 6.6
 # Per access of a copy to shared memory: cp.async of a 16-byte vector, or a load and a store of one
 # element with its address.
 VECTOR_COPY_INSTRUCTIONS = 1
@@ -79,8 +78,8 @@ INDEX_REGISTERS = 10
 
 # Per score element, where a block owns keys and where it owns queries: exp2, the differences and
 # products around it, and the rounding or splitting of what becomes an operand.
-BY_KEYS_INSTRUCTIONS = {2: "5", 4: "32 - 10*exchanged"}
-BY_QUERIES_INSTRUCTIONS = {2: "4.3", 4: "19.5"}
+BY_KEYS_INSTRUCTIONS = {2: "5", 4: "23 - 5.5*exchanged"}
+BY_QUERIES_INSTRUCTIONS = {2: "4.3", 4: "15"}
 # Per step: addresses, loads of LSE and delta, barriers.
 BY_KEYS_STEP_INSTRUCTIONS = 170
 BY_QUERIES_STEP_INSTRUCTIONS = 110
@@ -88,8 +87,6 @@ BY_QUERIES_STEP_INSTRUCTIONS = 110
 EXCHANGED_TILE_INSTRUCTIONS = 50
 # "fused": per element of dQ, to add it in global memory.
 ATOMIC_INSTRUCTIONS = 2.5
-# float32: to load and split an element of a fragment.
-BACKWARD_SPLIT_INSTRUCTIONS = 10.5
 
 # ---- time, measured by others --------------------------------------------------------------------
 

@@ -55,11 +55,12 @@ COST = Formula("cost", "(busiest + (alone - busiest)/max(1, overlap))/occupied +
 # ---- instructions per score element and thread ---------------------------------------------------
 
 # mma.sync and ldmatrix of 16-bit operands, counted from the tile. A product of float32 operands is
-# six products of tf32 parts.
+# six products of their parts, and additions outside the tensor cores: one for each step of S, two
+# for each step of O.
 PRODUCTS = {
     2: "(d_qk + d_v)/64 + e*(d_qk + d_v)/(256*row_groups) + e*d_qk/(16*block_k)",
-    4: f"6*(d_qk + d_v)/32 + {fitted.SPLIT_B_INSTRUCTIONS}*(d_qk + d_v)/(16*row_groups)"
-    f" + {fitted.SPLIT_A_INSTRUCTIONS}*d_qk/block_k",
+    4: "6*(d_qk + d_v)/64 + d_qk/16 + d_v/8"
+    f" + {fitted.SPLIT_INSTRUCTIONS}*((d_qk + d_v)/(16*row_groups) + d_qk/block_k)",
 }
 
 

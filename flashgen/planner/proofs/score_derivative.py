@@ -15,12 +15,17 @@ import sympy
 from flashgen.analysis import Analysis
 from flashgen.language import (
     SCORE,
+    Erf,
+    Erfc,
+    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
+    Log1p,
     Log2,
     Maximum,
     Minimum,
+    Round,
     Sigmoid,
     elements_of,
     python_text,
@@ -42,9 +47,13 @@ RULES: dict[type[sympy.Basic], Derivative] = {
     sympy.sin: lambda x: sympy.cos(x),
     sympy.cos: lambda x: -sympy.sin(x),
     sympy.Abs: lambda x: sympy.sign(x),
+    Log1p: lambda x: 1 / (x + 1),
+    Expm1: lambda x: sympy.exp(x),
+    Erf: lambda x: 2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
+    Erfc: lambda x: -2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
     Sigmoid: lambda x: sympy.exp(-x) / (1 + sympy.exp(-x)) ** 2,
 }
-STEPS = (Floor, sympy.floor, sympy.ceiling, FloorDiv, sympy.sign)
+STEPS = (Floor, Round, sympy.floor, sympy.ceiling, FloorDiv, sympy.sign)
 """Piecewise constant functions: their derivative is 0, as in torch."""
 
 

@@ -91,7 +91,7 @@ def test_forward_meets_the_error_rule_at_every_head_dim(path: Path, head_dim: in
     """Half of the lengths; all other factors take turns, so that specs together meet all pairs."""
     turn = SPECS.index(path) + HEAD_DIMS.index(head_dim)
     dtype = DTYPES[turn % len(DTYPES)]
-    for number, (seq_q, seq_k) in halves_of_lengths(turn // len(DTYPES), dtype, head_dim):
+    for number, (seq_q, seq_k) in halves_of_lengths(turn // len(DTYPES)):
         heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
         batch = 3 if (turn + number) % 4 == 0 else 1
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]

@@ -77,7 +77,7 @@ def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(seed: int) -> N
 def test_float32_uses_the_sm80_path_and_the_plan_gives_the_reason() -> None:
     plan = fg.plan(CAUSAL.replace(dtype="float32"), ARCH)
     assert plan.path == "sm_80"
-    assert "parts of tf32" in str(plan)
+    assert "parts of bfloat16" in str(plan)
     assert "sm_80 path" in str(plan)
 
 

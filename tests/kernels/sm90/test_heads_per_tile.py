@@ -162,7 +162,8 @@ def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason
     assert run.report.heads_reason == "of 4 that share K and V: the mask depends on the head"
 
 
-@pytest.mark.parametrize("lines", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [1, 4])
 def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> None:
     spec, case = loaded("block_sparse"), Case(40, 150, 1, 4, 1)
     live = random_layout(spec, (1, lines), (40, 150), 0.5, seed=1)
@@ -176,6 +177,7 @@ def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> No
     assert "the block layout depends on the head" in run.report.heads_reason
 
 
+@pytest.mark.slow
 def test_a_layout_by_head_that_is_a_function_is_not_shared() -> None:
     sparse = fg.BlockSparse(lambda b, h, i, j: (i + j + h) % 2 == 0)
     spec = fg.AttentionSpec(block_sparse=sparse, head_dim=16, name="by_head")

@@ -1,0 +1,59 @@
+"""Infinities and NaN in q, k and dO: kernels, the tiled path and the oracle agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from tests.support.judged import normal
+from tests.support.tiers import slow
+
+SPEC = fg.AttentionSpec(
+    lambda b, h, q, k: k <= q,
+    lambda score, b, h, q, k: 50 * fg.tanh(score / 50),
+    name="capped_causal",
+)
+# One tile holds all keys: 0 * NaN of a masked pair counts only where its tile is computed.
+LENGTH, BAD = 32, 20
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [
+        *(("float16", None), ("float16", "sm_90a"), ("float32", None), ("float32", "sm_80")),
+        *(slow("float16", "sm_80"), slow("float32", "sm_90a")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("q", math.inf),
+        ("dout", math.nan),
+        pytest.param("k", -math.inf, marks=pytest.mark.slow),
+        pytest.param("q", math.nan, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_elements_are_undefined_on_every_path(
+    where: str, value: float, dtype: str, arch: str | None
+) -> None:
+    spec = SPEC.replace(dtype=dtype)
+    of = {
+        name: normal((1, 1, LENGTH, 64), getattr(torch, dtype), seed)
+        for seed, name in enumerate(("q", "k", "v", "dout"))
+    }
+    of[where][0, 0, BAD, 3] = value
+    dout = of.pop("dout")
+    exact = reference.attention(spec, **of)[0], *reference.gradients(spec, **of, dout=dout)
+    for x in of.values():
+        x.requires_grad_()
+    out = fg.attention(spec)(**of, backend="emulator" if arch else "tiled", arch=arch)
+    out.backward(dout)
+    found = out.detach(), *(x.grad for x in of.values())
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite()), name
+        worst = (ours - theirs).nan_to_num(0.0, 0.0, 0.0).abs().max()
+        assert worst < (4e-3 if dtype == "float16" else 2e-5), name
