@@ -52,6 +52,7 @@ def test_repeated_heads_do_not_share_lines() -> None:
     assert several.starts.tolist() == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_an_executed_head_computes_seven_products_and_moves_less_than_it_issues() -> None:
     n, d = 128, 64
     forward, backward = executed(SPEC, n, 1024)

@@ -222,6 +222,7 @@ def test_contributions_that_are_not_finite_give_nan(name: str, bad: float) -> No
     assert found.isnan().all()
 
 
+@pytest.mark.slow
 def test_a_sum_of_the_most_contributions_to_one_element_is_exact() -> None:
     """Of one key, every query adds dLSE; all at one place, which only the data decide."""
     bias = fg.Tensor("bias", ("n",), "float32", grad=True)

@@ -10,6 +10,7 @@ import torch
 
 import flashgen as fg
 from tests.support.judged import Call, normal
+from tests.support.tiers import slow
 
 # Arguments are inside the domains; a score has a jump or a kink only where no score is exactly.
 FUNCTIONS: dict[str, Any] = {
@@ -54,7 +55,7 @@ def test_functions_and_bits_agree_with_the_oracle(dtype: str, arch: str | None) 
     call.check(call.backward(forward))
 
 
-@pytest.mark.parametrize("arch", [None, "sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [None, "sm_80", slow("sm_90a")])
 def test_a_score_may_remove_itself(arch: str | None) -> None:
     spec = fg.AttentionSpec(
         lambda b, h, q, k: k <= q,

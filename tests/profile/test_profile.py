@@ -186,6 +186,7 @@ def test_what_is_not_predicted_says_so():
     assert kernel.issued.predicted is None
 
 
+@pytest.mark.slow
 def test_masks_that_differ_between_heads_are_predicted_head_by_head():
     def mask_mod(b, h, q, k):
         return (k <= q) & (q - k < 32 * (h + 1))

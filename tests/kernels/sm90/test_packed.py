@@ -33,15 +33,15 @@ def judged(spec: fg.AttentionSpec, lengths: str, **options: Any) -> tuple[Forwar
     return run, back
 
 
-FAST = [("same_part", "three", 64)]
 CASES = [
-    pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+    case
     for i, mods in enumerate(MODS)
     for j, lengths in enumerate(LENGTHS)
     for case in ((mods, lengths, 64), (mods, lengths, (128, 256)[(i + j) % 2]))
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mods", "lengths", "head_dim"), CASES)
 def test_kernels_meet_the_error_rule(mods: str, lengths: str, head_dim: int) -> None:
     turn = list(MODS).index(mods) + list(LENGTHS).index(lengths)
