@@ -90,7 +90,7 @@ def _discard(stream: TextIO) -> None:
 
 def _reported(error: Exception) -> int:
     """Prints an error as four lines. FLASHGEN_DEBUG of 1 or more adds the traceback."""
-    with suppress(OSError, AttributeError):  # where nobody reads stderr, the status remains
+    with suppress(OSError, AttributeError):  # where stderr is closed, the status remains
         print_error(four_lines(error), error if debugging() else None)
     return REFUSED
 

@@ -1,4 +1,4 @@
-"""CPU seconds of the tests by folder: a plugin that prints them at the end of a run.
+"""CPU seconds of the tests by folder, and build times: a plugin that prints them after a run.
 
 Counts the process and its children, so that subprocesses and parallel compilations are included.
 The numbers of parallel workers are added up.
@@ -7,6 +7,7 @@ The numbers of parallel workers are added up.
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 KEY = "cpu_seconds"
+BUILD = "build_seconds"
+"""Property of a test: how long its kernels took to build."""
 _seconds: Counter[str] = Counter()
 
 
@@ -53,3 +56,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for folder, seconds in _seconds.most_common():
             terminalreporter.write_line(f"{seconds:8.1f} {folder}")
         terminalreporter.write_line(f"{_seconds.total():8.1f} in all")
+    built = {
+        report.nodeid: float(seconds)
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, seconds in report.user_properties
+        if name == BUILD
+    }
+    if built:
+        worst = max(built, key=built.__getitem__)
+        terminalreporter.section("seconds to build the kernels of random mods")
+        terminalreporter.write_line(f"{statistics.median(built.values()):8.1f} median")
+        terminalreporter.write_line(f"{built[worst]:8.1f} {worst}")
