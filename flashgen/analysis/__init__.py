@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
+from flashgen.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.analysis.mask import MaskAnalysis, analyse_mask, classify
 from flashgen.analysis.minmax_table import SPAN
 from flashgen.analysis.score import ScoreAnalysis, analyse_score, derivative, kind_of_sum
@@ -37,6 +38,8 @@ __all__ = [
     "Analysis",
     "CodeBlock",
     "Interval",
+    "Level",
+    "LeveledCode",
     "MaskAnalysis",
     "ScoreAnalysis",
     "WalkedAxis",
@@ -51,6 +54,7 @@ __all__ = [
     "full",
     "is_costly",
     "kind_of_sum",
+    "leveled",
     "may",
     "must",
     "reach",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.analysis.sharing import CodeBlock, share
+from flashgen.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.language import SCORE, Element, K, Q, TensorSymbol, elements_of
 
 
@@ -22,16 +22,17 @@ class ScoreAnalysis:
         value: code for s'.
         value_and_derivative: code for (s', ds'/dscore), with common subexpressions shared.
         learned: each element of a learned tensor that the function reads, with ds'/d(element).
-        partials: code for these derivatives, in the same order.
+        partials: code for these derivatives, in the same order. Kernels add them along diagonals of
+            a tile and keep no values of keys for them.
     """
 
     identity: bool
     ignores_score: bool
     derivative: sympy.Expr
-    value: CodeBlock
-    value_and_derivative: CodeBlock
+    value: LeveledCode
+    value_and_derivative: LeveledCode
     learned: tuple[tuple[Element, sympy.Expr], ...]
-    partials: CodeBlock
+    partials: LeveledCode
 
 
 def analyse_score(
@@ -48,10 +49,10 @@ def analyse_score(
         identity=score == SCORE,
         ignores_score=SCORE not in score.free_symbols,
         derivative=slope,
-        value=share(score),
-        value_and_derivative=share(score, slope),
+        value=leveled(score),
+        value_and_derivative=leveled(score, slope),
         learned=learned,
-        partials=share(*(partial for _, partial in learned)),
+        partials=leveled(*(partial for _, partial in learned), levels=(Level.HEAD, Level.QUERY)),
     )
 
 

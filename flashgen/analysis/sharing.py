@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import sympy
@@ -31,11 +31,12 @@ class CodeBlock:
     """Straight-line code: a let may use the lets before it, results may use all lets.
 
     Let symbols are named t0, t1, ... and carry the kind of their expression: integer, real, or no
-    assumption for a condition.
+    assumption for a condition. ``sources`` has the expression of each let without other lets.
     """
 
     lets: tuple[tuple[sympy.Symbol, sympy.Basic], ...]
     results: tuple[sympy.Basic, ...]
+    sources: tuple[sympy.Basic, ...] = ()
 
     def stages(self) -> list[tuple[list[sympy.Symbol], sympy.Basic]]:
         """Each result with the lets that it needs and no earlier result needs, in their order."""
@@ -52,7 +53,9 @@ class CodeBlock:
         return stages
 
 
-def share(*results: sympy.Basic, name_costly: bool = False) -> CodeBlock:
+def share(
+    *results: sympy.Basic, name_costly: bool = False, named: Collection[sympy.Basic] = ()
+) -> CodeBlock:
     """Name every computed subexpression that occurs more than once.
 
     Equal subtrees only: regrouping sums and products would change rounding. The order is that of
@@ -61,10 +64,12 @@ def share(*results: sympy.Basic, name_costly: bool = False) -> CodeBlock:
     Args:
         name_costly: also name elements of tensors and divisions that occur once. The compiler can
             then share them among the scores of a row or column, which it cannot do behind ``&&``.
+        named: further expressions that have a name where they occur once too.
     """
 
     def is_named(expr: sympy.Basic, count: int) -> bool:
-        return count > 1 or (name_costly and isinstance(expr, Element | FloorDiv | FloorMod))
+        costly = name_costly and isinstance(expr, Element | FloorDiv | FloorMod)
+        return count > 1 or costly or expr in named
 
     return _Sharing(results, is_named).block()
 
@@ -124,7 +129,7 @@ class _Sharing:
         for result in self.results:
             self._count(result)
         results = tuple(self._rebuilt(result, evaluated=True) for result in self.results)
-        return CodeBlock(results=results, lets=tuple(self.lets))
+        return CodeBlock(tuple(self.lets), results, tuple(self.names))
 
     def _count(self, expr: sympy.Basic) -> None:
         self.counts[expr] += 1
@@ -141,7 +146,7 @@ class _Sharing:
         parts = zip(expr.args, flags, strict=True)
         new = _with_args(expr, [self._rebuilt(arg, flag) for arg, flag in parts])
         named = self.is_named(expr, self.counts[expr]) or (evaluated and expr in self.indices)
-        if not (named and _worth_a_name(expr)):
+        if not (named and worth_a_name(expr)):
             return new
         if self.guarded and not evaluated and is_costly(new):
             return new
@@ -197,7 +202,7 @@ def _is_offset(expr: sympy.Basic) -> bool:
     )
 
 
-def _worth_a_name(expr: sympy.Basic) -> bool:
+def worth_a_name(expr: sympy.Basic) -> bool:
     """True for an expression that costs an instruction: no constant, negation or branch."""
     if expr.is_number if isinstance(expr, sympy.Expr) else not expr.free_symbols:
         return False

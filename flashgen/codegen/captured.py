@@ -7,10 +7,12 @@ from typing import Any
 
 from flashgen import language as fx
 from flashgen.analysis import Analysis, kind_of_sum
-from flashgen.codegen.functions import SpecFunction, SpecFunctions
+from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
 from flashgen.codegen.readers import type_of_sums
+from flashgen.codegen.shared_values import FunctionInParts
 from flashgen.codegen.source import Source
+from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.codegen.windows import WindowCode, codes_of_windows
@@ -60,11 +62,13 @@ class Partials:
 
     Attributes:
         quad_sums: whether a sum over the lanes of a row occurs.
+        parts: the function, and the values that its calls share.
     """
 
     call: str
     fields: str
     quad_sums: bool
+    parts: FunctionInParts
 
 
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -115,14 +119,15 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             walk,
             score,
             more=(
-                derivatives,
+                *derivatives.functions,
                 *(part.place for part in parts),
                 *(each for window in windows.values() for each in window.functions),
             ),
             partials=Partials(
-                derivatives.call(score=f"{fragment}[2 * r + c] * p.scale"),
+                derivatives.function.call(score=f"{fragment}[2 * r + c] * p.scale"),
                 ", ".join(part.sum for part in parts),
                 quad_sums=not kinds.isdisjoint(("row", "block")),
+                parts=derivatives,
             ),
         ),
         parts=parts,

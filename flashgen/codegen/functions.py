@@ -6,19 +6,20 @@ passes variables of the kernel that have the parameters' names, so that one list
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
 
 from flashgen import analysis
 from flashgen import language as fx
-from flashgen.analysis import Analysis, CodeBlock, Interval, MaskAnalysis, ScoreAnalysis
+from flashgen.analysis import Analysis, Interval, LeveledCode, MaskAnalysis, ScoreAnalysis
 from flashgen.codegen.conditions import returned
 from flashgen.codegen.expressions import CPrinter
 from flashgen.codegen.readers import extreme, reader
+from flashgen.codegen.shared_values import FunctionInParts, in_parts
+from flashgen.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import DeviceFunction, comment, comments
 from flashgen.language import python_text
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
@@ -27,24 +28,6 @@ from flashgen.language.user_source import SourceLines
 
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
-# No scalar of a spec can have these names, so that no two symbols are equal.
-TILE = sympy.Symbol(".tile", integer=True)
-TILE_END = sympy.Symbol(".tile_end", integer=True)
-
-# Function parameters in the order of a signature, with their C++ type.
-PARAMETERS: dict[sympy.Symbol, str] = {
-    fx.SCORE: "float score",
-    fx.B: "int b",
-    fx.H: "int h",
-    fx.Q: "int q",
-    fx.K: "int k",
-    fx.Q_LO: "int q_lo",
-    fx.Q_HI: "int q_hi",
-    fx.K_LO: "int k_lo",
-    fx.K_HI: "int k_hi",
-    TILE: "int tile",
-    TILE_END: "int tile_end",
-}
 FIELDS: dict[sympy.Symbol, str] = {
     fx.BATCH: "p.batch",
     fx.HEADS: "p.heads_q",
@@ -53,10 +36,6 @@ FIELDS: dict[sympy.Symbol, str] = {
     Q_OFFSET: "p.q_offset",
     K_OFFSET: "p.k_offset",
 }
-
-
-# A field of p, or p as an argument of a function that reads a tensor.
-_TAKES_PARAMS = re.compile(r"\bp[.,)]")
 
 
 @dataclass(frozen=True)
@@ -123,28 +102,6 @@ QUERIES = Direction(
 )
 
 
-@dataclass(frozen=True)
-class SpecFunction(DeviceFunction):
-    """A function made from the spec; ``uses`` holds the symbols that determine its parameters."""
-
-    uses: frozenset[sympy.Symbol]
-
-    @staticmethod
-    def of(
-        name: str,
-        returns: str,
-        comment: Sequence[str],
-        body: Sequence[str],
-        uses: Set[sympy.Symbol],
-    ) -> SpecFunction:
-        """The function with the parameters that its body needs, in the order of PARAMETERS."""
-        params = ["const Params& p"] if _TAKES_PARAMS.search(" ".join(body)) else []
-        params += [text for symbol, text in PARAMETERS.items() if symbol in uses]
-        return SpecFunction(
-            name, returns, tuple(params), tuple(comment), tuple(body), frozenset(uses)
-        )
-
-
 class SpecFunctions:
     """The functions of one spec, printed by one printer, which collects the helpers they call."""
 
@@ -200,17 +157,17 @@ class SpecFunctions:
 
     # The user's functions.
 
-    def score_mod(self) -> SpecFunction:
+    def score_mod(self) -> FunctionInParts:
         why = self._source(self.spec.score_line)
         return self._scoring("score_mod", "float", why, self.score.value)
 
-    def score_mod_and_slope(self) -> SpecFunction:
+    def score_mod_and_slope(self) -> FunctionInParts:
         """score_mod with its derivative; common subexpressions are computed once."""
         derived = comment(f"Derivative by the score: {python_text(self.score.derivative)}")
         why = [*self._source(self.spec.score_line), *derived]
         return self._scoring("score_mod", "Scored", why, self.score.value_and_derivative)
 
-    def score_partials(self) -> SpecFunction:
+    def score_partials(self) -> FunctionInParts:
         """The derivatives of score_mod by the elements of learned tensors that it reads."""
         names = ", ".join(python_text(element) for element, _ in self.score.learned)
         why = comment(f"Derivatives of score_mod by {names}.")
@@ -233,22 +190,23 @@ class SpecFunctions:
             [*lets, f"return sum_of_{element.tensor.name}({indices});"],
         )
 
-    def _scoring(self, name: str, returns: str, why: list[str], block: CodeBlock) -> SpecFunction:
-        lets = self.printer.lets(block)  # before the results, which need the types of the names
-        results = ", ".join(self.printer.float(result) for result in block.results)
-        exprs = [value for _, value in block.lets] + list(block.results)
-        value = results if returns == "float" else f"{{{results}}}"
-        return self._function(name, returns, why, exprs, [*lets, f"return {value};"])
+    def _scoring(
+        self, name: str, returns: str, why: list[str], code: LeveledCode
+    ) -> FunctionInParts:
+        def result() -> str:
+            results = ", ".join(self.printer.float(result) for result in code.block.results)
+            return results if returns == "float" else f"{{{results}}}"
 
-    def mask_mod(self) -> SpecFunction:
-        block = analysis.share(self.mask.expr, name_costly=True)
-        return self._function(
-            "mask_mod",
-            "bool",
-            self._source(self.spec.mask_line),
-            [self.mask.expr],
-            [*self.printer.lets(block), f"return {self.printer.expr(block.results[0])};"],
-        )
+        return in_parts(name, returns, why, code, self.printer, result)
+
+    def mask_mod(self) -> FunctionInParts:
+        code = analysis.leveled(self.mask.expr, name_costly=True)
+
+        def result() -> str:
+            return self.printer.expr(code.block.results[0])
+
+        why = self._source(self.spec.mask_line)
+        return in_parts("mask_mod", "bool", why, code, self.printer, result)
 
     # The bounds and conditions of the analysis.
 

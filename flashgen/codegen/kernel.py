@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashgen.analysis import SPAN
 from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
-from flashgen.codegen.functions import SpecFunction, SpecFunctions
+from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.params import SINK_SUMS, WORK_TILES, params_of
 from flashgen.codegen.readers import (
     param_of_table,
@@ -19,6 +19,7 @@ from flashgen.codegen.readers import (
     type_of_sums,
 )
 from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
+from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen import language as fx
-from flashgen.codegen.functions import KEYS, TILE, TILE_END, SpecFunction, SpecFunctions
+from flashgen.codegen.functions import KEYS, SpecFunctions
+from flashgen.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import comment
 from flashgen.language.block_layout import TENSORS
 
@@ -82,7 +83,9 @@ class LayoutFunctions:
             return inside
         body = (f"return {mask.call()} && {inside.call()};",)
         why = "Whether the mask and the block layout both keep a score."
-        both = SpecFunction.of("mask_and_layout", "bool", comment(why), body, uses)
+        both = SpecFunction.of(
+            "mask_and_layout", "bool", comment(why), body, uses, given=mask.given
+        )
         self.functions += (both,)
         return both
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen import language as fx
-from flashgen.codegen.functions import KEYS, SpecFunction, SpecFunctions
+from flashgen.codegen.functions import KEYS, SpecFunctions
+from flashgen.codegen.shared_values import FunctionInParts
 from flashgen.codegen.sparse import LayoutFunctions
+from flashgen.codegen.spec_function import SpecFunction
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -42,6 +44,7 @@ class WalkCode:
     row_has_lo: bool
     row_has_q: bool
     mask: str | None
+    mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
     mask_costly: bool  # the mask reads memory, or divides a position of one row or column
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
@@ -62,12 +65,14 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
     by_row = layout is None and (mask.always or mask.row is not None)
-    masked = None if mask.always and layout else make.row() if by_row else make.mask_mod()
+    by_element = None if by_row or mask.always else make.mask_mod()
+    masked = make.row() if by_row else by_element.function if by_element else None
     live = make.next_live_tile(may) if may else None
     visit = layout.next_tile(live) if layout else live
     element = layout.element(masked) if layout else masked
     assert element is not None, "without a layout there is a mask or a row of all keys"
-    functions = tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
+    functions = by_element.functions[:-1] if by_element else ()
+    functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
     if layout is not None:
         functions += layout.functions
     of_tiles = [f for f in (reach, full, may, must) if f is not None]
@@ -85,6 +90,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
         row_has_lo=has_lo,
         row_has_q=by_row and fx.Q in element.uses,
         mask=None if by_row else element.call(),
+        mask_parts=by_element,
         mask_costly=not by_row and (layout is not None or _is_costly(mask.expr)),
         by_head=any(fx.H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
@@ -130,12 +136,14 @@ class ScoreCode:
     Attributes:
         call: C++ of the call; None for the identity.
         value: C++ of the score: of the call's result, or the element of Q K^T itself.
+        parts: the function, and the values that its calls share.
     """
 
     functions: tuple[SpecFunction, ...]
     call: str | None
     value: str
     uses_q: bool
+    parts: FunctionInParts | None = None
 
     @staticmethod
     def of(
@@ -152,8 +160,9 @@ class ScoreCode:
         """
         if make.score.identity:
             return ScoreCode((), None, element, uses_q=False)
-        function = make.score_mod_and_slope() if slope else make.score_mod()
+        parts = make.score_mod_and_slope() if slope else make.score_mod()
         given = element if scaled else f"{element} * p.scale"
-        call = function.call(score=given, h=head)
+        call = parts.function.call(score=given, h=head)
         value = "scored.value" if slope else "value"
-        return ScoreCode((function,), call, value, fx.Q in function.uses)
+        uses_q = any(fx.Q in function.uses for function in parts.functions)
+        return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head))

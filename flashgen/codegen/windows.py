@@ -11,8 +11,8 @@ import sympy
 from flashgen import analysis
 from flashgen.analysis import Window, WindowAxis
 from flashgen.codegen.expressions import CPrinter
-from flashgen.codegen.functions import PARAMETERS, SpecFunction
 from flashgen.codegen.readers import INDICES, type_of_sums
+from flashgen.codegen.spec_function import PARAMETERS, SpecFunction
 from flashgen.codegen.text import comment
 from flashgen.language import Element, python_text
 from flashgen.language.spec import AttentionSpec

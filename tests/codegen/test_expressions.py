@@ -215,7 +215,7 @@ def test_an_unknown_function_is_refused_by_name() -> None:
 
 
 def block_text(score: Any, dtype: str = "float32") -> tuple[list[str], list[str]]:
-    block = analyse_score(score).value_and_derivative
+    block = analyse_score(score).value_and_derivative.block
     printer = CPrinter({}, dtype)
     return printer.lets(block), [printer.float(result) for result in block.results]
 

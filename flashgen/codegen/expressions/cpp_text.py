@@ -31,7 +31,17 @@ HELPERS = frozenset(
             "fast_sqrt",
         ),
         "rounded_power",
-        *("int64", "fast_tanh", "sigmoid", "fast_sigmoid", "sine", "cosine", "nearest_int"),
+        *(
+            "int64",
+            "fast_tanh",
+            "fast_log",
+            "fast_log2",
+            "sigmoid",
+            "fast_sigmoid",
+            "sine",
+            "cosine",
+            "nearest_int",
+        ),
         "shifted_left",
     )
 )
@@ -40,8 +50,8 @@ HELPERS = frozenset(
 # The class of the function, its name for float32, its name for float16 and bfloat16.
 FUNCTIONS = (
     (sympy.exp, "expf", "expf"),
-    (sympy.log, "logf", "logf"),
-    (Log2, "log2f", "log2f"),
+    (sympy.log, "logf", "fast_log"),
+    (Log2, "log2f", "fast_log2"),
     (sympy.tanh, "tanhf", "fast_tanh"),
     (Sigmoid, "sigmoid", "fast_sigmoid"),
     (sympy.Abs, "fabsf", "fabsf"),

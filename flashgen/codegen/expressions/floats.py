@@ -21,7 +21,7 @@ from flashgen.codegen.expressions.cpp_text import (
 from flashgen.codegen.expressions.integers import IntegerPrinter
 from flashgen.codegen.expressions.predicates import JUMPS
 from flashgen.dtypes import INT32_MAX
-from flashgen.language import Element, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from flashgen.language import Element, FloorDiv, FloorMod, Log2, Maximum, Minimum, is_int
 from flashgen.language.integer_limits import fits
 from flashgen.language.rational_sums import gather
 from flashgen.language.sympy_functions import Select
@@ -168,7 +168,9 @@ class FloatPrinter(IntegerPrinter):
             return self._call("float_mod", *args)
         for kind, exact, fast in FUNCTIONS:
             if isinstance(expr, kind):
-                name = fast if self.fast else exact
+                # Near 1 a fast logarithm has only an absolute error, which a jump would show.
+                precise = self._in_predicate and kind in (sympy.log, Log2)
+                name = fast if self.fast and not precise else exact
                 return self._call(name, *args)
         raise unknown(expr)
 

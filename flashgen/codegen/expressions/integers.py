@@ -61,6 +61,7 @@ class IntegerPrinter(ABC):
         self._nested_lets: dict[sympy.Symbol, str] = {}
         self._wide: set[sympy.Symbol] = set()
         self._data: set[sympy.Symbol] = set()
+        self._predicates: set[sympy.Symbol] = set()
         self._in_predicate = False
 
     @abstractmethod

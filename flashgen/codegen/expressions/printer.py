@@ -80,7 +80,11 @@ class CPrinter(FloatPrinter):
             nested: whether the block is inside the last block that was not nested, whose names it
                 may use.
         """
-        lines = []
+        self.begin(block, nested=nested)
+        return [self.let(symbol, value) for symbol, value in block.lets]
+
+    def begin(self, block: CodeBlock, *, nested: bool = False) -> None:
+        """Names the shared subexpressions of a block, for `let`; ``nested`` as in `lets`."""
         for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
             del self.names[symbol]  # names and their types are local to their block
             self._known.pop(symbol, None)
@@ -89,18 +93,20 @@ class CPrinter(FloatPrinter):
         found = let_names(block, self.names)
         self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
         self.names |= found
-        in_predicates = predicate_lets(block)
-        for symbol, value in block.lets:
-            kind = self.ctype(value)
-            with self._predicate(symbol in in_predicates):
-                lines.append(f"const {kind} {self.names[symbol]} = {self.expr(value)};")
-            if kind in ("int", "int64"):
-                self._known[symbol] = limits(value, self._known)
-            if kind == "int64":
-                self._wide.add(symbol)
-            if is_data(value) or not value.free_symbols.isdisjoint(self._data):
-                self._data.add(symbol)
-        return lines
+        self._predicates = predicate_lets(block)
+
+    def let(self, symbol: sympy.Symbol, value: sympy.Basic) -> str:
+        """The declaration of one shared subexpression of the block that `begin` was given."""
+        kind = self.ctype(value)
+        with self._predicate(symbol in self._predicates):
+            line = f"const {kind} {self.names[symbol]} = {self.expr(value)};"
+        if kind in ("int", "int64"):
+            self._known[symbol] = limits(value, self._known)
+        if kind == "int64":
+            self._wide.add(symbol)
+        if is_data(value) or not value.free_symbols.isdisjoint(self._data):
+            self._data.add(symbol)
+        return line
 
     def _any(self, expr: sympy.Basic) -> Text:
         if is_condition(expr):

@@ -22,7 +22,7 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     if kernel == "forward":
         return _operations(spec.score) + 1
     # Subexpressions that the value and the derivative share are counted once.
-    code = analyse_score(spec.score).value_and_derivative
+    code = analyse_score(spec.score).value_and_derivative.block
     shared = sum(_operations(expr) for _, expr in code.lets)
     return shared + sum(_operations(expr) + 1 for expr in code.results)
 

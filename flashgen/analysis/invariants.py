@@ -1,0 +1,161 @@
+"""Which parts of an expression the scores of a head, of a query or of a key share.
+
+A kernel computes such a part once, before its loop over scores, and not once for each score. The
+compiler cannot do this by itself: it does not know that the memory behind a read stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import sympy
+
+from flashgen.analysis.sharing import CodeBlock, share, worth_a_name
+from flashgen.language import (
+    SCORE,
+    Element,
+    FloorDiv,
+    FloorMod,
+    K,
+    Maximum,
+    Minimum,
+    Q,
+)
+from flashgen.language.bit_functions import BitFunction
+from flashgen.language.sympy_functions import Floor, Select
+
+
+class Level(IntEnum):
+    """What shares a value: all scores of a head, those of a query or of a key, or a single one."""
+
+    HEAD = 0
+    QUERY = 1
+    KEY = 2
+    SCORE = 3
+
+
+MOST_VALUES = {Level.HEAD: 32, Level.QUERY: 6, Level.KEY: 6}
+"""The values of a level that a kernel keeps in registers; more are computed for each score."""
+
+# One instruction, or a few: computing these again costs no more than a register.
+_CHEAP = (
+    *(sympy.Add, sympy.Mul, sympy.Abs, sympy.sign, Floor, Minimum, Maximum, sympy.Min, sympy.Max),
+    *(sympy.Piecewise, sympy.functions.elementary.piecewise.ExprCondPair, Select, BitFunction),
+)
+
+
+@dataclass(frozen=True)
+class LeveledCode:
+    """Straight-line code with the level of each of its lets.
+
+    Attributes:
+        block: the code.
+        levels: the level of each let.
+        kept: the lets that are computed for their level and read by later levels.
+    """
+
+    block: CodeBlock
+    levels: dict[sympy.Symbol, Level]
+    kept: frozenset[sympy.Symbol]
+
+    def values(self, level: Level) -> list[sympy.Symbol]:
+        """The lets that are kept for a level, in order."""
+        found = self.levels.items()
+        return [symbol for symbol, of in found if symbol in self.kept and of == level]
+
+    def needed(self, level: Level) -> list[sympy.Symbol]:
+        """The lets that the code of a level computes, in order, without those kept earlier."""
+        values = dict(self.block.lets)
+        goals = self.values(level)
+        waiting: list[sympy.Basic] = [values[symbol] for symbol in goals]
+        needed = set(goals)
+        if level is Level.SCORE:
+            waiting = list(self.block.results)
+        while waiting:
+            new = (waiting.pop().free_symbols & values.keys()) - needed - self.before(level)
+            needed |= new
+            waiting += [values[symbol] for symbol in new]
+        return [symbol for symbol in values if symbol in needed]
+
+    def before(self, level: Level) -> set[sympy.Symbol]:
+        """The kept lets that the code of a level reads instead of computing them."""
+        return {symbol for symbol in self.kept if self.levels[symbol] < level}
+
+
+def leveled(
+    *results: sympy.Basic, levels: Sequence[Level] = tuple(MOST_VALUES), name_costly: bool = False
+) -> LeveledCode:
+    """Code of expressions that computes the costly values of these levels once.
+
+    Args:
+        levels: the levels whose values the kernel can keep; HEAD is one of them.
+        name_costly: as in `share`.
+    """
+    expressions: dict[Level, list[sympy.Basic]] = {level: [] for level in levels}
+    for expr, level in _invariants(results):
+        if level in expressions:
+            expressions[level].append(expr)
+    chosen = {expr for level in levels for expr in expressions[level][: MOST_VALUES[level]]}
+    block = share(*results, name_costly=name_costly, named=chosen)
+    values: dict[sympy.Symbol, frozenset[sympy.Symbol]] = {}
+    for symbol, value in block.lets:
+        free = value.free_symbols
+        values[symbol] = frozenset().union(
+            free & {SCORE, Q, K}, *(values[let] for let in free & values.keys())
+        )
+    whole = dict(zip(block.lets, block.sources, strict=True))
+    return LeveledCode(
+        block,
+        {symbol: _level(uses) for symbol, uses in values.items()},
+        frozenset(symbol for (symbol, _), source in whole.items() if source in chosen),
+    )
+
+
+def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, Level]]:
+    """The largest costly parts of each level below that of what they are part of, in order."""
+    uses: dict[sympy.Basic, frozenset[sympy.Symbol]] = {}
+    costs: dict[sympy.Basic, bool] = {}
+    seen: set[tuple[sympy.Basic, Level]] = set()
+    found: dict[sympy.Basic, Level] = {}
+
+    def measure(expr: sympy.Basic) -> None:
+        if expr in uses:
+            return
+        for arg in expr.args:
+            measure(arg)
+        own = frozenset({expr} & {SCORE, Q, K})
+        uses[expr] = own.union(*(uses[arg] for arg in expr.args))
+        costs[expr] = _is_costly(expr) or any(costs[arg] for arg in expr.args)
+
+    def visit(expr: sympy.Basic, outer: Level) -> None:
+        level = _level(uses[expr])
+        if (expr, outer) in seen or not costs[expr]:
+            return
+        seen.add((expr, outer))
+        if level < outer and worth_a_name(expr):
+            found.setdefault(expr, level)
+            outer = level
+        for arg in expr.args:
+            visit(arg, outer)
+
+    for result in results:
+        measure(result)
+        visit(result, Level.SCORE)
+    yield from found.items()
+
+
+def _level(uses: frozenset[sympy.Symbol]) -> Level:
+    if SCORE in uses or {Q, K} <= uses:
+        return Level.SCORE
+    return Level.QUERY if Q in uses else Level.KEY if K in uses else Level.HEAD
+
+
+def _is_costly(expr: sympy.Basic) -> bool:
+    """Whether the operation itself costs more than a few instructions."""
+    if isinstance(expr, sympy.Pow):
+        return not (expr.exp.is_Integer and 0 < expr.exp <= 4)
+    if isinstance(expr, Element | FloorDiv | FloorMod):
+        return True
+    return isinstance(expr, sympy.Function) and not isinstance(expr, _CHEAP)

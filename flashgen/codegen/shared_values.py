@@ -1,0 +1,148 @@
+"""Functions in parts: what the scores of a head, a query or a key share is computed once.
+
+The values of a level are fields of a struct, which a function of its own makes. A kernel calls it
+before its loop over scores, and passes the struct to the function that each score calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.analysis import Level, LeveledCode
+from flashgen.codegen.expressions import CPrinter
+from flashgen.codegen.spec_function import PARAMETERS, SpecFunction
+from flashgen.codegen.text import comment
+
+_WORDS = {Level.HEAD: "head", Level.QUERY: "query", Level.KEY: "key"}
+_MANY = {Level.HEAD: "heads", Level.QUERY: "queries", Level.KEY: "keys"}
+
+
+@dataclass(frozen=True)
+class SharedValues:
+    """The values of one level.
+
+    Attributes:
+        kind: the name of the struct.
+        name, names: the variable with the values, and with those of several queries or keys.
+        function: the function that computes them.
+        call: C++ of its call.
+    """
+
+    kind: str
+    name: str
+    names: str
+    function: SpecFunction
+    call: str
+
+
+@dataclass(frozen=True)
+class FunctionInParts:
+    """A function that each score calls, and what it shares with other scores.
+
+    Attributes:
+        function: the function of a score.
+        head, query, key: the values of each level; None where there are none.
+    """
+
+    function: SpecFunction
+    head: SharedValues | None = None
+    query: SharedValues | None = None
+    key: SharedValues | None = None
+
+    @property
+    def shared(self) -> tuple[SharedValues, ...]:
+        """The values of all levels, each after those that it is made from."""
+        return tuple(each for each in (self.head, self.query, self.key) if each is not None)
+
+    @property
+    def functions(self) -> tuple[SpecFunction, ...]:
+        """All functions, in the order of the file."""
+        return (*(each.function for each in self.shared), self.function)
+
+    def at(self, **replaced: str) -> FunctionInParts:
+        """The same with other C++ for arguments of the calls, as in `DeviceFunction.call`."""
+
+        def moved(values: SharedValues | None) -> SharedValues | None:
+            if values is None:
+                return None
+            return dataclasses.replace(values, call=values.function.call(**replaced))
+
+        return dataclasses.replace(
+            self, head=moved(self.head), query=moved(self.query), key=moved(self.key)
+        )
+
+
+def in_parts(
+    name: str,
+    returns: str,
+    why: Sequence[str],
+    code: LeveledCode,
+    printer: CPrinter,
+    result: Callable[[], str],
+) -> FunctionInParts:
+    """The function of a score with the values that it shares.
+
+    Args:
+        name: its name, such as "score_mod"; names of values begin with its last word besides "mod".
+        result: C++ of what it returns; called when all shared values have their names.
+    """
+    prefix = name.removesuffix("_mod").rpartition("_")[2]
+    values = dict(code.block.lets)
+    printer.begin(code.block)
+    made: dict[Level, SharedValues] = {}
+    for level, word in _WORDS.items():
+        kept = code.values(level)
+        if not kept:
+            continue
+        body = [printer.let(symbol, values[symbol]) for symbol in code.needed(level)]
+        names = [printer.names[symbol] for symbol in kept]
+        kind, variable = f"{prefix}_{word}".title().replace("_", ""), f"{prefix}_{word}"
+        fields = [f"  {printer.ctype(values[s])} {n};" for s, n in zip(kept, names, strict=True)]
+        function = SpecFunction.of(
+            f"{variable}_values",
+            kind,
+            comment(f"What {name} has in common for all scores of a {word}."),
+            [*body, f"return {{{', '.join(names)}}};"],
+            _symbols(code, level),
+            given=_given(code, level, made),
+            struct="\n".join([f"struct {kind} {{", *fields, "};"]),
+        )
+        several = f"{prefix}_{_MANY[level]}"
+        made[level] = SharedValues(kind, variable, several, function, function.call())
+        printer.names |= {s: f"{variable}.{n}" for s, n in zip(kept, names, strict=True)}
+    body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
+    function = SpecFunction.of(
+        name,
+        returns,
+        why,
+        [*body, f"return {result()};"],
+        _symbols(code, Level.SCORE),
+        given=_given(code, Level.SCORE, made),
+    )
+    return FunctionInParts(function, *(made.get(level) for level in _WORDS))
+
+
+def _read(code: LeveledCode, level: Level) -> set[sympy.Symbol]:
+    """The symbols, names of other values included, that the code of a level reads."""
+    values = dict(code.block.lets)
+    exprs = [values[symbol] for symbol in code.needed(level)]
+    exprs += code.block.results if level is Level.SCORE else ()
+    return set().union(*(expr.free_symbols for expr in exprs))
+
+
+def _symbols(code: LeveledCode, level: Level) -> set[sympy.Symbol]:
+    return _read(code, level) & PARAMETERS.keys()
+
+
+def _given(code: LeveledCode, level: Level, made: dict[Level, SharedValues]) -> list[str]:
+    """The parameters for the values of earlier levels that the code of a level reads."""
+    read = _read(code, level)
+    return [
+        f"const {values.kind}& {values.name}"
+        for of, values in made.items()
+        if not read.isdisjoint(code.values(of))
+    ]
