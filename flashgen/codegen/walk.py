@@ -44,6 +44,7 @@ class WalkCode:
     row_has_lo: bool
     row_has_q: bool
     mask: str | None
+    mask_alone: str | None  # the same with the calls for the values that it shares
     mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
     mask_costly: bool  # the mask reads memory, or divides a position of one row or column
     by_head: bool  # reach, full or may depend on the head
@@ -90,6 +91,7 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
         row_has_lo=has_lo,
         row_has_q=by_row and fx.Q in element.uses,
         mask=None if by_row else element.call(),
+        mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=by_element,
         mask_costly=not by_row and (layout is not None or _is_costly(mask.expr)),
         by_head=any(fx.H in function.uses for function in of_tiles),
@@ -102,6 +104,12 @@ def _is_costly(mask: sympy.Basic) -> bool:
     """Whether unrolled code would keep elements or quotients of every row and column."""
     quotients = mask.atoms(fx.FloorDiv, fx.FloorMod)
     return mask.has(fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
+
+
+def _calls(parts: FunctionInParts | None) -> dict[str, str]:
+    """The calls for the values of a query and of a key, by the variables that hold the values."""
+    values = (parts.query, parts.key) if parts else ()
+    return {each.name: each.call for each in values if each is not None}
 
 
 def _full_tile(
@@ -160,6 +168,7 @@ class ScoreCode:
         """
         if make.score.identity:
             return ScoreCode((), None, element, uses_q=False)
+        make.printer.score_is_product = not scaled
         parts = make.score_mod_and_slope() if slope else make.score_mod()
         given = element if scaled else f"{element} * p.scale"
         call = parts.function.call(score=given, h=head)

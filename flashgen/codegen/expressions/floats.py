@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -21,7 +21,16 @@ from flashgen.codegen.expressions.cpp_text import (
 from flashgen.codegen.expressions.integers import IntegerPrinter
 from flashgen.codegen.expressions.predicates import JUMPS
 from flashgen.dtypes import INT32_MAX
-from flashgen.language import Element, FloorDiv, FloorMod, Log2, Maximum, Minimum, is_int
+from flashgen.language import (
+    SCORE,
+    Element,
+    FloorDiv,
+    FloorMod,
+    Log2,
+    Maximum,
+    Minimum,
+    is_int,
+)
 from flashgen.language.integer_limits import fits
 from flashgen.language.rational_sums import gather
 from flashgen.language.sympy_functions import Select
@@ -74,12 +83,34 @@ class FloatPrinter(IntegerPrinter):
     def _float_sum(self, expr: sympy.Expr) -> Text:
         gathered = gather(expr, lambda e: not _has_product(e), INT32_MAX)
         if gathered is None:
-            return self._sum(expr, lambda e, first: self._float(e))
+            beside_score = SCORE in expr.args and self.score_is_product
+            return self._sum(expr, self._terms_beside_score() if beside_score else self._term)
         whole = sympy.Dummy("whole", real=True)
         self.names[whole] = self._call("float", self._int(gathered.total)[0])[0]
         text = self._float(sympy.Add(*gathered.others, gathered.common * whole))
         del self.names[whole]
         return text
+
+    def _term(self, expr: sympy.Expr, first: bool) -> Text:
+        return self._float(expr)
+
+    def _terms_beside_score(self) -> Callable[[sympy.Expr, bool], Text]:
+        """The printer of the terms of a sum with the score, which is itself a product.
+
+        One product can be fused with the sum. It should be that of the score: other products are
+        often the same for several scores. The first of them is therefore rounded.
+        """
+        rounded: list[sympy.Expr] = []
+
+        def term(expr: sympy.Expr, first: bool) -> Text:
+            is_product = expr.is_Mul and sum(not arg.is_number for arg in expr.args) > 1
+            if not is_product or rounded or expr.has(SCORE):
+                return self._float(expr)
+            rounded.append(expr)
+            with self._predicate():
+                return self._float(expr)
+
+        return term
 
     def _float_product(self, expr: sympy.Expr) -> Text:
         numerator, denominator = [], []

@@ -63,6 +63,7 @@ class IntegerPrinter(ABC):
         self._data: set[sympy.Symbol] = set()
         self._predicates: set[sympy.Symbol] = set()
         self._in_predicate = False
+        self.score_is_product = True
 
     @abstractmethod
     def index(self, expr: sympy.Expr) -> str:

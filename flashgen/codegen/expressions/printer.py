@@ -42,6 +42,7 @@ class CPrinter(FloatPrinter):
         dtype: the operands' dtype; "float16" and "bfloat16" allow fast approximations.
 
     Attributes:
+        score_is_product: whether kernels multiply the score by the scale where they pass it.
         tensors: the tensors that the text reads, each by a function ``read_<name>(p, i, ...)``.
         extremes: (tensor, axis, true for the minimum) for each min/max table that the text reads,
             by a function ``least_<name>_<axis>(p, lo, hi, ...)`` or ``greatest_...``.

@@ -12,6 +12,31 @@ from __future__ import annotations
 # added to the index, which is then multiplied by a 64-bit stride.
 READ_INSTRUCTIONS = 5
 
+# Counted. Instructions of functions that take more than one, with float16 and bfloat16 operands, of
+# those that are computed differently for float32, and of a power with a variable exponent.
+FUNCTION_INSTRUCTIONS = {
+    "exp": 8,
+    "log": 2,
+    "sin": 21,
+    "cos": 21,
+    "Sigmoid": 9,
+    "Erf": 20,
+    "Erfc": 45,
+    "Log1p": 24,
+    "Expm1": 22,
+    "Atan2": 34,
+    "FloorDiv": 8,
+    "FloorMod": 8,
+}
+EXACT_FUNCTION_INSTRUCTIONS = {"log": 22, "Log2": 22, "tanh": 20, "Sigmoid": 17}
+POWER_INSTRUCTIONS = 65
+
+# Scores of a lane that share the values of their row (a step of 64 positions), or of their column
+# (two rows). Registers for this number of such values are among those of a score function.
+SCORES_OF_ROW = 16
+SCORES_OF_COLUMN = 2
+KEPT_VALUES = 24
+
 # Counted. Instructions of dropout per score element: Philox4x32-7 makes the random bits of 8
 # elements; each element needs a comparison and a selection. Kernels with transposed scores make
 # the bits for the elements of two lanes, which exchange halves of them.

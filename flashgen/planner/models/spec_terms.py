@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import sympy
 
-from flashgen.analysis import analyse_score, kind_of_sum, row_interval
+from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
 from flashgen.language.spec import AttentionSpec
@@ -16,15 +18,43 @@ from flashgen.planner.quantities import ITEMSIZE
 
 
 def score_instructions(spec: AttentionSpec, kernel: str) -> int:
-    """Instructions of score_mod, one per operation; in backward kernels with its derivative."""
+    """Instructions of score_mod per score; in backward kernels with its derivative.
+
+    What the scores of a row or of a column share is counted with their shares of it, and what all
+    scores of a head share not at all.
+    """
     if spec.score == SCORE:
         return 0
-    if kernel == "forward":
-        return _operations(spec.score) + 1
-    # Subexpressions that the value and the derivative share are counted once.
-    code = analyse_score(spec.score).value_and_derivative.block
-    shared = sum(_operations(expr) for _, expr in code.lets)
-    return shared + sum(_operations(expr) + 1 for expr in code.results)
+    code = _code_of_score(spec, kernel)
+    values = dict(code.block.lets)
+    parts = {level: [values[let] for let in code.needed(level)] for level in Level}
+    rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
+    fast = ITEMSIZE[spec.dtype] < 4
+
+    def count(level: Level) -> int:
+        return sum(_operations(expr, fast) for expr in parts[level])
+
+    results = sum(_operations(expr, fast) + 1 for expr in code.block.results)
+    shared = (
+        count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
+    )
+    return math.ceil(count(Level.SCORE) + results + shared)
+
+
+def _code_of_score(spec: AttentionSpec, kernel: str) -> LeveledCode:
+    """The code of the score function, with its derivative in backward kernels."""
+    found = analyse_score(spec.score)
+    return found.value if kernel == "forward" else found.value_and_derivative
+
+
+def _kept_registers(spec: AttentionSpec, kernel: str) -> int:
+    """Registers of the values that scores share, beyond those that every score function has."""
+    if spec.score == SCORE:
+        return 0
+    code = _code_of_score(spec, kernel)
+    heads = len(code.values(Level.HEAD))
+    others = len(code.values(Level.QUERY)) + len(code.values(Level.KEY))
+    return max(0, heads + 2 * others - fitted_common.KEPT_VALUES)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
@@ -36,10 +66,22 @@ def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
     return fitted_common.DROPOUT_INSTRUCTIONS
 
 
-def _operations(expr: sympy.Expr) -> int:
-    """Operations of an expression, with those that address elements of captured tensors."""
+def _operations(expr: sympy.Basic, fast: bool) -> int:
+    """Instructions of an expression, with those that address elements of captured tensors.
+
+    Args:
+        fast: whether the operands' dtype allows fast approximations.
+    """
     indices = sum(len(element.indices) for element in elements_of(expr))
-    return int(sympy.count_ops(expr)) + fitted_common.READ_INSTRUCTIONS * indices
+    total = int(sympy.count_ops(expr)) + fitted_common.READ_INSTRUCTIONS * indices
+    counted = fitted_common.FUNCTION_INSTRUCTIONS
+    exact = {} if fast else fitted_common.EXACT_FUNCTION_INSTRUCTIONS
+    for part in sympy.preorder_traversal(expr):
+        name = type(part).__name__
+        total += exact.get(name, counted.get(name, 1)) - 1
+        if isinstance(part, sympy.Pow) and part.exp.free_symbols:
+            total += fitted_common.POWER_INSTRUCTIONS - 1
+    return total
 
 
 # ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
@@ -56,7 +98,7 @@ def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
         mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
         dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
-        return newer + score + mask + longer + dropout
+        return newer + score + mask + longer + dropout + _kept_registers(spec, kernel)
     if arch.major >= 9:
         newer = fitted.BACKWARD_NEWER_ARCH_REGISTERS[ITEMSIZE[spec.dtype]]
     else:
@@ -66,7 +108,7 @@ def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     dropout = fitted.BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = fitted.UNEQUAL_HEAD_DIM_REGISTERS if spec.head_dim != d_v else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return newer + score + mask + unequal + dropout + indices
+    return newer + score + mask + unequal + dropout + indices + _kept_registers(spec, kernel)
 
 
 def pending_sm80(spec: AttentionSpec) -> float:
@@ -96,7 +138,8 @@ def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     score = fitted.SCORE_MOD_REGISTERS if has_score else 0
     mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
     dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
-    return score + mask + dropout + fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+    indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+    return score + mask + dropout + indices + _kept_registers(spec, kernel)
 
 
 def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
