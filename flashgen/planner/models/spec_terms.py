@@ -81,6 +81,8 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         total += exact.get(name, counted.get(name, 1)) - 1
         if isinstance(part, sympy.Pow) and part.exp.free_symbols:
             total += fitted_common.POWER_INSTRUCTIONS - 1
+        if isinstance(part, sympy.Add):  # a product and a sum are one instruction
+            total -= min(sum(arg.is_Mul for arg in part.args), len(part.args) - 1)
     return total
 
 
