@@ -118,6 +118,16 @@ class CheckedCall:
         return self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
 
     @property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes by the names that they have in mods."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads_q,
+            "seq_q": self.seq_q,
+            "seq_k": self.seq_k,
+        }
+
+    @property
     def is_empty(self) -> bool:
         """True when there is no score to compute, because a size is 0."""
         return 0 in (self.batch, self.heads_q, self.seq_q, self.seq_k)

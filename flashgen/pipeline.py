@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from flashgen import codegen, config
 from flashgen.analysis import Analysis, WalkedAxis, analyse, kind_of_sum
-from flashgen.codegen import Source
+from flashgen.codegen import CallRanges, Source
 from flashgen.compile import Binary, compile
 from flashgen.errors import CompileError, PlanError
 from flashgen.language import B, H, K, Q
@@ -31,6 +31,7 @@ from flashgen.signature import GradientTerm
 
 __all__ = [
     "Build",
+    "CallRanges",
     "Kernels",
     "analysed",
     "build",
@@ -144,9 +145,10 @@ def emit(
     )
 
 
-def _emit_forward(request: PlanRequest) -> Source:
+@functools.lru_cache(maxsize=64)
+def _emit_forward(request: PlanRequest, wide: bool = False) -> Source:
     analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
-    chosen = plan_forward(request)
+    chosen = replace(plan_forward(request), integer_bits=64 if wide else 32)
     config.log(1, str(chosen))
     if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
         config.log(3, str(analysis))
@@ -167,16 +169,26 @@ def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
     )
 
 
-def _emit_backward(request: BackwardPlanRequest) -> tuple[Source, ...]:
+@functools.lru_cache(maxsize=64)
+def _emit_backward(request: BackwardPlanRequest, wide: bool = False) -> tuple[Source, ...]:
     chosen, spec = plan_schemes(request), request.spec
     config.log(1, str(chosen))
     sources = tuple(
-        codegen.backward(spec, analysed(spec, codegen.walk_of_kernel(kernel.kernel)), kernel)
+        codegen.backward(
+            spec,
+            analysed(spec, codegen.walk_of_kernel(kernel.kernel)),
+            _with_integers(kernel, wide),
+        )
         for kernel in chosen.kernels
     )
     for source in sources:
         config.log(4, source.text)
     return sources
+
+
+def _with_integers(plan: Plan, wide: bool) -> Plan:
+    """The plan for integers of 64 bits, if ``wide`` and if its kernel has expressions of a spec."""
+    return replace(plan, integer_bits=64) if wide and not plan.streams else plan
 
 
 def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
@@ -198,6 +210,7 @@ def build(
     access_bytes: int | None = None,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
+    ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
 
@@ -212,6 +225,8 @@ def build(
         access_bytes: 16, or the operand size in bytes.
         tile: tile of the kernel, instead of the policy's.
         heads_per_tile: number of query heads that share one tile.
+        ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
+            for a call whose values are within int32.
 
     Returns:
         ``.ptx`` (text), ``.cubin`` (bytes), ``.plan``, ``.source``, ``.binary.resources``
@@ -222,21 +237,36 @@ def build(
         RenderError: a template and the plan disagree.
         CompileError: NVRTC is missing or rejects the source.
     """
-    return _build_forward(
-        PlanRequest(
-            spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
-        )
+    request = PlanRequest(
+        spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
     )
+    return _build_forward(request, _needs_wide(request, ranges))
+
+
+def _needs_wide(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges | None) -> bool:
+    """Whether a kernel with 32-bit integers cannot serve a call."""
+    if ranges is None or not _beyond_int32(request, ranges.rounded()):
+        return False
+    return bool(_beyond_int32(request, ranges))
+
+
+@functools.lru_cache(maxsize=1024)
+def _beyond_int32(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges) -> str:
+    """The first expression of these kernels that may exceed int32; "" where none may."""
+    backward = isinstance(request, BackwardPlanRequest)
+    sources = _emit_backward(request) if backward else (_emit_forward(request),)
+    found = (codegen.beyond_int32(source.assumptions, ranges) for source in sources)
+    return next((text for text in found if text), "")
 
 
 @functools.lru_cache(maxsize=512)
-def _build_forward(request: PlanRequest) -> Build:
+def _build_forward(request: PlanRequest, wide: bool) -> Build:
     analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
     spare = 0
     while spare <= MOST_SPARE_REGISTERS:
         try:
-            source = _emit_forward(replace(request, spare_registers=spare))
+            source = _emit_forward(replace(request, spare_registers=spare), wide)
         except PlanError:
             if best is None:
                 raise
@@ -275,29 +305,29 @@ def build_backward(
     sram: int | None = None,
     deterministic: bool = False,
     tiles: Mapping[str, Tile] = NO_TILES,
+    ranges: CallRanges | None = None,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
-    Args: those of ``emit``.
+    Args: those of ``emit``; ``ranges`` as for ``build``.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_backward(
-        BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
-    )
+    request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
+    return _build_backward(request, _needs_wide(request, ranges))
 
 
 @functools.lru_cache(maxsize=512)
-def _build_backward(request: BackwardPlanRequest) -> tuple[Build, ...]:
+def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
     fixed = dict(request.tiles)
     spare: dict[str, int] = {}
     best: tuple[Build, ...] | None = None
     while True:
         try:
-            sources = _emit_backward(replace(request, spare_registers=tuple(spare.items())))
+            sources = _emit_backward(replace(request, spare_registers=tuple(spare.items())), wide)
         except PlanError:
             if best is None:
                 raise

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from flashgen.codegen.backward import backward, walk_of_kernel
 from flashgen.codegen.forward import forward
+from flashgen.codegen.integer_ranges import CallRanges, beyond_int32
 from flashgen.codegen.minmax_table import minmax_table
 from flashgen.codegen.source import Param, Source
 
-__all__ = ["Param", "Source", "backward", "forward", "minmax_table", "walk_of_kernel"]
+__all__ = [
+    "CallRanges",
+    "Param",
+    "Source",
+    "backward",
+    "beyond_int32",
+    "forward",
+    "minmax_table",
+    "walk_of_kernel",
+]

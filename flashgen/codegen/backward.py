@@ -38,7 +38,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     if plan.of_captured:
         return captured(spec, analysis, plan)
     hopper = plan.path == "sm_90a"
-    functions = SpecFunctions(spec, analysis, QUERIES if plan.owns_keys else KEYS)
+    direction = QUERIES if plan.owns_keys else KEYS
+    functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
     element = ("prob[n][e]" if plan.in_passes else "s[n][e]") if hopper else "s[g][n][e]"

@@ -62,6 +62,7 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
         f"template  templates/{template}",
         f"target    {plan.arch}  dtype {plan.dtype}  {dims}  {what}",
         *(f"compile   {option}" for option in options(plan)),
+        *(["integers  64 bits, for calls beyond int32"] if plan.integer_bits == 64 else []),
         "",
         *(f"  {line}" for line in formulas(spec, plan.kernel)),
         "",

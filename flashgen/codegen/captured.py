@@ -80,7 +80,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    functions = SpecFunctions(spec, analysis)
+    functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
     hopper = plan.path == "sm_90a"
     fragment = "s[n]" if hopper else "s[g][n]"
     score = ScoreCode.of(functions, element=f"{fragment}[e]")

@@ -25,7 +25,7 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    functions = SpecFunctions(spec, analysis)
+    functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
     walk = walk_of(functions)
     fields: dict[str, Any] = {}
     if plan.path == "sm_90a":

@@ -106,7 +106,12 @@ class SpecFunctions:
     """The functions of one spec, printed by one printer, which collects the helpers they call."""
 
     def __init__(
-        self, spec: AttentionSpec, analysis: Analysis, direction: Direction = KEYS
+        self,
+        spec: AttentionSpec,
+        analysis: Analysis,
+        direction: Direction = KEYS,
+        *,
+        wide: bool = False,
     ) -> None:
         names = {s: text.split()[1] for s, text in PARAMETERS.items()} | FIELDS
         for scalar in spec.scalars:
@@ -116,7 +121,7 @@ class SpecFunctions:
         self.direction = direction
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
-        self.printer = CPrinter(names, spec.dtype)
+        self.printer = CPrinter(names, spec.dtype, wide=wide)
         if spec.packed:
             self.printer.tensors |= {tensor.symbol for tensor in BOUNDARIES}
 

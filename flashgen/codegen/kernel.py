@@ -9,6 +9,7 @@ from flashgen.analysis import SPAN
 from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunctions
+from flashgen.codegen.integer_ranges import AssumedBlock
 from flashgen.codegen.params import SINK_SUMS, WORK_TILES, params_of
 from flashgen.codegen.readers import (
     param_of_table,
@@ -106,6 +107,7 @@ def kernel(
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,
+        assumptions=tuple(code.functions.printer.assumptions) if code else (),
         **fields,
     )
 
@@ -118,6 +120,7 @@ def rendered(
     params: Sequence[Param],
     *,
     spec_section: tuple[str, ...] = (),
+    assumptions: tuple[AssumedBlock, ...] = (),
     **fields: object,
 ) -> Source:
     """The file of a template, without what its kernel does not use.
@@ -135,7 +138,8 @@ def rendered(
         **fields,
     )
     text, kept = used(simplified(text), params)
-    return Source(name, f"{name}_{plan.arch}.cu", tidy(text), kept, plan, spec_section)
+    filename = f"{name}_{plan.arch}.cu"
+    return Source(name, filename, tidy(text), kept, plan, spec_section, assumptions)
 
 
 def head_of(plan: Plan) -> str:

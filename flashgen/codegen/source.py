@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from flashgen.codegen.integer_ranges import AssumedBlock, CallRanges, beyond_int32
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
@@ -62,6 +63,7 @@ class Source:
         plan: the plan of the kernel, which has the block size and shared memory of the launch.
         spec_section: the functions of ``text`` that are made from the spec's mask, score and
             tensors, one string each, in the order of ``text``.
+        assumptions: what must be within int32 in calls of the kernel without wide integers.
     """
 
     name: str
@@ -70,11 +72,21 @@ class Source:
     params: tuple[Param, ...]
     plan: Plan
     spec_section: tuple[str, ...] = ()
+    assumptions: tuple[AssumedBlock, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def role(self) -> str:
         """The kernel's part of the computation, `Plan.kernel`: "forward", "dq" or another."""
         return self.plan.kernel
+
+    def integers(self, ranges: CallRanges) -> str:
+        """The width of integers in words, with the reason in a call; "" where it has one form."""
+        if not any(block.assumed for block in self.assumptions):
+            return ""
+        if self.plan.integer_bits == 64:
+            found = beyond_int32(self.assumptions, ranges)
+            return f"64-bit: {found or 'another kernel of the pass needs it'}"
+        return "32-bit: the sizes, offsets and scalars of the call keep all values within int32"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -131,7 +143,8 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
         dims += f"v{spec.head_dim_v}"
     place = role if role == "forward" else f"backward_{role}"
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
-    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}{heads}"
+    wide = "_int64" if plan.integer_bits == 64 else ""
+    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}{heads}{wide}"
 
 
 def _sink_of_delta(spec: AttentionSpec) -> str:

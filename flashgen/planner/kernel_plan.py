@@ -59,6 +59,8 @@ class Plan:
             share K and V.
         sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
             which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
+        integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
+            call needs them; 32 for a kernel of calls within int32.
         cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq".
         derivation: the constraints and the cost, with their numbers.
         refused: why each next larger tile was not chosen.
@@ -102,6 +104,7 @@ class Plan:
     sink_bytes: int = 0
     heads_per_tile: int = 1
     sums_tile: tuple[int, int] | None = None
+    integer_bits: int = 32
 
     @property
     def queries_per_tile(self) -> int:

@@ -18,7 +18,7 @@ from flashgen.call import (
 )
 from flashgen.runtime import learned_gradients, memory_layout
 from flashgen.runtime.backends import Target, target_of
-from flashgen.runtime.bind_arguments import bind, elements_of_sums
+from flashgen.runtime.bind_arguments import bind, elements_of_sums, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import pointers_of
 from flashgen.runtime.checks import check, check_gradients
@@ -184,12 +184,14 @@ class PreparedBackward(PreparedCall):
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self._tuned("deterministic" if deterministic else "backward")
+        ranges = ranges_of(call, packed=packed)
         builds = build_backward(
             self.spec,
             self._kernel_arch,
             sram=launch.sram,
             deterministic=deterministic,
             tiles=launch.tiles,
+            ranges=ranges,
         )
         self._built = time.perf_counter() - start
         bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
@@ -228,7 +230,8 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
 
 def reports(record: BackwardRecord) -> tuple[Report, ...]:
     """The Reports of a backward call, one per launch."""
-    target, reason = record.call.target, record.reason
+    target, reason, call = record.call.target, record.reason, record.call
+    ranges = ranges_of(call.call, packed=call.signature.packed)
     if not record.launches:
         return (Report("none", target.arch, 0, reason, arch_reason=target.arch_reason),)
     return tuple(
@@ -243,6 +246,7 @@ def reports(record: BackwardRecord) -> tuple[Report, ...]:
             run.seconds,
             arch_reason=target.arch_reason,
             table=run.table,
+            integers="" if run.build is None else run.build.source.integers(ranges),
         )
         for run in record.launches
     )

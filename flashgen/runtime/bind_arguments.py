@@ -17,7 +17,7 @@ from flashgen.tensormap import TensorMapSpec
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
-    from flashgen.pipeline import Build
+    from flashgen.pipeline import Build, CallRanges
     from flashgen.planner import HeadsPerTile, Plan
     from flashgen.planner.schedule import LaunchBlocks
 
@@ -81,6 +81,15 @@ def bind(
         rest = BoundKernel(build, arguments, part, chosen, rest)
     assert rest is not None, "a grid has blocks"
     return rest
+
+
+def ranges_of(call: CheckedCall, *, packed: bool) -> CallRanges:
+    """The values that the integers of a call's mask and score are made of."""
+    from flashgen.pipeline import CallRanges
+
+    offsets = {"q_offset": call.q_offset, "k_offset": call.k_offset}
+    known = {name: x if isinstance(x, int) else None for name, x in offsets.items()}
+    return CallRanges.of(call.named_sizes, known, call.scalars, packed=packed)
 
 
 def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> int:

@@ -14,7 +14,7 @@ from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOption
 from flashgen.errors import InputError
 from flashgen.runtime import memory_layout
 from flashgen.runtime.backends import Target, target_of
-from flashgen.runtime.bind_arguments import bind, heads_of_call
+from flashgen.runtime.bind_arguments import bind, heads_of_call, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import named, pointers_of
 from flashgen.runtime.checks import check
@@ -39,11 +39,13 @@ class ForwardKernel:
     Attributes:
         heads_reason: the reason for the number of heads in its tiles; "" where there is no choice.
         tables: the kernels of the min/max tables that it reads; None without captured tensors.
+        integers: the width of its integers, as in `Report`.
     """
 
     bound: BoundKernel
     heads_reason: str
     tables: MinMaxTables | None
+    integers: str = ""
 
 
 class ForwardRecord(NamedTuple):
@@ -163,7 +165,9 @@ class PreparedForward(PreparedCall):
         }
         one_head = plan(self.spec, self._kernel_arch, **options)
         heads = heads_of_call(self.spec, one_head, call, captured)
-        built = build(self.spec, self._kernel_arch, heads_per_tile=heads.heads, **options)
+        ranges = ranges_of(call, packed=self.signature.packed)
+        options |= {"heads_per_tile": heads.heads, "ranges": ranges}
+        built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start
         bound = bind(
             built,
@@ -175,7 +179,8 @@ class PreparedForward(PreparedCall):
             blocks=launch.blocks,
         )
         tables = MinMaxTables(self.spec, target.arch, captured, (bound,)) if captured else None
-        kernel = self._kernels[width] = ForwardKernel(bound, heads.reason, tables)
+        integers = built.source.integers(ranges)
+        kernel = self._kernels[width] = ForwardKernel(bound, heads.reason, tables, integers)
         return kernel
 
     def _unaligned_reason(self, *tensors: Tensor) -> str:
@@ -241,6 +246,7 @@ def report(record: ForwardRecord) -> Report:
         heads_reason=kernel.heads_reason,
         blocks=kernel.bound.blocks,
         arch_reason=why,
+        integers=kernel.integers,
     )
 
 

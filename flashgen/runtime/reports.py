@@ -37,6 +37,7 @@ class Report:
         arch_reason: the reason for the architecture of the call.
         table: for a kernel of a min/max table, the table: [levels, 2, lines, entries]. Entry i of
             level l is defined where i + 2^l <= entries.
+        integers: "32-bit" or "64-bit" with the reason, for a kernel that has both forms; else "".
     """
 
     backend: str
@@ -52,6 +53,7 @@ class Report:
     blocks: LaunchBlocks | None = None
     arch_reason: str = ""
     table: Tensor | None = None
+    integers: str = ""
 
 
 @dataclass(frozen=True)

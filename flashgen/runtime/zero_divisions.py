@@ -16,13 +16,7 @@ def check_divisors(signature: CallSignature, call: CheckedCall) -> None:
     """Raises InputError where the mask or the score of the call would divide integers by 0."""
     if not signature.zero_divisions:
         return
-    sizes = {
-        "batch": call.batch,
-        "heads": call.heads_q,
-        "seq_q": call.seq_q,
-        "seq_k": call.seq_k,
-    }
-    values = {**sizes, **call.scalars}
+    values = {**call.named_sizes, **call.scalars}
     for division in signature.zero_divisions:
         if 0 not in (call.seq_q, call.seq_k) and _value(division.reached, values):
             given = ", ".join(f"{name}={values[name]}" for name in division.names)

@@ -74,7 +74,7 @@ def test_names_say_what_they_hold_and_are_declared_once() -> None:
     may = functions_of("natten_2d").tile_may()
     text = "\n".join(may.body)
     assert "const int q_hi_div_width = floor_div(q_hi, p.s_width);" in text
-    assert "const int64 clamped_q_hi_div_width" in text
+    assert "const int clamped_q_hi_div_width" in text
     assert text.count("floor_div(") == 4
     declared = re.findall(r"^const \w+ (\w+) =", text, re.MULTILINE)
     assert len(declared) == len(set(declared))

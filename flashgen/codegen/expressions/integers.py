@@ -1,4 +1,4 @@
-"""Integer expressions as C++: int where the accepted ranges allow it, int64 elsewhere."""
+"""Integer expressions as C++: int where the ranges of values allow it, int64 elsewhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flashgen.codegen.expressions.cpp_text import (
     inside,
     unknown,
 )
+from flashgen.codegen.integer_ranges import AssumedBlock, sizes_of_parts
 from flashgen.dtypes import INT32_MAX
 from flashgen.language import (
     Element,
@@ -46,24 +47,44 @@ from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
 
+class _Smallest(dict[sympy.Symbol, Limits]):
+    """Limits of symbols in a call with the smallest numbers; only other limits are stored."""
+
+    def __contains__(self, symbol: object) -> bool:
+        return True
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, symbol: sympy.Symbol) -> Limits:
+        return (1, 1) if symbol.is_positive else (0, 0)
+
+
 class IntegerPrinter(ABC):
     """The part of `CPrinter` that prints integers, and the state that all parts share."""
 
     def __init__(
-        self, names: Mapping[sympy.Symbol, str] | None = None, dtype: str = "float32"
+        self,
+        names: Mapping[sympy.Symbol, str] | None = None,
+        dtype: str = "float32",
+        *,
+        wide: bool = True,
     ) -> None:
         self.names = dict(names or {})
+        self.wide = wide
+        self.assumptions: list[AssumedBlock] = [AssumedBlock()]
         self.fast = dtype != "float32"
         self.tensors: set[TensorSymbol] = set()
         self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
         self._known: dict[sympy.Symbol, Limits] = {}
+        self._smallest = _Smallest()
         self._lets: dict[sympy.Symbol, str] = {}
         self._nested_lets: dict[sympy.Symbol, str] = {}
         self._wide: set[sympy.Symbol] = set()
         self._data: set[sympy.Symbol] = set()
         self._predicates: set[sympy.Symbol] = set()
         self._in_predicate = False
-        self.score_is_product = True
+        self.score_is_product = False
 
     @abstractmethod
     def index(self, expr: sympy.Expr) -> str:
@@ -107,19 +128,17 @@ class IntegerPrinter(ABC):
         return any(self._is_wide(arg) for arg in expr.args)
 
     def _overflows(self, expr: sympy.Expr) -> bool:
-        """True if the expression, or a partial sum or product of it, may overflow int32."""
-        if isinstance(expr, sympy.Add):
-            return sum(self._size(arg) for arg in expr.args) > INT32_MAX
-        if isinstance(expr, sympy.Mul):
-            size = 1
-            for arg in expr.args:
-                size *= max(1, self._size(arg))
-            return size > INT32_MAX
-        return self._size(expr) > INT32_MAX
+        """True if the expression, or a partial sum or product of it, may overflow int32.
 
-    def _size(self, expr: sympy.Expr) -> int:
-        lo, hi = limits(expr, self._known)
-        return max(abs(lo), abs(hi))
+        Unless integers are to be wide, it may where even the smallest numbers overflow, as elements
+        of tensors do.
+        """
+        if sizes_of_parts(expr, self._known) <= INT32_MAX:
+            return False
+        if sizes_of_parts(expr, self._smallest) > INT32_MAX:
+            return True
+        self.assumptions[-1].assumed[expr] = None
+        return self.wide
 
     def _int(self, expr: sympy.Expr, wide: bool = False) -> Text:
         """Integer text; of type int64 if ``wide``."""

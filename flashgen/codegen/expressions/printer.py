@@ -1,6 +1,6 @@
 """The printer of sympy expressions as readable CUDA C++.
 
-Integers stay integers: int where the accepted ranges allow it, int64 elsewhere. In a float context
+Integers stay integers: int where the ranges of values allow it, int64 elsewhere. In a float context
 sums of integers are computed exactly and converted, and products are computed in float. Predicates
 (predicates.py) are rounded operation by operation.
 """
@@ -28,6 +28,7 @@ from flashgen.codegen.expressions.cpp_text import (
 from flashgen.codegen.expressions.floats import FloatPrinter
 from flashgen.codegen.expressions.let_names import let_names
 from flashgen.codegen.expressions.predicates import predicate_lets
+from flashgen.codegen.integer_ranges import AssumedBlock
 from flashgen.language import is_condition, is_int
 from flashgen.language.divisors import is_data
 from flashgen.language.integer_limits import limits
@@ -40,8 +41,11 @@ class CPrinter(FloatPrinter):
     Args:
         names: the C++ text of each symbol, a primary expression; the symbol's name where missing.
         dtype: the operands' dtype; "float16" and "bfloat16" allow fast approximations.
+        wide: whether integers have 64 bits wherever some accepted call needs them. Otherwise they
+            have 32 bits wherever some call has small enough numbers.
 
     Attributes:
+        assumptions: what must be within int32 where integers are not wide, block by block.
         score_is_product: whether kernels multiply the score by the scale where they pass it.
         tensors: the tensors that the text reads, each by a function ``read_<name>(p, i, ...)``.
         extremes: (tensor, axis, true for the minimum) for each min/max table that the text reads,
@@ -89,12 +93,15 @@ class CPrinter(FloatPrinter):
         for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
             del self.names[symbol]  # names and their types are local to their block
             self._known.pop(symbol, None)
+            self._smallest.pop(symbol, None)
             self._wide.discard(symbol)
             self._data.discard(symbol)
         found = let_names(block, self.names)
         self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
         self.names |= found
         self._predicates = predicate_lets(block)
+        outer = self.assumptions[-1].lets if nested else ()
+        self.assumptions.append(AssumedBlock([*outer]))
 
     def let(self, symbol: sympy.Symbol, value: sympy.Basic) -> str:
         """The declaration of one shared subexpression of the block that `begin` was given."""
@@ -103,6 +110,8 @@ class CPrinter(FloatPrinter):
             line = f"const {kind} {self.names[symbol]} = {self.expr(value)};"
         if kind in ("int", "int64"):
             self._known[symbol] = limits(value, self._known)
+            self._smallest[symbol] = limits(value, self._smallest)
+            self.assumptions[-1].lets.append((symbol, value))
         if kind == "int64":
             self._wide.add(symbol)
         if is_data(value) or not value.free_symbols.isdisjoint(self._data):
