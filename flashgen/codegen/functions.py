@@ -17,6 +17,7 @@ from flashgen import language as fx
 from flashgen.analysis import Analysis, Interval, LeveledCode, MaskAnalysis, ScoreAnalysis
 from flashgen.codegen.conditions import returned
 from flashgen.codegen.expressions import CPrinter
+from flashgen.codegen.params import multiplier_field
 from flashgen.codegen.readers import extreme, reader
 from flashgen.codegen.shared_values import FunctionInParts, in_parts
 from flashgen.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
@@ -122,6 +123,11 @@ class SpecFunctions:
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype, wide=wide)
+        self.printer.multipliers = {
+            scalar.expr: f"p.{multiplier_field(scalar)}"
+            for scalar in spec.scalars
+            if scalar.dtype == "int32"
+        }
         if spec.packed:
             self.printer.tensors |= {tensor.symbol for tensor in BOUNDARIES}
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from flashgen.codegen.source import Param
 from flashgen.dtypes import SCALAR_DTYPES
+from flashgen.language.scalar import Scalar
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models.kernel_model import STREAMING_KERNELS
 
@@ -111,9 +112,16 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
         params.append(Param(f"s_{scalar.name}", c_type, f"the spec's {scalar.name}"))
+        what = f"multiplier and shift of a division by {scalar.name}"
+        params.append(Param(multiplier_field(scalar), "long long", what))
     if spec.packed and role != "delta":
         params = [_of_all_sequences(param) for param in params]
     return tuple(params)
+
+
+def multiplier_field(scalar: Scalar) -> str:
+    """The field by which kernels divide by a scalar; `runtime.fast_division` makes its value."""
+    return f"d_{scalar.name}"
 
 
 def _of_all_sequences(param: Param) -> Param:

@@ -18,6 +18,7 @@ from flashgen.dropout import keep_scale, kept_levels
 from flashgen.errors import LaunchError
 from flashgen.launch.params import ParamField, encode, field_bytes, pack
 from flashgen.runtime.captured_tensors import numbers_of_captured
+from flashgen.runtime.fast_division import multiplier_of
 from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
 Tensor = torch.Tensor
@@ -50,6 +51,8 @@ def numbers_of(
     numbers["dropout_scale"] = keep_scale(call.dropout_p)
     for name, value in call.scalars.items():
         numbers[f"s_{name}"] = value
+        if isinstance(value, int):
+            numbers[f"d_{name}"] = multiplier_of(value)
     return numbers | numbers_of_captured(captured or {})
 
 

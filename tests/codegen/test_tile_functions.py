@@ -17,6 +17,7 @@ from flashgen.codegen.environment import environment
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.text import COLUMNS, wrap_code
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv, K, Q
+from flashgen.runtime.fast_division import multiplier_of
 from tests.support.nvrtc_helper import compile_ptx
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
@@ -43,6 +44,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
     emitted = [make.tile_may(), make.tile_must()]
     scalars = scalars_of(make)
     fields = {**SIZES, **{f"s_{name}": value for name, value in scalars.items()}}
+    multipliers = {f"d_{name}": multiplier_of(value) for name, value in scalars.items()}
     draw = np.random.default_rng(1)
     q_lo = draw.integers(0, 140, LANES)
     q_hi, tile = q_lo + draw.integers(0, 9, LANES), draw.integers(0, SEQ_K // BLOCK_K, LANES)
@@ -50,10 +52,13 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
     code = [
         environment().get_template("common/math.cuh.j2").render(),
         f"constexpr int BLOCK_K = {BLOCK_K};",
-        "struct Params { int " + ", ".join(fields) + "; };",
+        "struct Params {",
+        *(f"  int {name};" for name in fields),
+        *(f"  long long {name};" for name in multipliers),
+        "};",
         *(function.text for function in emitted),
         'extern "C" __global__ void run(const int* in, int* out) {',
-        f"  const Params p = {{{', '.join(map(str, fields.values()))}}};",
+        f"  const Params p = {{{', '.join(map(str, (fields | multipliers).values()))}}};",
         *(f"  const int {n} = in[{i * LANES} + threadIdx.x];" for i, n in enumerate(lanes)),
         *(f"  out[{i * LANES} + threadIdx.x] = {f.call()};" for i, f in enumerate(emitted)),
         "}",
@@ -73,7 +78,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
 def test_names_say_what_they_hold_and_are_declared_once() -> None:
     may = functions_of("natten_2d").tile_may()
     text = "\n".join(may.body)
-    assert "const int q_hi_div_width = floor_div(q_hi, p.s_width);" in text
+    assert "const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);" in text
     assert "const int clamped_q_hi_div_width" in text
     assert text.count("floor_div(") == 4
     declared = re.findall(r"^const \w+ (\w+) =", text, re.MULTILINE)

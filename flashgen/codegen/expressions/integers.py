@@ -72,6 +72,7 @@ class IntegerPrinter(ABC):
     ) -> None:
         self.names = dict(names or {})
         self.wide = wide
+        self.multipliers: dict[sympy.Symbol, str] = {}
         self.assumptions: list[AssumedBlock] = [AssumedBlock()]
         self.fast = dtype != "float32"
         self.tensors: set[TensorSymbol] = set()
@@ -242,6 +243,8 @@ class IntegerPrinter(ABC):
             return f"{inside(text, UNARY)} >> {int(b).bit_length() - 1}", SHIFT
         if power_of_two:
             return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
+        if b in self.multipliers and not wide:
+            return self._fast_division(text[0], a, b, quotient)
         if limits(a, self._known)[0] >= 0 and limits(b, self._known)[0] > 0:
             sign = "/" if quotient else "%"
             return (
@@ -253,6 +256,15 @@ class IntegerPrinter(ABC):
         if by_data and may_be_zero(b, self._known):
             name += "_or_0"
         return self._call(name, text[0], self._int(b, wide)[0])
+
+    def _fast_division(self, text: str, a: sympy.Expr, b: sympy.Expr, quotient: bool) -> Text:
+        """A division by a scalar of the call, by the multiplier that the host makes."""
+        positive = limits(b, self._known)[0] > 0
+        natural = positive and limits(a, self._known)[0] >= 0
+        kind = "fast_" if natural else "fast_floor_" if positive else "signed_floor_"
+        divisor = [] if positive and quotient else [self._name(b)[0]]
+        name = f"{kind}{'div' if quotient else 'mod'}"
+        return self._call(name, text, *divisor, self.multipliers[b])
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
         if isinstance(expr, Select):

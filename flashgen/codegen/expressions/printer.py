@@ -45,6 +45,7 @@ class CPrinter(FloatPrinter):
             have 32 bits wherever some call has small enough numbers.
 
     Attributes:
+        multipliers: C++ of the multiplier and shift of each symbol by which kernels divide fast.
         assumptions: what must be within int32 where integers are not wide, block by block.
         score_is_product: whether kernels multiply the score by the scale where they pass it.
         tensors: the tensors that the text reads, each by a function ``read_<name>(p, i, ...)``.

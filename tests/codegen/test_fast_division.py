@@ -1,0 +1,115 @@
+"""Divisions by a run-time scalar are multiplications on the device, exact for every int32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import emulator
+from flashgen.codegen.environment import environment
+from flashgen.dtypes import INT32_MAX
+from flashgen.runtime.fast_division import multiplier_of
+from tests.support.judged import Call, normal
+from tests.support.nvrtc_helper import compile_ptx
+
+INT32_MIN = -INT32_MAX - 1
+LANES = 128
+
+
+def edges() -> list[int]:
+    """0, and the numbers beside powers of two and beside the ends of int32, of both signs."""
+    near = {2**k + i for k in range(32) for i in (-1, 0, 1)} | {0, 3, 5, 7, 10, 641, 6700417}
+    return sorted(x for x in near | {-x for x in near} if INT32_MIN <= x <= INT32_MAX)
+
+
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(3)
+    n, d = (grid.ravel() for grid in np.meshgrid(edges(), edges()))
+    more = draw.integers(INT32_MIN, INT32_MAX, (2, 4000))
+    more[1] >>= draw.integers(0, 31, 4000)
+    # Where the quotient is about to grow: at multiples of the divisor, and one below.
+    multiple = more[1] * (more[0] // np.where(more[1] == 0, 1, more[1]))
+    n = np.concatenate([n, more[0], multiple, multiple - 1])
+    d = np.concatenate([d, more[1], more[1], more[1]])
+    inside = (n >= INT32_MIN) & (n <= INT32_MAX) & ~((n == INT32_MIN) & (d == -1))
+    n, d = n[inside], d[inside]
+    padding = -len(n) % LANES
+    return np.append(n, [1] * padding), np.append(d, [1] * padding)
+
+
+def run(expression: str, n: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """A device function of each n and d, with the multiplier of d in ``by``."""
+    code = [
+        environment().get_template("common/math.cuh.j2").render(),
+        'extern "C" __global__ void run(const int* n_in, const int* d_in, const long long* by_in,',
+        "                               int* out) {",
+        f"  const int i = blockIdx.x * {LANES} + threadIdx.x;",
+        "  const int n = n_in[i], d = d_in[i];",
+        "  const long long by = by_in[i];",
+        f"  out[i] = {expression};",
+        "}",
+    ]
+    by = np.array([multiplier_of(int(x)) for x in d], dtype=np.int64)
+    out = np.zeros(len(n), np.int32)
+    given = [n.astype(np.int32), d.astype(np.int32), by, out]
+    ptx = compile_ptx("\n".join(code))
+    emulator.launch(ptx, "run", (len(n) // LANES, 1, 1), (LANES, 1, 1), given, 0)
+    return out
+
+
+FUNCTIONS = ["signed_floor", "fast_floor", "fast"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_quotients_and_remainders_are_exact_for_every_int32(name: str) -> None:
+    n, d = pairs()
+    if name != "signed_floor":
+        d = np.where(d < 0, np.minimum(-d, INT32_MAX), np.maximum(d, 1))
+    if name == "fast":
+        n = np.where(n < 0, -1 - n, n)
+    whole = np.where(d == 0, 1, d)
+    divisor = "n, by" if name != "signed_floor" else "n, d, by"
+    np.testing.assert_array_equal(
+        run(f"{name}_div({divisor})", n, d), np.where(d == 0, 0, n // whole)
+    )
+    np.testing.assert_array_equal(
+        run(f"{name}_mod(n, d, by)", n, d), np.where(d == 0, 0, n % whole)
+    )
+
+
+def test_a_multiplier_has_32_bits_and_its_shift_31() -> None:
+    for d in edges():
+        shift, multiplier = divmod(multiplier_of(d), 2**32)
+        assert 0 <= shift <= 31
+        assert (multiplier == 0) == (d == 0)
+
+
+step = fg.Scalar("step", "int32")
+width = fg.Scalar("width", "int32", minimum=1)
+SPEC = fg.AttentionSpec(
+    lambda b, h, q, k: (k <= q) & ((k - q) // step % 3 != 1) & ((q - 20) % width >= k % width - 3),
+    head_dim=16,
+    name="fast_division",
+)
+
+
+@pytest.mark.parametrize("arch", [None, "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step_value", [3, -3, 2**30, -(2**30), -1])
+def test_masks_that_divide_by_a_scalar_agree_with_the_oracle(
+    step_value: int, arch: str | None
+) -> None:
+    operands = tuple(normal((1, 2, 48, 16), torch.float16, seed) for seed in range(3))
+    how = {"backend": "tiled"} if arch is None else {"arch": arch}
+    scalars = {"step": step_value, "width": 7}
+    run = Call(SPEC, operands, {"scalars": scalars}, **how).judged_forward()
+    if run.source is not None:
+        assert "signed_floor_div(" in run.source.text
+        assert "fast_floor_mod(" in run.source.text
+
+
+def test_a_division_of_64_bits_stays_a_division() -> None:
+    ids = fg.Tensor("ids", ("seq_k",), "int64")
+    spec = fg.AttentionSpec(lambda b, h, q, k: ids[k] // width > q, name="wide_division")
+    assert "floor_div(ids_k, int64(p.s_width))" in fg.emit(spec, "sm_80").forward.text
