@@ -394,7 +394,8 @@ def _asynchronous(build: Build) -> Build:
 
 
 def _spilled(build: Build) -> int:
-    return build.binary.resources.spill_store_bytes
+    """Bytes of spills that a smaller tile can avoid: not those around calls of a large function."""
+    return 0 if build.source.outlined else build.binary.resources.spill_store_bytes
 
 
 def _after_spill(build: Build, spare: int) -> int:

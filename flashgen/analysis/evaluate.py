@@ -37,6 +37,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.lets import lets_of
 from flashgen.language.sympy_functions import Select
 
 Env = Mapping[sympy.Symbol, Any]
@@ -53,6 +54,15 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
         KeyError: a symbol has no value.
         TypeError: the expression has a function that flashgen cannot evaluate.
     """
+    lets = lets_of(expr)
+    if lets:
+        env = dict(env)
+        for let in lets:
+            env[let] = _value(let.value, env)
+    return _value(expr, env)
+
+
+def _value(expr: sympy.Basic, env: Env) -> Any:
     if isinstance(expr, sympy.Symbol):
         return env[expr]
     if expr in (sympy.true, sympy.false):
@@ -66,14 +76,14 @@ def evaluate(expr: sympy.Basic, env: Env) -> Any:
     if isinstance(expr, sympy.Piecewise | Select):
         return _choose(expr, env)
     if isinstance(expr, Element):
-        return _read(env[expr.tensor], [evaluate(index, env) for index in expr.indices])
+        return _read(env[expr.tensor], [_value(index, env) for index in expr.indices])
     if isinstance(expr, Extreme):
         table = table_of(env[expr.tensor], expr.axis, isinstance(expr, Least))
-        return table.over(*(evaluate(part, env) for part in (*expr.ends, *expr.others)))
+        return table.over(*(_value(part, env) for part in (*expr.ends, *expr.others)))
     function = _FUNCTIONS.get(expr.func)
     if function is None:
         raise TypeError(f"cannot evaluate {expr.func.__name__}")
-    return function(*(evaluate(arg, env) for arg in expr.args))
+    return function(*(_value(arg, env) for arg in expr.args))
 
 
 def _read(tensor: Any, indices: list[Any]) -> Any:
@@ -93,13 +103,13 @@ def _choose(expr: sympy.Basic, env: Env) -> Any:
         branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
     else:
         *branches, (last, _) = expr.args
-    result = evaluate(last, env)
+    result = _value(last, env)
     for value, condition in reversed(branches):
-        test = evaluate(condition, env)
+        test = _value(condition, env)
         if isinstance(test, np.ndarray):
-            result = np.where(test, evaluate(value, env), result)
+            result = np.where(test, _value(value, env), result)
         elif test:
-            result = evaluate(value, env)
+            result = _value(value, env)
     return result
 
 

@@ -24,6 +24,7 @@ from flashgen.language import (
     Q,
 )
 from flashgen.language.bit_functions import BitFunction
+from flashgen.language.lets import Let, lets_of
 from flashgen.language.sympy_functions import Floor, Select
 
 
@@ -97,7 +98,9 @@ def leveled(
     for expr, level in _invariants(results):
         if level in expressions:
             expressions[level].append(expr)
-    chosen = {expr for level in levels for expr in expressions[level][: MOST_VALUES[level]]}
+    chosen = frozenset(
+        expr for level in levels for expr in expressions[level][: MOST_VALUES[level]]
+    )
     block = share(*results, name_costly=name_costly, named=chosen)
     values: dict[sympy.Symbol, frozenset[sympy.Symbol]] = {}
     for symbol, value in block.lets:
@@ -125,7 +128,7 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
             return
         for arg in expr.args:
             measure(arg)
-        own = frozenset({expr} & {SCORE, Q, K})
+        own = frozenset((expr.free_symbols if isinstance(expr, Let) else {expr}) & {SCORE, Q, K})
         uses[expr] = own.union(*(uses[arg] for arg in expr.args))
         costs[expr] = _is_costly(expr) or any(costs[arg] for arg in expr.args)
 
@@ -140,6 +143,10 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
         for arg in expr.args:
             visit(arg, outer)
 
+    for let in lets_of(*results):
+        measure(let)
+        measure(let.value)
+        visit(let.value, _level(uses[let]))
     for result in results:
         measure(result)
         visit(result, Level.SCORE)
@@ -156,6 +163,6 @@ def _is_costly(expr: sympy.Basic) -> bool:
     """Whether the operation itself costs more than a few instructions."""
     if isinstance(expr, sympy.Pow):
         return not (expr.exp.is_Integer and 0 < expr.exp <= 4)
-    if isinstance(expr, Element | FloorDiv | FloorMod):
+    if isinstance(expr, Element | FloorDiv | FloorMod | Let):
         return True
     return isinstance(expr, sympy.Function) and not isinstance(expr, _CHEAP)

@@ -34,6 +34,7 @@ from flashgen.language import (
 from flashgen.language.bit_functions import BitFunction
 from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import limits
+from flashgen.language.lets import Let
 from flashgen.language.sympy_functions import Select
 
 # Relative slack of one float operation: many times float32's 2^-24, so that it covers the order of
@@ -76,6 +77,8 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
         return Range(expr, expr)
     if expr in tile.ends:
         return Range(*tile.ends[expr])
+    if isinstance(expr, Let):  # no bound: a part of a large expression is not analysed
+        return Range(None, None, sympy.false)
     if isinstance(expr, sympy.Add):
         return _sum(expr, tile)
     if isinstance(expr, sympy.Mul):

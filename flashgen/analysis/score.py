@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.analysis.invariants import Level, LeveledCode, leveled
-from flashgen.language import SCORE, Element, K, Q, TensorSymbol, elements_of
+from flashgen.language import SCORE, Element, K, Q, TensorSymbol, elements_of, is_condition
+from flashgen.language.lets import lets_of, named, replaced
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
     Where the score function is not differentiable, it is the derivative of torch's autograd.
     """
     if isinstance(by, sympy.Symbol):
-        return _in_and_or(_differentiated(score, by))
-    stand_in = sympy.Dummy("element", real=True)
-    found = _differentiated(score.xreplace({by: stand_in}), stand_in)
-    return _in_and_or(found.xreplace({stand_in: by}))
+        for let in lets_of(score):
+            if by in let.free_symbols and not is_condition(let):
+                let.slopes[by] = named(_in_and_or(_differentiated(let.value, by)))
+        return named(_in_and_or(_differentiated(score, by)))
+    stand_in = sympy.Symbol(".element", real=True)  # no scalar of a spec can have this name
+    found = derivative(replaced(score, {by: stand_in}), stand_in)
+    return replaced(found, {stand_in: by})
 
 
 class _Power(sympy.Function):  # type: ignore[misc]
@@ -85,7 +89,7 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     """sympy's derivative, except for powers with a variable exponent, of which it is n a^n / a."""
 
     def unknown(expr: sympy.Basic) -> bool:
-        return isinstance(expr, sympy.Pow) and not expr.exp.is_number and expr.has(by)
+        return isinstance(expr, sympy.Pow) and not expr.exp.is_number and by in expr.free_symbols
 
     found = sympy.diff(score.replace(unknown, lambda power: _Power(*power.args)), by)
     return found.replace(_Power, sympy.Pow)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
+from sympy.core.relational import Relational
 
 from flashgen.language import (
     Atan2,
@@ -22,6 +24,7 @@ from flashgen.language import (
     is_condition,
     is_int,
 )
+from flashgen.language.lets import Let, lets_of, parts_of
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -53,8 +56,9 @@ class CodeBlock:
         return stages
 
 
+@lru_cache(maxsize=64)
 def share(
-    *results: sympy.Basic, name_costly: bool = False, named: Collection[sympy.Basic] = ()
+    *results: sympy.Basic, name_costly: bool = False, named: Set[sympy.Basic] = frozenset()
 ) -> CodeBlock:
     """Name every computed subexpression that occurs more than once.
 
@@ -117,17 +121,20 @@ class _Sharing:
         self.counts: Counter[sympy.Basic] = Counter()
         self.names: dict[sympy.Basic, sympy.Symbol] = {}
         self.lets: list[tuple[sympy.Symbol, sympy.Basic]] = []
+        self.inner = lets_of(*results)
         self.indices = {
             index
-            for result in results
+            for result in parts_of(*results)
             for element in result.atoms(Element)
             for index in element.indices
             if sum(1 for _ in sympy.preorder_traversal(index)) > _LONG_INDEX
         }
 
     def block(self) -> CodeBlock:
-        for result in self.results:
-            self._count(result)
+        for part in parts_of(*self.results):
+            self._count(part)
+        for let in self.inner:
+            self._name(let, self._rebuilt(let.value, evaluated=True))
         results = tuple(self._rebuilt(result, evaluated=True) for result in self.results)
         return CodeBlock(tuple(self.lets), results, tuple(self.names))
 
@@ -150,9 +157,12 @@ class _Sharing:
             return new
         if self.guarded and not evaluated and is_costly(new):
             return new
+        return self._name(expr, new)
+
+    def _name(self, expr: sympy.Basic, value: sympy.Basic) -> sympy.Symbol:
         symbol = _let_symbol(self.first_let + len(self.lets), expr)
         self.names[expr] = symbol
-        self.lets.append((symbol, new))
+        self.lets.append((symbol, value))
         return symbol
 
 
@@ -216,13 +226,15 @@ def worth_a_name(expr: sympy.Basic) -> bool:
 def _with_args(expr: sympy.Basic, args: list[sympy.Basic]) -> sympy.Basic:
     if tuple(args) == expr.args:
         return expr
-    if isinstance(expr, sympy.Piecewise):
+    if isinstance(expr, sympy.Piecewise | Relational):
         return expr.func(*args, evaluate=False)
     return expr.func(*args)
 
 
 def _let_symbol(number: int, expr: sympy.Basic) -> sympy.Symbol:
     name = f"t{number}"
+    if isinstance(expr, Let) and not is_condition(expr):
+        return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)
     if is_condition(expr):
         return sympy.Symbol(name)
     return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)

@@ -31,8 +31,12 @@ _FORMULAS = {
 }
 
 
-def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
+def banner(
+    spec: AttentionSpec, plan: Plan, template: str, outlined: tuple[tuple[str, int], ...] = ()
+) -> list[str]:
     """The first lines of an emitted file: C++ comments of at most 100 columns.
+
+    ``outlined`` are the functions that are not inlined, with their instructions.
 
     The banners of the kernels that specs share name no spec.
     """
@@ -93,6 +97,11 @@ def banner(spec: AttentionSpec, plan: Plan, template: str) -> list[str]:
     if plan.is_persistent:
         launch[0] = launch[0].replace(f"grid ({grid})", "grid (blocks)")
         launch.insert(0, f"tiles     ({grid}), drawn from a counter in global memory")
+    launch += [
+        f"calls     {name}, about {count:,} instructions: too large to be inlined,"
+        " so that registers are kept on a stack around each call"
+        for name, count in outlined
+    ]
     return comments(lines, indent="    ") + [
         f"// {line}".rstrip() for line in [*str(plan).splitlines(), *launch]
     ]

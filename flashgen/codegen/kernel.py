@@ -108,6 +108,7 @@ def kernel(
         ragged_rows=RAGGED_ROWS,
         sink=logit,
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
+        outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
         **fields,
     )
 
@@ -121,6 +122,7 @@ def rendered(
     *,
     spec_section: tuple[str, ...] = (),
     assumptions: tuple[AssumedBlock, ...] = (),
+    outlined: tuple[tuple[str, int], ...] = (),
     **fields: object,
 ) -> Source:
     """The file of a template, without what its kernel does not use.
@@ -131,7 +133,7 @@ def rendered(
     text = render_template(
         template,
         name=name,
-        banner="\n".join(banner(spec, plan, template)),
+        banner="\n".join(banner(spec, plan, template, outlined)),
         plan=plan,
         params=params,
         spec_section=spec_section,
@@ -139,7 +141,9 @@ def rendered(
     )
     text, kept = used(simplified(text), params)
     filename = f"{name}_{plan.arch}.cu"
-    return Source(name, filename, tidy(text), kept, plan, spec_section, assumptions)
+    return Source(
+        name, filename, tidy(text), kept, plan, spec_section, outlined, assumptions=assumptions
+    )
 
 
 def head_of(plan: Plan) -> str:

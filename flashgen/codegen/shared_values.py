@@ -14,6 +14,7 @@ import sympy
 
 from flashgen.analysis import Level, LeveledCode
 from flashgen.codegen.expressions import CPrinter
+from flashgen.codegen.expressions.operations import operations
 from flashgen.codegen.spec_function import PARAMETERS, SpecFunction
 from flashgen.codegen.text import comment
 
@@ -101,7 +102,9 @@ def in_parts(
         body = [printer.let(symbol, values[symbol]) for symbol in code.needed(level)]
         names = [printer.names[symbol] for symbol in kept]
         kind, variable = f"{prefix}_{word}".title().replace("_", ""), f"{prefix}_{word}"
-        fields = [f"  {printer.ctype(values[s])} {n};" for s, n in zip(kept, names, strict=True)]
+        fields = [
+            f"  {printer.let_type(s, values[s])} {n};" for s, n in zip(kept, names, strict=True)
+        ]
         function = SpecFunction.of(
             f"{variable}_values",
             kind,
@@ -110,6 +113,7 @@ def in_parts(
             _symbols(code, level),
             given=_given(code, level, made),
             struct="\n".join([f"struct {kind} {{", *fields, "};"]),
+            operations=operations(_computed(code, level)),
         )
         several = f"{prefix}_{_MANY[level]}"
         made[level] = SharedValues(kind, variable, several, function, function.call())
@@ -122,16 +126,21 @@ def in_parts(
         [*body, f"return {result()};"],
         _symbols(code, Level.SCORE),
         given=_given(code, Level.SCORE, made),
+        operations=operations(_computed(code, Level.SCORE)),
     )
     return FunctionInParts(function, *(made.get(level) for level in _WORDS))
 
 
-def _read(code: LeveledCode, level: Level) -> set[sympy.Symbol]:
-    """The symbols, names of other values included, that the code of a level reads."""
+def _computed(code: LeveledCode, level: Level) -> list[sympy.Basic]:
+    """The expressions that the code of a level computes."""
     values = dict(code.block.lets)
     exprs = [values[symbol] for symbol in code.needed(level)]
-    exprs += code.block.results if level is Level.SCORE else ()
-    return set().union(*(expr.free_symbols for expr in exprs))
+    return exprs + list(code.block.results if level is Level.SCORE else ())
+
+
+def _read(code: LeveledCode, level: Level) -> set[sympy.Symbol]:
+    """The symbols, names of other values included, that the code of a level reads."""
+    return set().union(*(expr.free_symbols for expr in _computed(code, level)))
 
 
 def _symbols(code: LeveledCode, level: Level) -> set[sympy.Symbol]:

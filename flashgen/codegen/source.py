@@ -63,6 +63,8 @@ class Source:
         plan: the plan of the kernel, which has the block size and shared memory of the launch.
         spec_section: the functions of ``text`` that are made from the spec's mask, score and
             tensors, one string each, in the order of ``text``.
+        outlined: the functions of the spec that are too large to be inlined, by name, with their
+            instructions. Calling them takes a stack, on which registers are kept.
         assumptions: what must be within int32 in calls of the kernel without wide integers.
     """
 
@@ -72,6 +74,7 @@ class Source:
     params: tuple[Param, ...]
     plan: Plan
     spec_section: tuple[str, ...] = ()
+    outlined: tuple[tuple[str, int], ...] = ()
     assumptions: tuple[AssumedBlock, ...] = field(default=(), repr=False, compare=False)
 
     @property

@@ -30,6 +30,9 @@ PARAMETERS: dict[sympy.Symbol, str] = {
     TILE_END: "int tile_end",
 }
 
+MOST_INLINED = 160
+"""Instructions of the largest function of a spec that is inlined."""
+
 # A field of p, or p as an argument of a function that reads a tensor.
 _TAKES_PARAMS = re.compile(r"\bp[.,)]")
 
@@ -42,11 +45,19 @@ class SpecFunction(DeviceFunction):
         uses: the symbols that determine its parameters.
         given: the parameters for values that other functions of the spec return.
         struct: the declaration of the struct that it returns; "" where it returns no own one.
+        operations: its instructions, roughly, where it may be large, else 0.
     """
 
     uses: frozenset[sympy.Symbol]
     given: tuple[str, ...] = ()
     struct: str = ""
+    operations: int = 0
+
+    @property
+    def is_inlined(self) -> bool:
+        """False for a large function: its copies for all scores of a thread would take minutes to
+        compile, and fill the instruction cache."""
+        return self.operations <= MOST_INLINED
 
     @property
     def text(self) -> str:
@@ -63,6 +74,7 @@ class SpecFunction(DeviceFunction):
         *,
         given: Sequence[str] = (),
         struct: str = "",
+        operations: int = 0,
     ) -> SpecFunction:
         """The function with the parameters that its body needs, in the order of PARAMETERS."""
         params = ["const Params& p"] if _TAKES_PARAMS.search(" ".join(body)) else []
@@ -77,4 +89,5 @@ class SpecFunction(DeviceFunction):
             frozenset(uses),
             tuple(given),
             struct,
+            operations,
         )

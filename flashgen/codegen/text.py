@@ -25,9 +25,14 @@ class DeviceFunction:
     body: tuple[str, ...]
 
     @property
+    def is_inlined(self) -> bool:
+        return True
+
+    @property
     def text(self) -> str:
         """The function, without a final newline."""
-        head = f"__device__ __forceinline__ {self.returns} {self.name}("
+        inlining = "__forceinline__" if self.is_inlined else "__noinline__"
+        head = f"__device__ {inlining} {self.returns} {self.name}("
         tail = f"{', '.join(self.parameters)}) {{"
         signature = head + tail if len(head + tail) <= COLUMNS else f"{head}\n    {tail}"
         body = (f"  {line}" for text in self.body for line in wrap_code(text, indent=2))

@@ -16,7 +16,7 @@ from flashgen.codegen.source import Param
 
 _CONSTANT = re.compile(r"constexpr \w+ (\w+) =")
 _ALIAS = re.compile(r"typedef .* (\w+);")
-_FUNCTION = re.compile(r"__device__ __forceinline__ .*?(\w+)\(")
+_FUNCTION = re.compile(r"__device__ __(?:force|no)inline__ .*?(\w+)\(")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed)\.(\w+)")

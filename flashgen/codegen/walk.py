@@ -21,6 +21,7 @@ from flashgen.codegen.functions import KEYS, SpecFunctions
 from flashgen.codegen.shared_values import FunctionInParts
 from flashgen.codegen.sparse import LayoutFunctions
 from flashgen.codegen.spec_function import SpecFunction
+from flashgen.language.lets import atoms_of, contains
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -102,8 +103,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
 
 def _is_costly(mask: sympy.Basic) -> bool:
     """Whether unrolled code would keep elements or quotients of every row and column."""
-    quotients = mask.atoms(fx.FloorDiv, fx.FloorMod)
-    return mask.has(fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
+    quotients = atoms_of(mask, fx.FloorDiv, fx.FloorMod)
+    return contains(mask, fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
 
 
 def _calls(parts: FunctionInParts | None) -> dict[str, str]:

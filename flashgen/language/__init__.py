@@ -1,5 +1,6 @@
 """Tracing of Python mods to sympy expressions: symbols, traced values, captures, expressions."""
 
+from flashgen.language.lets import elements_of
 from flashgen.language.python_printer import python_text
 from flashgen.language.scalar import Scalar
 from flashgen.language.symbols import (
@@ -43,7 +44,6 @@ from flashgen.language.tensor_elements import (
     Greatest,
     Least,
     TensorSymbol,
-    elements_of,
 )
 from flashgen.language.traced import Traced
 from flashgen.language.tracing import trace_mask, trace_score

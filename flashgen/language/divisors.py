@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import sympy
 
 from flashgen.language.integer_limits import LIMITS_INSIDE, Limits, limits
+from flashgen.language.lets import Let, atoms_of, contains
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import SCORE, SEQ_K, SEQ_Q, B, H, K, Q, is_int
 from flashgen.language.sympy_functions import FloorDiv, FloorMod
@@ -57,7 +58,7 @@ def _values_at_zero(choice: sympy.Piecewise) -> Iterator[sympy.Expr]:
 def is_data(expr: sympy.Basic) -> bool:
     """True for elements of captured tensors and for lengths, which packed sequences have as data:
     no check before the launch knows them."""
-    return bool(expr.has(TensorRead) or not expr.free_symbols.isdisjoint((SEQ_Q, SEQ_K)))
+    return contains(expr, TensorRead) or not expr.free_symbols.isdisjoint((SEQ_Q, SEQ_K))
 
 
 def check_divisors(result: sympy.Basic, *operands: sympy.Basic) -> None:
@@ -69,7 +70,7 @@ def check_divisors(result: sympy.Basic, *operands: sympy.Basic) -> None:
     before = {part for operand in operands for part in operand.atoms(FloorDiv, FloorMod)}
     for division in result.atoms(FloorDiv, FloorMod) - before:
         for factor in sympy.Mul.make_args(division.args[1]) if is_int(division) else ():
-            bare = not factor.has(TensorRead)
+            bare = not contains(factor, TensorRead)
             if bare and POSITIONS & factor.free_symbols and may_be_zero(factor):
                 refuse(
                     f"{'//' if isinstance(division, FloorDiv) else '%'} by positions that can be 0",
@@ -84,10 +85,18 @@ def divisions_by_zero(expr: sympy.Basic) -> list[tuple[sympy.Expr, sympy.Basic]]
     The condition is over scalars and sizes. It contains those of the choices around the division,
     so that a branch that a call does not choose may divide by 0.
     """
+    divisions = atoms_of(expr, FloorDiv, FloorMod)
+    if not any(map(_by_call, divisions)):
+        return []
     found: dict[tuple[sympy.Expr, sympy.Basic], None] = {}
+    seen: set[tuple[sympy.Basic, sympy.Basic]] = set()
+    waiting: list[tuple[sympy.Basic, sympy.Basic]] = [(expr, sympy.true)]
 
     def visit(part: sympy.Basic, guard: sympy.Basic) -> None:
         if guard == sympy.false:
+            return
+        if isinstance(part, Let):
+            waiting.append((part.value, guard))
             return
         if isinstance(part, sympy.Piecewise):
             for value, condition in part.args:
@@ -103,15 +112,24 @@ def divisions_by_zero(expr: sympy.Basic) -> list[tuple[sympy.Expr, sympy.Basic]]
                 visit(arg, sympy.And(guard, *(_known(sympy.Not(other)) for other in others)))
             else:
                 visit(arg, guard)
-        if isinstance(part, FloorDiv | FloorMod) and is_int(part):
-            divisor = part.args[1]
-            if divisor.free_symbols and _of_call(divisor) and may_be_zero(divisor):
-                reached = sympy.And(guard, sympy.Eq(divisor, 0))
-                if reached != sympy.false:
-                    found[part, reached] = None
+        if isinstance(part, FloorDiv | FloorMod) and _by_call(part):
+            reached = sympy.And(guard, sympy.Eq(part.args[1], 0))
+            if reached != sympy.false:
+                found[part, reached] = None
 
-    visit(expr, sympy.true)
+    while waiting:
+        place = waiting.pop()
+        if place not in seen:
+            seen.add(place)
+            visit(*place)
     return list(found)
+
+
+def _by_call(division: sympy.Expr) -> bool:
+    """True for a division of integers whose divisor the numbers of a call can make 0."""
+    divisor = division.args[1]
+    known = bool(divisor.free_symbols) and is_int(division) and _of_call(divisor)
+    return known and may_be_zero(divisor)
 
 
 def _known(condition: sympy.Basic) -> sympy.Basic:
@@ -120,10 +138,10 @@ def _known(condition: sympy.Basic) -> sympy.Basic:
 
 
 def _of_call(expr: sympy.Basic) -> bool:
-    return not expr.has(TensorRead) and expr.free_symbols.isdisjoint({*POSITIONS, SCORE})
+    return not contains(expr, TensorRead) and expr.free_symbols.isdisjoint({*POSITIONS, SCORE})
 
 
 def _is_plain(condition: sympy.Basic) -> bool:
     """True if all numbers that a condition compares are computed in integers."""
-    compared = (side for relation in condition.atoms(sympy.Rel) for side in relation.args)
+    compared = (side for relation in atoms_of(condition, sympy.Rel) for side in relation.args)
     return all(map(is_int, compared))

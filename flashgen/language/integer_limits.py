@@ -99,6 +99,9 @@ def fits(expr: sympy.Expr, bits: int = 62) -> bool:
 def _symbol(symbol: sympy.Symbol, known: Mapping[sympy.Symbol, Limits]) -> Limits:
     if symbol in known:
         return known[symbol]
+    of_let: Limits | None = getattr(symbol, "limits", None)
+    if of_let is not None:  # a Let, whose value has been bounded
+        return of_let
     if symbol in _POSITIONS:
         return -POSITION_LIMIT, POSITION_LIMIT
     least = -SCALAR_LIMIT

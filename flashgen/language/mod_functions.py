@@ -10,6 +10,7 @@ import sympy
 
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import Popcount
+from flashgen.language.lets import Let
 from flashgen.language.operators import absolute_value, as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
@@ -62,6 +63,9 @@ def choose(test: sympy.Basic, yes: sympy.Basic, no: sympy.Basic) -> sympy.Basic:
 
 def _without_choices(test: sympy.Basic) -> sympy.Basic:
     """The condition without a Piecewise inside, which sympy would turn into an ITE."""
+    choices = test.atoms(sympy.Piecewise)
+    if len(choices) > _MOST_CHOICES:  # each would multiply the cases of the others
+        test = test.xreplace({choice: Let(choice) for choice in choices})
     if isinstance(test, sympy.And | sympy.Or | sympy.Not):
         return test.func(*map(_without_choices, test.args))
     inner = next(iter(sympy.ordered(test.atoms(sympy.Piecewise))), None)
@@ -73,6 +77,10 @@ def _without_choices(test: sympy.Basic) -> sympy.Basic:
         cases.append(sympy.And(before, condition, _without_choices(case)))
         before = sympy.And(before, sympy.Not(condition))
     return sympy.Or(*cases)
+
+
+_MOST_CHOICES = 2
+"""Choices in a condition that become cases of the condition."""
 
 
 def minimum(a: Operand, b: Operand) -> Traced:

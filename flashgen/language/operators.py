@@ -10,6 +10,7 @@ from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import BitAnd, BitOr, BitXor, ShiftLeft, ShiftRight
 from flashgen.language.divisors import check_divisors
 from flashgen.language.integer_limits import fits, limits
+from flashgen.language.lets import contains
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
 from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, clearing_scale
@@ -74,7 +75,7 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
 
 def as_condition(expr: sympy.Basic) -> sympy.Basic:
     """An integer that a captured tensor holds as the condition that it is not 0."""
-    if not is_condition(expr) and expr.has(TensorRead) and is_int(expr):
+    if not is_condition(expr) and is_int(expr) and contains(expr, TensorRead):
         return sympy.Ne(expr, 0)
     return expr
 
@@ -123,7 +124,15 @@ def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> s
         whole = sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)
         if all(map(fits, whole)):
             a, b = whole
+    if is_int(a) and is_int(b) and not _is_decided(a, b):
+        return kind(a, b, evaluate=False)  # sympy would try in vain, which takes long
     return kind(a, b)
+
+
+def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
+    """Whether the ranges of two integers determine which one is greater."""
+    (a_lo, a_hi), (b_lo, b_hi) = limits(a), limits(b)
+    return a_lo >= b_hi or a_hi <= b_lo or (a - b).is_number
 
 
 def _compared_with_infinity(operator: str, x: sympy.Expr) -> sympy.Basic:

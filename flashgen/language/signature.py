@@ -12,6 +12,7 @@ import sympy
 
 from flashgen.language import BATCH, SEQ_K, SEQ_Q, B, Tensor, python_text
 from flashgen.language.divisors import divisions_by_zero
+from flashgen.language.lets import Let
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import CallSignature, ScalarArgument, TensorArgument, ZeroDivision
 
@@ -53,6 +54,8 @@ def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:
 
 
 def _plain(expr: sympy.Basic) -> object:
+    if isinstance(expr, Let):
+        return _plain(expr.value)
     if expr.args:
         return (expr.func.__name__, *map(_plain, expr.args))
     if isinstance(expr, sympy.Symbol):

@@ -107,9 +107,3 @@ class Least(Extreme):
 
 class Greatest(Extreme):
     """An upper bound of the elements: their maximum, or more."""
-
-
-def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
-    """Every element that expressions read, those in indices included, in a fixed order."""
-    found = {element for expr in exprs for element in expr.atoms(Element)}
-    return tuple(sorted(found, key=sympy.default_sort_key))

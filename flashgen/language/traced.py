@@ -17,6 +17,7 @@ import sympy
 
 from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
+from flashgen.language.lets import named
 from flashgen.language.operators import absolute_value, combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
@@ -252,7 +253,10 @@ def captures_of(*values: object) -> tuple[Capture, ...]:
 
 
 def made(expr: sympy.Basic, *operands: object) -> Traced:
-    """The traced value of a new expression, which must be a finite real number or a condition."""
+    """The traced value of a new expression, which must be a finite real number or a condition.
+
+    A large expression gets a name (`flashgen.language.lets`).
+    """
     if not is_condition(expr) and (expr.has(*_UNREAL) or expr.is_real is False):
         refuse(
             "this is not a finite real number",
@@ -261,7 +265,7 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
             ),
             way_out="no division by 0, and no log or root of a negative number",
         )
-    return Value(expr, captures_of(*operands))
+    return Value(named(expr), captures_of(*operands))
 
 
 def combine(operator: str, left: object, right: object) -> Traced:

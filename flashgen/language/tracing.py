@@ -11,6 +11,7 @@ import sympy
 
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import advice
+from flashgen.language.lets import Let, lets_of
 from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
@@ -168,7 +169,13 @@ class PickledMod:
 
     def __reduce__(self) -> tuple[object, ...]:
         trace = self.trace
-        return _rebuilt, (_taken_apart(trace.expr, {}), trace.captures, trace.lines)
+        known: dict[sympy.Basic, Any] = {}
+        lets = []
+        for place, let in enumerate(lets_of(trace.expr)):
+            lets.append(_taken_apart(let.value, known))
+            known[let] = _LetAt(place)
+        tree = _taken_apart(trace.expr, known)
+        return _rebuilt, (tuple(lets), tree, trace.captures, trace.lines)
 
     def __call__(self, *arguments: object) -> Traced:
         """The result for the symbols (score,) b, h, q, k; other arguments are an error."""
@@ -192,22 +199,36 @@ class _Node:
     plain: bool
 
 
+@dataclass(frozen=True)
+class _LetAt:
+    """A Let, by its place in the order in which Lets are made again."""
+
+    place: int
+
+
 def _taken_apart(expr: sympy.Basic, known: dict[sympy.Basic, Any]) -> Any:
     """The tree of an expression; sympy's own pickling would rewrite conditions of a Piecewise."""
     if not expr.args:
-        return expr
+        return known.get(expr, expr)
     if expr not in known:
         parts = tuple(_taken_apart(part, known) for part in expr.args)
         known[expr] = _Node(expr.func, parts, expr.func(*expr.args) == expr)
     return known[expr]
 
 
-def _put_together(node: Any) -> sympy.Basic:
+def _put_together(node: Any, lets: list[Let]) -> sympy.Basic:
+    if isinstance(node, _LetAt):
+        return lets[node.place]
     if not isinstance(node, _Node):
         return node
-    parts = [_put_together(part) for part in node.parts]
+    parts = [_put_together(part, lets) for part in node.parts]
     return node.kind(*parts) if node.plain else node.kind(*parts, evaluate=False)
 
 
-def _rebuilt(tree: Any, captures: tuple[Capture, ...], lines: SourceLines) -> PickledMod:
-    return PickledMod(TracedMod(_put_together(tree), captures, lines))
+def _rebuilt(
+    values: tuple[Any, ...], tree: Any, captures: tuple[Capture, ...], lines: SourceLines
+) -> PickledMod:
+    lets: list[Let] = []
+    for value in values:
+        lets.append(Let(_put_together(value, lets)))
+    return PickledMod(TracedMod(_put_together(tree, lets), captures, lines))

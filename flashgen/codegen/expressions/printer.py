@@ -104,11 +104,17 @@ class CPrinter(FloatPrinter):
         outer = self.assumptions[-1].lets if nested else ()
         self.assumptions.append(AssumedBlock([*outer]))
 
+    def let_type(self, symbol: sympy.Symbol, value: sympy.Basic) -> str:
+        """As `ctype`; a symbol is real where integers may overflow: floats hold them."""
+        is_float = not is_condition(symbol) and not symbol.is_integer
+        return "float" if is_float else self.ctype(value)
+
     def let(self, symbol: sympy.Symbol, value: sympy.Basic) -> str:
         """The declaration of one shared subexpression of the block that `begin` was given."""
-        kind = self.ctype(value)
+        kind = self.let_type(symbol, value)
         with self._predicate(symbol in self._predicates):
-            line = f"const {kind} {self.names[symbol]} = {self.expr(value)};"
+            text = self.float(value) if kind == "float" else self.expr(value)
+            line = f"const {kind} {self.names[symbol]} = {text};"
         if kind in ("int", "int64"):
             self._known[symbol] = limits(value, self._known)
             self._smallest[symbol] = limits(value, self._smallest)

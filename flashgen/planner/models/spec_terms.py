@@ -9,6 +9,7 @@ import sympy
 from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
+from flashgen.language.lets import contains, nodes_of, parts_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS
@@ -73,16 +74,17 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         fast: whether the operands' dtype allows fast approximations.
     """
     indices = sum(len(element.indices) for element in elements_of(expr))
-    total = int(sympy.count_ops(expr)) + fitted_common.READ_INSTRUCTIONS * indices
+    total = sum(int(sympy.count_ops(part)) for part in parts_of(expr))
+    total += fitted_common.READ_INSTRUCTIONS * indices
     counted = fitted_common.FUNCTION_INSTRUCTIONS
     exact = {} if fast else fitted_common.EXACT_FUNCTION_INSTRUCTIONS
-    for part in sympy.preorder_traversal(expr):
-        name = type(part).__name__
+    for node in nodes_of(expr):
+        name = type(node).__name__
         total += exact.get(name, counted.get(name, 1)) - 1
-        if isinstance(part, sympy.Pow) and part.exp.free_symbols:
+        if isinstance(node, sympy.Pow) and node.exp.free_symbols:
             total += fitted_common.POWER_INSTRUCTIONS - 1
-        if isinstance(part, sympy.Add):  # a product and a sum are one instruction
-            total -= min(sum(arg.is_Mul for arg in part.args), len(part.args) - 1)
+        if isinstance(node, sympy.Add):  # a product and a sum are one instruction
+            total -= min(sum(arg.is_Mul for arg in node.args), len(node.args) - 1)
     return total
 
 
@@ -166,7 +168,7 @@ def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
         if row is None or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
         # A range with two ends that are made from quotients or from elements of tensors.
-        two_costly = two_ends and (spec.mask.has(FloorDiv, FloorMod) or reads)
+        two_costly = two_ends and (contains(spec.mask, FloorDiv, FloorMod) or reads)
         return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
     searches = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS

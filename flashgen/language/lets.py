@@ -1,0 +1,172 @@
+"""Expressions of any size: programs of named parts, each of bounded size.
+
+sympy walks an expression as a tree, by recursion, and simplifies it again in every operation. Both
+are fast for the expressions of most mods. A large expression is therefore a program: `named` gives
+each part that has grown beyond LARGEST a symbol, a `Let`, which the rest of the expression uses
+like any other symbol. The size of what sympy sees is bounded, a part that is used twice is computed
+once, and the time from a mod to its kernel is linear in the number of its operations.
+
+Only `AttentionSpec.mask` and `.score` and what is derived from them contain Lets. Code that looks
+inside expressions goes through the functions below, which see the parts of Lets as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import sympy
+
+from flashgen.language.integer_limits import Limits, fits, limits
+from flashgen.language.symbols import is_condition, is_int
+from flashgen.language.tensor_elements import Element
+
+LARGEST = 160
+"""Nodes of the largest expression that is a tree; no spec in specs/ has more than 140."""
+
+DEEPEST = 24
+"""Levels of the deepest expression that is a tree; no spec in specs/ has more than 13."""
+
+
+class Let(sympy.Symbol):  # type: ignore[misc]
+    """The name of a part of a larger expression.
+
+    Equal parts have equal names in every process. A Let is integer, real or (a condition) neither,
+    like its value. It is real too where integers may overflow, which kernels compute in floats.
+
+    Attributes:
+        value: the part, an expression that may contain other Lets.
+        limits: bounds of an integer value.
+        slopes: derivatives of the value by symbols, as far as the analysis has computed them.
+    """
+
+    __slots__ = ("__weakref__", "_free", "limits", "slopes", "value")
+
+    value: sympy.Basic
+    limits: Limits | None
+    slopes: dict[sympy.Symbol, sympy.Expr]
+
+    def __new__(cls, value: sympy.Basic) -> Let:
+        name = "let_" + hashlib.sha256(sympy.srepr(value).encode()).hexdigest()[:16]
+        known = _LETS.get(name)
+        if known is not None:
+            return known
+        let: Let = sympy.Symbol.__xnew__(cls, name, **_assumptions(value))
+        let.value = value
+        let.limits = limits(value) if let.is_integer else None
+        let.slopes = {}
+        let._free = frozenset(value.free_symbols)
+        _LETS[name] = let
+        return let
+
+    @property
+    def free_symbols(self) -> set[sympy.Symbol]:
+        """The symbols of the value: a Let depends on what its value depends on."""
+        return set(self._free)
+
+    def _eval_derivative(self, by: sympy.Symbol) -> sympy.Expr:
+        return self.slopes[by] if by in self._free else sympy.S.Zero
+
+    def __getnewargs_ex__(self) -> tuple[tuple[sympy.Basic], dict[str, Any]]:
+        return (self.value,), {}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Let, (self.value,)
+
+
+_LETS: WeakValueDictionary[str, Let] = WeakValueDictionary()
+
+
+def _assumptions(value: sympy.Basic) -> dict[str, bool]:
+    if is_condition(value):
+        return {}
+    kind = {"integer": True} if is_int(value) and fits(value) else {"real": True}
+    for sign in ("positive", "nonnegative", "negative", "nonpositive"):
+        if getattr(value, f"is_{sign}"):
+            return {**kind, sign: True}
+    return kind
+
+
+def named(expr: sympy.Basic) -> sympy.Basic:
+    """The expression itself, or a Let that stands for it if it is large."""
+    return Let(expr) if expr.args and not _is_small(expr) else expr
+
+
+def _is_small(expr: sympy.Basic) -> bool:
+    left, level = LARGEST, [expr]
+    for _ in range(DEEPEST):
+        level = [arg for part in level for arg in part.args]
+        left -= len(level)
+        if not level or left < 0:
+            return left >= 0
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _direct(expr: sympy.Basic) -> tuple[Let, ...]:
+    """The Lets in an expression, without those inside of Lets, in order of first use."""
+    if isinstance(expr, Let):
+        return (expr,)
+    found: dict[Let, None] = {}
+    for arg in expr.args:
+        found.update(dict.fromkeys(_direct(arg)))
+    return tuple(found)
+
+
+def lets_of(*exprs: sympy.Basic) -> tuple[Let, ...]:
+    """All Lets in expressions, each after those that its value uses."""
+    found: dict[Let, None] = {}
+    waiting = [let for expr in reversed(exprs) for let in reversed(_direct(expr))]
+    while waiting:
+        let = waiting[-1]
+        inner = [each for each in _direct(let.value) if each not in found]
+        if let in found or not inner:
+            found[waiting.pop()] = None
+        else:
+            waiting += reversed(inner)
+    return tuple(found)
+
+
+def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
+    """The values of all Lets in expressions, then the expressions."""
+    return (*(let.value for let in lets_of(*exprs)), *exprs)
+
+
+def nodes_of(*exprs: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Every subexpression, the values of Lets included."""
+    for part in parts_of(*exprs):
+        yield from sympy.preorder_traversal(part)
+
+
+def contains(expr: sympy.Basic, *kinds: type[sympy.Basic]) -> bool:
+    """Whether a subexpression has one of these types, the values of Lets included."""
+    return any(part.has(*kinds) for part in parts_of(expr))
+
+
+def atoms_of(expr: sympy.Basic, *kinds: type[sympy.Basic]) -> set[sympy.Basic]:
+    """The subexpressions of these types, the values of Lets included."""
+    return {atom for part in parts_of(expr) for atom in part.atoms(*kinds)}
+
+
+def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
+    """Every element that expressions read, those in indices included, in a fixed order."""
+    found = {element for part in parts_of(*exprs) for element in part.atoms(Element)}
+    return tuple(sorted(found, key=sympy.default_sort_key))
+
+
+def replaced(expr: sympy.Basic, replacements: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """The expression with subexpressions replaced, those in the values of Lets included."""
+    return rewritten(expr, lambda part: part.xreplace(replacements))
+
+
+def rewritten(expr: sympy.Basic, rule: Callable[[sympy.Basic], sympy.Basic]) -> sympy.Basic:
+    """The expression with ``rule`` applied to each of its parts, the values of Lets first."""
+    known: dict[sympy.Basic, sympy.Basic] = {}
+    for let in lets_of(expr):
+        value = rule(let.value.xreplace(known))
+        if value != let.value:
+            known[let] = Let(value)
+    return rule(expr.xreplace(known))
