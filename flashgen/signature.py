@@ -14,6 +14,10 @@ BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 """Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
 after the last one."""
 
+OFFSETS = ("q_offset", "k_offset")
+"""Arguments of every operator: the global positions of the first query and of the first key. Where
+a call gives a tensor, its spec has a captured tensor of that name, of dims (batch)."""
+
 LAYOUT = "layout"
 LAYOUT_NAMES = (
     LAYOUT,
@@ -106,6 +110,7 @@ class CallSignature:
         block_sparse: the block layout; None where all blocks are computed.
         reads_batch: whether the mask or the score depends on the batch index or the batch size.
         zero_divisions: divisions that a call must not make divisions by 0.
+        offsets: those of `OFFSETS` that are captured tensors.
     """
 
     name: str
@@ -121,6 +126,7 @@ class CallSignature:
     block_sparse: BlockLayoutFacts | None
     reads_batch: bool
     zero_divisions: tuple[ZeroDivision, ...] = ()
+    offsets: tuple[str, ...] = ()
 
     @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:

@@ -136,6 +136,9 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         lines.append(
             "for each sequence b alone: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], keys likewise"
         )
+    if spec.offsets and kernel not in STREAMING_KERNELS:
+        begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)
+        lines.append(f"positions of batch entry b count {begin}")
     if spec.dropout and kernel not in STREAMING_KERNELS:
         lines.append("Z = kept(seed, offset, b, h, q, k) / keep probability")
     return lines

@@ -131,6 +131,7 @@ class SpecFunctions:
         }
         if spec.packed:
             self.printer.tensors |= {tensor.symbol for tensor in BOUNDARIES}
+        self.printer.tensors |= {tensor.symbol for tensor in spec.offsets}
 
     @property
     def tensors(self) -> tuple[fx.Tensor, ...]:

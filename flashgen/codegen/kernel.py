@@ -24,6 +24,7 @@ from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode
+from flashgen.dtypes import POSITION_LIMIT
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.planner import Plan
 from flashgen.tensormap import RAGGED_ROWS
@@ -77,6 +78,7 @@ def kernel(
     packed = spec.packed and plan.kernel != "delta"
     if packed and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
+    offsets = spec.offsets if code else ()
     params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
@@ -103,7 +105,9 @@ def kernel(
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
         packed=packed,
-        parameter="packed" if packed else "p",
+        offsets=[tensor.name for tensor in offsets],
+        position_limit=POSITION_LIMIT,
+        parameter="packed" if packed else "call" if offsets else "p",
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,

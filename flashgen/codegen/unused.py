@@ -19,7 +19,7 @@ _ALIAS = re.compile(r"typedef .* (\w+);")
 _FUNCTION = re.compile(r"__device__ __(?:force|no)inline__ .*?(\w+)\(")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_FIELD = re.compile(r"\b(?:p|packed)\.(\w+)")
+_FIELD = re.compile(r"\b(?:p|packed|call)\.(\w+)")
 _KERNEL = 'extern "C" __global__'
 _LOCAL = re.compile(
     r"( +)(?:(?:const|constexpr) [\w<>*& ]+?|unsigned)[ *&](\w+)(?:\[[^=]*\])?(?: =|;|\()"

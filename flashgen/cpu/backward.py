@@ -54,13 +54,12 @@ def backward(
     tensors, (out, lse, dout, dlse) = arguments.tensors, outputs
     learned = [tensors[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
     captured = [torch.zeros(x.numel(), dtype=work.dtype) for x in learned]
-    for sequence in sequences(spec, q, k, tensors):
+    offsets = arguments.q_offset, arguments.k_offset
+    for sequence in sequences(spec, q.shape[0], tensors, offsets):
         of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
         of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
         of_dlse = None if dlse is None else sequence.of_queries(dlse)[0]
-        problem = SequenceProblem(
-            spec, of_q, of_k, arguments, backward=True, sequence=sequence.place
-        )
+        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence, backward=True)
         place = problem.learned_sink
         if problem.is_empty:
             _zero(dq, dk, dv)

@@ -1,4 +1,4 @@
-"""What is computed together: the rows of a call or of a packed sequence, and chunks of pairs.
+"""What is computed together: batch entries at the same positions, and chunks of pairs.
 
 A chunk consists of (batch, head) pairs, which share each torch call. Its operands are matrices
 [pairs of a batch entry and a kv head, rows, columns]. The query heads of one group alternate row by
@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor
 
@@ -29,41 +31,66 @@ def budget() -> int:
     return min(ELEMENTS * torch.get_num_threads(), MOST_ELEMENTS)
 
 
-@dataclass(frozen=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """A range of rows of the operands.
 
     Attributes:
-        place: the number of the sequence and the number of sequences; None without packing.
+        place: for a packed sequence or a single batch entry, its number and how many there are;
+            None for all batch entries.
+        offsets: the global positions of the first query and the first key.
+        entries: range of batch entries in the operands.
         queries, keys: ranges of rows in q and in k.
     """
 
     place: tuple[int, int] | None
-    queries: slice
-    keys: slice
+    offsets: tuple[int, int]
+    entries: slice = slice(None)
+    queries: slice = slice(None)
+    keys: slice = slice(None)
 
     def of_queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_q, seq_q, ...]."""
-        return tuple(tensor[:, :, self.queries] for tensor in tensors)
+        return tuple(tensor[self.entries, :, self.queries] for tensor in tensors)
 
     def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_kv, seq_k, ...]."""
-        return tuple(tensor[:, :, self.keys] for tensor in tensors)
+        return tuple(tensor[self.entries, :, self.keys] for tensor in tensors)
 
 
 def sequences(
-    spec: AttentionSpec, q: Tensor, k: Tensor, tensors: Mapping[str, Tensor]
+    spec: AttentionSpec, batch: int, tensors: Mapping[str, Tensor], numbers: tuple[int, int]
 ) -> Iterator[SequenceRows]:
-    """All sequences, in order; rows beyond the last boundary belong to no sequence."""
-    if not spec.packed:
-        yield SequenceRows(None, slice(0, q.shape[2]), slice(0, k.shape[2]))
+    """All sequences, in order; rows beyond the last boundary belong to no sequence.
+
+    Args:
+        batch: the batch entries of the operands.
+        numbers: q_offset and k_offset, where they are not among ``tensors``.
+    """
+    if spec.packed:
+        ends_q, ends_k = (tensors[boundary.name].tolist() for boundary in BOUNDARIES)
+        count = len(ends_q) - 1
+        offsets = _offsets(count, tensors, numbers)
+        for i in range(count):
+            rows = (slice(ends[i], ends[i + 1]) for ends in (ends_q, ends_k))
+            yield SequenceRows((i, count), offsets[i], slice(None), *rows)
         return
-    ends_q, ends_k = (tensors[boundary.name].tolist() for boundary in BOUNDARIES)
-    count = len(ends_q) - 1
-    for i in range(count):
-        yield SequenceRows(
-            (i, count), slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        )
+    offsets = _offsets(batch, tensors, numbers) if spec.offsets else [numbers]
+    if len(set(offsets)) == 1:
+        yield SequenceRows(None, offsets[0])
+        return
+    for i, of_entry in enumerate(offsets):
+        yield SequenceRows((i, batch), of_entry, slice(i, i + 1))
+
+
+def _offsets(
+    count: int, tensors: Mapping[str, Tensor], numbers: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """q_offset and k_offset of each batch entry or packed sequence."""
+    of_q, of_k = (
+        tensors[name].expand(count).tolist() if name in tensors else [number] * count
+        for name, number in zip(OFFSETS, numbers, strict=True)
+    )
+    return list(zip(of_q, of_k, strict=True))
 
 
 @dataclass(frozen=True)
@@ -71,7 +98,8 @@ class Sizes:
     """The sizes of one call, all above 0.
 
     Attributes:
-        first: the batch index of the first entry in mods: 0, or the number of a packed sequence.
+        first: the batch index of the first entry in mods: 0, or the number of a packed sequence or
+            of a single batch entry.
     """
 
     batch: int

@@ -49,10 +49,11 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=work.dtype)
     if spec.packed:
         _without_keys(out, lse, None)
-    for sequence in sequences(spec, q, k, arguments.tensors):
+    offsets = arguments.q_offset, arguments.k_offset
+    for sequence in sequences(spec, q.shape[0], arguments.tensors, offsets):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
         of_k, of_v = sequence.of_keys(k, v)
-        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence=sequence.place)
+        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence)
         if problem.is_empty:
             _without_keys(of_out, of_lse, problem.sink)
             continue

@@ -13,7 +13,7 @@ import sympy
 import torch
 
 from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk, numbers_of
-from flashgen.cpu.chunks import Chunk, Sizes, Workspace, budget, chunks
+from flashgen.cpu.chunks import Chunk, SequenceRows, Sizes, Workspace, budget, chunks
 from flashgen.cpu.program import BoundProgram, Program
 from flashgen.cpu.spec_programs import programs_of
 from flashgen.dropout import keep_mask, keep_scale
@@ -88,7 +88,8 @@ class TileArguments:
 
     Attributes:
         scale: factor on q.k.
-        q_offset, k_offset: global positions of the first query and key.
+        q_offset, k_offset: global positions of the first query and key, where they are not among
+            the tensors.
         scalars: a number for each of spec.scalars.
         tensors: a tensor for each of spec.tensors, with any strides; float64 may replace float32.
         dropout_p: probability of dropping an element of P.
@@ -108,7 +109,7 @@ class TileArguments:
 
 
 class SequenceProblem:
-    """One call, or one packed sequence of a call.
+    """One call, or one packed sequence or batch entry of a call.
 
     Attributes:
         real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
@@ -129,27 +130,28 @@ class SequenceProblem:
         q: Tensor,
         k: Tensor,
         arguments: TileArguments,
+        sequence: SequenceRows,
         *,
         backward: bool = False,
-        sequence: tuple[int, int] | None = None,
     ) -> None:
         """
         Args:
-            sequence: for a packed sequence, its number and the number of sequences.
+            q, k: the rows of ``sequence``.
         """
         self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
         self.exact = self.real if self.narrow else torch.float64
         self.programs = programs_of(spec, self.real)
-        first, self._entries = sequence or (0, q.shape[0])
+        first, self._entries = sequence.place or (0, q.shape[0])
         self.sparse = spec.block_sparse
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
         self.backward = backward
         planned = tiles_of(spec, backward=backward)
-        self.queries = TileAxis(q.shape[2], arguments.block_q or planned[0], arguments.q_offset)
-        self.keys = TileAxis(k.shape[2], arguments.block_k or planned[1], arguments.k_offset)
+        q_offset, k_offset = sequence.offsets
+        self.queries = TileAxis(q.shape[2], arguments.block_q or planned[0], q_offset)
+        self.keys = TileAxis(k.shape[2], arguments.block_k or planned[1], k_offset)
         dropout_p, tensors = arguments.dropout_p, arguments.tensors
         self.dropout_scale = keep_scale(dropout_p) if dropout_p else None
         self._arguments = arguments

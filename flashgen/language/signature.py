@@ -1,6 +1,7 @@
 """What calls need of a spec: its signature as plain values, and variants of the spec.
 
-A variant has another dtype, no dropout or fewer gradients: the traced expressions are the same.
+A variant has another dtype, no dropout, fewer gradients or offsets that are tensors: the traced
+expressions are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from flashgen.language import BATCH, SEQ_K, SEQ_Q, B, Tensor, python_text
 from flashgen.language.divisors import divisions_by_zero
 from flashgen.language.lets import Let
 from flashgen.language.spec import AttentionSpec
-from flashgen.signature import CallSignature, ScalarArgument, TensorArgument, ZeroDivision
+from flashgen.signature import (
+    LAYOUT_NAMES,
+    CallSignature,
+    ScalarArgument,
+    TensorArgument,
+    ZeroDivision,
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,6 +43,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         block_sparse=spec.block_sparse,
         reads_batch=bool({B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)),
         zero_divisions=_zero_divisions(spec),
+        offsets=tuple(tensor.name for tensor in spec.offsets),
     )
 
 
@@ -76,12 +84,31 @@ def without_dropout(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
+def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> AttentionSpec:
+    """``spec`` with captured tensors in place of the numbers q_offset and k_offset.
+
+    Args:
+        dtypes: the name and the dtype, int32 or int64, of each tensor that calls give.
+    """
+    if not dtypes:
+        return spec
+    offsets = tuple(Tensor.of_offset(name, dtype) for name, dtype in dtypes)
+    # The tensors of a block layout are the last ones.
+    layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
+    name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
+    return _with(spec, tensors=(*others, *offsets, *layout), name=name)
+
+
+@functools.lru_cache(maxsize=1024)
 def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     """``spec`` with kernels that compute the gradients of these captured tensors only."""
     if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
         return spec
     tensors = {
         tensor.name: Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        if tensor.grad != (tensor.name in names)
+        else tensor
         for tensor in spec.tensors
     }
     sink = None if spec.sink is None else tensors[spec.sink.name]

@@ -21,7 +21,7 @@ from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, user_location
 from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.signature import LAYOUT_NAMES
+from flashgen.signature import LAYOUT_NAMES, OFFSETS
 
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
@@ -70,8 +70,9 @@ class AttentionSpec:
         score: sympy expression over SCORE and the same symbols.
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
-            then the boundaries of packed sequences, the sink unless mods read it, and a block
-            layout that is not a function.
+            then the boundaries of packed sequences, the sink unless mods read it, q_offset and
+            k_offset where calls give them as tensors (`flashgen.language.signature.at_offsets`),
+            and a block layout that is not a function.
         mask_line: the Python lines of mask_mod; None without one.
         score_line: the Python lines of score_mod; None without one.
         file: the spec file that it was loaded from; None if it was made otherwise.
@@ -154,6 +155,11 @@ class AttentionSpec:
         return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
 
     @property
+    def offsets(self) -> tuple[Tensor, ...]:
+        """q_offset and k_offset where calls give them as tensors."""
+        return tuple(tensor for tensor in self.tensors if tensor.name in OFFSETS)
+
+    @property
     def computes(self) -> tuple[object, ...]:
         """Everything that determines the kernels' results, without source locations."""
         return (
@@ -196,6 +202,7 @@ class AttentionSpec:
         if self.sink is not None and self.sink.symbol not in free:
             own.add(self.sink.name)
         captures: tuple[Capture, ...]
+        own.update(OFFSETS)
         captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
@@ -203,7 +210,7 @@ class AttentionSpec:
         ):
             if lines is not None:
                 options[mod] = PickledMod(TracedMod(expr, captures, lines))
-        return _restored, (options, self.named, self.file)
+        return _restored, (options, self.named, self.file, self.tensors if self.offsets else None)
 
     def replace(self, **changes: Any) -> AttentionSpec:
         """Returns a copy with some arguments changed; the mods are traced again.
@@ -238,10 +245,17 @@ def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | N
     return mod.trace if isinstance(mod, PickledMod) else trace(mod)
 
 
-def _restored(options: dict[str, Any], named: bool, file: str | None) -> AttentionSpec:
+def _restored(
+    options: dict[str, Any],
+    named: bool,
+    file: str | None,
+    tensors: tuple[Tensor, ...] | None = None,
+) -> AttentionSpec:
     spec = AttentionSpec(**options)
     object.__setattr__(spec, "named", named)
     object.__setattr__(spec, "file", file)
+    if tensors is not None:
+        object.__setattr__(spec, "tensors", tensors)
     return spec
 
 

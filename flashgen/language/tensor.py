@@ -19,6 +19,7 @@ from flashgen.language.symbols import is_condition
 from flashgen.language.tensor_elements import Element, TensorSymbol
 from flashgen.language.traced import Capture, Traced, Value, as_expr, captures_of
 from flashgen.language.user_source import refuse
+from flashgen.signature import OFFSETS
 
 SIZES = ("batch", "heads", "heads_kv", "seq_q", "seq_k")
 """Names of dimensions whose lengths follow from the operands."""
@@ -132,11 +133,20 @@ class Tensor(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self.name in OFFSETS:
+            return Tensor.of_offset, (self.name, self.dtype)
         return Tensor, self.key
 
     @property
     def key(self) -> tuple[str, tuple[str | int, ...], str, bool]:
         return self.name, self.dims, self.dtype, self.grad
+
+    @staticmethod
+    def of_offset(name: str, dtype: str) -> Tensor:
+        """The tensor of a call's q_offset or k_offset, whose name no capture of a mod has."""
+        made = Tensor("offset", ("batch",), dtype)
+        made.name, made.symbol = name, TensorSymbol(name, dtype)
+        return made
 
 
 def _check(name: str, dims: object, dtype: object, grad: object) -> None:

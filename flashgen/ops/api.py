@@ -27,7 +27,9 @@ from flashgen.runtime.number_arguments import (
     refuse_dropout,
     refuse_return_lse,
 )
+from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import Report
+from flashgen.signature import LAYOUT_NAMES
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -131,8 +133,8 @@ class Attention:
         v: Tensor,
         *,
         scale: float | None = None,
-        q_offset: int = 0,
-        k_offset: int = 0,
+        q_offset: int | Tensor = 0,
+        k_offset: int | Tensor = 0,
         return_lse: bool = False,
         dropout_p: float | Tensor = 0.0,
         rng: Tensor | None = None,
@@ -153,8 +155,12 @@ class Attention:
             k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv.
             v: [batch, heads_kv, seq_k, head_dim_v].
             scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
-            q_offset: global position of the first query, which mods see.
-            k_offset: global position of the first key.
+            q_offset: global position of the first query, which mods see: an int, or an int32 or
+                int64 tensor of dims () or (batch,) on the device of q, with one position for each
+                batch entry. Kernels read the tensor, so that no call waits for the device and a
+                replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
+                CPU and clamped on a GPU.
+            k_offset: global position of the first key, likewise.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
@@ -194,17 +200,23 @@ class Attention:
         if type(return_lse) is not bool:
             refuse_return_lse(return_lse)
         if torch.compiler.is_compiling():
-            options = CallOptions(
-                scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
-            )
-            result = self._traced(Operands(q, k, v, (), rng), options, captures)
+            offsets = given_offsets(q_offset, k_offset)
+            numbers = numbers_of(q_offset, k_offset)
+            options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
+            result = self._traced(Operands(q, k, v, (), rng), options, captures, offsets)
             return result if return_lse else result[0]
         operator = self._operator
+        dtype = None
         if _C._is_any_autocast_enabled():
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-                operator = self._of_dtype(dtype)
+                operator = self._variant(dtype)
+        if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
+            offsets = given_offsets(q_offset, k_offset)
+            operator = self._variant(dtype, dtypes_of(offsets))
+            q_offset, k_offset = numbers_of(q_offset, k_offset)
+            captures |= offsets
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
@@ -244,19 +256,35 @@ class Attention:
             result = operator.compute(Operands(q, k, v, captured, rng), options)
         return result if return_lse else result[0]
 
-    def _of_dtype(self, dtype: torch.dtype) -> Operator:
-        from flashgen.language.signature import with_dtype
+    def _variant(
+        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...] = ()
+    ) -> Operator:
+        """The operator for a dtype of autocast and for offsets that are tensors.
 
-        return operator_of(with_dtype(self.spec, str(dtype).removeprefix("torch.")))
+        Args:
+            offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
+        """
+        from flashgen.language.signature import at_offsets, with_dtype
 
-    def _name_of_dtype(self, dtype: torch.dtype) -> str:
-        return self._of_dtype(dtype).name
+        spec = self.spec
+        if dtype is not None:
+            spec = with_dtype(spec, str(dtype).removeprefix("torch."))
+        return operator_of(at_offsets(spec, offsets))
+
+    def _name_of_variant(
+        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...]
+    ) -> str:
+        return self._variant(dtype, offsets).name
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
-    _name_of_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _traced(
-        self, operands: Operands, options: CallOptions, captures: dict[str, Any]
+        self,
+        operands: Operands,
+        options: CallOptions,
+        captures: dict[str, Any],
+        offsets: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile and torch.export trace it: one node, checked when it runs."""
         q, k, v, _, rng = operands
@@ -275,15 +303,21 @@ class Attention:
         dtype = autocast_dtype(q)
         if dtype is not None:
             q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-            overload = getattr(torch.ops.flashgen, self._name_of_dtype(dtype)).default
         else:
             check_traced(signature, Operands(q, k, v, tuple(captured)))
+        if dtype is not None or offsets:
+            name = self._name_of_variant(dtype, dtypes_of(offsets))
+            overload = getattr(torch.ops.flashgen, name).default
+            # A block layout comes last.
+            place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)
+            captured[place:place] = offsets.values()
         p = self._traced_probability(options.dropout_p)
         check_rng(rng, q.device)
         if p is not None and rng is None:
             rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-        q_offset, k_offset = options.q_offset, options.k_offset
-        for name, offset in (("q_offset", q_offset), ("k_offset", k_offset)):
+        numbers = {"q_offset": options.q_offset, "k_offset": options.k_offset}
+        numbers = {name: value for name, value in numbers.items() if name not in offsets}
+        for name, offset in numbers.items():
             if not isinstance(offset, int):
                 offset_of(name, offset, 0)
         result: tuple[Tensor, Tensor] = overload(
@@ -294,8 +328,7 @@ class Attention:
             rng,
             p,
             scale=options.scale,
-            q_offset=q_offset,
-            k_offset=k_offset,
+            **numbers,
             backend=options.backend,
             arch=options.arch,
             deterministic=options.deterministic,

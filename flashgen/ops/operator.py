@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 NUMBERS = ("scale", "q_offset", "k_offset", "backend", "arch", "deterministic")
-"""The keyword arguments that every operator has, in the order of `CallOptions`."""
+"""The keyword arguments that operators have, in the order of `CallOptions`; an offset that is a
+tensor is one of the positional arguments instead."""
 
 NEEDED = "_needed"
 """The argument of the backward operator with a bool for each learned tensor: whether its gradient
@@ -45,6 +46,7 @@ class Operator:
 
     Attributes:
         name: the name in torch.ops.flashgen.
+        numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
         learned: indices of the learned tensors among the captured tensors.
         takes_layout: whether each call gives the block layout.
@@ -66,6 +68,7 @@ class Operator:
         self.scalars = tuple(scalar.name for scalar in signature.scalars)
         self.tensors = tuple(tensor.name for tensor in signature.tensors)
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
+        self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
         self.done: forward.ForwardRecord | None = None
@@ -103,7 +106,8 @@ class Operator:
 
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
-        return dict(zip((*NUMBERS, *self.scalars), (*options[:6], *options.scalars), strict=True))
+        given = dict(zip((*NUMBERS, *self.scalars), (*options[:6], *options.scalars), strict=True))
+        return {name: given[name] for name in (*self.numbers, *self.scalars)}
 
     def options(self, keywords: dict[str, Any], dropout_p: Any) -> CallOptions:
         """The options from the keyword arguments, from which torch omits those with defaults."""

@@ -34,10 +34,14 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_SCHEMA = (
-    "float? scale=None, SymInt q_offset=0, SymInt k_offset=0, "
-    "str? backend=None, str? arch=None, bool? deterministic=None"
-)
+_SCHEMA = {
+    "scale": "float? scale=None",
+    "q_offset": "SymInt q_offset=0",
+    "k_offset": "SymInt k_offset=0",
+    "backend": "str? backend=None",
+    "arch": "str? arch=None",
+    "deterministic": "bool? deterministic=None",
+}
 _library: Any = None  # torch's Library has no types
 _names: set[str] = set()
 _operators: dict[AttentionSpec, Operator] = {}
@@ -165,7 +169,7 @@ def _define(operator: Operator) -> None:
     operands = ", ".join(f"Tensor {each}" for each in ("q", "k", "v", *operator.tensors))
     learned = [tensor.name for tensor in signature.learned]
     gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
-    numbers = _SCHEMA + "".join(
+    numbers = ", ".join(_SCHEMA[number] for number in operator.numbers) + "".join(
         f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}" for scalar in signature.scalars
     )
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import sympy
@@ -41,7 +41,7 @@ class OracleArguments(TypedDict, total=False):
             float32 first, because a kernel receives float32.
         tensors: a tensor for each of spec.tensors, with any strides; a dimension of length 1 is
             broadcast.
-        q_offset, k_offset: global positions of the first query and key.
+        q_offset, k_offset: global positions of the first query and key, or tensors of (batch,).
         scale: factor on q.k; if None, spec.scale, or 1 / sqrt(head_dim) where that is None too.
         dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
             2^-16. `flashgen.dropout` defines the dropped elements.
@@ -50,8 +50,8 @@ class OracleArguments(TypedDict, total=False):
 
     scalars: Mapping[str, Number] | None
     tensors: Mapping[str, Tensor] | None
-    q_offset: int
-    k_offset: int
+    q_offset: int | Tensor
+    k_offset: int | Tensor
     scale: float | None
     dropout_p: float
     rng: State | None
@@ -140,8 +140,8 @@ class OracleProblem:
     q: Tensor
     k: Tensor
     v: Tensor
-    q_offset: int
-    k_offset: int
+    q_offset: int | Tensor
+    k_offset: int | Tensor
     factor: float
     values: Mapping[sympy.Symbol, Tensor]
     p: float
@@ -188,8 +188,9 @@ class OracleProblem:
             SEQ_K: torch.tensor(seq_k, device=device),
             B: (entry + of.first)[:, None, None],
             H: h[:, None, None],
-            Q: torch.arange(rows.start, rows.stop, device=device)[:, None] + self.q_offset,
-            K: torch.arange(seq_k, device=device) + self.k_offset,
+            Q: torch.arange(rows.start, rows.stop, device=device)[:, None]
+            + _of_entries(self.q_offset, entry + of.first),
+            K: torch.arange(seq_k, device=device) + _of_entries(self.k_offset, entry + of.first),
         }
         shape = (len(pair), rows.stop - rows.start, seq_k)
         mask = None
@@ -291,7 +292,7 @@ def problem_of(
     factor = scale if scale is not None else spec.scale
     if spec.packed:
         batch = len(tensors[BOUNDARIES[0].name]) - 1
-    ends = (q_offset + q.shape[2], k_offset + k.shape[2])
+    ends: Any = (q_offset + q.shape[2], k_offset + k.shape[2])  # numbers, for a static layout
     sizes = {BATCH: batch, HEADS: heads}
     values = {symbol: torch.tensor(size, device=q.device) for symbol, size in sizes.items()}
     return OracleProblem(
@@ -311,6 +312,12 @@ def problem_of(
         work=work,
         real=real,
     )
+
+
+def _of_entries(offset: int | Tensor, entries: Tensor) -> int | Tensor:
+    """The offset of each of some batch entries, [n, 1, 1]; a number where all have the same."""
+    many = isinstance(offset, Tensor) and offset.numel() > 1
+    return offset.long()[entries, None, None] if many else int(offset)  # type: ignore[union-attr]
 
 
 def _scalar_values(

@@ -14,6 +14,7 @@ from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, Out
 from flashgen.runtime import backward, checks, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def run_forward(
     scalars: Mapping[str, object] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     dropout_p: float | Tensor = 0.0,
     rng: Tensor | None = None,
     backend: str | None = None,
@@ -63,6 +64,7 @@ def run_forward(
     """
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
+    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     operands = Operands(q, k, v, captured, rng)
     options = CallOptions(scale, q_offset, k_offset, backend, arch, None, values, dropout_p)
@@ -85,8 +87,8 @@ def run_backward(
     scalars: Mapping[str, object] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     dropout_p: float | Tensor = 0.0,
     rng: Tensor | None = None,
     backend: str | None = None,
@@ -113,6 +115,7 @@ def run_backward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
+    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     operands = Operands(q, k, v, captured, rng)
     gradients = OutputGradients(out, lse, dout, dlse)
@@ -133,8 +136,8 @@ def check(
     v: Tensor,
     *,
     scale: float | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     scalars: Mapping[str, object] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float | Tensor = 0.0,
@@ -147,9 +150,24 @@ def check(
     """
     from flashgen.language.signature import signature_of
 
+    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
     return checks.check(signature_of(spec), Operands(q, k, v, captured, rng), options)
+
+
+def _at_offsets(
+    spec: AttentionSpec,
+    q_offset: int | Tensor,
+    k_offset: int | Tensor,
+    tensors: Mapping[str, Tensor] | None,
+) -> tuple[AttentionSpec, int, int, Mapping[str, Tensor]]:
+    """The spec, the numeric offsets and the tensors, with offsets that are tensors among these."""
+    from flashgen.language.signature import at_offsets
+
+    tensors, given = tensors or {}, given_offsets(q_offset, k_offset)
+    numbers = numbers_of(q_offset, k_offset)
+    return at_offsets(spec, dtypes_of(given)), *numbers, {**tensors, **given}
 
 
 def _captures(

@@ -35,24 +35,47 @@ def check_captured(
     """
     wanted = check_captured_sizes(signature, captured, q, k)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
-    lengths = {"seq_q": (q.shape[2], ends[0]), "seq_k": (k.shape[2], ends[1])}
-    if signature.packed:  # `check_boundaries` compares with the longest sequence
-        lengths = {"seq_q": (1, 1), "seq_k": (1, 1)}
+    lengths = q.shape[2], k.shape[2]
     for tensor, value in zip(signature.tensors, captured, strict=True):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]
             if size > INT32_MAX:
                 _refuse_size(tensor, value, axis, f"at most {INT32_MAX:,}")
-            if dim in lengths:
-                length, end = lengths[dim]
-                if length and size != 1 and size < max(end, 1):
-                    at_least = f"{dim} ends at {end:,}, so at least that, or 1"
-                    _refuse_size(tensor, value, axis, at_least)
-            elif size == 0 and dim not in wanted and not nothing_runs:
+            along = (*wanted, "seq_q", "seq_k")
+            if size == 0 and dim not in along and not nothing_runs:
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
-    if signature.packed:
-        ends = (1, 1)
-    check_layout(signature, captured, (q.shape[2], k.shape[2]), ends)
+    if signature.packed or signature.offsets:
+        # Positions are data: `flashgen.runtime.checks.check_contents` reads them on the CPU.
+        check_positions(signature, captured, (1, 1), (1, 1))
+        check_layout(signature, captured, lengths, (1, 1))
+    else:
+        check_positions(signature, captured, lengths, ends)
+        check_layout(signature, captured, lengths, ends)
+
+
+def check_positions(
+    signature: CallSignature,
+    captured: Sequence[Tensor],
+    lengths: tuple[int, int],
+    ends: tuple[int, int],
+) -> None:
+    """Checks that captured tensors have an element for each position, or one for all.
+
+    Args:
+        lengths, ends: for queries and keys: their number, and the last global position plus 1.
+
+    Raises:
+        InputError: a dimension is too short.
+    """
+    of_dims: dict[str | int, tuple[int, int]]
+    of_dims = {"seq_q": (lengths[0], ends[0]), "seq_k": (lengths[1], ends[1])}
+    for tensor, value in zip(signature.tensors, captured, strict=True):
+        for axis, dim in enumerate(tensor.dims):
+            size = value.shape[axis]
+            length, end = of_dims.get(dim, (0, 0))
+            if length and size != 1 and size < max(end, 1):
+                at_least = f"{dim} ends at {end:,}, so at least that, or 1"
+                _refuse_size(tensor, value, axis, at_least)
 
 
 def check_captured_sizes(

@@ -12,10 +12,11 @@ import torch
 
 from flashgen.call import CallOptions, CheckedCall, Operands, OutputGradients
 from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
-from flashgen.runtime.block_layouts import check_lists
-from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes
+from flashgen.runtime.block_layouts import check_layout, check_lists
+from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes, check_positions
 from flashgen.runtime.check_basics import check_dense, known, refuse
 from flashgen.runtime.number_arguments import dropout_of, offset_of, scalar_value, scale_of
+from flashgen.runtime.offset_tensors import check_offsets, refuse_static_layout
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
 from flashgen.runtime.zero_divisions import check_divisors
 from flashgen.signature import CallSignature
@@ -49,6 +50,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
         k_offset=offset_of("k_offset", options.k_offset, k.shape[2]),
     )
     check_divisors(signature, call)
+    refuse_static_layout(signature)
     if captured:
         ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
         check_captured(signature, captured, q, k, ends)
@@ -75,16 +77,23 @@ def check_contents(
     call: CheckedCall,
     device: torch.device,
 ) -> None:
-    """Checks the values of boundaries and of lists of blocks, on the CPU only.
+    """Checks the values of offsets, of boundaries and of lists of blocks, on the CPU only.
 
     On a GPU this would need a device synchronisation; kernels stay inside their tensors whatever
     the values are.
 
     Raises:
-        InputError: boundaries that do not ascend, or lists of other blocks than the live ones.
+        InputError: offsets out of range, boundaries that do not ascend, or lists of other blocks
+            than the live ones.
     """
     if device.type != "cpu":
         return
+    if signature.offsets:
+        ends = check_offsets(signature, captured, call)
+        given, lengths = tuple(captured.values()), (call.seq_q, call.seq_k)
+        if not signature.packed:  # `check_boundaries` compares with the longest sequence
+            check_positions(signature, given, lengths, ends)
+            check_layout(signature, given, lengths, ends)
     if signature.packed:
         check_boundaries(signature, captured, call.seq_q, call.seq_k)
     if signature.call_layout is not None:

@@ -165,13 +165,19 @@ def contributions_of(
     """
     most: dict[str, int] = {}
     for term in terms:
-        count = _contributions(term, plan, call, captured[term.tensor].shape, packed)
+        known = _known_positions(call, captured)
+        count = _contributions(term, plan, call, known, captured[term.tensor].shape, packed)
         most[term.tensor] = most.get(term.tensor, 0) + count
     return most
 
 
 def _contributions(
-    term: GradientTerm, plan: Plan, call: CheckedCall, shape: Sequence[int], packed: bool
+    term: GradientTerm,
+    plan: Plan,
+    call: CheckedCall,
+    known: Mapping[str, tuple[int, int]],
+    shape: Sequence[int],
+    packed: bool,
 ) -> int:
     """The largest number of contributions of one term to one element."""
     seq_q, seq_k, batch = call.seq_q, call.seq_k, call.batch
@@ -183,7 +189,7 @@ def _contributions(
         "column": (warps, seq_k),
         "block": (warps, 1),
     }[term.summed_over]
-    apart = _separating_indices(term, call, shape)
+    apart = _separating_indices(term, known, shape)
     # The rows of all sequences together are at most seq_q, their keys at most seq_k.
     along = "q" not in apart or ("k" not in apart and by_columns > 1)
     entries = 1 if packed and along else batch
@@ -191,18 +197,27 @@ def _contributions(
     return math.prod(count for index, count in counts.items() if index not in apart)
 
 
-def _separating_indices(term: GradientTerm, call: CheckedCall, shape: Sequence[int]) -> set[str]:
-    """The indices b, h, q, k whose values all address different elements of the tensor."""
+def _known_positions(
+    call: CheckedCall, captured: Mapping[str, Tensor]
+) -> dict[str, tuple[int, int]]:
+    """The half-open ranges of the indices b, h, q and k, but of offsets that are tensors."""
     ranges = {
         "b": (0, call.batch),
         "h": (0, call.heads_q),
         "q": (call.q_offset, call.q_offset + call.seq_q),
         "k": (call.k_offset, call.k_offset + call.seq_k),
     }
+    return {index: ends for index, ends in ranges.items() if f"{index}_offset" not in captured}
+
+
+def _separating_indices(
+    term: GradientTerm, known: Mapping[str, tuple[int, int]], shape: Sequence[int]
+) -> set[str]:
+    """The indices b, h, q, k whose values all address different elements of the tensor."""
     return {
         index
         for index, size in zip(term.indices, shape, strict=True)
-        if index is not None and ranges[index][0] >= 0 and ranges[index][1] <= size
+        if index is not None and index in known and known[index][0] >= 0 and known[index][1] <= size
     }
 
 

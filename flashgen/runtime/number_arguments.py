@@ -38,14 +38,13 @@ def offset_of(name: str, value: object, length: int) -> int:
         offset = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         offset = None
-    if offset is None or isinstance(value, bool | Tensor):
+    if offset is None or isinstance(value, bool):
         refuse(
             f"{name} is not a whole number",
             f"argument {name}",
             f"given {value!r}",
-            f"{name}=int(tensor), which waits for its device"
-            if isinstance(value, Tensor) and value.numel() == 1
-            else f"a Python int, the global position of the first row: {name}=0",
+            f"a Python int, the global position of the first row: {name}=0; or a tensor of int32 "
+            "or int64 with one for each batch entry",
         )
     last = offset + max(length, 1) - 1
     if max(abs(offset), abs(last)) > POSITION_LIMIT:

@@ -13,6 +13,7 @@ import flashgen as fg
 from flashgen import cpu, reference
 from flashgen.call import OutputGradients
 from flashgen.cpu import chunks, elements
+from flashgen.cpu.chunks import SequenceRows
 from flashgen.cpu.mods import compiled
 from flashgen.cpu.problem import SequenceProblem
 from flashgen.dtypes import TENSOR_DTYPES
@@ -203,7 +204,7 @@ def test_an_index_may_be_an_element_or_a_rounded_score() -> None:
 def visited(spec: AttentionSpec, q: Tensor, k: Tensor, **options: Any) -> list[list[Any]]:
     """Of each chunk of one batch entry, the runs of keys of its first tile of queries."""
     given = arguments(spec, q, block_q=16, block_k=16, **options)
-    problem = SequenceProblem(spec, q, k, given)
+    problem = SequenceProblem(spec, q, k, given, SequenceRows(None, (0, 0)))
     return [part.runs(0, 16) for part in problem.chunks()]
 
 
@@ -253,7 +254,7 @@ def test_tiles_are_classified_as_their_elements_say(name: str) -> None:
     spec, tensors = variant.spec(), variant.tensors(case)
     q, k, _ = case.tensors()
     given = arguments(spec, q, tensors=tensors, block_q=16, block_k=8, **OFFSETS)
-    problem = SequenceProblem(spec, q, k, given)
+    problem = SequenceProblem(spec, q, k, given, SequenceRows(None, (0, 0)))
     (part,) = problem.chunks()
     for start, stop in problem.queries.tiles():
         seen = torch.zeros(70, dtype=torch.bool)

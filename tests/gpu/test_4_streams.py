@@ -172,6 +172,21 @@ def test_a_graph_replayed_after_new_operands_sees_them() -> None:
         assert not differing(graph.replay(), call())
 
 
+def test_a_graph_replayed_after_new_offsets_uses_them() -> None:
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, name="causal")
+    q, k, v = (x.to(gpu.DEVICE) for x in Case(*SIZES, "float16", 64).tensors())
+    offsets = torch.zeros(len(q), dtype=torch.int32, device=gpu.DEVICE)
+    attend = fg.attention(spec)
+    graph = gpu.Graph(lambda: (attend(q, k, v, q_offset=offsets, backend=gpu.BACKEND),))
+    for first in (5, 40):
+        offsets.copy_(torch.arange(first, first + len(q)))
+        (found,) = graph.replay()
+        for i in range(len(q)):
+            entry = (x[i : i + 1] for x in (q, k, v))
+            wanted = attend(*entry, q_offset=first + i, backend=gpu.BACKEND)
+            assert same_bits(found[i : i + 1], wanted)
+
+
 def test_a_graph_in_which_the_operator_draws_follows_torch_generator() -> None:
     """The same seed gives the same replays, and each replay drops other elements.
 
