@@ -184,7 +184,7 @@ class PreparedBackward(PreparedCall):
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self._tuned("deterministic" if deterministic else "backward")
-        ranges = ranges_of(call, packed=packed)
+        ranges = ranges_of(call, self.signature)
         builds = build_backward(
             self.spec,
             self._kernel_arch,
@@ -231,7 +231,7 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
 def reports(record: BackwardRecord) -> tuple[Report, ...]:
     """The Reports of a backward call, one per launch."""
     target, reason, call = record.call.target, record.reason, record.call
-    ranges = ranges_of(call.call, packed=call.signature.packed)
+    ranges = ranges_of(call.call, call.signature)
     if not record.launches:
         return (Report("none", target.arch, 0, reason, arch_reason=target.arch_reason),)
     return tuple(

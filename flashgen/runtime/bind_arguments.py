@@ -12,7 +12,7 @@ from flashgen.call import CheckedCall
 from flashgen.errors import PlanError
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.signature import LAYOUT
+from flashgen.signature import LAYOUT, CallSignature
 from flashgen.tensormap import TensorMapSpec
 
 if TYPE_CHECKING:
@@ -83,13 +83,16 @@ def bind(
     return rest
 
 
-def ranges_of(call: CheckedCall, *, packed: bool) -> CallRanges:
-    """The values that the integers of a call's mask and score are made of."""
+def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
+    """The values that the integers of a call's mask and score are made of.
+
+    An offset that is a tensor may have any value: reading it would wait for the device.
+    """
     from flashgen.pipeline import CallRanges
 
     offsets = {"q_offset": call.q_offset, "k_offset": call.k_offset}
-    known = {name: x if isinstance(x, int) else None for name, x in offsets.items()}
-    return CallRanges.of(call.named_sizes, known, call.scalars, packed=packed)
+    known = {name: None if name in signature.offsets else x for name, x in offsets.items()}
+    return CallRanges.of(call.named_sizes, known, call.scalars, packed=signature.packed)
 
 
 def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> int:

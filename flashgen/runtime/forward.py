@@ -165,7 +165,7 @@ class PreparedForward(PreparedCall):
         }
         one_head = plan(self.spec, self._kernel_arch, **options)
         heads = heads_of_call(self.spec, one_head, call, captured)
-        ranges = ranges_of(call, packed=self.signature.packed)
+        ranges = ranges_of(call, self.signature)
         options |= {"heads_per_tile": heads.heads, "ranges": ranges}
         built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start
