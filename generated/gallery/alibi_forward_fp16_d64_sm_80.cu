@@ -27,15 +27,15 @@
 //           shared = e*((d_qk + d_v)/(16*row_groups) + d_qk/block_k + (d_qk + d_v)/block_q)/128
 //             = 2*((64 + 64)/(16*2) + 64/80 + (64 + 64)/128)/128 = 0.0906 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
-//           issue = (products + rest)/128 = (2.6 + 15.25)/128 = 0.1395 clk
+//           issue = (products + rest)/128 = (2.6 + 7.25)/128 = 0.0770 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.1437, max(0.125/0.87, 0.09062) + 0.0625 + 0.1395) = 0.3456 clk
+//             = max(0.1437, max(0.125/0.87, 0.09062) + 0.0625 + 0.07695) = 0.2831 clk
 //           barriers = 2*barrier/(block_q*block_k*blocks) = 2*220/(128*80*2) = 0.0215 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.1437 + (0.3456 - 0.1437)/max(1, 2))/1 + 0.02148 = 0.2661 clk  (binds)
+//             = (0.1437 + (0.2831 - 0.1437)/max(1, 2))/1 + 0.02148 = 0.2349 clk  (binds)
 //           refused block_k 96: needs 264 registers per thread, 255 allowed
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.2995 clk against
-//               0.2661
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.2578 clk against
+//               0.2349
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 36,864 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
@@ -114,12 +114,22 @@ __device__ __forceinline__ float rcp(float x) {
   return y;
 }
 
+struct ScoreHead {
+  float t0;
+};
+
+// What score_mod has in common for all scores of a head.
+__device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
+  const float t0 = exp2f(float(-8 * h - 8) * rcp(float(p.heads_q)));
+  return {t0};
+}
+
 // specs/alibi.py:12
 //   def alibi(score, b, h, q, k):
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
-__device__ __forceinline__ float score_mod(const Params& p, float score, int h, int q, int k) {
-  return score + exp2f(float(-8 * h - 8) * rcp(float(p.heads_q))) * float(k - q);
+__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score, int q, int k) {
+  return score + __fmul_rn(score_head.t0, float(k - q));
 }
 
 // All keys belong to the range of a row.
@@ -532,6 +542,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
   float row_max[ROW_GROUPS][2];                 // in the unit of scaled_max
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = LOWEST;
   constexpr float exp_scale = EXP_UNIT;
+  const ScoreHead score_head = score_head_values(p, h);
 
   // 5. Main loop.
 #pragma unroll 1
@@ -564,14 +575,14 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The score function, on every element.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);
           const int k = k_first + 8 * n + e % 2;
-          s[g][n][e] = score_mod(p, s[g][n][e] * p.scale, h, q, k);
+          s[g][n][e] = score_mod(score_head, s[g][n][e] * p.scale, q, k);
         }
       }
     }

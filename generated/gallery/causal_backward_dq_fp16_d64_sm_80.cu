@@ -564,10 +564,11 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     multiply_rows<VECTORS_V>(ds, do_lane, v_lane);
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta).
+
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float prob = probability(s[g][n][e], exp_scale, lse[g][e / 2]);

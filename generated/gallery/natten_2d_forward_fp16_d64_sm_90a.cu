@@ -116,6 +116,7 @@ struct Params {
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
   int s_width;  // the spec's width
+  long long d_width;  // multiplier and shift of a division by width
   int s_radius;  // the spec's radius
   int s_height;  // the spec's height
   int tiles_per_group;  // work tiles of a head group
@@ -130,23 +131,30 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
-typedef long long int64;
-
-// a / b rounded down, as Python's // does. Undefined for b = 0.
-template <typename T>
-__device__ __forceinline__ T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - T(quotient * b != a && (a ^ b) < 0);
-}
-
 // n / by rounded up, for n >= 0.
 __device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
-// a - b * floor(a / b), as Python's % does: it has the sign of b. Undefined for b = 0.
+// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d, the
+// high half its shift, both made by the host: runtime/fast_division.py.
+__device__ __forceinline__ int fast_div(int n, long long by) {
+  return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
+}
+
+// floor_div for d >= 1 by a multiplication: for n < 0 it is -1 - (-1 - n) / d.
+__device__ __forceinline__ int fast_floor_div(int n, long long by) {
+  const int sign = n >> 31;
+  return fast_div(n ^ sign, by) ^ sign;
+}
+
+// floor_mod for d >= 1 by a multiplication.
+__device__ __forceinline__ int fast_floor_mod(int n, int d, long long by) {
+  return n - d * fast_floor_div(n, by);
+}
+
+// -1, 0 or 1.
 template <typename T>
-__device__ __forceinline__ T floor_mod(T a, T b) {
-  const T remainder = a % b;
-  return remainder != 0 && (remainder ^ b) < 0 ? remainder + b : remainder;
+__device__ __forceinline__ T sign(T x) {
+  return T(x > T(0)) - T(x < T(0));
 }
 
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
@@ -156,69 +164,88 @@ __device__ __forceinline__ float rcp(float x) {
   return y;
 }
 
+struct MaskQuery {
+  int clamped_q_div_width;
+  int clamped_q_mod_width;
+};
+
+// What mask_mod has in common for all scores of a query.
+__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int q) {
+  const int q_div_width = fast_floor_div(q, p.d_width);
+  const int clamped_q_div_width = min(p.s_height - p.s_radius - 1, max(p.s_radius, q_div_width));
+  const int q_mod_width = fast_floor_mod(q, p.s_width, p.d_width);
+  const int clamped_q_mod_width = min(p.s_width - p.s_radius - 1, max(p.s_radius, q_mod_width));
+  return {clamped_q_div_width, clamped_q_mod_width};
+}
+
+struct MaskKey {
+  int k_div_width;
+  int k_mod_width;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
+  const int k_div_width = fast_floor_div(k, p.d_width);
+  const int k_mod_width = fast_floor_mod(k, p.s_width, p.d_width);
+  return {k_div_width, k_mod_width};
+}
+
 // specs/natten_2d.py:22
 //   def natten_2d(b, h, q, k):
 //       row = fg.abs(k // width - middle(q // width, height)) <= radius
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
-__device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
-  const int k_div_width = floor_div(k, p.s_width);
-  const int q_div_width = floor_div(q, p.s_width);
-  const int k_mod_width = floor_mod(k, p.s_width);
-  const int q_mod_width = floor_mod(q, p.s_width);
-  return llabs(int64(k_div_width)
-                  - min(int64(p.s_height) - p.s_radius - 1,
-                      int64(max(p.s_radius, q_div_width))))
-          <= p.s_radius
-      && llabs(int64(k_mod_width)
-                  - min(int64(p.s_width) - p.s_radius - 1, int64(max(p.s_radius, q_mod_width))))
-          <= p.s_radius;
+__device__ __forceinline__ bool mask_mod(
+    const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
+  return abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius
+      && abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius;
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
-  const int64 height_minus_radius_minus_1 = int64(p.s_height) - p.s_radius - 1;
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_lo_div_width)));
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  return {
-      int(max(0LL,
-              clamped_q_lo_div_width * p.s_width - p.k_offset - int64(p.s_radius) * p.s_width)),
-      int(min(int64(p.seq_k),
-              int64(p.s_radius) * p.s_width + clamped_q_hi_div_width * p.s_width + p.s_width
-                  - p.k_offset))};
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  return {max(0, clamped_q_lo_div_width * p.s_width - p.k_offset - p.s_radius * p.s_width),
+      min(p.seq_k,
+          p.s_radius * p.s_width + clamped_q_hi_div_width * p.s_width + p.s_width - p.k_offset)};
 }
 
 // False: no element of the tile is kept (interval arithmetic over its corners).
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int64 height_minus_radius_minus_1 = int64(p.s_height) - p.s_radius - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
-  if (int64(p.s_radius) + clamped_q_hi_div_width < k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_lo_div_width)));
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
+  if (p.s_radius + clamped_q_hi_div_width < k_lo_div_width) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
   if (p.s_radius + k_hi_div_width < clamped_q_lo_div_width) return false;
-  const int64 width_minus_radius_minus_1 = int64(p.s_width) - p.s_radius - 1;
+  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
-  if (int64(p.s_radius) + clamped_greatest_q_mod_width < least_k_mod_width) return false;
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 clamped_least_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, least_q_mod_width)));
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
+  if (p.s_radius + clamped_greatest_q_mod_width < least_k_mod_width) return false;
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, least_q_mod_width));
   return p.s_radius + greatest_k_mod_width >= clamped_least_q_mod_width;
 }
 
@@ -239,27 +266,31 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(int64(p.s_height) - p.s_radius - 1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(p.s_height - p.s_radius - 1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
   if (clamped_q_hi_div_width > p.s_radius + k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 minus_clamped_q_lo_div_width = max(int64(p.s_radius) - p.s_height + 1,
-      int64(min(-p.s_radius, -q_lo_div_width)));
-  if (int64(k_hi_div_width) + minus_clamped_q_lo_div_width > p.s_radius) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
+      min(-p.s_radius, -q_lo_div_width));
+  if (k_hi_div_width + minus_clamped_q_lo_div_width > p.s_radius) return false;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(int64(p.s_width) - p.s_radius - 1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(p.s_width - p.s_radius - 1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
   if (clamped_greatest_q_mod_width > p.s_radius + least_k_mod_width) return false;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 minus_clamped_least_q_mod_width = max(int64(p.s_radius) - p.s_width + 1,
-      int64(min(-p.s_radius, -least_q_mod_width)));
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
+      min(-p.s_radius, -least_q_mod_width));
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
   return minus_clamped_least_q_mod_width + greatest_k_mod_width <= p.s_radius;
 }
 
@@ -804,6 +835,13 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         const int column = k_start + thread % 4 * 2;
         const int q_first =
             p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+
+        MaskQuery mask_queries[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int q = q_first + 8 * i;
+          mask_queries[i] = mask_query_values(p, q);
+        }
         // The mask is costly: evaluated one by one, its reads and divisions would wait for each
         // other; evaluated all at once, they would take too many registers. A loop computes a bit
         // mask.
@@ -817,10 +855,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
               const int key = column + 8 * (first + n) + e;
               const int k = p.k_offset + key;
               const bool in_range = key < p.seq_k;
+              const MaskKey mask_key = mask_key_values(p, k);
 #pragma unroll
               for (int r = 0; r < 2; ++r) {
-                const int q = q_first + 8 * r;
-                const bool kept = mask_mod(p, q, k);
+                const MaskQuery& mask_query = mask_queries[r];
+                const bool kept = mask_mod(p, mask_query, mask_key);
                 if (!(in_range & kept)) outside[0][r] |= 1u << (2 * n + e);
               }
             }

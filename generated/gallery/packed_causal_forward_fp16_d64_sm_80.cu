@@ -157,13 +157,32 @@ __device__ __forceinline__ int least_ids_1(const Params& p, int lo, int hi, int 
   return min(__ldg(table + first), __ldg(table + last + 1 - (1 << level)));
 }
 
+struct MaskQuery {
+  int ids_q;
+};
+
+// What mask_mod has in common for all scores of a query.
+__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int b, int q) {
+  const int ids_q = read_ids(p, b, q);
+  return {ids_q};
+}
+
+struct MaskKey {
+  int ids_k;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k) {
+  const int ids_k = read_ids(p, b, k);
+  return {ids_k};
+}
+
 // specs/packed_causal.py:13
 //   def packed_causal(b, h, q, k):
 //       return (q >= k) & (ids[b, q] == ids[b, k])
-__device__ __forceinline__ bool mask_mod(const Params& p, int b, int q, int k) {
-  const int ids_q = read_ids(p, b, q);
-  const int ids_k = read_ids(p, b, k);
-  return ids_q == ids_k && q >= k;
+__device__ __forceinline__ bool mask_mod(
+    const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
+  return mask_query.ids_q == mask_key.ids_k && q >= k;
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
@@ -659,6 +678,13 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+
+      MaskQuery mask_queries[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = q_first + 8 * i;
+        mask_queries[i] = mask_query_values(p, b, q);
+      }
       // The mask is costly: evaluated one by one, its reads and divisions would wait for each
       // other; evaluated all at once, they would take too many registers. A loop computes a bit
       // mask.
@@ -672,12 +698,14 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
             const int key = column + 8 * (first + n) + e;
             const int k = p.k_offset + key;
             const bool in_range = key < p.seq_k;
+            const MaskKey mask_key = mask_key_values(p, b, k);
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
               for (int r = 0; r < 2; ++r) {
                 const int q = q_first + 16 * g + 8 * r;
-                const bool kept = mask_mod(p, b, q, k);
+                const MaskQuery& mask_query = mask_queries[2 * g + r];
+                const bool kept = mask_mod(mask_query, mask_key, q, k);
                 if (!(in_range & kept)) outside[g][r] |= 1u << (2 * n + e);
               }
             }

@@ -36,15 +36,15 @@
 //           tensor = factors*macs/tensor_rate = 1*128/1024 = 0.1250 clk
 //           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (16 + 2*(64 + 64)/128)/128 = 0.1406 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
-//           issue = (products + rest)/128 = (3 + 18.14)/128 = 0.1652 clk
+//           issue = (products + rest)/128 = (3 + 17.14)/128 = 0.1574 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.1652, max(0.125/0.87, 0.1406) + 0.0625 + 0.1652) = 0.3714 clk
+//             = max(0.1574, max(0.125/0.87, 0.1406) + 0.0625 + 0.1574) = 0.3636 clk
 //           barriers = syncs*barrier/(block_q*block_k*blocks) = 2*220/(128*32*3) = 0.0358 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.1652 + (0.3714 - 0.1652)/max(1, 3))/1 + 0.03581 = 0.2697 clk  (binds)
-//           refused block_k 48, blocks per SM 2: fits, but costs 0.2983 clk against 0.2697
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.3559 clk against
-//               0.2697
+//             = (0.1574 + (0.3636 - 0.1574)/max(1, 3))/1 + 0.03581 = 0.2619 clk  (binds)
+//           refused block_k 48, blocks per SM 2: fits, but costs 0.2905 clk against 0.2619
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.3480 clk against
+//               0.2619
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 47,072 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
@@ -530,10 +530,11 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 
     // 5c. P = exp(S' - LSE), and dS' = P (dP - delta). S' is the result of the score function.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
+
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);
@@ -584,6 +585,7 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
     // one place wait for each other.
     int held_by0 = -1;  // the place of this sum; -1: none yet
     float by0 = 0.0f;
+
     // Along diagonals of the tile: there q - k is the same.
 #pragma unroll
     for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {

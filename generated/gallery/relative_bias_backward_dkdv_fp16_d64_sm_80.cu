@@ -31,16 +31,16 @@
 //           shared = (reads + e*(d_qk + d_v)/block_k + e*exchanged)/128
 //             = (34.67 + 2*(64 + 64)/64 + 2*0)/128 = 0.3021 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
-//           issue = (products + rest)/128 = (6.167 + 19.02)/128 = 0.1968 clk
+//           issue = (products + rest)/128 = (6.167 + 18.02)/128 = 0.1890 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.3021, max(0.25/0.87, 0.3021) + 0.0625 + 0.1968) = 0.5614 clk
+//             = max(0.3021, max(0.25/0.87, 0.3021) + 0.0625 + 0.189) = 0.5535 clk
 //           barriers = syncs*barrier/(block_q*block_k*blocks) = 2*220/(96*64*2) = 0.0358 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.3021 + (0.5614 - 0.3021)/max(1, 2))/1 + 0.03581 = 0.4675 clk  (binds)
+//             = (0.3021 + (0.5535 - 0.3021)/max(1, 2))/1 + 0.03581 = 0.4636 clk  (binds)
 //           refused block_q 112: needs 262 registers per thread, 255 allowed
 //           refused block_k 128 by 32 keys per warp: needs 416 registers per thread, 255 allowed
-//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.4954 clk against
-//               0.4675
+//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.4902 clk against
+//               0.4636
 // launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 54,784 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
@@ -634,9 +634,7 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
         for (int n = 0; n < QUERIES / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (8 * n + e >= hi) {
-              s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
-            }
+            if (8 * n + e >= hi) s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
           }
         }
       }

@@ -31,15 +31,15 @@
 //           shared = (reads + e*(d_qk + d_v)/block_q)/128 = (17.33 + 2*(64 + 64)/128)/128
 //             = 0.1510 clk
 //           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
-//           issue = (products + rest)/128 = (4.083 + 17.57)/128 = 0.1692 clk
+//           issue = (products + rest)/128 = (4.083 + 16.57)/128 = 0.1614 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.2155, max(0.1875/0.87, 0.151) + 0.0625 + 0.1692) = 0.4472 clk
+//             = max(0.2155, max(0.1875/0.87, 0.151) + 0.0625 + 0.1614) = 0.4394 clk
 //           barriers = syncs*barrier/(block_q*block_k*blocks) = 2*220/(128*48*2) = 0.0358 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.2155 + (0.4472 - 0.2155)/max(1, 2))/1 + 0.03581 = 0.3672 clk  (binds)
+//             = (0.2155 + (0.4394 - 0.2155)/max(1, 2))/1 + 0.03581 = 0.3633 clk  (binds)
 //           refused block_k 64: needs 284 registers per thread, 255 allowed
-//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4054 clk against
-//               0.3672
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.4002 clk against
+//               0.3633
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 51,200 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
@@ -570,10 +570,11 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta), times the score function's slope.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
+
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);

@@ -35,16 +35,16 @@
 //             = (41.33 + 2*(64 + 64)/64 + 2*max(1, 0))/128 = 0.3698 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
 //           atomics = 4*d_qk/block_k/(atomic_share*l2_rate) = 4*64/64/(0.25*35) = 0.4571 clk
-//           issue = (products + rest)/128 = (7.583 + 23.04)/128 = 0.2393 clk
+//           issue = (products + rest)/128 = (7.583 + 22.04)/128 = 0.2314 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.4571, max(0.3125/0.87, 0.3698) + 0.0625 + 0.2393) = 0.6715 clk
+//             = max(0.4571, max(0.3125/0.87, 0.3698) + 0.0625 + 0.2314) = 0.6637 clk
 //           barriers = syncs*barrier/(block_q*block_k*blocks) = 2*220/(96*64*2) = 0.0358 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.4571 + (0.6715 - 0.4571)/max(1, 2))/1 + 0.03581 = 0.6002 clk  (binds)
+//             = (0.4571 + (0.6637 - 0.4571)/max(1, 2))/1 + 0.03581 = 0.5962 clk  (binds)
 //           refused block_q 112: needs 272 registers per thread, 255 allowed
 //           refused block_k 128 by 32 keys per warp: needs 426 registers per thread, 255 allowed
-//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.6165 clk against
-//               0.6002
+//           refused block_k 128 by 8 warps, blocks per SM 1: fits, but costs 0.6113 clk against
+//               0.5962
 // launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 67,072 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
@@ -688,9 +688,7 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         for (int n = 0; n < QUERIES / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (8 * n + e >= hi) {
-              s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
-            }
+            if (8 * n + e >= hi) s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
           }
         }
       }

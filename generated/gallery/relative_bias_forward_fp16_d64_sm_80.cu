@@ -9,46 +9,44 @@
 //
 //   score_mod = score + table[q + seq_k - k - 1]
 //
-// plan      block_q 64  block_k 80  warps 4  stages 1  blocks per SM 3
+// plan      block_q 128  block_k 80  warps 4  stages 1  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           smem = e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)
-//             = 2*max(64*64 + 1*80*(64 + 64), 64*64) = 28,672 B of 166,912 B
-//           smem_sm = blocks*(smem + reserved) = 3*(28672 + 1024) = 89,088 B of 167,936 B
+//             = 2*max(128*64 + 1*80*(64 + 64), 128*64) = 36,864 B of 166,912 B
+//           smem_sm = blocks*(smem + reserved) = 2*(36864 + 1024) = 75,776 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168
+//             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = row_groups*(block_k + d_v)/2 + 64 + row_groups*block_k/8 + extra
-//             = 1*(80 + 64)/2 + 64 + 1*80/8 + 16 = 162 of 168
+//             = 2*(80 + 64)/2 + 64 + 2*80/8 + 16 = 244 of 255  (binds)
 //           block_k <= (min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))
-//             = (min(166912, 167936/3 - 1024)/2 - 64*64)/(1*(64 + 64)) = 182.6667
+//             = (min(166912, 167936/2 - 1024)/2 - 128*64)/(1*(64 + 64)) = 260
 //           block_k <= (register_limit - 64 - extra - row_groups*d_v/2)/(row_groups*(1/2 + 1/8))
-//             = (168 - 64 - 16 - 1*64/2)/(1*(1/2 + 1/8)) = 89.6000
+//             = (255 - 64 - 16 - 2*64/2)/(2*(1/2 + 1/8)) = 88.8000
 //           tensor = factors*(d_qk + d_v)/tensor_rate = 1*(64 + 64)/1024 = 0.1250 clk
 //           shared = e*((d_qk + d_v)/(16*row_groups) + d_qk/block_k + (d_qk + d_v)/block_q)/128
-//             = 2*((64 + 64)/(16*1) + 64/80 + (64 + 64)/64)/128 = 0.1688 clk
-//           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
-//           issue = (products + rest)/128 = (3.1 + 17)/128 = 0.1570 clk
+//             = 2*((64 + 64)/(16*2) + 64/80 + (64 + 64)/128)/128 = 0.0906 clk
+//           l2 = e*(d_qk + d_v)/block_q/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
+//           issue = (products + rest)/128 = (2.6 + 15.25)/128 = 0.1395 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)
-//             = max(0.1688, max(0.125/0.87, 0.1688) + 0.0625 + 0.157) = 0.3883 clk
-//           barriers = 2*barrier/(block_q*block_k*blocks) = 2*220/(64*80*3) = 0.0286 clk
+//             = max(0.1437, max(0.125/0.87, 0.09062) + 0.0625 + 0.1395) = 0.3456 clk
+//           barriers = 2*barrier/(block_q*block_k*blocks) = 2*220/(128*80*2) = 0.0215 clk
 //           cost = (busiest + (alone - busiest)/max(1, overlap))/occupied + barriers
-//             = (0.1688 + (0.3883 - 0.1688)/max(1, 3))/1 + 0.02865 = 0.2706 clk  (binds)
-//           refused block_k 96, blocks per SM 2: fits, but costs 0.3114 clk against 0.2706
-//           refused block_q 128 by 32 rows per warp, blocks per SM 2: fits, but costs 0.2718 clk
-//               against 0.2706
-//           refused block_q 128 by 8 warps, blocks per SM 1: fits, but costs 0.3428 clk against
-//               0.2706
-// launch    grid (ceil(seq_q / 64), heads_q, batch)  block 128  dynamic shared memory 28,672 B
+//             = (0.1437 + (0.3456 - 0.1437)/max(1, 2))/1 + 0.02148 = 0.2661 clk  (binds)
+//           refused block_k 96: needs 264 registers per thread, 255 allowed
+//           refused block_q 256 by 8 warps, blocks per SM 1: fits, but costs 0.2995 clk against
+//               0.2661
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 36,864 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
 
-constexpr int BLOCK_Q = 64;  // query rows per block
+constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 80;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
+constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
@@ -57,9 +55,9 @@ constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and 
 
 // Byte offsets into dynamic shared memory. O is staged over Q, K and V when the loop is done.
 constexpr int SMEM_Q = 0;
-constexpr int SMEM_K = 8192;
-constexpr int SMEM_V = 18432;
-constexpr int SMEM_BYTES = 28672;
+constexpr int SMEM_K = 16384;
+constexpr int SMEM_V = 26624;
+constexpr int SMEM_BYTES = 36864;
 
 static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
 static_assert(SMEM_K >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
@@ -492,7 +490,7 @@ __device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
 
 // ---- kernel ------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = shared_address(smem);
@@ -545,7 +543,7 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
   float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
   float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
   float row_max[ROW_GROUPS][2];                 // in the unit of scaled_max
-  row_max[0][0] = row_max[0][1] = LOWEST;
+  for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = LOWEST;
   constexpr float exp_scale = EXP_UNIT;
 
   // 5. Main loop.
@@ -581,10 +579,13 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = q_first + 8 * (e / 2);
-        const int k = k_first + 8 * n + e % 2;
-        s[0][n][e] = score_mod(p, s[0][n][e] * p.scale, q, k);
+      for (int g = 0; g < ROW_GROUPS; ++g) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int q = q_first + 16 * g + 8 * (e / 2);
+          const int k = k_first + 8 * n + e % 2;
+          s[g][n][e] = score_mod(p, s[g][n][e] * p.scale, q, k);
+        }
       }
     }
 
@@ -595,14 +596,17 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Range keys = row_keys(p);
-        const int hi = keys.hi - column;
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n) {
+        for (int r = 0; r < 2; ++r) {
+          const Range keys = row_keys(p);
+          const int hi = keys.hi - column;
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (8 * n + e >= hi) s[0][n][2 * r + e] = minus_infinity();
+          for (int n = 0; n < BLOCK_K / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              if (8 * n + e >= hi) s[g][n][2 * r + e] = minus_infinity();
+            }
           }
         }
       }
@@ -622,21 +626,27 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
     for (int n = 0; n < BLOCK_K / 16; ++n) {
       FragmentA p_frag[ROW_GROUPS];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float(&x)[4] = s[0][2 * n + i];
+      for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          x[e] = probability(x[e], exp_scale, row_max[0][e / 2]);
-          row_sum[0][e / 2] += x[e];
+        for (int i = 0; i < 2; ++i) {
+          float(&x)[4] = s[g][2 * n + i];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            x[e] = probability(x[e], exp_scale, row_max[g][e / 2]);
+            row_sum[g][e / 2] += x[e];
+          }
         }
+        p_fragment(p_frag[g], &s[g][2 * n]);
       }
-      p_fragment(p_frag[0], &s[0][2 * n]);
 #pragma unroll
       for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
         FragmentB v_frag[2];
         load_v<VECTORS_V>(v_frag, v_lane, 16 * n, d);
-        mma(o[0][2 * d], p_frag[0], v_frag[0]);
-        mma(o[0][2 * d + 1], p_frag[0], v_frag[1]);
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; ++g) {
+          mma(o[g][2 * d], p_frag[g], v_frag[0]);
+          mma(o[g][2 * d + 1], p_frag[g], v_frag[1]);
+        }
       }
     }
   }
@@ -649,19 +659,22 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
   // 7. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
   float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(row_sum[0][r]);
-    const float divisor = sum == 0.0f ? 1.0f : sum;
-    const float factor = rcp(divisor);
-    const int row = 8 * r + lane / 4;
-    const int q_row = q_start + warp_row + row;
-    if (lane % 4 == 0 && q_row < p.seq_q) {
-      lse[q_row] = log_sum(row_max[0][r], exp_scale, sum);
-    }
+  for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-      stage_pair<VECTORS_V>(o_stage, row, n, lane, o[0][n][2 * r] * factor,
-                            o[0][n][2 * r + 1] * factor);
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(row_sum[g][r]);
+      const float divisor = sum == 0.0f ? 1.0f : sum;
+      const float factor = rcp(divisor);
+      const int row = 16 * g + 8 * r + lane / 4;
+      const int q_row = q_start + warp_row + row;
+      if (lane % 4 == 0 && q_row < p.seq_q) {
+        lse[q_row] = log_sum(row_max[g][r], exp_scale, sum);
+      }
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+        stage_pair<VECTORS_V>(o_stage, row, n, lane, o[g][n][2 * r] * factor,
+                              o[g][n][2 * r + 1] * factor);
+      }
     }
   }
 

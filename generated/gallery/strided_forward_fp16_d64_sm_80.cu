@@ -95,6 +95,7 @@ struct Params {
   int k_offset;  // position of key 0
   float scale;  // factor on Q K^T
   int s_stride;  // the spec's stride
+  long long d_stride;  // multiplier and shift of a division by stride
   int first_head_group;  // of this launch: a grid has 65,535 along y and z
   int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
@@ -106,21 +107,35 @@ struct Range {
   int lo, hi;  // keys [lo, hi), counted from the first position of this call
 };
 
-// a / b rounded down, as Python's // does. Undefined for b = 0.
-template <typename T>
-__device__ __forceinline__ T floor_div(T a, T b) {
-  const T quotient = a / b;
-  return quotient - T(quotient * b != a && (a ^ b) < 0);
-}
-
 // n / by rounded up, for n >= 0.
 __device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
-// a - b * floor(a / b), as Python's % does: it has the sign of b. Undefined for b = 0.
+// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d, the
+// high half its shift, both made by the host: runtime/fast_division.py.
+__device__ __forceinline__ int fast_div(int n, long long by) {
+  return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
+}
+
+// n - d * (n / d) for n >= 0 and d >= 1.
+__device__ __forceinline__ int fast_mod(int n, int d, long long by) {
+  return n - d * fast_div(n, by);
+}
+
+// floor_div for d >= 1 by a multiplication: for n < 0 it is -1 - (-1 - n) / d.
+__device__ __forceinline__ int fast_floor_div(int n, long long by) {
+  const int sign = n >> 31;
+  return fast_div(n ^ sign, by) ^ sign;
+}
+
+// floor_mod for d >= 1 by a multiplication.
+__device__ __forceinline__ int fast_floor_mod(int n, int d, long long by) {
+  return n - d * fast_floor_div(n, by);
+}
+
+// -1, 0 or 1.
 template <typename T>
-__device__ __forceinline__ T floor_mod(T a, T b) {
-  const T remainder = a % b;
-  return remainder != 0 && (remainder ^ b) < 0 ? remainder + b : remainder;
+__device__ __forceinline__ T sign(T x) {
+  return T(x > T(0)) - T(x < T(0));
 }
 
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
@@ -136,7 +151,7 @@ __device__ __forceinline__ float rcp(float x) {
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
   const int q_minus_k = q - k;
-  const int q_minus_k_mod_stride = floor_mod(q_minus_k, p.s_stride);
+  const int q_minus_k_mod_stride = fast_floor_mod(q_minus_k, p.s_stride, p.d_stride);
   return q >= k && (q_minus_k_mod_stride == 0 || q_minus_k < p.s_stride);
 }
 
@@ -151,8 +166,8 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   return q_hi >= k_lo
       && (p.s_stride + min(0, k_hi - q_lo) > 0
-              || floor_div(q_hi - k_lo, p.s_stride)
-                  > floor_div(max(0, q_lo - k_hi) - 1, p.s_stride));
+              || fast_floor_div(q_hi - k_lo, p.d_stride)
+                  > fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride));
 }
 
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
@@ -175,7 +190,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   if (k_hi > q_lo) return false;
   const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
   return k_lo + p.s_stride > q_hi
-      || (max_stride_q_lo_minus_k_hi % p.s_stride == 0
+      || (fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride) == 0
               && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
 
@@ -628,10 +643,11 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n) {
+        for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int q = q_first + 16 * g + 8 * (e / 2);

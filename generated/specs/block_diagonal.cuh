@@ -7,28 +7,28 @@
 //       return q // chunk == k // chunk
 // The keys that row q keeps are one range: the mask, solved for k.
 __device__ __forceinline__ Range row_keys(const Params& p, int q) {
-  const int q_div_chunk = floor_div(q, p.s_chunk);
-  const int64 chunk_times_q_div_chunk = int64(p.s_chunk) * q_div_chunk;
-  return {int(max(0LL, chunk_times_q_div_chunk - p.k_offset)),
-      int(min(int64(p.seq_k), int64(p.s_chunk) + chunk_times_q_div_chunk - p.k_offset))};
+  const int q_div_chunk = fast_floor_div(q, p.d_chunk);
+  const int chunk_times_q_div_chunk = p.s_chunk * q_div_chunk;
+  return {max(0, chunk_times_q_div_chunk - p.k_offset),
+      min(p.seq_k, p.s_chunk + chunk_times_q_div_chunk - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
-  const int q_lo_div_chunk = floor_div(q_lo, p.s_chunk);
-  const int q_hi_div_chunk = floor_div(q_hi, p.s_chunk);
-  return {int(max(0LL, int64(p.s_chunk) * q_lo_div_chunk - p.k_offset)),
-      int(min(int64(p.seq_k), int64(p.s_chunk) * q_hi_div_chunk + p.s_chunk - p.k_offset))};
+  const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
+  const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
+  return {max(0, p.s_chunk * q_lo_div_chunk - p.k_offset),
+      min(p.seq_k, p.s_chunk * q_hi_div_chunk + p.s_chunk - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
 __device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) {
-  const int q_hi_div_chunk = floor_div(q_hi, p.s_chunk);
-  const int q_lo_div_chunk = floor_div(q_lo, p.s_chunk);
-  return {int(max(0LL, int64(p.s_chunk) * q_hi_div_chunk - p.k_offset)),
-      int(min(int64(p.seq_k), int64(p.s_chunk) * q_lo_div_chunk + p.s_chunk - p.k_offset))};
+  const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
+  const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
+  return {max(0, p.s_chunk * q_hi_div_chunk - p.k_offset),
+      min(p.seq_k, p.s_chunk * q_lo_div_chunk + p.s_chunk - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -36,11 +36,11 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) 
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int k_hi_div_chunk = floor_div(k_hi, p.s_chunk);
-  const int q_lo_div_chunk = floor_div(q_lo, p.s_chunk);
+  const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
+  const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
   if (k_hi_div_chunk < q_lo_div_chunk) return false;
-  const int q_hi_div_chunk = floor_div(q_hi, p.s_chunk);
-  const int k_lo_div_chunk = floor_div(k_lo, p.s_chunk);
+  const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
+  const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
   return q_hi_div_chunk >= k_lo_div_chunk;
 }
 
@@ -64,28 +64,28 @@ __device__ __forceinline__ int next_live_tile(
 //       return q // chunk == k // chunk
 // The queries that keep key k are one range: the mask, solved for q.
 __device__ __forceinline__ Range key_queries(const Params& p, int k) {
-  const int k_div_chunk = floor_div(k, p.s_chunk);
-  const int64 chunk_times_k_div_chunk = int64(p.s_chunk) * k_div_chunk;
-  return {int(max(0LL, chunk_times_k_div_chunk - p.q_offset)),
-      int(min(int64(p.seq_q), int64(p.s_chunk) + chunk_times_k_div_chunk - p.q_offset))};
+  const int k_div_chunk = fast_floor_div(k, p.d_chunk);
+  const int chunk_times_k_div_chunk = p.s_chunk * k_div_chunk;
+  return {max(0, chunk_times_k_div_chunk - p.q_offset),
+      min(p.seq_q, p.s_chunk + chunk_times_k_div_chunk - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
-  const int k_lo_div_chunk = floor_div(k_lo, p.s_chunk);
-  const int k_hi_div_chunk = floor_div(k_hi, p.s_chunk);
-  return {int(max(0LL, int64(p.s_chunk) * k_lo_div_chunk - p.q_offset)),
-      int(min(int64(p.seq_q), int64(p.s_chunk) * k_hi_div_chunk + p.s_chunk - p.q_offset))};
+  const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
+  const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
+  return {max(0, p.s_chunk * k_lo_div_chunk - p.q_offset),
+      min(p.seq_q, p.s_chunk * k_hi_div_chunk + p.s_chunk - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
 __device__ __forceinline__ Range tile_full(const Params& p, int k_lo, int k_hi) {
-  const int k_hi_div_chunk = floor_div(k_hi, p.s_chunk);
-  const int k_lo_div_chunk = floor_div(k_lo, p.s_chunk);
-  return {int(max(0LL, int64(p.s_chunk) * k_hi_div_chunk - p.q_offset)),
-      int(min(int64(p.seq_q), int64(p.s_chunk) * k_lo_div_chunk + p.s_chunk - p.q_offset))};
+  const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
+  const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
+  return {max(0, p.s_chunk * k_hi_div_chunk - p.q_offset),
+      min(p.seq_q, p.s_chunk * k_lo_div_chunk + p.s_chunk - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -93,11 +93,11 @@ __device__ __forceinline__ Range tile_full(const Params& p, int k_lo, int k_hi) 
 __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int k_hi_div_chunk = floor_div(k_hi, p.s_chunk);
-  const int q_lo_div_chunk = floor_div(q_lo, p.s_chunk);
+  const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
+  const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
   if (k_hi_div_chunk < q_lo_div_chunk) return false;
-  const int q_hi_div_chunk = floor_div(q_hi, p.s_chunk);
-  const int k_lo_div_chunk = floor_div(k_lo, p.s_chunk);
+  const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
+  const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
   return q_hi_div_chunk >= k_lo_div_chunk;
 }
 

@@ -2,6 +2,30 @@
 // float16, head_dim 64. Above each function are its kernels.
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskQuery {
+  int q_mod_clean_div_block;
+};
+
+// What mask_mod has in common for all scores of a query.
+__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int q) {
+  const int q_mod_clean = fast_floor_mod(q, p.s_clean, p.d_clean);
+  const int q_mod_clean_div_block = fast_div(q_mod_clean, p.d_block);
+  return {q_mod_clean_div_block};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskKey {
+  int k_mod_clean_div_block;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
+  const int k_mod_clean = fast_floor_mod(k, p.s_clean, p.d_clean);
+  const int k_mod_clean_div_block = fast_div(k_mod_clean, p.d_block);
+  return {k_mod_clean_div_block};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
 // specs/block_diffusion.py:21
 //   def block_diffusion(b, h, q, k):
 //       q_noised, k_noised = q < clean, k < clean
@@ -10,17 +34,18 @@
 //       before = (i > j) & q_noised & ~k_noised
 //       among_clean = (i >= j) & ~q_noised & ~k_noised
 //       return itself | before | among_clean
-__device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
+__device__ __forceinline__ bool mask_mod(
+    const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
   const bool k_at_least_clean = k >= p.s_clean;
   const bool q_at_least_clean = q >= p.s_clean;
-  const int q_mod_clean = floor_mod(q, p.s_clean);
-  const int q_mod_clean_div_block = q_mod_clean / p.s_block;
-  const int k_mod_clean = floor_mod(k, p.s_clean);
-  const int k_mod_clean_div_block = k_mod_clean / p.s_block;
   const bool q_below_clean = q < p.s_clean;
-  return (k_at_least_clean && q_at_least_clean && q_mod_clean_div_block >= k_mod_clean_div_block)
-      || (k_at_least_clean && q_below_clean && q_mod_clean_div_block > k_mod_clean_div_block)
-      || (q_mod_clean_div_block == k_mod_clean_div_block
+  return (k_at_least_clean
+              && q_at_least_clean
+              && mask_query.q_mod_clean_div_block >= mask_key.k_mod_clean_div_block)
+      || (k_at_least_clean
+              && q_below_clean
+              && mask_query.q_mod_clean_div_block > mask_key.k_mod_clean_div_block)
+      || (mask_query.q_mod_clean_div_block == mask_key.k_mod_clean_div_block
               && ((k_at_least_clean && q_at_least_clean) || (q_below_clean && k < p.s_clean)));
 }
 
@@ -43,55 +68,59 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
   const int max_clean_k_lo = max(p.s_clean, k_lo);
   if (k_hi_at_least_clean && q_hi_at_least_clean) {
-    const int max_clean_q_lo_div_clean = max(p.s_clean, q_lo) / p.s_clean;
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int max_clean_q_lo_div_clean = fast_div(max(p.s_clean, q_lo), p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const int greatest_q_mod_clean = max_clean_q_lo_div_clean == q_hi_div_clean
-        ? floor_mod(q_hi, p.s_clean)
+        ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-    const int max_clean_k_lo_div_clean = max_clean_k_lo / p.s_clean;
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? max_clean_k_lo % p.s_clean
+        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
         : 0;
-    const int t0 = least_max_clean_k_mod_clean / p.s_block;
+    const int t0 = fast_div(least_max_clean_k_mod_clean, p.d_block);
     if (greatest_q_mod_clean_div_block >= t0) return true;
   }
   const bool clean_above_q_lo = p.s_clean > q_lo;
   const int min_q_hi_clean_minus_1 = min(q_hi, p.s_clean - 1);
   if (k_hi_at_least_clean && clean_above_q_lo) {
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int min_q_hi_clean_minus_1_div_clean = floor_div(min_q_hi_clean_minus_1, p.s_clean);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int min_q_hi_clean_minus_1_div_clean = fast_floor_div(min_q_hi_clean_minus_1, p.d_clean);
     const int t0 = q_lo_div_clean == min_q_hi_clean_minus_1_div_clean
-        ? floor_mod(min_q_hi_clean_minus_1, p.s_clean)
+        ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int t1 = t0 / p.s_block;
-    const int max_clean_k_lo_div_clean = max_clean_k_lo / p.s_clean;
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int t1 = fast_div(t0, p.d_block);
+    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? max_clean_k_lo % p.s_clean
+        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
         : 0;
-    const int t2 = least_max_clean_k_mod_clean / p.s_block;
+    const int t2 = fast_div(least_max_clean_k_mod_clean, p.d_block);
     if (t1 > t2) return true;
   }
   if ((k_hi_at_least_clean && q_hi_at_least_clean) || (clean_above_q_lo && p.s_clean > k_lo)) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean ? floor_mod(k_hi, p.s_clean) : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int greatest_k_mod_clean = same_k_div_clean
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
+        : p.s_clean - 1;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block >= least_q_mod_clean_div_block) {
       const int greatest_q_mod_clean = same_q_div_clean
-          ? floor_mod(q_hi, p.s_clean)
+          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
           : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-      const int least_k_mod_clean = same_k_div_clean ? floor_mod(k_lo, p.s_clean) : 0;
-      const int least_k_mod_clean_div_block = least_k_mod_clean / p.s_block;
+      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+      const int least_k_mod_clean = same_k_div_clean
+          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
+          : 0;
+      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
       if (greatest_q_mod_clean_div_block >= least_k_mod_clean_div_block) return true;
     }
   }
@@ -120,50 +149,58 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
   if (clean_at_most_k_lo && clean_at_most_q_lo) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? floor_mod(k_hi, p.s_clean)
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
+        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
+        : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) return true;
   }
   const bool clean_above_q_hi = p.s_clean > q_hi;
   if (clean_at_most_k_lo && clean_above_q_hi) {
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
+        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
+        : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? floor_mod(k_hi, p.s_clean)
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
     if (least_q_mod_clean_div_block > greatest_k_mod_clean_div_block) return true;
   }
   if ((clean_at_most_k_lo && clean_at_most_q_lo) || (clean_above_q_hi && p.s_clean > k_hi)) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean ? floor_mod(k_hi, p.s_clean) : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int greatest_k_mod_clean = same_k_div_clean
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
+        : p.s_clean - 1;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) {
       const int greatest_q_mod_clean = same_q_div_clean
-          ? floor_mod(q_hi, p.s_clean)
+          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
           : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-      const int least_k_mod_clean = same_k_div_clean ? floor_mod(k_lo, p.s_clean) : 0;
-      const int least_k_mod_clean_div_block = least_k_mod_clean / p.s_block;
+      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+      const int least_k_mod_clean = same_k_div_clean
+          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
+          : 0;
+      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
       if (greatest_q_mod_clean_div_block <= least_k_mod_clean_div_block) return true;
     }
   }
@@ -189,55 +226,59 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
   const int max_clean_k_lo = max(p.s_clean, k_lo);
   if (k_hi_at_least_clean && q_hi_at_least_clean) {
-    const int max_clean_q_lo_div_clean = max(p.s_clean, q_lo) / p.s_clean;
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int max_clean_q_lo_div_clean = fast_div(max(p.s_clean, q_lo), p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const int greatest_q_mod_clean = max_clean_q_lo_div_clean == q_hi_div_clean
-        ? floor_mod(q_hi, p.s_clean)
+        ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-    const int max_clean_k_lo_div_clean = max_clean_k_lo / p.s_clean;
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? max_clean_k_lo % p.s_clean
+        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
         : 0;
-    const int t0 = least_max_clean_k_mod_clean / p.s_block;
+    const int t0 = fast_div(least_max_clean_k_mod_clean, p.d_block);
     if (greatest_q_mod_clean_div_block >= t0) return true;
   }
   const bool clean_above_q_lo = p.s_clean > q_lo;
   const int min_q_hi_clean_minus_1 = min(q_hi, p.s_clean - 1);
   if (k_hi_at_least_clean && clean_above_q_lo) {
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int min_q_hi_clean_minus_1_div_clean = floor_div(min_q_hi_clean_minus_1, p.s_clean);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int min_q_hi_clean_minus_1_div_clean = fast_floor_div(min_q_hi_clean_minus_1, p.d_clean);
     const int t0 = q_lo_div_clean == min_q_hi_clean_minus_1_div_clean
-        ? floor_mod(min_q_hi_clean_minus_1, p.s_clean)
+        ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int t1 = t0 / p.s_block;
-    const int max_clean_k_lo_div_clean = max_clean_k_lo / p.s_clean;
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int t1 = fast_div(t0, p.d_block);
+    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? max_clean_k_lo % p.s_clean
+        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
         : 0;
-    const int t2 = least_max_clean_k_mod_clean / p.s_block;
+    const int t2 = fast_div(least_max_clean_k_mod_clean, p.d_block);
     if (t1 > t2) return true;
   }
   if ((k_hi_at_least_clean && q_hi_at_least_clean) || (clean_above_q_lo && p.s_clean > k_lo)) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean ? floor_mod(k_hi, p.s_clean) : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int greatest_k_mod_clean = same_k_div_clean
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
+        : p.s_clean - 1;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block >= least_q_mod_clean_div_block) {
       const int greatest_q_mod_clean = same_q_div_clean
-          ? floor_mod(q_hi, p.s_clean)
+          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
           : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-      const int least_k_mod_clean = same_k_div_clean ? floor_mod(k_lo, p.s_clean) : 0;
-      const int least_k_mod_clean_div_block = least_k_mod_clean / p.s_block;
+      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+      const int least_k_mod_clean = same_k_div_clean
+          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
+          : 0;
+      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
       if (greatest_q_mod_clean_div_block >= least_k_mod_clean_div_block) return true;
     }
   }
@@ -266,50 +307,58 @@ __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, i
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
   if (clean_at_most_k_lo && clean_at_most_q_lo) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? floor_mod(k_hi, p.s_clean)
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
+        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
+        : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) return true;
   }
   const bool clean_above_q_hi = p.s_clean > q_hi;
   if (clean_at_most_k_lo && clean_above_q_hi) {
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
+        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
+        : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? floor_mod(k_hi, p.s_clean)
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
         : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
     if (least_q_mod_clean_div_block > greatest_k_mod_clean_div_block) return true;
   }
   if ((clean_at_most_k_lo && clean_at_most_q_lo) || (clean_above_q_hi && p.s_clean > k_hi)) {
-    const int k_lo_div_clean = floor_div(k_lo, p.s_clean);
-    const int k_hi_div_clean = floor_div(k_hi, p.s_clean);
+    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
     const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean ? floor_mod(k_hi, p.s_clean) : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = greatest_k_mod_clean / p.s_block;
-    const int q_lo_div_clean = floor_div(q_lo, p.s_clean);
-    const int q_hi_div_clean = floor_div(q_hi, p.s_clean);
+    const int greatest_k_mod_clean = same_k_div_clean
+        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
+        : p.s_clean - 1;
+    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
+    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
     const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? floor_mod(q_lo, p.s_clean) : 0;
-    const int least_q_mod_clean_div_block = least_q_mod_clean / p.s_block;
+    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
+    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
     if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) {
       const int greatest_q_mod_clean = same_q_div_clean
-          ? floor_mod(q_hi, p.s_clean)
+          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
           : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = greatest_q_mod_clean / p.s_block;
-      const int least_k_mod_clean = same_k_div_clean ? floor_mod(k_lo, p.s_clean) : 0;
-      const int least_k_mod_clean_div_block = least_k_mod_clean / p.s_block;
+      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
+      const int least_k_mod_clean = same_k_div_clean
+          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
+          : 0;
+      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
       if (greatest_q_mod_clean_div_block <= least_k_mod_clean_div_block) return true;
     }
   }

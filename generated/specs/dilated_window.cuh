@@ -8,7 +8,7 @@
 //       return (distance <= window) & (distance % dilation == 0)
 __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
   const int abs_k_minus_q = abs(k - q);
-  const int abs_k_minus_q_mod_dilation = abs_k_minus_q % p.s_dilation;
+  const int abs_k_minus_q_mod_dilation = fast_mod(abs_k_minus_q, p.s_dilation, p.d_dilation);
   return abs_k_minus_q_mod_dilation == 0 && abs_k_minus_q <= p.s_window;
 }
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (k_hi + p.s_window < q_lo || q_hi + p.s_window < k_lo) return false;
   const int t0 = max(min(p.s_window, k_hi - q_lo), min(p.s_window, q_hi - k_lo));
-  const int t1 = floor_div(t0, p.s_dilation);
-  const int t2 = floor_div(max(max(0, q_lo - k_hi), k_lo - q_hi) - 1, p.s_dilation);
+  const int t1 = fast_floor_div(t0, p.d_dilation);
+  const int t2 = fast_floor_div(max(max(0, q_lo - k_hi), k_lo - q_hi) - 1, p.d_dilation);
   return t1 > t2;
 }
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
   const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
-  const int t1 = t0 % p.s_dilation;
+  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
   return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
 }
 
@@ -68,8 +68,8 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (k_hi + p.s_window < q_lo || q_hi + p.s_window < k_lo) return false;
   const int t0 = max(min(p.s_window, k_hi - q_lo), min(p.s_window, q_hi - k_lo));
-  const int t1 = floor_div(t0, p.s_dilation);
-  const int t2 = floor_div(max(max(0, q_lo - k_hi), k_lo - q_hi) - 1, p.s_dilation);
+  const int t1 = fast_floor_div(t0, p.d_dilation);
+  const int t2 = fast_floor_div(max(max(0, q_lo - k_hi), k_lo - q_hi) - 1, p.d_dilation);
   return t1 > t2;
 }
 
@@ -94,6 +94,6 @@ __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, i
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
   const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
-  const int t1 = t0 % p.s_dilation;
+  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
   return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
 }

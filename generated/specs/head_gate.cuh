@@ -8,12 +8,23 @@ __device__ __forceinline__ float read_gate(const Params& p, int i) {
   return __ldg(p.c_gate + offset);
 }
 
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreHead {
+  float sigmoid_gate_h;
+};
+
+// What score_mod has in common for all scores of a head.
+__device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
+  const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
+  return {sigmoid_gate_h};
+}
+
 // in sm_80 and sm_90a: forward, captured, captured_exact
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
-__device__ __forceinline__ float score_mod(const Params& p, float score, int h) {
-  return score * fast_sigmoid(read_gate(p, h));
+__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score) {
+  return score * score_head.sigmoid_gate_h;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -27,9 +38,8 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
 // Derivative by the score: sigmoid(gate[h])
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int h) {
-  const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
-  return {score * sigmoid_gate_h, sigmoid_gate_h};
+__device__ __forceinline__ Scored score_mod(const ScoreHead& score_head, float score) {
+  return {score * score_head.sigmoid_gate_h, score_head.sigmoid_gate_h};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -46,10 +56,22 @@ __device__ __forceinline__ float* sum_of_gate(const Params& p, int i) {
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
-// Derivatives of score_mod by gate[h].
-__device__ __forceinline__ Partials score_partials(const Params& p, float score, int h) {
+struct PartialsHead {
+  float sigmoid_gate_h;
+  float t0;
+};
+
+// What score_partials has in common for all scores of a head.
+__device__ __forceinline__ PartialsHead partials_head_values(const Params& p, int h) {
   const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
-  return {score * sigmoid_gate_h * (1.0f - sigmoid_gate_h)};
+  const float t0 = 1.0f - sigmoid_gate_h;
+  return {sigmoid_gate_h, t0};
+}
+
+// in sm_80 and sm_90a: captured, captured_exact
+// Derivatives of score_mod by gate[h].
+__device__ __forceinline__ Partials score_partials(const PartialsHead& partials_head, float score) {
+  return {score * partials_head.sigmoid_gate_h * partials_head.t0};
 }
 
 // in sm_80 and sm_90a: captured

@@ -2,41 +2,58 @@
 // float16, head_dim 64. Above each function are its kernels.
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskQuery {
+  int clamped_q_div_width;
+  int clamped_q_mod_width;
+};
+
+// What mask_mod has in common for all scores of a query.
+__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int q) {
+  const int q_div_width = fast_floor_div(q, p.d_width);
+  const int clamped_q_div_width = min(p.s_height - p.s_radius - 1, max(p.s_radius, q_div_width));
+  const int q_mod_width = fast_floor_mod(q, p.s_width, p.d_width);
+  const int clamped_q_mod_width = min(p.s_width - p.s_radius - 1, max(p.s_radius, q_mod_width));
+  return {clamped_q_div_width, clamped_q_mod_width};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskKey {
+  int k_div_width;
+  int k_mod_width;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
+  const int k_div_width = fast_floor_div(k, p.d_width);
+  const int k_mod_width = fast_floor_mod(k, p.s_width, p.d_width);
+  return {k_div_width, k_mod_width};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
 // specs/natten_2d.py:22
 //   def natten_2d(b, h, q, k):
 //       row = fg.abs(k // width - middle(q // width, height)) <= radius
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
-__device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
-  const int k_div_width = floor_div(k, p.s_width);
-  const int q_div_width = floor_div(q, p.s_width);
-  const int k_mod_width = floor_mod(k, p.s_width);
-  const int q_mod_width = floor_mod(q, p.s_width);
-  return llabs(int64(k_div_width)
-                  - min(int64(p.s_height) - p.s_radius - 1,
-                      int64(max(p.s_radius, q_div_width))))
-          <= p.s_radius
-      && llabs(int64(k_mod_width)
-                  - min(int64(p.s_width) - p.s_radius - 1, int64(max(p.s_radius, q_mod_width))))
-          <= p.s_radius;
+__device__ __forceinline__ bool mask_mod(
+    const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
+  return abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius
+      && abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius;
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
-  const int64 height_minus_radius_minus_1 = int64(p.s_height) - p.s_radius - 1;
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_lo_div_width)));
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  return {
-      int(max(0LL,
-              clamped_q_lo_div_width * p.s_width - p.k_offset - int64(p.s_radius) * p.s_width)),
-      int(min(int64(p.seq_k),
-              int64(p.s_radius) * p.s_width + clamped_q_hi_div_width * p.s_width + p.s_width
-                  - p.k_offset))};
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  return {max(0, clamped_q_lo_div_width * p.s_width - p.k_offset - p.s_radius * p.s_width),
+      min(p.seq_k,
+          p.s_radius * p.s_width + clamped_q_hi_div_width * p.s_width + p.s_width - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -44,29 +61,33 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int64 height_minus_radius_minus_1 = int64(p.s_height) - p.s_radius - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
-  if (int64(p.s_radius) + clamped_q_hi_div_width < k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_lo_div_width)));
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
+  if (p.s_radius + clamped_q_hi_div_width < k_lo_div_width) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
   if (p.s_radius + k_hi_div_width < clamped_q_lo_div_width) return false;
-  const int64 width_minus_radius_minus_1 = int64(p.s_width) - p.s_radius - 1;
+  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
-  if (int64(p.s_radius) + clamped_greatest_q_mod_width < least_k_mod_width) return false;
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 clamped_least_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, least_q_mod_width)));
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
+  if (p.s_radius + clamped_greatest_q_mod_width < least_k_mod_width) return false;
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, least_q_mod_width));
   return p.s_radius + greatest_k_mod_width >= clamped_least_q_mod_width;
 }
 
@@ -89,51 +110,55 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(int64(p.s_height) - p.s_radius - 1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(p.s_height - p.s_radius - 1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
   if (clamped_q_hi_div_width > p.s_radius + k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 minus_clamped_q_lo_div_width = max(int64(p.s_radius) - p.s_height + 1,
-      int64(min(-p.s_radius, -q_lo_div_width)));
-  if (int64(k_hi_div_width) + minus_clamped_q_lo_div_width > p.s_radius) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
+      min(-p.s_radius, -q_lo_div_width));
+  if (k_hi_div_width + minus_clamped_q_lo_div_width > p.s_radius) return false;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(int64(p.s_width) - p.s_radius - 1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(p.s_width - p.s_radius - 1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
   if (clamped_greatest_q_mod_width > p.s_radius + least_k_mod_width) return false;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 minus_clamped_least_q_mod_width = max(int64(p.s_radius) - p.s_width + 1,
-      int64(min(-p.s_radius, -least_q_mod_width)));
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
+      min(-p.s_radius, -least_q_mod_width));
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
   return minus_clamped_least_q_mod_width + greatest_k_mod_width <= p.s_radius;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int64 t0 = k_hi_div_width <= 2LL * p.s_radius
-      ? -1073741824LL
-      : 2LL * p.s_radius >= floor_div(k_lo, p.s_width)
-      ? min(-1073741824LL,
-          int64(p.s_width) * floor_div(k_lo, p.s_width) - int64(p.s_radius) * p.s_width)
-      : int64(p.s_width) * floor_div(k_lo, p.s_width) - int64(p.s_radius) * p.s_width;
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
-  const int64 t1 = int64(p.s_radius) * p.s_width + int64(k_hi_div_width) * p.s_width + p.s_width;
-  const int64 t2 = k_hi_div_width >= 0 ? max(-1073741824LL, t1) : -1073741824LL;
-  const int64 t3 = k_lo_div_width >= 0 ? t1 : t2;
-  const int64 t4 = 2LL * p.s_radius + k_hi_div_width + 1 >= p.s_height ? max(1073741824LL, t3) : t3;
-  const int64 t5 = 2LL * p.s_radius + k_lo_div_width + 1 >= p.s_height ? 1073741824LL : t4;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int t0 = k_hi_div_width <= 2 * p.s_radius
+      ? -1073741824
+      : 2 * p.s_radius >= fast_floor_div(k_lo, p.d_width)
+      ? min(-1073741824, p.s_width * fast_floor_div(k_lo, p.d_width) - p.s_radius * p.s_width)
+      : p.s_width * fast_floor_div(k_lo, p.d_width) - p.s_radius * p.s_width;
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
+  const int t1 = p.s_radius * p.s_width + k_hi_div_width * p.s_width + p.s_width;
+  const int t2 = k_hi_div_width >= 0 ? max(-1073741824, t1) : -1073741824;
+  const int t3 = k_lo_div_width >= 0 ? t1 : t2;
+  const int t4 = 2 * p.s_radius + k_hi_div_width + 1 >= p.s_height ? max(1073741824, t3) : t3;
+  const int t5 = 2 * p.s_radius + k_lo_div_width + 1 >= p.s_height ? 1073741824 : t4;
   const int t6 = p.s_height > k_lo_div_width ? 1073741824 : -1073741824;
-  const int least_k_mod_width = k_lo_div_width == k_hi_div_width ? floor_mod(k_lo, p.s_width) : 0;
+  const int least_k_mod_width = k_lo_div_width == k_hi_div_width
+      ? fast_floor_mod(k_lo, p.s_width, p.d_width)
+      : 0;
   const int t7 = p.s_width > least_k_mod_width ? 1073741824 : -1073741824;
-  return {int(max(0LL, t0 - p.q_offset)),
-      int(min(int64(p.seq_q), min(min(int64(t7), t5), int64(t6)) - p.q_offset))};
+  return {max(0, t0 - p.q_offset), min(p.seq_q, min(min(t7, t5), t6) - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -141,29 +166,33 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int64 height_minus_radius_minus_1 = int64(p.s_height) - p.s_radius - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
-  if (int64(p.s_radius) + clamped_q_hi_div_width < k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      int64(max(p.s_radius, q_lo_div_width)));
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
+  if (p.s_radius + clamped_q_hi_div_width < k_lo_div_width) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
   if (p.s_radius + k_hi_div_width < clamped_q_lo_div_width) return false;
-  const int64 width_minus_radius_minus_1 = int64(p.s_width) - p.s_radius - 1;
+  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
-  if (int64(p.s_radius) + clamped_greatest_q_mod_width < least_k_mod_width) return false;
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 clamped_least_q_mod_width = min(width_minus_radius_minus_1,
-      int64(max(p.s_radius, least_q_mod_width)));
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
+  if (p.s_radius + clamped_greatest_q_mod_width < least_k_mod_width) return false;
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, least_q_mod_width));
   return p.s_radius + greatest_k_mod_width >= clamped_least_q_mod_width;
 }
 
@@ -186,26 +215,30 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int q_hi_div_width = floor_div(q_hi, p.s_width);
-  const int64 clamped_q_hi_div_width = min(int64(p.s_height) - p.s_radius - 1,
-      int64(max(p.s_radius, q_hi_div_width)));
-  const int k_lo_div_width = floor_div(k_lo, p.s_width);
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(p.s_height - p.s_radius - 1,
+      max(p.s_radius, q_hi_div_width));
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
   if (clamped_q_hi_div_width > p.s_radius + k_lo_div_width) return false;
-  const int k_hi_div_width = floor_div(k_hi, p.s_width);
-  const int q_lo_div_width = floor_div(q_lo, p.s_width);
-  const int64 minus_clamped_q_lo_div_width = max(int64(p.s_radius) - p.s_height + 1,
-      int64(min(-p.s_radius, -q_lo_div_width)));
-  if (int64(k_hi_div_width) + minus_clamped_q_lo_div_width > p.s_radius) return false;
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
+      min(-p.s_radius, -q_lo_div_width));
+  if (k_hi_div_width + minus_clamped_q_lo_div_width > p.s_radius) return false;
   const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width ? floor_mod(q_hi, p.s_width) : p.s_width - 1;
-  const int64 clamped_greatest_q_mod_width = min(int64(p.s_width) - p.s_radius - 1,
-      int64(max(p.s_radius, greatest_q_mod_width)));
+  const int greatest_q_mod_width = same_q_div_width
+      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
+  const int clamped_greatest_q_mod_width = min(p.s_width - p.s_radius - 1,
+      max(p.s_radius, greatest_q_mod_width));
   const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? floor_mod(k_lo, p.s_width) : 0;
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
   if (clamped_greatest_q_mod_width > p.s_radius + least_k_mod_width) return false;
-  const int least_q_mod_width = same_q_div_width ? floor_mod(q_lo, p.s_width) : 0;
-  const int64 minus_clamped_least_q_mod_width = max(int64(p.s_radius) - p.s_width + 1,
-      int64(min(-p.s_radius, -least_q_mod_width)));
-  const int greatest_k_mod_width = same_k_div_width ? floor_mod(k_hi, p.s_width) : p.s_width - 1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
+      min(-p.s_radius, -least_q_mod_width));
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : p.s_width - 1;
   return minus_clamped_least_q_mod_width + greatest_k_mod_width <= p.s_radius;
 }

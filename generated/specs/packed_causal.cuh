@@ -34,13 +34,34 @@ __device__ __forceinline__ int least_ids_1(const Params& p, int lo, int hi, int 
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskQuery {
+  int ids_q;
+};
+
+// What mask_mod has in common for all scores of a query.
+__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int b, int q) {
+  const int ids_q = read_ids(p, b, q);
+  return {ids_q};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct MaskKey {
+  int ids_k;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k) {
+  const int ids_k = read_ids(p, b, k);
+  return {ids_k};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
 // specs/packed_causal.py:13
 //   def packed_causal(b, h, q, k):
 //       return (q >= k) & (ids[b, q] == ids[b, k])
-__device__ __forceinline__ bool mask_mod(const Params& p, int b, int q, int k) {
-  const int ids_q = read_ids(p, b, q);
-  const int ids_k = read_ids(p, b, k);
-  return ids_q == ids_k && q >= k;
+__device__ __forceinline__ bool mask_mod(
+    const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
+  return mask_query.ids_q == mask_key.ids_k && q >= k;
 }
 
 // in sm_80 and sm_90a: forward, dq

@@ -34,12 +34,23 @@ __device__ __forceinline__ int least_mask_1(const Params& p, int lo, int hi, int
 }
 
 // in sm_80 and sm_90a: forward, dq
+struct MaskKey {
+  bool mask_k_is_not_0;
+};
+
+// What mask_mod has in common for all scores of a key.
+__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k) {
+  const int mask_k = read_mask(p, b, k);
+  const bool mask_k_is_not_0 = mask_k != 0;
+  return {mask_k_is_not_0};
+}
+
+// in sm_80 and sm_90a: forward, dq
 // specs/padding_mask.py:16
 //   def padding_mask(b, h, q, k):
 //       return mask[b, k]
-__device__ __forceinline__ bool mask_mod(const Params& p, int b, int k) {
-  const int mask_k = read_mask(p, b, k);
-  return mask_k != 0;
+__device__ __forceinline__ bool mask_mod(const MaskKey& mask_key) {
+  return mask_key.mask_k_is_not_0;
 }
 
 // in sm_80 and sm_90a: forward, dq

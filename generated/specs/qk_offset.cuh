@@ -15,12 +15,35 @@ __device__ __forceinline__ float read_c(const Params& p, int i) {
   return __ldg(p.c_c + offset);
 }
 
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreQuery {
+  float a_q;
+};
+
+// What score_mod has in common for all scores of a query.
+__device__ __forceinline__ ScoreQuery score_query_values(const Params& p, int q) {
+  const float a_q = read_a(p, q);
+  return {a_q};
+}
+
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreKey {
+  float c_k;
+};
+
+// What score_mod has in common for all scores of a key.
+__device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
+  const float c_k = read_c(p, k);
+  return {c_k};
+}
+
 // in sm_80 and sm_90a: forward, captured, captured_exact
 // specs/qk_offset.py:15
 //   def qk_offset(score, b, h, q, k):
 //       return score + a[q] - c[k]
-__device__ __forceinline__ float score_mod(const Params& p, float score, int q, int k) {
-  return score + read_a(p, q) - read_c(p, k);
+__device__ __forceinline__ float score_mod(
+    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+  return score + score_query.a_q - score_key.c_k;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -34,8 +57,9 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //   def qk_offset(score, b, h, q, k):
 //       return score + a[q] - c[k]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int q, int k) {
-  return {score + read_a(p, q) - read_c(p, k), 1.0f};
+__device__ __forceinline__ Scored score_mod(
+    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+  return {score + score_query.a_q - score_key.c_k, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

@@ -8,7 +8,7 @@
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
   const int q_minus_k = q - k;
-  const int q_minus_k_mod_stride = floor_mod(q_minus_k, p.s_stride);
+  const int q_minus_k_mod_stride = fast_floor_mod(q_minus_k, p.s_stride, p.d_stride);
   return q >= k && (q_minus_k_mod_stride == 0 || q_minus_k < p.s_stride);
 }
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   return q_hi >= k_lo
       && (p.s_stride + min(0, k_hi - q_lo) > 0
-              || floor_div(q_hi - k_lo, p.s_stride)
-                  > floor_div(max(0, q_lo - k_hi) - 1, p.s_stride));
+              || fast_floor_div(q_hi - k_lo, p.d_stride)
+                  > fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride));
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   if (k_hi > q_lo) return false;
   const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
   return k_lo + p.s_stride > q_hi
-      || (max_stride_q_lo_minus_k_hi % p.s_stride == 0
+      || (fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride) == 0
               && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
 
@@ -68,8 +68,8 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   return q_hi >= k_lo
       && (p.s_stride + min(0, k_hi - q_lo) > 0
-              || floor_div(q_hi - k_lo, p.s_stride)
-                  > floor_div(max(0, q_lo - k_hi) - 1, p.s_stride));
+              || fast_floor_div(q_hi - k_lo, p.d_stride)
+                  > fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride));
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -94,6 +94,6 @@ __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, i
   if (k_hi > q_lo) return false;
   const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
   return k_lo + p.s_stride > q_hi
-      || (max_stride_q_lo_minus_k_hi % p.s_stride == 0
+      || (fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride) == 0
               && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }

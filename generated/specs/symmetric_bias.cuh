@@ -8,12 +8,35 @@ __device__ __forceinline__ float read_t(const Params& p, int i) {
   return __ldg(p.c_t + offset);
 }
 
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreQuery {
+  float t_q;
+};
+
+// What score_mod has in common for all scores of a query.
+__device__ __forceinline__ ScoreQuery score_query_values(const Params& p, int q) {
+  const float t_q = read_t(p, q);
+  return {t_q};
+}
+
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreKey {
+  float t_k;
+};
+
+// What score_mod has in common for all scores of a key.
+__device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
+  const float t_k = read_t(p, k);
+  return {t_k};
+}
+
 // in sm_80 and sm_90a: forward, captured, captured_exact
 // specs/symmetric_bias.py:14
 //   def symmetric_bias(score, b, h, q, k):
 //       return score + t[q] + t[k]
-__device__ __forceinline__ float score_mod(const Params& p, float score, int q, int k) {
-  return score + read_t(p, k) + read_t(p, q);
+__device__ __forceinline__ float score_mod(
+    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+  return score + score_key.t_k + score_query.t_q;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -27,8 +50,9 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //   def symmetric_bias(score, b, h, q, k):
 //       return score + t[q] + t[k]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int q, int k) {
-  return {score + read_t(p, k) + read_t(p, q), 1.0f};
+__device__ __forceinline__ Scored score_mod(
+    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+  return {score + score_key.t_k + score_query.t_q, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

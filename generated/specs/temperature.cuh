@@ -7,12 +7,23 @@ __device__ __forceinline__ float read_t(const Params& p) {
   return __ldg(p.c_t);
 }
 
+// in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
+struct ScoreHead {
+  float t;
+};
+
+// What score_mod has in common for all scores of a head.
+__device__ __forceinline__ ScoreHead score_head_values(const Params& p) {
+  const float t = read_t(p);
+  return {t};
+}
+
 // in sm_80 and sm_90a: forward, captured, captured_exact
 // specs/temperature.py:14
 //   def temperature(score, b, h, q, k):
 //       return score * t
-__device__ __forceinline__ float score_mod(const Params& p, float score) {
-  return score * read_t(p);
+__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score) {
+  return score * score_head.t;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -26,9 +37,8 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //   def temperature(score, b, h, q, k):
 //       return score * t
 // Derivative by the score: t
-__device__ __forceinline__ Scored score_mod(const Params& p, float score) {
-  const float t = read_t(p);
-  return {score * t, t};
+__device__ __forceinline__ Scored score_mod(const ScoreHead& score_head, float score) {
+  return {score * score_head.t, score_head.t};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
