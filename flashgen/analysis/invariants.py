@@ -14,6 +14,10 @@ import sympy
 
 from flashgen.analysis.sharing import CodeBlock, share, worth_a_name
 from flashgen.language import (
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
     SCORE,
     Element,
     FloorDiv,
@@ -39,6 +43,11 @@ class Level(IntEnum):
 
 MOST_VALUES = {Level.HEAD: 32, Level.QUERY: 6, Level.KEY: 6}
 """The values of a level that a kernel keeps in registers; more are computed for each score."""
+
+# A position, or the ends of the positions of a tile.
+_QUERIES = frozenset((Q, Q_LO, Q_HI))
+_KEYS = frozenset((K, K_LO, K_HI))
+_POSITIONS = _QUERIES | _KEYS | {SCORE}
 
 # One instruction, or a few: computing these again costs no more than a register.
 _CHEAP = (
@@ -66,14 +75,20 @@ class LeveledCode:
         found = self.levels.items()
         return [symbol for symbol, of in found if symbol in self.kept and of == level]
 
-    def needed(self, level: Level) -> list[sympy.Symbol]:
-        """The lets that the code of a level computes, in order, without those kept earlier."""
+    def needed(self, level: Level, result: int | None = None) -> list[sympy.Symbol]:
+        """The lets that the code of a level computes, in order, without those kept earlier.
+
+        Args:
+            result: the number of the only result that the last level computes; None for all.
+        """
         values = dict(self.block.lets)
         goals = self.values(level)
         waiting: list[sympy.Basic] = [values[symbol] for symbol in goals]
         needed = set(goals)
         if level is Level.SCORE:
-            waiting = list(self.block.results)
+            waiting = list(
+                self.block.results if result is None else self.block.results[result:][:1]
+            )
         while waiting:
             new = (waiting.pop().free_symbols & values.keys()) - needed - self.before(level)
             needed |= new
@@ -86,27 +101,33 @@ class LeveledCode:
 
 
 def leveled(
-    *results: sympy.Basic, levels: Sequence[Level] = tuple(MOST_VALUES), name_costly: bool = False
+    *results: sympy.Basic,
+    levels: Sequence[Level] = tuple(MOST_VALUES),
+    name_costly: bool = False,
+    bounded: bool = True,
 ) -> LeveledCode:
     """Code of expressions that computes the costly values of these levels once.
 
     Args:
         levels: the levels whose values the kernel can keep; HEAD is one of them.
         name_costly: as in `share`.
+        bounded: whether at most `MOST_VALUES` of a level are kept.
     """
     expressions: dict[Level, list[sympy.Basic]] = {level: [] for level in levels}
     for expr, level in _invariants(results):
         if level in expressions:
             expressions[level].append(expr)
     chosen = frozenset(
-        expr for level in levels for expr in expressions[level][: MOST_VALUES[level]]
+        expr
+        for level in levels
+        for expr in expressions[level][: MOST_VALUES[level] if bounded else None]
     )
     block = share(*results, name_costly=name_costly, named=chosen)
     values: dict[sympy.Symbol, frozenset[sympy.Symbol]] = {}
     for symbol, value in block.lets:
         free = value.free_symbols
         values[symbol] = frozenset().union(
-            free & {SCORE, Q, K}, *(values[let] for let in free & values.keys())
+            free & _POSITIONS, *(values[let] for let in free & values.keys())
         )
     whole = dict(zip(block.lets, block.sources, strict=True))
     return LeveledCode(
@@ -128,7 +149,7 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
             return
         for arg in expr.args:
             measure(arg)
-        own = frozenset((expr.free_symbols if isinstance(expr, Let) else {expr}) & {SCORE, Q, K})
+        own = frozenset((expr.free_symbols if isinstance(expr, Let) else {expr}) & _POSITIONS)
         uses[expr] = own.union(*(uses[arg] for arg in expr.args))
         costs[expr] = _is_costly(expr) or any(costs[arg] for arg in expr.args)
 
@@ -154,9 +175,10 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
 
 
 def _level(uses: frozenset[sympy.Symbol]) -> Level:
-    if SCORE in uses or {Q, K} <= uses:
+    of_query, of_key = not uses.isdisjoint(_QUERIES), not uses.isdisjoint(_KEYS)
+    if SCORE in uses or (of_query and of_key):
         return Level.SCORE
-    return Level.QUERY if Q in uses else Level.KEY if K in uses else Level.HEAD
+    return Level.QUERY if of_query else Level.KEY if of_key else Level.HEAD
 
 
 def _is_costly(expr: sympy.Basic) -> bool:

@@ -177,8 +177,23 @@ _COSTLY = (
 
 
 def is_costly(expr: sympy.Basic) -> bool:
-    """True if the expression contains a read of a tensor, a division or a slow function."""
-    return bool(expr.has(*_COSTLY))
+    """True if the expression contains a read of a tensor, a division or a slow function.
+
+    A division of integers by a number or a scalar that is never 0 is a multiplication.
+    """
+    return any(
+        isinstance(part, _COSTLY) and not _is_multiplication(part)
+        for part in sympy.preorder_traversal(expr)
+    )
+
+
+def _is_multiplication(expr: sympy.Basic) -> bool:
+    if not isinstance(expr, FloorDiv | FloorMod):
+        return False
+    divisor = expr.args[1]
+    return is_int(expr) and bool(
+        divisor.is_number or (isinstance(divisor, sympy.Symbol) and divisor.is_positive)
+    )
 
 
 def _evaluated_args(expr: sympy.Basic) -> list[bool]:

@@ -6,6 +6,7 @@ passes variables of the kernel that have the parameters' names, so that one list
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,19 @@ import sympy
 
 from flashgen import analysis
 from flashgen import language as fx
-from flashgen.analysis import Analysis, Interval, LeveledCode, MaskAnalysis, ScoreAnalysis
+from flashgen.analysis import (
+    Analysis,
+    Interval,
+    Level,
+    LeveledCode,
+    MaskAnalysis,
+    ScoreAnalysis,
+)
 from flashgen.codegen.conditions import returned
 from flashgen.codegen.expressions import CPrinter
 from flashgen.codegen.params import multiplier_field
 from flashgen.codegen.readers import extreme, reader
-from flashgen.codegen.shared_values import FunctionInParts, in_parts
+from flashgen.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import DeviceFunction, comment, comments
 from flashgen.language import python_text
@@ -102,6 +110,12 @@ QUERIES = Direction(
         fx.Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
     },
 )
+
+
+_TESTS = {
+    "tile_may": "False: no element of the tile is kept (interval arithmetic over its corners).",
+    "tile_must": "True: every element of the tile is kept (interval arithmetic over its corners).",
+}
 
 
 class SpecFunctions:
@@ -241,8 +255,7 @@ class SpecFunctions:
         return self._range("tile_full", comment(self.direction.full_why), self.mask.full)
 
     def tile_may(self) -> SpecFunction:
-        why = "False: no element of the tile is kept (interval arithmetic over its corners)."
-        return self._tile_condition("tile_may", why, self.mask.may)
+        return self._tile_condition("tile_may", self.mask.may)
 
     def next_live_tile(self, may: SpecFunction) -> SpecFunction:
         """The search for the next tile for which ``may`` is true: it may have a kept element."""
@@ -263,8 +276,7 @@ class SpecFunctions:
         return SpecFunction.of("next_live_tile", "int", comment(why), body, uses)
 
     def tile_must(self) -> SpecFunction:
-        why = "True: every element of the tile is kept (interval arithmetic over its corners)."
-        return self._tile_condition("tile_must", why, self.mask.must)
+        return self._tile_condition("tile_must", self.mask.must)
 
     def _range(self, name: str, why: Sequence[str], interval: Interval) -> SpecFunction:
         # Relative to the first position of the call, within its length.
@@ -280,12 +292,48 @@ class SpecFunctions:
         text = self.printer.expr(expr)
         return f"int({text})" if self.printer.ctype(expr) == "int64" else text
 
-    def _tile_condition(self, name: str, why: str, condition: sympy.Basic) -> SpecFunction:
+    @functools.cached_property
+    def _tile_tests(self) -> dict[str, tuple[SpecFunction, ...]]:
+        """The tests of tiles by name, with the functions of the bounds that they share.
+
+        Empty where a part of a test reads memory or divides: it is evaluated only where needed.
+        """
+        tests = {"tile_may": self.mask.may, "tile_must": self.mask.must}
+        if any(map(analysis.is_costly, tests.values())):
+            return {}
+        code = analysis.leveled(*tests.values(), bounded=False)
+        if not code.kept:
+            return {}
+        why = "What the tests of tiles compute from the {many} alone."
+        made = values_of("tile", why, code, self.printer)
+        found = {"": tuple(values.function for values in made.values())}
+        lets = dict(code.block.lets)
+        for number, (name, why) in enumerate(_TESTS.items()):
+            needed = code.needed(Level.SCORE, number)
+            body = [
+                *self.direction.ends.values(),
+                *(f"const {each.kind} {each.name} = {each.call};" for each in made.values()),
+                *(self.printer.let(symbol, lets[symbol]) for symbol in needed),
+                f"return {self.printer.expr(code.block.results[number])};",
+            ]
+            uses = set().union(*(test.free_symbols for test in tests.values()))
+            uses = (uses & PARAMETERS.keys()) - self.direction.ends.keys()
+            found[name] = (SpecFunction.of(name, "bool", comment(why), body, uses | {TILE}),)
+        return found
+
+    @property
+    def tile_values(self) -> tuple[SpecFunction, ...]:
+        """The functions of the bounds that the tests of tiles share."""
+        return self._tile_tests.get("", ())
+
+    def _tile_condition(self, name: str, condition: sympy.Basic) -> SpecFunction:
+        if self._tile_tests:
+            return self._tile_tests[name][0]
         texts = self.direction.ends
         ends = [s for s in texts if s in condition.free_symbols]
         body = [*(texts[s] for s in ends), *returned(condition, self.printer)]
         needs = [condition, TILE] if ends else [condition]
-        return self._function(name, "bool", comment(why), needs, body)
+        return self._function(name, "bool", comment(_TESTS[name]), needs, body)
 
     def _source(self, lines: SourceLines | None) -> list[str]:
         if lines is None:

@@ -92,6 +92,32 @@ def in_parts(
         result: C++ of what it returns; called when all shared values have their names.
     """
     prefix = name.removesuffix("_mod").rpartition("_")[2]
+    made = values_of(
+        prefix, f"What {name} has in common for all scores of a {{one}}.", code, printer
+    )
+    values = dict(code.block.lets)
+    body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
+    function = SpecFunction.of(
+        name,
+        returns,
+        why,
+        [*body, f"return {result()};"],
+        _symbols(code, Level.SCORE),
+        given=_given(code, Level.SCORE, made),
+        operations=operations(_computed(code, Level.SCORE)),
+    )
+    return FunctionInParts(function, *(made.get(level) for level in _WORDS))
+
+
+def values_of(
+    prefix: str, why: str, code: LeveledCode, printer: CPrinter
+) -> dict[Level, SharedValues]:
+    """The values of each level that has some; the printer then knows where they are.
+
+    Args:
+        prefix: the first word of their names.
+        why: the comment of their functions, with {one} or {many} for the words of the level.
+    """
     values = dict(code.block.lets)
     printer.begin(code.block)
     made: dict[Level, SharedValues] = {}
@@ -108,7 +134,7 @@ def in_parts(
         function = SpecFunction.of(
             f"{variable}_values",
             kind,
-            comment(f"What {name} has in common for all scores of a {word}."),
+            comment(why.format(one=word, many=_MANY[level])),
             [*body, f"return {{{', '.join(names)}}};"],
             _symbols(code, level),
             given=_given(code, level, made),
@@ -118,17 +144,7 @@ def in_parts(
         several = f"{prefix}_{_MANY[level]}"
         made[level] = SharedValues(kind, variable, several, function, function.call())
         printer.names |= {s: f"{variable}.{n}" for s, n in zip(kept, names, strict=True)}
-    body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
-    function = SpecFunction.of(
-        name,
-        returns,
-        why,
-        [*body, f"return {result()};"],
-        _symbols(code, Level.SCORE),
-        given=_given(code, Level.SCORE, made),
-        operations=operations(_computed(code, Level.SCORE)),
-    )
-    return FunctionInParts(function, *(made.get(level) for level in _WORDS))
+    return made
 
 
 def _computed(code: LeveledCode, level: Level) -> list[sympy.Basic]:

@@ -74,6 +74,8 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
     element = layout.element(masked) if layout else masked
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions = by_element.functions[:-1] if by_element else ()
+    if may or must:
+        functions += make.tile_values
     functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
     if layout is not None:
         functions += layout.functions

@@ -56,7 +56,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
         *(f"  int {name};" for name in fields),
         *(f"  long long {name};" for name in multipliers),
         "};",
-        *(function.text for function in emitted),
+        *(function.text for function in (*make.tile_values, *emitted)),
         'extern "C" __global__ void run(const int* in, int* out) {',
         f"  const Params p = {{{', '.join(map(str, (fields | multipliers).values()))}}};",
         *(f"  const int {n} = in[{i * LANES} + threadIdx.x];" for i, n in enumerate(lanes)),
@@ -76,13 +76,25 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
 
 
 def test_names_say_what_they_hold_and_are_declared_once() -> None:
-    may = functions_of("natten_2d").tile_may()
-    text = "\n".join(may.body)
-    assert "const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);" in text
-    assert "const int clamped_q_hi_div_width" in text
-    assert text.count("floor_div(") == 4
-    declared = re.findall(r"^const \w+ (\w+) =", text, re.MULTILINE)
-    assert len(declared) == len(set(declared))
+    make = functions_of("natten_2d")
+    texts = ["\n".join(function.body) for function in (*make.tile_values, make.tile_may())]
+    queries, keys, may = texts
+    assert "const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);" in queries
+    assert "const int clamped_q_hi_div_width" in queries
+    assert [text.count("floor_div(") for text in texts] == [2, 2, 0]
+    assert "tile_query.clamped_q_lo_div_width" in may
+    for text in texts:
+        declared = re.findall(r"^const \w+ (\w+) =", text, re.MULTILINE)
+        assert len(declared) == len(set(declared))
+
+
+@pytest.mark.parametrize("name", ["natten_2d", "block_diffusion"])
+def test_a_test_of_tiles_has_few_lines(name: str) -> None:
+    make = functions_of(name)
+    assert len(make.tile_values) == 2  # what is made from the queries alone, and from the keys
+    for function in (make.tile_may(), make.tile_must()):
+        assert len(function.text.splitlines()) <= 22
+        assert "floor_" not in function.text
 
 
 def test_a_division_behind_a_condition_stays_behind_it() -> None:
