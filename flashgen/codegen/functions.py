@@ -302,23 +302,25 @@ class SpecFunctions:
         if any(map(analysis.is_costly, tests.values())):
             return {}
         code = analysis.leveled(*tests.values(), bounded=False)
-        if not code.kept:
+        if not (code.values(Level.QUERY) and code.values(Level.KEY)):
             return {}
         why = "What the tests of tiles compute from the {many} alone."
         made = values_of("tile", why, code, self.printer)
         found = {"": tuple(values.function for values in made.values())}
         lets = dict(code.block.lets)
+        of_values = set().union(*(values.function.uses for values in made.values()))
         for number, (name, why) in enumerate(_TESTS.items()):
             needed = code.needed(Level.SCORE, number)
+            exprs = [*(lets[symbol] for symbol in needed), code.block.results[number]]
+            read = of_values.union(*(expr.free_symbols for expr in exprs))
             body = [
-                *self.direction.ends.values(),
+                *(text for end, text in self.direction.ends.items() if end in read),
                 *(f"const {each.kind} {each.name} = {each.call};" for each in made.values()),
                 *(self.printer.let(symbol, lets[symbol]) for symbol in needed),
                 f"return {self.printer.expr(code.block.results[number])};",
             ]
-            uses = set().union(*(test.free_symbols for test in tests.values()))
-            uses = (uses & PARAMETERS.keys()) - self.direction.ends.keys()
-            found[name] = (SpecFunction.of(name, "bool", comment(why), body, uses | {TILE}),)
+            uses = (read & PARAMETERS.keys()) - self.direction.ends.keys() | {TILE}
+            found[name] = (SpecFunction.of(name, "bool", comment(why), body, uses),)
         return found
 
     @property

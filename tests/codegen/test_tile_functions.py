@@ -78,7 +78,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
 def test_names_say_what_they_hold_and_are_declared_once() -> None:
     make = functions_of("natten_2d")
     texts = ["\n".join(function.body) for function in (*make.tile_values, make.tile_may())]
-    queries, keys, may = texts
+    queries, _, may = texts
     assert "const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);" in queries
     assert "const int clamped_q_hi_div_width" in queries
     assert [text.count("floor_div(") for text in texts] == [2, 2, 0]
