@@ -26,6 +26,60 @@ __device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct TileQuery {
+  int greatest_q_mod_clean_div_block;
+  int t1;
+  int least_q_mod_clean_div_block;
+  int t2;
+};
+
+// What the tests of tiles compute from the queries alone.
+__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+  const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+  const int q_hi_mod_clean = fast_floor_mod(q_hi, p.s_clean, p.d_clean);
+  const int clean_minus_1 = p.s_clean - 1;
+  const int greatest_q_mod_clean_div_block = fast_div(
+      fast_div(max(p.s_clean, q_lo), p.d_clean) == q_hi_div_clean
+          ? q_hi_mod_clean
+          : clean_minus_1, p.d_block);
+  const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
+  const int min_q_hi_clean_minus_1 = min(q_hi, clean_minus_1);
+  const int t1 = fast_div(
+      q_lo_div_clean == fast_floor_div(min_q_hi_clean_minus_1, p.d_clean)
+          ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
+          : clean_minus_1, p.d_block);
+  const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
+  const int least_q_mod_clean_div_block = fast_div(
+      same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0, p.d_block);
+  const int t2 = fast_div(same_q_div_clean ? q_hi_mod_clean : clean_minus_1, p.d_block);
+  return {greatest_q_mod_clean_div_block, t1, least_q_mod_clean_div_block, t2};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct TileKey {
+  int t0;
+  int greatest_k_mod_clean_div_block;
+  int least_k_mod_clean_div_block;
+};
+
+// What the tests of tiles compute from the keys alone.
+__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+  const int clean_minus_1 = p.s_clean - 1;
+  const int max_clean_k_lo = max(p.s_clean, k_lo);
+  const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
+  const int t0 = fast_div(
+      fast_div(max_clean_k_lo, p.d_clean) == k_hi_div_clean
+          ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
+          : 0, p.d_block);
+  const bool same_k_div_clean = fast_floor_div(k_lo, p.d_clean) == k_hi_div_clean;
+  const int greatest_k_mod_clean_div_block = fast_div(
+      same_k_div_clean ? fast_floor_mod(k_hi, p.s_clean, p.d_clean) : clean_minus_1, p.d_block);
+  const int least_k_mod_clean_div_block = fast_div(
+      same_k_div_clean ? fast_floor_mod(k_lo, p.s_clean, p.d_clean) : 0, p.d_block);
+  return {t0, greatest_k_mod_clean_div_block, least_k_mod_clean_div_block};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
 // specs/block_diffusion.py:21
 //   def block_diffusion(b, h, q, k):
 //       q_noised, k_noised = q < clean, k < clean
@@ -64,67 +118,19 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool k_hi_at_least_clean = k_hi >= p.s_clean;
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
-  const int max_clean_k_lo = max(p.s_clean, k_lo);
-  if (k_hi_at_least_clean && q_hi_at_least_clean) {
-    const int max_clean_q_lo_div_clean = fast_div(max(p.s_clean, q_lo), p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int greatest_q_mod_clean = max_clean_q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int t0 = fast_div(least_max_clean_k_mod_clean, p.d_block);
-    if (greatest_q_mod_clean_div_block >= t0) return true;
-  }
   const bool clean_above_q_lo = p.s_clean > q_lo;
-  const int min_q_hi_clean_minus_1 = min(q_hi, p.s_clean - 1);
-  if (k_hi_at_least_clean && clean_above_q_lo) {
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int min_q_hi_clean_minus_1_div_clean = fast_floor_div(min_q_hi_clean_minus_1, p.d_clean);
-    const int t0 = q_lo_div_clean == min_q_hi_clean_minus_1_div_clean
-        ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int t1 = fast_div(t0, p.d_block);
-    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int t2 = fast_div(least_max_clean_k_mod_clean, p.d_block);
-    if (t1 > t2) return true;
-  }
-  if ((k_hi_at_least_clean && q_hi_at_least_clean) || (clean_above_q_lo && p.s_clean > k_lo)) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block >= least_q_mod_clean_div_block) {
-      const int greatest_q_mod_clean = same_q_div_clean
-          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-          : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-      const int least_k_mod_clean = same_k_div_clean
-          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
-          : 0;
-      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
-      if (greatest_q_mod_clean_div_block >= least_k_mod_clean_div_block) return true;
-    }
-  }
-  return false;
+  return (k_hi_at_least_clean
+              && q_hi_at_least_clean
+              && tile_query.greatest_q_mod_clean_div_block >= tile_key.t0)
+      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t1 > tile_key.t0)
+      || (tile_key.greatest_k_mod_clean_div_block >= tile_query.least_q_mod_clean_div_block
+              && tile_query.t2 >= tile_key.least_k_mod_clean_div_block
+              && ((k_hi_at_least_clean && q_hi_at_least_clean)
+                      || (clean_above_q_lo && p.s_clean > k_lo)));
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -146,65 +152,20 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
-  if (clean_at_most_k_lo && clean_at_most_q_lo) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) return true;
-  }
+  const bool t3 = tile_key.greatest_k_mod_clean_div_block <= tile_query.least_q_mod_clean_div_block;
   const bool clean_above_q_hi = p.s_clean > q_hi;
-  if (clean_at_most_k_lo && clean_above_q_hi) {
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    if (least_q_mod_clean_div_block > greatest_k_mod_clean_div_block) return true;
-  }
-  if ((clean_at_most_k_lo && clean_at_most_q_lo) || (clean_above_q_hi && p.s_clean > k_hi)) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) {
-      const int greatest_q_mod_clean = same_q_div_clean
-          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-          : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-      const int least_k_mod_clean = same_k_div_clean
-          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
-          : 0;
-      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
-      if (greatest_q_mod_clean_div_block <= least_k_mod_clean_div_block) return true;
-    }
-  }
-  return false;
+  return (clean_at_most_k_lo && clean_at_most_q_lo && t3)
+      || (clean_at_most_k_lo
+              && clean_above_q_hi
+              && tile_query.least_q_mod_clean_div_block > tile_key.greatest_k_mod_clean_div_block)
+      || (t3
+              && tile_query.t2 <= tile_key.least_k_mod_clean_div_block
+              && ((clean_at_most_k_lo && clean_at_most_q_lo)
+                      || (clean_above_q_hi && p.s_clean > k_hi)));
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -222,67 +183,19 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool k_hi_at_least_clean = k_hi >= p.s_clean;
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
-  const int max_clean_k_lo = max(p.s_clean, k_lo);
-  if (k_hi_at_least_clean && q_hi_at_least_clean) {
-    const int max_clean_q_lo_div_clean = fast_div(max(p.s_clean, q_lo), p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int greatest_q_mod_clean = max_clean_q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int t0 = fast_div(least_max_clean_k_mod_clean, p.d_block);
-    if (greatest_q_mod_clean_div_block >= t0) return true;
-  }
   const bool clean_above_q_lo = p.s_clean > q_lo;
-  const int min_q_hi_clean_minus_1 = min(q_hi, p.s_clean - 1);
-  if (k_hi_at_least_clean && clean_above_q_lo) {
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int min_q_hi_clean_minus_1_div_clean = fast_floor_div(min_q_hi_clean_minus_1, p.d_clean);
-    const int t0 = q_lo_div_clean == min_q_hi_clean_minus_1_div_clean
-        ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int t1 = fast_div(t0, p.d_block);
-    const int max_clean_k_lo_div_clean = fast_div(max_clean_k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int least_max_clean_k_mod_clean = max_clean_k_lo_div_clean == k_hi_div_clean
-        ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int t2 = fast_div(least_max_clean_k_mod_clean, p.d_block);
-    if (t1 > t2) return true;
-  }
-  if ((k_hi_at_least_clean && q_hi_at_least_clean) || (clean_above_q_lo && p.s_clean > k_lo)) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block >= least_q_mod_clean_div_block) {
-      const int greatest_q_mod_clean = same_q_div_clean
-          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-          : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-      const int least_k_mod_clean = same_k_div_clean
-          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
-          : 0;
-      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
-      if (greatest_q_mod_clean_div_block >= least_k_mod_clean_div_block) return true;
-    }
-  }
-  return false;
+  return (k_hi_at_least_clean
+              && q_hi_at_least_clean
+              && tile_query.greatest_q_mod_clean_div_block >= tile_key.t0)
+      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t1 > tile_key.t0)
+      || (tile_key.greatest_k_mod_clean_div_block >= tile_query.least_q_mod_clean_div_block
+              && tile_query.t2 >= tile_key.least_k_mod_clean_div_block
+              && ((k_hi_at_least_clean && q_hi_at_least_clean)
+                      || (clean_above_q_lo && p.s_clean > k_lo)));
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -304,63 +217,18 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
-  if (clean_at_most_k_lo && clean_at_most_q_lo) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) return true;
-  }
+  const bool t3 = tile_key.greatest_k_mod_clean_div_block <= tile_query.least_q_mod_clean_div_block;
   const bool clean_above_q_hi = p.s_clean > q_hi;
-  if (clean_at_most_k_lo && clean_above_q_hi) {
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const int least_q_mod_clean = q_lo_div_clean == q_hi_div_clean
-        ? fast_floor_mod(q_lo, p.s_clean, p.d_clean)
-        : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const int greatest_k_mod_clean = k_lo_div_clean == k_hi_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    if (least_q_mod_clean_div_block > greatest_k_mod_clean_div_block) return true;
-  }
-  if ((clean_at_most_k_lo && clean_at_most_q_lo) || (clean_above_q_hi && p.s_clean > k_hi)) {
-    const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
-    const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-    const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
-    const int greatest_k_mod_clean = same_k_div_clean
-        ? fast_floor_mod(k_hi, p.s_clean, p.d_clean)
-        : p.s_clean - 1;
-    const int greatest_k_mod_clean_div_block = fast_div(greatest_k_mod_clean, p.d_block);
-    const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
-    const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
-    const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-    const int least_q_mod_clean = same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0;
-    const int least_q_mod_clean_div_block = fast_div(least_q_mod_clean, p.d_block);
-    if (greatest_k_mod_clean_div_block <= least_q_mod_clean_div_block) {
-      const int greatest_q_mod_clean = same_q_div_clean
-          ? fast_floor_mod(q_hi, p.s_clean, p.d_clean)
-          : p.s_clean - 1;
-      const int greatest_q_mod_clean_div_block = fast_div(greatest_q_mod_clean, p.d_block);
-      const int least_k_mod_clean = same_k_div_clean
-          ? fast_floor_mod(k_lo, p.s_clean, p.d_clean)
-          : 0;
-      const int least_k_mod_clean_div_block = fast_div(least_k_mod_clean, p.d_block);
-      if (greatest_q_mod_clean_div_block <= least_k_mod_clean_div_block) return true;
-    }
-  }
-  return false;
+  return (clean_at_most_k_lo && clean_at_most_q_lo && t3)
+      || (clean_at_most_k_lo
+              && clean_above_q_hi
+              && tile_query.least_q_mod_clean_div_block > tile_key.greatest_k_mod_clean_div_block)
+      || (t3
+              && tile_query.t2 <= tile_key.least_k_mod_clean_div_block
+              && ((clean_at_most_k_lo && clean_at_most_q_lo)
+                      || (clean_above_q_hi && p.s_clean > k_hi)));
 }

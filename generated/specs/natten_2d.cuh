@@ -30,6 +30,77 @@ __device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct TileQuery {
+  int clamped_q_hi_div_width;
+  int t0;
+  int clamped_q_lo_div_width;
+  int t1;
+  int t2;
+  int clamped_least_q_mod_width;
+  int minus_clamped_q_lo_div_width;
+  int minus_clamped_least_q_mod_width;
+};
+
+// What the tests of tiles compute from the queries alone.
+__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
+  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
+  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_hi_div_width));
+  const int t0 = p.s_radius + clamped_q_hi_div_width;
+  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
+  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
+      max(p.s_radius, q_lo_div_width));
+  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
+  const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
+  const int width_minus_1 = p.s_width - 1;
+  const int t1 = min(width_minus_radius_minus_1,
+      max(p.s_radius,
+          same_q_div_width ? fast_floor_mod(q_hi, p.s_width, p.d_width) : width_minus_1));
+  const int t2 = p.s_radius + t1;
+  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
+  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
+      max(p.s_radius, least_q_mod_width));
+  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
+      min(-p.s_radius, -q_lo_div_width));
+  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
+      min(-p.s_radius, -least_q_mod_width));
+  return {clamped_q_hi_div_width, t0, clamped_q_lo_div_width, t1, t2, clamped_least_q_mod_width,
+      minus_clamped_q_lo_div_width, minus_clamped_least_q_mod_width};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
+struct TileKey {
+  int k_lo_div_width;
+  int k_hi_div_width;
+  int radius_plus_k_hi_div_width;
+  int least_k_mod_width;
+  int greatest_k_mod_width;
+  int radius_plus_greatest_k_mod_width;
+  int radius_plus_k_lo_div_width;
+  int radius_plus_least_k_mod_width;
+};
+
+// What the tests of tiles compute from the keys alone.
+__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
+  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
+  const int radius_plus_k_hi_div_width = p.s_radius + k_hi_div_width;
+  const int width_minus_1 = p.s_width - 1;
+  const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
+  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
+  const int greatest_k_mod_width = same_k_div_width
+      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
+      : width_minus_1;
+  const int radius_plus_greatest_k_mod_width = p.s_radius + greatest_k_mod_width;
+  const int radius_plus_k_lo_div_width = p.s_radius + k_lo_div_width;
+  const int radius_plus_least_k_mod_width = p.s_radius + least_k_mod_width;
+  return {k_lo_div_width, k_hi_div_width, radius_plus_k_hi_div_width, least_k_mod_width,
+      greatest_k_mod_width, radius_plus_greatest_k_mod_width, radius_plus_k_lo_div_width,
+      radius_plus_least_k_mod_width};
+}
+
+// in sm_80 and sm_90a: forward, fused, dkdv, dq
 // specs/natten_2d.py:22
 //   def natten_2d(b, h, q, k):
 //       row = fg.abs(k // width - middle(q // width, height)) <= radius
@@ -61,34 +132,12 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
-  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
-  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      max(p.s_radius, q_hi_div_width));
-  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
-  if (p.s_radius + clamped_q_hi_div_width < k_lo_div_width) return false;
-  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
-  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
-  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      max(p.s_radius, q_lo_div_width));
-  if (p.s_radius + k_hi_div_width < clamped_q_lo_div_width) return false;
-  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
-  const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width
-      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
-      max(p.s_radius, greatest_q_mod_width));
-  const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
-  if (p.s_radius + clamped_greatest_q_mod_width < least_k_mod_width) return false;
-  const int greatest_k_mod_width = same_k_div_width
-      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
-  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
-      max(p.s_radius, least_q_mod_width));
-  return p.s_radius + greatest_k_mod_width >= clamped_least_q_mod_width;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
+  return tile_query.t2 >= tile_key.least_k_mod_width
+      && tile_key.radius_plus_greatest_k_mod_width >= tile_query.clamped_least_q_mod_width
+      && tile_query.t0 >= tile_key.k_lo_div_width
+      && tile_key.radius_plus_k_hi_div_width >= tile_query.clamped_q_lo_div_width;
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -110,55 +159,32 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
-  const int clamped_q_hi_div_width = min(p.s_height - p.s_radius - 1,
-      max(p.s_radius, q_hi_div_width));
-  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
-  if (clamped_q_hi_div_width > p.s_radius + k_lo_div_width) return false;
-  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
-  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
-  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
-      min(-p.s_radius, -q_lo_div_width));
-  if (k_hi_div_width + minus_clamped_q_lo_div_width > p.s_radius) return false;
-  const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width
-      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int clamped_greatest_q_mod_width = min(p.s_width - p.s_radius - 1,
-      max(p.s_radius, greatest_q_mod_width));
-  const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
-  if (clamped_greatest_q_mod_width > p.s_radius + least_k_mod_width) return false;
-  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
-  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
-      min(-p.s_radius, -least_q_mod_width));
-  const int greatest_k_mod_width = same_k_div_width
-      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  return minus_clamped_least_q_mod_width + greatest_k_mod_width <= p.s_radius;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
+  return tile_query.t1 <= tile_key.radius_plus_least_k_mod_width
+      && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
+      && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
+      && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
 __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
-  const int t0 = k_hi_div_width <= 2 * p.s_radius
-      ? -1073741824
-      : 2 * p.s_radius >= fast_floor_div(k_lo, p.d_width)
-      ? min(-1073741824, p.s_width * fast_floor_div(k_lo, p.d_width) - p.s_radius * p.s_width)
-      : p.s_width * fast_floor_div(k_lo, p.d_width) - p.s_radius * p.s_width;
   const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
-  const int t1 = p.s_radius * p.s_width + k_hi_div_width * p.s_width + p.s_width;
-  const int t2 = k_hi_div_width >= 0 ? max(-1073741824, t1) : -1073741824;
-  const int t3 = k_lo_div_width >= 0 ? t1 : t2;
-  const int t4 = 2 * p.s_radius + k_hi_div_width + 1 >= p.s_height ? max(1073741824, t3) : t3;
-  const int t5 = 2 * p.s_radius + k_lo_div_width + 1 >= p.s_height ? 1073741824 : t4;
-  const int t6 = p.s_height > k_lo_div_width ? 1073741824 : -1073741824;
-  const int least_k_mod_width = k_lo_div_width == k_hi_div_width
-      ? fast_floor_mod(k_lo, p.s_width, p.d_width)
-      : 0;
-  const int t7 = p.s_width > least_k_mod_width ? 1073741824 : -1073741824;
-  return {max(0, t0 - p.q_offset), min(p.seq_q, min(min(t7, t5), t6) - p.q_offset)};
+  const int t0 = k_lo_div_width * p.s_width - p.s_radius * p.s_width;
+  const int t1 = 2 * p.s_radius >= k_lo_div_width ? min(-1073741824, t0) : t0;
+  const int t2 = k_hi_div_width <= 2 * p.s_radius ? -1073741824 : t1;
+  const int t3 = p.s_radius * p.s_width + k_hi_div_width * p.s_width + p.s_width;
+  const int t4 = k_hi_div_width >= 0 ? max(-1073741824, t3) : -1073741824;
+  const int t5 = k_lo_div_width >= 0 ? t3 : t4;
+  const int t6 = 2 * p.s_radius + k_hi_div_width + 1 >= p.s_height ? max(1073741824, t5) : t5;
+  const int t7 = 2 * p.s_radius + k_lo_div_width + 1 >= p.s_height ? 1073741824 : t6;
+  const int t8 = p.s_height > k_lo_div_width ? 1073741824 : -1073741824;
+  const int k_lo_mod_width = fast_floor_mod(k_lo, p.s_width, p.d_width);
+  const int least_k_mod_width = k_lo_div_width == k_hi_div_width ? k_lo_mod_width : 0;
+  const int t9 = p.s_width > least_k_mod_width ? 1073741824 : -1073741824;
+  return {max(0, t2 - p.q_offset), min(p.seq_q, min(min(t8, t9), t7) - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -166,34 +192,12 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
-  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
-  const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
-      max(p.s_radius, q_hi_div_width));
-  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
-  if (p.s_radius + clamped_q_hi_div_width < k_lo_div_width) return false;
-  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
-  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
-  const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
-      max(p.s_radius, q_lo_div_width));
-  if (p.s_radius + k_hi_div_width < clamped_q_lo_div_width) return false;
-  const int width_minus_radius_minus_1 = p.s_width - p.s_radius - 1;
-  const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width
-      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int clamped_greatest_q_mod_width = min(width_minus_radius_minus_1,
-      max(p.s_radius, greatest_q_mod_width));
-  const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
-  if (p.s_radius + clamped_greatest_q_mod_width < least_k_mod_width) return false;
-  const int greatest_k_mod_width = same_k_div_width
-      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
-  const int clamped_least_q_mod_width = min(width_minus_radius_minus_1,
-      max(p.s_radius, least_q_mod_width));
-  return p.s_radius + greatest_k_mod_width >= clamped_least_q_mod_width;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
+  return tile_query.t2 >= tile_key.least_k_mod_width
+      && tile_key.radius_plus_greatest_k_mod_width >= tile_query.clamped_least_q_mod_width
+      && tile_query.t0 >= tile_key.k_lo_div_width
+      && tile_key.radius_plus_k_hi_div_width >= tile_query.clamped_q_lo_div_width;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -215,30 +219,10 @@ __device__ __forceinline__ int next_live_tile(
 __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
-  const int clamped_q_hi_div_width = min(p.s_height - p.s_radius - 1,
-      max(p.s_radius, q_hi_div_width));
-  const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
-  if (clamped_q_hi_div_width > p.s_radius + k_lo_div_width) return false;
-  const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
-  const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
-  const int minus_clamped_q_lo_div_width = max(p.s_radius - p.s_height + 1,
-      min(-p.s_radius, -q_lo_div_width));
-  if (k_hi_div_width + minus_clamped_q_lo_div_width > p.s_radius) return false;
-  const bool same_q_div_width = q_lo_div_width == q_hi_div_width;
-  const int greatest_q_mod_width = same_q_div_width
-      ? fast_floor_mod(q_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  const int clamped_greatest_q_mod_width = min(p.s_width - p.s_radius - 1,
-      max(p.s_radius, greatest_q_mod_width));
-  const bool same_k_div_width = k_lo_div_width == k_hi_div_width;
-  const int least_k_mod_width = same_k_div_width ? fast_floor_mod(k_lo, p.s_width, p.d_width) : 0;
-  if (clamped_greatest_q_mod_width > p.s_radius + least_k_mod_width) return false;
-  const int least_q_mod_width = same_q_div_width ? fast_floor_mod(q_lo, p.s_width, p.d_width) : 0;
-  const int minus_clamped_least_q_mod_width = max(p.s_radius - p.s_width + 1,
-      min(-p.s_radius, -least_q_mod_width));
-  const int greatest_k_mod_width = same_k_div_width
-      ? fast_floor_mod(k_hi, p.s_width, p.d_width)
-      : p.s_width - 1;
-  return minus_clamped_least_q_mod_width + greatest_k_mod_width <= p.s_radius;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
+  return tile_query.t1 <= tile_key.radius_plus_least_k_mod_width
+      && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
+      && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
+      && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
 }

@@ -23,10 +23,10 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
 __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  return q_hi >= k_lo
-      && (p.s_stride + min(0, k_hi - q_lo) > 0
-              || fast_floor_div(q_hi - k_lo, p.d_stride)
-                  > fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride));
+  if (q_hi < k_lo) return false;
+  const int q_hi_minus_k_lo_div_stride = fast_floor_div(q_hi - k_lo, p.d_stride);
+  const int t0 = fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride);
+  return q_hi_minus_k_lo_div_stride > t0 || p.s_stride + min(0, k_hi - q_lo) > 0;
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -50,9 +50,9 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (k_hi > q_lo) return false;
   const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
+  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
   return k_lo + p.s_stride > q_hi
-      || (fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride) == 0
-              && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -66,10 +66,10 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
 __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  return q_hi >= k_lo
-      && (p.s_stride + min(0, k_hi - q_lo) > 0
-              || fast_floor_div(q_hi - k_lo, p.d_stride)
-                  > fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride));
+  if (q_hi < k_lo) return false;
+  const int q_hi_minus_k_lo_div_stride = fast_floor_div(q_hi - k_lo, p.d_stride);
+  const int t0 = fast_floor_div(max(0, q_lo - k_hi) - 1, p.d_stride);
+  return q_hi_minus_k_lo_div_stride > t0 || p.s_stride + min(0, k_hi - q_lo) > 0;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, i
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (k_hi > q_lo) return false;
   const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
+  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
   return k_lo + p.s_stride > q_hi
-      || (fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride) == 0
-              && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
