@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 
 from flashgen.analysis.invariants import Level, LeveledCode, leveled
-from flashgen.language import SCORE, Element, K, Q, TensorSymbol, elements_of, is_condition
-from flashgen.language.lets import lets_of, named, replaced
+from flashgen.language import (
+    SCORE,
+    Element,
+    K,
+    Maximum,
+    Minimum,
+    Q,
+    TensorSymbol,
+    elements_of,
+    is_condition,
+)
+from flashgen.language.lets import contains, direct_lets, lets_of, named
 
 
 @dataclass(frozen=True)
@@ -40,12 +51,14 @@ def analyse_score(
     score: sympy.Expr, learned_tensors: Collection[TensorSymbol] = ()
 ) -> ScoreAnalysis:
     """The analysis of a score function; ``learned_tensors`` need gradients."""
+    return _analysis(score, frozenset(learned_tensors))
+
+
+@lru_cache(maxsize=64)
+def _analysis(score: sympy.Expr, learned_tensors: frozenset[TensorSymbol]) -> ScoreAnalysis:
     slope = derivative(score)
-    learned = tuple(
-        (element, derivative(score, element))
-        for element in elements_of(score)
-        if element.tensor in learned_tensors
-    )
+    read = [element for element in elements_of(score) if element.tensor in learned_tensors]
+    learned = tuple(zip(read, derivatives(score, read), strict=True))
     return ScoreAnalysis(
         identity=score == SCORE,
         ignores_score=SCORE not in score.free_symbols,
@@ -64,12 +77,52 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
     """
     if isinstance(by, sympy.Symbol):
         for let in lets_of(score):
-            if by in let.free_symbols and not is_condition(let):
+            if by in let.free_symbols and by not in let.slopes and not is_condition(let):
                 let.slopes[by] = named(_in_and_or(_differentiated(let.value, by)))
         return named(_in_and_or(_differentiated(score, by)))
-    stand_in = sympy.Symbol(".element", real=True)  # no scalar of a spec can have this name
-    found = derivative(replaced(score, {by: stand_in}), stand_in)
-    return replaced(found, {stand_in: by})
+    (found,) = derivatives(score, [by])
+    return found
+
+
+def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Expr]:
+    """The derivatives by several elements, as `derivative`.
+
+    Of a large expression in reverse mode: the derivative by each part, from the last one to the
+    first, then those by the elements in each part. The time does not depend on their number.
+    """
+    read = {element.tensor for element in elements}
+    terms: dict[sympy.Expr | None, list[sympy.Expr]] = {None: [sympy.S.One]}
+    for part in (None, *reversed(lets_of(score))):
+        if part in terms and read:
+            outer = named(sympy.Add(*terms[part]))
+            value = score if part is None else part.value
+            for inner in (*direct_lets(value), *(e for e in elements if value.has(e))):
+                if not (is_condition(inner) or read.isdisjoint(inner.free_symbols)):
+                    terms.setdefault(inner, []).append(_chained(outer, _by_part(value, inner)))
+    return [named(sympy.Add(*terms.get(element, ()))) for element in elements]
+
+
+def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
+    """The derivative by a Let or an element, with all other parts constant."""
+    stand_in = sympy.Symbol(".part", real=True)  # no scalar has this name
+    found = _differentiated(value.xreplace({part: stand_in}), stand_in)
+    return _in_and_or(found.xreplace({stand_in: part}))
+
+
+def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
+    """The product of two derivatives; 0 where a choice ignores the part, even if that is infinite."""
+    product = outer * inner
+    if (
+        outer.is_number
+        or inner.is_number
+        or not (contains(outer, *_CHOICES) or inner.has(*_CHOICES))
+    ):
+        return product
+    none = sympy.Or(sympy.Eq(outer, 0), sympy.Eq(inner, 0))
+    return sympy.Piecewise((0, none), (product, True), evaluate=False)
+
+
+_CHOICES = (sympy.Piecewise, Minimum, Maximum)
 
 
 class _Power(sympy.Function):  # type: ignore[misc]

@@ -241,7 +241,7 @@ def worth_a_name(expr: sympy.Basic) -> bool:
 def _with_args(expr: sympy.Basic, args: list[sympy.Basic]) -> sympy.Basic:
     if tuple(args) == expr.args:
         return expr
-    if isinstance(expr, sympy.Piecewise | Relational):
+    if isinstance(expr, sympy.Piecewise | Relational | Minimum | Maximum):
         return expr.func(*args, evaluate=False)
     return expr.func(*args)
 

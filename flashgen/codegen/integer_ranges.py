@@ -79,11 +79,18 @@ def _below(number: int) -> int:
     return -(1 << (-number).bit_length()) if number < 0 else min(number, 1)
 
 
-def sizes_of_parts(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits]) -> int:
-    """The largest magnitude of an integer expression and of its partial sums and products."""
+def sizes_of_parts(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits],
+    memo: dict[sympy.Expr, Limits] | None = None,
+) -> int:
+    """The largest magnitude of an integer expression and of its partial sums and products.
+
+    ``known`` and ``memo`` are those of `limits`.
+    """
 
     def size(part: sympy.Expr) -> int:
-        return max(map(abs, limits(part, known)))
+        return max(map(abs, limits(part, known, memo)))
 
     if isinstance(expr, sympy.Add):
         return sum(map(size, expr.args))

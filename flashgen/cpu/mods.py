@@ -48,6 +48,7 @@ from flashgen.language.bit_functions import (
 )
 from flashgen.language.divisors import may_be_zero
 from flashgen.language.integer_limits import fits
+from flashgen.language.lets import Let, lets_of
 from flashgen.language.rational_sums import gather
 
 Tensor = torch.Tensor
@@ -68,6 +69,8 @@ def compiled(
         SpecError: an expression contains a function that mods cannot contain.
     """
     compiler = _Compiler(real)
+    for let in lets_of(*exprs, *elements):
+        compiler.define(let)
     results = tuple(
         compiler.condition(expr) if is_condition(expr) else compiler.real(expr) for expr in exprs
     )
@@ -134,6 +137,11 @@ class _Compiler:
 
     def real(self, expr: sympy.Expr) -> int:
         return self._once("real", expr, self._real)
+
+    def define(self, let: Let) -> None:
+        """Computes the part of a large expression, before its uses."""
+        kind = "condition" if is_condition(let) else "integer" if let.is_integer else "real"
+        self.known[kind, let] = getattr(self, kind)(let.value)
 
     # Elements of captured tensors.
 

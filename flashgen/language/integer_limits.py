@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import sympy
 
@@ -38,23 +39,46 @@ LIMITS_INSIDE = {SEQ_Q: (1, POSITION_LIMIT), SEQ_K: (1, POSITION_LIMIT)}
 """Limits of sizes wherever an element of the scores exists."""
 
 
-def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None) -> Limits:
+def limits(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits] | None = None,
+    memo: dict[sympy.Expr, Limits] | None = None,
+) -> Limits:
     """The least and the greatest value that an integer expression can take, as Python ints.
 
     The bounds hold but need not be tight: equal subexpressions are treated as independent.
-    ``known`` gives bounds of further symbols, such as names of common subexpressions.
+    ``known`` gives bounds of further symbols, such as names of common subexpressions; ``memo`` keeps
+    those of the subexpressions, for further calls with the same ``known``.
     """
+    if known is None:
+        return _limits_alone(expr)
+    memo = {} if memo is None else memo
+    if expr not in memo:
+        memo[expr] = _limits(expr, known, memo)
+    return memo[expr]
+
+
+@lru_cache(maxsize=1 << 14)
+def _limits_alone(expr: sympy.Expr) -> Limits:
+    return _limits(expr, None, None)
+
+
+def _limits(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits] | None,
+    memo: dict[sympy.Expr, Limits] | None,
+) -> Limits:
     if isinstance(expr, sympy.Symbol):
         return _symbol(expr, known or {})
     if expr.is_Integer:
         return int(expr), int(expr)
     if isinstance(expr, sympy.Piecewise):
-        return _join([limits(value, known) for value, _ in expr.args])
+        return _join([limits(value, known, memo) for value, _ in expr.args])
     if isinstance(expr, Select):
-        return _join([limits(value, known) for value in expr.args[1:]])
+        return _join([limits(value, known, memo) for value in expr.args[1:]])
     if isinstance(expr, TensorRead):
         return expr.limits
-    parts = [limits(arg, known) for arg in expr.args]
+    parts = [limits(arg, known, memo) for arg in expr.args]
     if isinstance(expr, sympy.Add):
         return sum(lo for lo, _ in parts), sum(hi for _, hi in parts)
     if isinstance(expr, sympy.Mul):
@@ -85,6 +109,7 @@ def limits(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None)
     raise TypeError(f"not an integer expression: {expr}")
 
 
+@lru_cache(maxsize=1 << 14)
 def fits(expr: sympy.Expr, bits: int = 62) -> bool:
     """True if every intermediate result of an integer expression fits ``bits`` bits and a sign."""
     is_leaf = not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead)

@@ -13,7 +13,7 @@ inside expressions goes through the functions below, which see the parts of Lets
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -50,7 +50,7 @@ class Let(sympy.Symbol):  # type: ignore[misc]
     slopes: dict[sympy.Symbol, sympy.Expr]
 
     def __new__(cls, value: sympy.Basic) -> Let:
-        name = "let_" + hashlib.sha256(sympy.srepr(value).encode()).hexdigest()[:16]
+        name = "let_" + hashlib.sha256(_text(value).encode()).hexdigest()[:16]
         known = _LETS.get(name)
         if known is not None:
             return known
@@ -80,14 +80,23 @@ class Let(sympy.Symbol):  # type: ignore[misc]
 _LETS: WeakValueDictionary[str, Let] = WeakValueDictionary()
 
 
+def _text(expr: sympy.Basic) -> str:
+    """The whole expression, the same in every process; sympy.srepr takes ten times as long."""
+    if isinstance(expr, sympy.Symbol):
+        return f"{type(expr).__name__}:{expr.name}:{expr.is_integer}:{expr.is_real}"
+    if not expr.args:
+        return sympy.srepr(expr)
+    return f"{expr.func.__name__}({','.join(map(_text, expr.args))})"
+
+
 def _assumptions(value: sympy.Basic) -> dict[str, bool]:
     if is_condition(value):
         return {}
-    kind = {"integer": True} if is_int(value) and fits(value) else {"real": True}
-    for sign in ("positive", "nonnegative", "negative", "nonpositive"):
-        if getattr(value, f"is_{sign}"):
-            return {**kind, sign: True}
-    return kind
+    if not (is_int(value) and fits(value)):
+        return {"real": True}
+    least, _ = limits(value)
+    sign = {"positive": True} if least > 0 else {"nonnegative": True} if least == 0 else {}
+    return {"integer": True, **sign}
 
 
 def named(expr: sympy.Basic) -> sympy.Basic:
@@ -106,23 +115,23 @@ def _is_small(expr: sympy.Basic) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _direct(expr: sympy.Basic) -> tuple[Let, ...]:
+def direct_lets(expr: sympy.Basic) -> tuple[Let, ...]:
     """The Lets in an expression, without those inside of Lets, in order of first use."""
     if isinstance(expr, Let):
         return (expr,)
     found: dict[Let, None] = {}
     for arg in expr.args:
-        found.update(dict.fromkeys(_direct(arg)))
+        found.update(dict.fromkeys(direct_lets(arg)))
     return tuple(found)
 
 
 def lets_of(*exprs: sympy.Basic) -> tuple[Let, ...]:
     """All Lets in expressions, each after those that its value uses."""
     found: dict[Let, None] = {}
-    waiting = [let for expr in reversed(exprs) for let in reversed(_direct(expr))]
+    waiting = [let for expr in reversed(exprs) for let in reversed(direct_lets(expr))]
     while waiting:
         let = waiting[-1]
-        inner = [each for each in _direct(let.value) if each not in found]
+        inner = [each for each in direct_lets(let.value) if each not in found]
         if let in found or not inner:
             found[waiting.pop()] = None
         else:
@@ -155,18 +164,3 @@ def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
     """Every element that expressions read, those in indices included, in a fixed order."""
     found = {element for part in parts_of(*exprs) for element in part.atoms(Element)}
     return tuple(sorted(found, key=sympy.default_sort_key))
-
-
-def replaced(expr: sympy.Basic, replacements: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    """The expression with subexpressions replaced, those in the values of Lets included."""
-    return rewritten(expr, lambda part: part.xreplace(replacements))
-
-
-def rewritten(expr: sympy.Basic, rule: Callable[[sympy.Basic], sympy.Basic]) -> sympy.Basic:
-    """The expression with ``rule`` applied to each of its parts, the values of Lets first."""
-    known: dict[sympy.Basic, sympy.Basic] = {}
-    for let in lets_of(expr):
-        value = rule(let.value.xreplace(known))
-        if value != let.value:
-            known[let] = Let(value)
-    return rule(expr.xreplace(known))

@@ -183,6 +183,8 @@ class _Extremum(RealFunction):
     _least = True
 
     def __new__(cls, *args: object, **options: object) -> sympy.Expr:
+        if options.get("evaluate") is False:
+            return super().__new__(cls, *sorted(args, key=default_sort_key), evaluate=False)
         flat: list[sympy.Expr] = []
         for arg in map(sympy.sympify, args):
             flat.extend(arg.args if isinstance(arg, cls) else (arg,))
@@ -200,6 +202,12 @@ class _Extremum(RealFunction):
         if winner == loser:
             return True
         margin = winner - loser
+        if len(margin.free_symbols) > 1:  # the sign of the sum would take sympy long
+            return all(cls._keeps(term) for term in sympy.Add.make_args(margin))
+        return cls._keeps(margin)
+
+    @classmethod
+    def _keeps(cls, margin: sympy.Expr) -> bool:
         return bool(margin.is_nonpositive if cls._least else margin.is_nonnegative)
 
     def _eval_is_integer(self) -> Any:

@@ -257,7 +257,7 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
 
     A large expression gets a name (`flashgen.language.lets`).
     """
-    if not is_condition(expr) and (expr.has(*_UNREAL) or expr.is_real is False):
+    if not is_condition(expr) and (expr.has(*_UNREAL) or _is_unreal(expr)):
         refuse(
             "this is not a finite real number",
             numbers=" and ".join(
@@ -266,6 +266,11 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
             way_out="no division by 0, and no log or root of a negative number",
         )
     return Value(named(expr), captures_of(*operands))
+
+
+def _is_unreal(expr: sympy.Expr) -> bool:
+    # Sums and products of real operands are real; to find it out takes sympy long.
+    return not isinstance(expr, sympy.Add | sympy.Mul) and expr.is_real is False
 
 
 def combine(operator: str, left: object, right: object) -> Traced:

@@ -40,6 +40,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
 
@@ -66,7 +67,10 @@ def evaluate(
     Raises:
         SpecError: a symbol has no value, or mods cannot contain a function of ``expr``.
     """
-    return _Evaluator(values, real).value(expr)
+    run = _Evaluator(values, real)
+    for let in lets_of(expr):
+        run.known[let] = run.value(let.value)
+    return run.value(expr)
 
 
 class _Evaluator:

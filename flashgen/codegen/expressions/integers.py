@@ -79,6 +79,9 @@ class IntegerPrinter(ABC):
         self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
         self._known: dict[sympy.Symbol, Limits] = {}
         self._smallest = _Smallest()
+        self._limits: dict[sympy.Expr, Limits] = {}
+        self._smallest_limits: dict[sympy.Expr, Limits] = {}
+        self._widths: dict[sympy.Expr, bool] = {}
         self._lets: dict[sympy.Symbol, str] = {}
         self._nested_lets: dict[sympy.Symbol, str] = {}
         self._wide: set[sympy.Symbol] = set()
@@ -116,6 +119,11 @@ class IntegerPrinter(ABC):
 
     def _is_wide(self, expr: sympy.Expr) -> bool:
         """True if the printed text has type int64."""
+        if expr not in self._widths:
+            self._widths[expr] = self._find_width(expr)
+        return self._widths[expr]
+
+    def _find_width(self, expr: sympy.Expr) -> bool:
         if isinstance(expr, sympy.Symbol):
             return expr in self._wide
         if isinstance(expr, TensorRead):
@@ -134,12 +142,15 @@ class IntegerPrinter(ABC):
         Unless integers are to be wide, it may where even the smallest numbers overflow, as elements
         of tensors do.
         """
-        if sizes_of_parts(expr, self._known) <= INT32_MAX:
+        if sizes_of_parts(expr, self._known, self._limits) <= INT32_MAX:
             return False
-        if sizes_of_parts(expr, self._smallest) > INT32_MAX:
+        if sizes_of_parts(expr, self._smallest, self._smallest_limits) > INT32_MAX:
             return True
         self.assumptions[-1].assumed[expr] = None
         return self.wide
+
+    def _least(self, expr: sympy.Expr) -> int:
+        return limits(expr, self._known, self._limits)[0]
 
     def _int(self, expr: sympy.Expr, wide: bool = False) -> Text:
         """Integer text; of type int64 if ``wide``."""
@@ -245,7 +256,7 @@ class IntegerPrinter(ABC):
             return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
         if b in self.multipliers and not wide:
             return self._fast_division(text[0], a, b, quotient)
-        if limits(a, self._known)[0] >= 0 and limits(b, self._known)[0] > 0:
+        if self._least(a) >= 0 and self._least(b) > 0:
             sign = "/" if quotient else "%"
             return (
                 f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
@@ -259,8 +270,8 @@ class IntegerPrinter(ABC):
 
     def _fast_division(self, text: str, a: sympy.Expr, b: sympy.Expr, quotient: bool) -> Text:
         """A division by a scalar of the call, by the multiplier that the host makes."""
-        positive = limits(b, self._known)[0] > 0
-        natural = positive and limits(a, self._known)[0] >= 0
+        positive = self._least(b) > 0
+        natural = positive and self._least(a) >= 0
         kind = "fast_" if natural else "fast_floor_" if positive else "signed_floor_"
         divisor = [] if positive and quotient else [self._name(b)[0]]
         name = f"{kind}{'div' if quotient else 'mod'}"

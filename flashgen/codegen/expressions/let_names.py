@@ -38,17 +38,17 @@ def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy
         known: the names of other symbols, among them those of an enclosing block.
     """
     names: dict[sympy.Symbol, str] = {}
-    outer = {s: name for s, name in known.items() if _LET.fullmatch(s.name)}
+    described = {s: name for s, name in known.items() if _LET.fullmatch(s.name)}
     used = {*CALLED, *known.values()}
     indexed = _indices(block)
     unnamed = 0
     for symbol, value in block.lets:
-        name = _name(value, outer | names) or indexed.get(symbol)
+        name = _name(value, described) or indexed.get(symbol)
         if name is None or not _may_be_used(name, used):
             while f"t{unnamed}" in used:
                 unnamed += 1
             name = f"t{unnamed}"
-        names[symbol] = name
+        names[symbol] = described[symbol] = name
         used.add(name)
     return names
 

@@ -91,6 +91,9 @@ class CPrinter(FloatPrinter):
 
     def begin(self, block: CodeBlock, *, nested: bool = False) -> None:
         """Names the shared subexpressions of a block, for `let`; ``nested`` as in `lets`."""
+        self._limits.clear()
+        self._smallest_limits.clear()
+        self._widths.clear()
         for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
             del self.names[symbol]  # names and their types are local to their block
             self._known.pop(symbol, None)
@@ -116,8 +119,8 @@ class CPrinter(FloatPrinter):
             text = self.float(value) if kind == "float" else self.expr(value)
             line = f"const {kind} {self.names[symbol]} = {text};"
         if kind in ("int", "int64"):
-            self._known[symbol] = limits(value, self._known)
-            self._smallest[symbol] = limits(value, self._smallest)
+            self._known[symbol] = limits(value, self._known, self._limits)
+            self._smallest[symbol] = limits(value, self._smallest, self._smallest_limits)
             self.assumptions[-1].lets.append((symbol, value))
         if kind == "int64":
             self._wide.add(symbol)
