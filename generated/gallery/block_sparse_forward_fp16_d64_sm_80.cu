@@ -701,7 +701,6 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-
       // The mask is costly: evaluated one by one, its reads and divisions would wait for each
       // other; evaluated all at once, they would take too many registers. A loop computes a bit
       // mask.

@@ -564,7 +564,6 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     multiply_rows<VECTORS_V>(ds, do_lane, v_lane);
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta).
-
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll

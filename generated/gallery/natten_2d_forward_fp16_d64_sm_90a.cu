@@ -862,7 +862,6 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         const int column = k_start + thread % 4 * 2;
         const int q_first =
             p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-
         MaskQuery mask_queries[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

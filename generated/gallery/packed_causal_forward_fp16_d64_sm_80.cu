@@ -678,7 +678,6 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-
       MaskQuery mask_queries[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

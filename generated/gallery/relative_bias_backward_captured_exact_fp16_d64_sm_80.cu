@@ -530,7 +530,6 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 
     // 5c. P = exp(S' - LSE), and dS' = P (dP - delta). S' is the result of the score function.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
@@ -585,7 +584,6 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
     // one place wait for each other.
     int held_by0 = -1;  // the place of this sum; -1: none yet
     float by0 = 0.0f;
-
     // Along diagonals of the tile: there q - k is the same.
 #pragma unroll
     for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {

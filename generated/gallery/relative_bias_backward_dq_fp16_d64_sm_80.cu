@@ -570,7 +570,6 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta), times the score function's slope.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll

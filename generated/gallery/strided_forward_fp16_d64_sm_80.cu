@@ -643,7 +643,6 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-
 #pragma unroll
       for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
