@@ -115,43 +115,73 @@ def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
     Raises:
         ValueError: no loop has a tensor-core instruction.
     """
-    blocks, edges = _blocks(listing)
-    dominators = _dominators(edges)
-    loops: dict[int, tuple[set[int], set[int]]] = {}
-    for block in dominators:
-        for head in edges[block]:
-            if head in dominators[block]:
-                body, latches = loops.setdefault(head, ({head}, set()))
-                latches.add(block)
-                body |= _body(edges, head, block)
-
-    def joined(body: set[int] | Sequence[int]) -> Block:
-        return tuple(i for b in sorted(body) for i in blocks[b])
-
-    def tensor(body: set[int]) -> int:
-        return sum(i.base in TENSOR for i in joined(body))
-
-    products = {head: tensor(body) for head, (body, _) in loops.items()}
-    most = max(products.values(), default=0)
-    if not most:
-        raise ValueError("no loop of this listing has a tensor-core instruction")
+    graph = _LoopGraph(listing)
+    products = graph.products()
     share = 1 if around_passes else 2
-    large = (head for head, count in products.items() if share * count >= most)
-    head = min(large, key=lambda h: len(loops[h][0]))
-    body, latches = loops[head]
-    inner = [loops[h][0] for h in loops if h != head and loops[h][0] < body]
-    waits = [other for other in inner if _is_wait(joined(other))]
-    inside = set().union(*inner)
-    own = body - inside
-    always = [b for b in sorted(own) if all(b in dominators[latch] for latch in latches)]
-    before = {b: {n for n in body if b in edges[n]} for b in own}
-    slow = {b for b in own if before[b] and before[b] <= set().union(*waits)}
-    return Loop(
-        always=joined(always),
-        conditional=tuple(tuple(blocks[b]) for b in sorted(own.difference(always, slow))),
-        inner=tuple(joined(other) for other in inner if other not in waits),
-        waits=len(waits),
-    )
+    large = (head for head, count in products.items() if share * count >= max(products.values()))
+    return graph.loop(min(large, key=lambda head: len(graph.loops[head][0])))
+
+
+def product_loops(listing: str) -> list[Loop]:
+    """All innermost loops with at least half of the most tensor-core instructions of any loop.
+
+    In the order of their addresses: a kernel may have one loop for masked tiles and one for others.
+
+    Raises:
+        ValueError: no loop has a tensor-core instruction.
+    """
+    graph = _LoopGraph(listing)
+    products = graph.products()
+    large = {head for head, count in products.items() if 2 * count >= max(products.values())}
+    bodies = {head: graph.loops[head][0] for head in large}
+    return [
+        graph.loop(head)
+        for head, body in sorted(bodies.items())
+        if not any(other < body for other in bodies.values())
+    ]
+
+
+class _LoopGraph:
+    """The natural loops of a listing: by the number of their first block, body and latches."""
+
+    def __init__(self, listing: str) -> None:
+        self.blocks, self.edges = _blocks(listing)
+        self.dominators = _dominators(self.edges)
+        self.loops: dict[int, tuple[set[int], set[int]]] = {}
+        for block in self.dominators:
+            for head in self.edges[block]:
+                if head in self.dominators[block]:
+                    body, latches = self.loops.setdefault(head, ({head}, set()))
+                    latches.add(block)
+                    body |= _body(self.edges, head, block)
+
+    def joined(self, body: set[int] | Sequence[int]) -> Block:
+        return tuple(i for b in sorted(body) for i in self.blocks[b])
+
+    def products(self) -> dict[int, int]:
+        """The number of tensor-core instructions of each loop; ValueError if there are none."""
+        found = {
+            head: sum(i.base in TENSOR for i in self.joined(body))
+            for head, (body, _) in self.loops.items()
+        }
+        if not any(found.values()):
+            raise ValueError("no loop of this listing has a tensor-core instruction")
+        return found
+
+    def loop(self, head: int) -> Loop:
+        body, latches = self.loops[head]
+        inner = [other for h, (other, _) in self.loops.items() if h != head and other < body]
+        waits = [other for other in inner if _is_wait(self.joined(other))]
+        own = body - set().union(*inner)
+        always = [b for b in sorted(own) if all(b in self.dominators[n] for n in latches)]
+        before = {b: {n for n in body if b in self.edges[n]} for b in own}
+        slow = {b for b in own if before[b] and before[b] <= set().union(*waits)}
+        return Loop(
+            always=self.joined(always),
+            conditional=tuple(tuple(self.blocks[b]) for b in sorted(own.difference(always, slow))),
+            inner=tuple(self.joined(other) for other in inner if other not in waits),
+            waits=len(waits),
+        )
 
 
 def by_kind(block: Sequence[Instruction]) -> Counter[str]:
