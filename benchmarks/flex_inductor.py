@@ -37,6 +37,7 @@ from torch.nn.attention.flex_attention import (  # noqa: E402
     flex_attention,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 
 from benchmarks.flex_mods import BATCH, HEAD_DIM, HEADS, LENGTH, MODS, Mask, Mods  # noqa: E402
 
@@ -183,6 +184,8 @@ def main(arch: str, folder: str, *names: str) -> None:
                 "warps": kernel.metadata.num_warps,
                 "stages": kernel.metadata.num_stages,
                 "smem_bytes": kernel.metadata.shared,
+                "triton": triton.__version__,
+                "ptxas": get_ptxas(int(arch)).version,
             }
             path.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
 
