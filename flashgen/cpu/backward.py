@@ -16,7 +16,7 @@ from flashgen.call import OutputGradients
 from flashgen.cpu import sinks
 from flashgen.cpu.chunks import Workspace, sequences
 from flashgen.cpu.elements import add_at
-from flashgen.cpu.problem import ChunkScores, Modified, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.problem import LOG2_E, ChunkScores, Modified, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -88,8 +88,9 @@ class _ChunkOperands:
 
     Attributes:
         q, k, v, dout: [pairs, rows, columns].
-        q_exact, k_exact: q and k in `SequenceProblem.exact`.
+        q_exact, k_exact: q and k in the dtype of `SequenceProblem.product_dtype`.
         lse: [pairs, seq_q * group, 1].
+        top: the same in the unit of scores, `SequenceProblem.power_of_2`.
         delta: D - dLSE, of the shape of lse; 0 where LSE is -inf.
         some_masked: whether some row is fully masked. With a sink it is always true, because LSE
             does not show it.
@@ -104,6 +105,7 @@ class _ChunkOperands:
     k_exact: Tensor
     dout: Tensor
     lse: Tensor
+    top: Tensor
     delta: Tensor
     some_masked: bool
     some_undefined: bool
@@ -121,14 +123,16 @@ def _operands(
         delta -= chunk.of_queries(dlse[..., None]).to(real)
     masked = lse == -math.inf
     q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
+    exact = part.problem.product_dtype(q, k)
     return _ChunkOperands(
         q=q,
         k=k,
-        q_exact=q.to(part.problem.exact),
-        k_exact=k.to(part.problem.exact),
+        q_exact=q.to(exact),
+        k_exact=k.to(exact),
         v=chunk.of_keys(v).to(real),
         dout=dout,
         lse=lse,
+        top=lse * LOG2_E if part.problem.power_of_2 else lse,
         delta=delta.masked_fill_(masked, 0),
         some_masked=part.problem.sink is not None or bool(masked.any()),
         some_undefined=not math.isfinite(float(delta.sum())),
@@ -189,8 +193,8 @@ def _key_tile(
         scores, slope, uses = _scores(part, work, p, rows, keys, *exact)
         if slope is not None or uses or (of.some_masked and problem.programs.score is not None):
             bits = _and_finite(problem, scores, bits)
-        torch.sub(scores, part.grouped(of.lse[:, grouped]), out=part.grouped(p))
-        exp_(p)
+        torch.sub(scores, part.grouped(of.top[:, grouped]), out=part.grouped(p))
+        exp_(p, problem.power_of_2, problem.bounded(of.q_exact.dtype))
         if bits is not None:
             part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None

@@ -20,8 +20,12 @@ from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor
 
-ELEMENTS = 1 << 18
-"""Scores in memory per thread: 1 MiB in float32, which fits in a core's cache."""
+OWNED_ROWS, WALKED_ROWS = 256, 512
+"""The rows of the axis that a tile owns, and of the axis that it walks in one step, for matrix
+products that run at full speed. A tile owns as many tiles of the plan as fit."""
+
+ELEMENTS = OWNED_ROWS * WALKED_ROWS
+"""Scores in memory per thread: 512 KiB in float32, which fits in a core's cache."""
 
 MOST_ELEMENTS = 1 << 21
 
@@ -189,18 +193,20 @@ class Chunk:
         return tensor[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop]
 
 
-def chunks(sizes: Sizes, tile: int) -> Iterator[Chunk]:
+def chunks(sizes: Sizes, tile: int) -> list[Chunk]:
     """All pairs, in chunks whose tiles of ``tile`` elements fit in the budget."""
-    pairs = max(1, budget() // (tile * sizes.group))
+    pairs = max(1, budget() // max(1, tile * sizes.group))
     heads = min(pairs, sizes.heads_kv)
     entries = min(pairs // heads, sizes.batch) if heads == sizes.heads_kv else 1
-    for b in range(0, sizes.batch, entries):
-        for h in range(0, sizes.heads_kv, heads):
-            yield Chunk(
-                sizes,
-                range(b, min(b + entries, sizes.batch)),
-                range(h, min(h + heads, sizes.heads_kv)),
-            )
+    return [
+        Chunk(
+            sizes,
+            range(b, min(b + entries, sizes.batch)),
+            range(h, min(h + heads, sizes.heads_kv)),
+        )
+        for b in range(0, sizes.batch, entries)
+        for h in range(0, sizes.heads_kv, heads)
+    ]
 
 
 class Workspace:

@@ -13,7 +13,7 @@ import torch
 
 from flashgen.cpu import sinks
 from flashgen.cpu.chunks import Workspace, sequences
-from flashgen.cpu.problem import ChunkScores, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.problem import LOG2_E, ChunkScores, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -83,8 +83,9 @@ def _chunk(
 ) -> None:
     """Writes out and lse of one chunk."""
     problem, chunk = scores.problem, scores.chunk
-    q = chunk.of_queries(q).to(problem.exact)
-    k, v = chunk.of_keys(k).to(problem.exact), chunk.of_keys(v).to(problem.real)
+    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
+    exact = problem.product_dtype(q, k)
+    q, k = q.to(exact), k.to(exact)
     o = chunk.result_for(out, q.shape[1], problem.real)
     statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
     group = problem.sizes.group
@@ -111,6 +112,7 @@ def _query_tile(
     """
     problem, (q, k, v), (out, lse) = of.problem, operands, results
     lowest = torch.finfo(problem.real).min
+    bounded = problem.bounded(q.dtype)
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
     for run in of.runs(rows.start, rows.stop):
@@ -122,8 +124,8 @@ def _query_tile(
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
         tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
         new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
-        exp_(torch.sub(scores, new_max, out=p))
-        if bits is not None:
+        exp_(torch.sub(scores, new_max, out=p), problem.power_of_2, bounded)
+        if bits is not None and not bounded:  # exponentials of -inf were replaced
             of.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
 
@@ -135,7 +137,7 @@ def _query_tile(
             row_sum = tile_sum
             torch.baddbmm(o, p, v[:, keys], beta=0, out=o)
         else:
-            rescale = exp_(row_max.sub_(new_max))
+            rescale = exp_(row_max.sub_(new_max), problem.power_of_2)
             row_sum.mul_(rescale).add_(tile_sum)
             o.mul_(rescale).baddbmm_(p, v[:, keys])
         row_max = new_max
@@ -148,7 +150,10 @@ def _query_tile(
     empty = row_max == lowest
     if problem.sink is not None:
         row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
-    torch.add(row_max, row_sum.log(), out=lse)
+    if problem.power_of_2:
+        torch.add(row_max, row_sum.log2(), out=lse).div_(LOG2_E)
+    else:
+        torch.add(row_max, row_sum.log(), out=lse)
     torch.where(empty, alone, lse, out=lse)
     if problem.dropout_scale is not None:
         row_sum.div_(problem.dropout_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,16 @@ import sympy
 import torch
 
 from flashgen.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileRun, TileWalk, numbers_of
-from flashgen.cpu.chunks import Chunk, SequenceRows, Sizes, Workspace, budget, chunks
+from flashgen.cpu.chunks import (
+    OWNED_ROWS,
+    WALKED_ROWS,
+    Chunk,
+    SequenceRows,
+    Sizes,
+    Workspace,
+    budget,
+    chunks,
+)
 from flashgen.cpu.program import BoundProgram, Program
 from flashgen.cpu.spec_programs import programs_of
 from flashgen.dropout import keep_mask, keep_scale
@@ -31,18 +41,36 @@ ARCH = "sm_80"
 """The architecture whose plans give the default tiles."""
 
 
-def exp_(x: Tensor) -> Tensor:
-    """e to the power x, in place, for x <= 0 in exact arithmetic.
+def exp_(x: Tensor, power_of_2: bool = False, bounded: bool = False) -> Tensor:
+    """e or 2 to the power x, in place, for x <= 0 in exact arithmetic.
 
-    Where the result would be denormal or 0, the library's exp takes up to a hundred times as long.
-    Such results are replaced by a number about a thousand times the smallest normal one, which is
-    negligible beside the 1 of the largest element of every row. Exact zeros are selected later.
+    Args:
+        bounded: whether x is known to be -inf or to have a normal result.
+
+    Denormal numbers are slow, in the library's exp and as factors of products. Where the result
+    would be denormal or 0, it is replaced by a number about a thousand times the smallest normal
+    one, which is negligible beside the 1 of the largest element of every row. Exact zeros are
+    selected later.
     """
     limit = _EXP_LIMIT[x.dtype]
+    if power_of_2:
+        return (x if bounded else x.clamp_(-limit * LOG2_E, limit * LOG2_E)).exp2_()
     return x.clamp_(-limit, limit).exp_()
 
 
+LOG2_E = 1 / math.log(2)
 _EXP_LIMIT = {torch.float32: 80.0, torch.float64: 700.0}
+
+_SMALL_SCORE = 32.0
+"""Where no score of a chunk is larger, float32 products of different orders of summation make
+relative differences of P below 1e-5, and no exponential of a difference of scores is denormal."""
+
+_FEW_SCORES = 1 << 14
+"""Chunks of fewer scores take so little time that the largest score is not estimated."""
+
+
+_MOST_SHARED = 1 << 19
+"""Elements of masks that the chunks of a call share: 2 MiB."""
 
 
 class Modified(NamedTuple):
@@ -115,11 +143,11 @@ class SequenceProblem:
         real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
             operands.
         bits: the integer dtype of the same width.
+        power_of_2: whether scores and row maxima are multiplied by log2(e), because the library's
+            exp2 takes a third of the time of its exp; where nothing but the softmax sees them.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
-        exact: the dtype in which products of q and k are accumulated. Both passes need scores with
-            the same bits, because P is exp(s' - LSE), and in float32 the matrix library's order of
-            summation depends on the shapes.
         dropout_scale: factor on kept elements of P; None without dropout.
+        masks: masks of tiles that all chunks share, by the ranges of rows and of keys.
         tensors: captured tensors by symbol, with the live blocks of a block layout.
         sink: the captured tensor that is the sink; None without one.
     """
@@ -141,21 +169,29 @@ class SequenceProblem:
         self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
-        self.exact = self.real if self.narrow else torch.float64
         self.programs = programs_of(spec, self.real)
         first, self._entries = sequence.place or (0, q.shape[0])
         self.sparse = spec.block_sparse
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
+        self.power_of_2 = self.programs.score is None and spec.sink is None
+        self._factor = self.scale * LOG2_E if self.power_of_2 else self.scale
         self.backward = backward
-        planned = tiles_of(spec, backward=backward)
+        block_q, block_k = tiles_of(spec, backward=backward)
+        if backward:
+            block_k *= max(1, OWNED_ROWS // block_k)
+        else:
+            group = max(1, q.shape[1] // max(1, k.shape[1]))
+            block_q *= max(1, OWNED_ROWS // (block_q * group))
         q_offset, k_offset = sequence.offsets
-        self.queries = TileAxis(q.shape[2], arguments.block_q or planned[0], q_offset)
-        self.keys = TileAxis(k.shape[2], arguments.block_k or planned[1], k_offset)
+        self.queries = TileAxis(q.shape[2], arguments.block_q or block_q, q_offset)
+        self.keys = TileAxis(k.shape[2], arguments.block_k or block_k, k_offset)
         dropout_p, tensors = arguments.dropout_p, arguments.tensors
         self.dropout_scale = keep_scale(dropout_p) if dropout_p else None
         self._arguments = arguments
         self._spec = spec
+        self.masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self._room = 0
         unread = LAYOUT_LISTS if spec.block_sparse is not None else ()
         read = (tensor for tensor in spec.tensors if tensor.name not in unread)
         self.tensors = {x.symbol: tensors[x.name].detach() for x in read}
@@ -198,10 +234,42 @@ class SequenceProblem:
         sizes = self.sizes
         return 0 in (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.seq_k)
 
+    def product_dtype(self, q: Tensor, k: Tensor) -> torch.dtype:
+        """The dtype in which products of q and k [pairs, rows, head_dim] are accumulated.
+
+        Both passes need the same scores, because P is exp(s' - LSE). In float32 the matrix
+        library's order of summation depends on the shapes, and the difference that this makes
+        grows with the scores and with the slope of the score function.
+        """
+        if self.narrow:
+            return self.real
+        if self.programs.has_slope or q.shape[1] * k.shape[1] < _FEW_SCORES:
+            return torch.float64
+        # Rows with a NaN have no other scores in either dtype.
+        lengths = (
+            torch.linalg.vector_norm(x, dim=-1).nan_to_num_(0.0, math.inf).amax() for x in (q, k)
+        )
+        largest = self.scale * float(math.prod(lengths))
+        return self.real if largest < _SMALL_SCORE else torch.float64
+
+    def share_mask(self, place: tuple[int, int, int, int], bits: Tensor) -> None:
+        """Keeps the mask of a tile for the other chunks, within `_MOST_SHARED` elements."""
+        self._room -= bits.numel()
+        if self._room >= 0:
+            self.masks[place] = bits
+
+    def bounded(self, product: torch.dtype) -> bool:
+        """Whether no exponential of a chunk is denormal: its scores are below `_SMALL_SCORE`."""
+        return self.power_of_2 and product == torch.float32 and self.narrow is None
+
     def multiply(self, work: Workspace, s: Tensor, q: Tensor, k: Tensor) -> None:
-        """Writes scale * q k^T to ``s``; q and k are in `exact`."""
+        """Writes scale * q k^T to ``s``, in the unit of `power_of_2`.
+
+        Args:
+            q, k: in the dtype of `product_dtype`.
+        """
         wide = s if s.dtype == q.dtype else work.wide.matrix("s", *s.shape)
-        torch.baddbmm(wide, q, k.transpose(1, 2), beta=0, alpha=self.scale, out=wide)
+        torch.baddbmm(wide, q, k.transpose(1, 2), beta=0, alpha=self._factor, out=wide)
         if wide is not s:
             s.copy_(wide)
 
@@ -211,13 +279,16 @@ class SequenceProblem:
         numbers = numbers_of(self._spec, sizes, self._arguments.scalars)
         q = torch.arange(self.sizes.seq_q).add_(self.queries.offset).view(1, -1, 1, 1)
         k = torch.arange(self.sizes.seq_k).add_(self.keys.offset).view(1, 1, 1, -1)
-        tile = min(self.queries.block, len(q[0])) * min(self.keys.block, k.shape[3])
+        owned, walked = (self.queries, self.keys)[:: -1 if self.backward else 1]
+        tile = min(owned.block, owned.length) * min(max(WALKED_ROWS, walked.block), walked.length)
         rng = None
         if self.dropout_scale is not None:
             assert self._arguments.rng is not None, "dropout needs the seed and the offset"
             seed, offset = (int(word) for word in self._arguments.rng)
             rng = self._arguments.dropout_p, seed, offset
-        for chunk in chunks(self.sizes, tile):
+        found = chunks(self.sizes, tile)
+        self._room = _MOST_SHARED if len(found) > 1 else 0
+        for chunk in found:
             yield ChunkScores(self, chunk, numbers, q, k, rng)
 
 
@@ -303,9 +374,17 @@ class ChunkScores:
         A bitwise ``and`` with these bits replaces masked values, NaN included, by 0, in a tenth
         of the time of ``masked_fill``.
         """
-        assert self.problem.programs.mask is not None
-        (keep,) = self._run(self.problem.programs.mask, rows, keys, None)
-        return keep.to(self.problem.bits).neg_()
+        program = self.problem.programs.mask
+        assert program is not None
+
+        place = rows.start, rows.stop, keys.start, keys.stop
+        bits = self.problem.masks.get(place)
+        if bits is None:
+            (keep,) = self._run(program, rows, keys, None)
+            bits = keep.to(self.problem.bits).neg_()
+            if not program.uses(B, H):
+                self.problem.share_mask(place, bits)
+        return bits
 
     def grouped(self, tile: Tensor) -> Tensor:
         """[pairs, rows * group, x] as [pairs, rows, group, x]."""

@@ -19,6 +19,7 @@ from flashgen import cpu, reference
 from flashgen.analysis import analyse
 from flashgen.analysis.tile_walk import EMPTY, FULL, MIXED, TileAxis, TileWalk
 from flashgen.call import OutputGradients
+from flashgen.cpu.chunks import OWNED_ROWS
 from flashgen.cpu.problem import ChunkScores
 from flashgen.errors import SpecError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
@@ -198,7 +199,9 @@ def test_any_mask_gives_what_the_oracle_gives(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_blocks_are_the_plans_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_own_whole_tiles_of_the_plan_unless_blocks_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: Counter[tuple[int, int]] = Counter()
     original = TileWalk.runs
 
@@ -214,8 +217,8 @@ def test_blocks_are_the_plans_unless_given(monkeypatch: pytest.MonkeyPatch) -> N
     back = {kernel.kernel: kernel for kernel in plan_backward(spec, "sm_80").kernels}
     chosen = back["fused"] if "fused" in back else back["dkdv"]
     assert set(seen) == {
-        (ahead.block_q, ahead.block_k),
-        (chosen.block_k, chosen.block_q),
+        (OWNED_ROWS // ahead.block_q * ahead.block_q, ahead.block_k),
+        (OWNED_ROWS // chosen.block_k * chosen.block_k, chosen.block_q),
     }
     seen.clear()
     both(spec, q, k, v, torch.ones_like(q), block_q=40, block_k=24)
