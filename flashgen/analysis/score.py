@@ -20,7 +20,7 @@ from flashgen.language import (
     elements_of,
     is_condition,
 )
-from flashgen.language.lets import contains, direct_lets, lets_of, named
+from flashgen.language.lets import Let, contains, direct_lets, lets_of, named
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,16 @@ def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Ex
     Of a large expression in reverse mode: the derivative by each part, from the last one to the
     first, then those by the elements in each part. The time does not depend on their number.
     """
-    read = {element.tensor for element in elements}
+    tensors = {element.tensor for element in elements}
+    parts: list[Let | None] = [None, *reversed(lets_of(score))] if elements else []
     terms: dict[sympy.Expr | None, list[sympy.Expr]] = {None: [sympy.S.One]}
-    for part in (None, *reversed(lets_of(score))):
-        if part in terms and read:
+    for part in parts:
+        if part in terms:
             outer = named(sympy.Add(*terms[part]))
             value = score if part is None else part.value
-            for inner in (*direct_lets(value), *(e for e in elements if value.has(e))):
-                if not (is_condition(inner) or read.isdisjoint(inner.free_symbols)):
+            inners: list[sympy.Expr] = [*direct_lets(value), *(e for e in elements if value.has(e))]
+            for inner in inners:
+                if not (is_condition(inner) or tensors.isdisjoint(inner.free_symbols)):
                     terms.setdefault(inner, []).append(_chained(outer, _by_part(value, inner)))
     return [named(sympy.Add(*terms.get(element, ()))) for element in elements]
 
@@ -110,16 +112,12 @@ def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
 
 
 def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
-    """The product of two derivatives; 0 where a choice ignores the part, even if that is infinite."""
-    product = outer * inner
-    if (
-        outer.is_number
-        or inner.is_number
-        or not (contains(outer, *_CHOICES) or inner.has(*_CHOICES))
-    ):
-        return product
+    """The product of two derivatives; 0 where a choice ignores the part, whatever the other is."""
+    chosen = contains(outer, *_CHOICES) or contains(inner, *_CHOICES)
+    if outer.is_number or inner.is_number or not chosen:
+        return outer * inner
     none = sympy.Or(sympy.Eq(outer, 0), sympy.Eq(inner, 0))
-    return sympy.Piecewise((0, none), (product, True), evaluate=False)
+    return sympy.Piecewise((0, none), (outer * inner, True), evaluate=False)
 
 
 _CHOICES = (sympy.Piecewise, Minimum, Maximum)

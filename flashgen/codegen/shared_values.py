@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.analysis import Level, LeveledCode
+from flashgen.analysis.operations import operations
 from flashgen.codegen.expressions import CPrinter
-from flashgen.codegen.expressions.operations import operations
 from flashgen.codegen.spec_function import PARAMETERS, SpecFunction
 from flashgen.codegen.text import comment
 

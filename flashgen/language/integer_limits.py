@@ -47,8 +47,8 @@ def limits(
     """The least and the greatest value that an integer expression can take, as Python ints.
 
     The bounds hold but need not be tight: equal subexpressions are treated as independent.
-    ``known`` gives bounds of further symbols, such as names of common subexpressions; ``memo`` keeps
-    those of the subexpressions, for further calls with the same ``known``.
+    ``known`` gives bounds of further symbols, such as names of common subexpressions. ``memo``
+    keeps those of subexpressions, for further calls with the same ``known``.
     """
     if known is None:
         return _limits_alone(expr)

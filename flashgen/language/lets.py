@@ -70,6 +70,10 @@ class Let(sympy.Symbol):  # type: ignore[misc]
     def _eval_derivative(self, by: sympy.Symbol) -> sympy.Expr:
         return self.slopes[by] if by in self._free else sympy.S.Zero
 
+    def _eval_derivative_n_times(self, by: sympy.Symbol, n: int) -> sympy.Expr:
+        assert n == 1, "derivatives of scores are first derivatives"
+        return self._eval_derivative(by)
+
     def __getnewargs_ex__(self) -> tuple[tuple[sympy.Basic], dict[str, Any]]:
         return (self.value,), {}
 
@@ -85,7 +89,7 @@ def _text(expr: sympy.Basic) -> str:
     if isinstance(expr, sympy.Symbol):
         return f"{type(expr).__name__}:{expr.name}:{expr.is_integer}:{expr.is_real}"
     if not expr.args:
-        return sympy.srepr(expr)
+        return str(sympy.srepr(expr))
     return f"{expr.func.__name__}({','.join(map(_text, expr.args))})"
 
 

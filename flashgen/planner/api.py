@@ -10,7 +10,12 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import paper_policy, streaming_kernels
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.plan_errors import heads_cannot_share, no_tile_fits, tile_does_not_fit
+from flashgen.planner.plan_errors import (
+    check_size,
+    heads_cannot_share,
+    no_tile_fits,
+    tile_does_not_fit,
+)
 from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import (
     NO_SPARE_REGISTERS,
@@ -71,6 +76,7 @@ def plan(
 def plan_forward(request: PlanRequest) -> Plan:
     """See `plan`."""
     spec, tile = request.spec, request.tile
+    check_size(spec)
     problem = problem_of(
         spec,
         facts(request.arch),

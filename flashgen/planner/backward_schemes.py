@@ -16,7 +16,7 @@ from flashgen.arch import facts
 from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.plan_errors import no_tile_fits, tile_does_not_fit
+from flashgen.planner.plan_errors import check_size, no_tile_fits, tile_does_not_fit
 from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import BackwardPlanRequest
 from flashgen.planner.search import cheapest, is_feasible
@@ -57,6 +57,7 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
 def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.planner.plan_backward`."""
     spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
+    check_size(spec)
     spare, tiles = dict(request.spare_registers), dict(request.tiles)
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashgen.analysis.operations import operations
 from flashgen.arch import facts, known
 from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
@@ -63,6 +64,23 @@ def heads_cannot_share(problem: TileProblem, spec: AttentionSpec, why: str) -> P
         numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
         way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
     )
+
+
+MOST_INSTRUCTIONS = 200_000
+"""Instructions per score of the largest mods of a kernel: the assembler takes minutes for more."""
+
+
+def check_size(spec: AttentionSpec) -> None:
+    """Raises PlanError if the mods of a spec are larger than a kernel can hold."""
+    needs = operations((spec.mask, spec.score))
+    if needs > MOST_INSTRUCTIONS:
+        raise PlanError(
+            "the mods of this spec are too large for a kernel",
+            where=_place(spec),
+            numbers=f"about {needs:,} instructions per score; limit {MOST_INSTRUCTIONS:,}: "
+            f"{needs / MOST_INSTRUCTIONS:.3g} times too many",
+            way_out="a captured tensor (fg.Tensor) with values that are computed before the call",
+        )
 
 
 def _place(spec: AttentionSpec) -> str:

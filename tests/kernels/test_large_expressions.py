@@ -1,0 +1,44 @@
+"""Mods of hundreds of operations: the emitted kernels and the tiled algorithms against the oracle.
+
+All kinds of `benchmarks/expression_size.py`: deep chains, repeated squares, deep choices, shared
+subexpressions, wide sums of learned elements, integer arithmetic, wide disjunctions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.expression_size import BUCKETS, KINDS, spec_of
+from tests.support.judged import Call
+from tests.support.shapes import Case
+
+SIZE = 120
+
+
+def call_of(kind: str, size: int, **how: Any) -> Call:
+    spec = spec_of(kind, size, head_dim=16)
+    numbers = {}
+    if spec.tensors:
+        numbers["tensors"] = {
+            "table": torch.randn(BUCKETS, generator=torch.Generator().manual_seed(3))
+        }
+    case = Case(40, 48, 1, 1, 1, spec.dtype, spec.head_dim)
+    return Call(spec, case.tensors(size), numbers, **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tiled_algorithms_meet_the_error_rule_with_a_large_expression(kind: str) -> None:
+    call = call_of(kind, SIZE, backend="tiled")
+    call.judged_backward(call.judged_forward())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_meet_the_error_rule_with_a_large_expression(kind: str, arch: str) -> None:
+    call = call_of(kind, SIZE, arch=arch)
+    call.judged_backward(call.judged_forward())
