@@ -1,6 +1,6 @@
 """Size and work of kernels whose mask or score is costly, counted from machine code.
 
-    python benchmarks/costly.py [--head-dim 64] [--output results/costly.json] [NAME ...]
+    python benchmarks/costly.py [--arch sm_80] [--output results/costly.json] [NAME ...]
 
 For each variant, code path and kernel: bytes of the emitted file and of the cubin, and instructions
 per score in full and in mixed tiles (benchmarks/instructions.py). It needs no GPU.
@@ -101,6 +101,7 @@ def table_of(entries: list[dict[str, Any]]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("variants", nargs="*", metavar="NAME", help=f"{', '.join(SPECS)}, fire")
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="both by default")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--output", type=Path, help="also write the entries as JSON")
     options = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> int:
     entries = [
         entry_of(name, arch, built)
         for name in options.variants or (*SPECS, "fire")
-        for arch in ARCHS
+        for arch in options.arch or ARCHS
         for built in kernels(spec_of(name, **size), arch)
     ]
     if options.output:

@@ -134,8 +134,8 @@ struct Range {
 // n / by rounded up, for n >= 0.
 __device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
-// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d, the
-// high half its shift, both made by the host: runtime/fast_division.py.
+// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
+// the high half its shift, both made by the host: runtime/fast_division.py.
 __device__ __forceinline__ int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }

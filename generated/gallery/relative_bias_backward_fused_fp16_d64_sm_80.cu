@@ -688,7 +688,9 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         for (int n = 0; n < QUERIES / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (8 * n + e >= hi) s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
+            if (8 * n + e >= hi) {
+              s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
+            }
           }
         }
       }

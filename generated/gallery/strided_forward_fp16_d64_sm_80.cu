@@ -110,8 +110,8 @@ struct Range {
 // n / by rounded up, for n >= 0.
 __device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
-// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d, the
-// high half its shift, both made by the host: runtime/fast_division.py.
+// n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
+// the high half its shift, both made by the host: runtime/fast_division.py.
 __device__ __forceinline__ int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
@@ -652,7 +652,8 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
             const int q = q_first + 16 * g + 8 * (e / 2);
             const int key = column + 8 * n + e % 2;
             const int k = p.k_offset + key;
-            if ((key >= p.seq_k) | !mask_mod(p, q, k)) s[g][n][e] = minus_infinity();
+            const bool kept = mask_mod(p, q, k);
+            if ((key >= p.seq_k) | !kept) s[g][n][e] = minus_infinity();
           }
         }
       }

@@ -17,6 +17,7 @@ from tests.support.tiers import slow
 SCRIPTS = {
     "build.py": "specs/full.py",
     "compile_all.py": "--arch sm_90a specs/full.py",
+    "costly.py": "--arch sm_80 --output OUT/costly.json document",
     "instructions.py": "--head-dim 64 specs/full.py",
     "overhead.py": "--calls 2 --rounds 2",
     "paper.py": "--length 64 --no-figures --densities 0.5 --output OUT",
