@@ -91,8 +91,9 @@ lint: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# gpu.py and compile_all.py have targets of their own; the other two are not scripts that measure.
-OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py report.py __init__.py)
+# gpu.py and compile_all.py have targets of their own, and the flex scripts need Triton; the other
+# two are not scripts that measure.
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py flex_inductor.py flex_kernels.py report.py __init__.py)
 
 bench: $(VENV)/dev.stamp
 	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "gpu.py": "test_dry.py",
     "emulator.py": "below",
     "fit_duration.py": "test_fit_duration.py",
+    "flex_inductor.py": "test_flex_kernels.py",
+    "flex_kernels.py": "test_flex_kernels.py",
 }
 
 

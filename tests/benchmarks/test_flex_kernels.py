@@ -1,0 +1,117 @@
+"""benchmarks/flex_kernels.py: the same functions for both compilers, and the loops it counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashgen as fg
+from benchmarks import flex_kernels, flex_mods
+from benchmarks.flex_mods import MODS
+from flashgen import reference
+from flashgen.cli.inspect import find_nvdisasm
+from tests.support.flex_mods import noise, torch_answer
+from tests.support.paths import ROOT
+from tests.support.processes import run_python
+
+LENGTH = 48
+SPECS = sorted(name for name in MODS if (ROOT / "specs" / f"{name}.py").exists())
+
+needs_nvdisasm = pytest.mark.skipif(
+    find_nvdisasm() is None, reason='nvdisasm is missing: pip install "flashgen[sass]"'
+)
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason='triton is missing: pip install "flashgen[flex]"',
+)
+
+
+def listing(loops: list[tuple[int, int]]) -> str:
+    """A disassembly with one loop for each (source line, instructions)."""
+    text, address = ["\t.section\t.text.kernel"], 0
+
+    def add(instruction: str) -> None:
+        nonlocal address
+        text.append(f"        /*{address:04x}*/                   {instruction} ;")
+        address += 16
+
+    for number, (line, length) in enumerate(loops):
+        text.append(f".L_x_{number}:")
+        text.append(f'\t//## File "kernel.py", line 9 inlined at "kernel.py", line {line}')
+        text.append(f'\t//## File "kernel.py", line {line}')
+        add("HMMA.16816.F32 R4, R8, R12, R4")
+        for _ in range(length - 2):
+            add("FADD R1, R1, R2")
+        add(f"@P0 BRA `(.L_x_{number})")
+    add("EXIT")
+    return "\n".join(text)
+
+
+def test_the_loops_of_flex_attention_are_told_apart_by_the_call_they_are_inlined_from() -> None:
+    source = f"def kernel():\n    {flex_kernels.LOOPS}\n    )\n    {flex_kernels.LOOPS}\n    )\n"
+    for loops in ([(2, 30), (4, 20)], [(4, 20), (2, 30)]):
+        found = flex_kernels.flex_loops(listing(loops), source)
+        assert {kind: len(loop.always) for kind, loop in found.items()} == {"mixed": 30, "full": 20}
+    (kind,) = flex_kernels.flex_loops(listing([(2, 30)]), source)
+    assert kind == "full"
+    with pytest.raises(ValueError, match="two loops over mixed blocks"):
+        flex_kernels.flex_loops(listing([(2, 30), (2, 20)]), source)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_functions_that_are_compared_are_those_of_the_specs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex_mods, "LENGTH", LENGTH)
+    batch, heads = flex_mods.BATCH, flex_mods.HEADS
+    captured: dict[str, torch.Tensor] = {}
+
+    def tensors(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        values = noise(*shape)
+        captured[name] = values if dtype.is_floating_point else (2 * values).round().to(dtype)
+        return captured[name]
+
+    mask_mod, score_mod = MODS[name](tensors)
+    q, k, v = (noise(batch, heads, LENGTH, 16, seed=seed) for seed in range(3))
+    wanted, _ = torch_answer(q, k, v, mask_mod, score_mod)
+    form = flex_mods.FORMS.get(name)
+    scalars = form.scalars(LENGTH) if form else {}
+    spec = fg.load(ROOT / "specs" / f"{name}.py").replace(
+        head_dim=16, head_dim_v=16, dtype="float32"
+    )
+    out, _ = reference.attention(spec, q, k, v, scalars=scalars, tensors=captured)
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_without_triton_the_error_names_it_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["flex_kernels.py", "causal"])
+    assert flex_kernels.main() == 1
+    what, where, numbers, way_out = capsys.readouterr().err.strip().splitlines()
+    assert what.startswith("CompileError: Triton")
+    assert "flashgen[flex]" in way_out
+    assert (where.split()[0], numbers.split()[0]) == ("where", "numbers")
+
+
+@pytest.mark.slow
+@needs_nvdisasm
+@needs_triton
+def test_the_kernels_of_flex_attention_are_compiled_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "flex.json"
+    arguments = ["document", "--arch", "sm_90", "--output", str(file)]
+    folders = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = run_python("benchmarks/flex_kernels.py", *arguments, PYTHONPATH=folders)
+    assert "FlexAttention" in done.stdout
+    ours, same, theirs = json.loads(file.read_text(encoding="utf-8"))["kernels"]
+    assert theirs["kernel"] == "FlexAttention"
+    assert theirs["tile"] == [128, 128]  # Inductor's choice for an H100
+    assert 5 < theirs["full"] < theirs["mixed"] < 30
+    assert ours["full"] == pytest.approx(same["full"], rel=0.05)
