@@ -8,15 +8,17 @@ the seed and offset of dropout are kept from the forward pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from flashgen.call import OutputGradients
 from flashgen.cpu import sinks
-from flashgen.cpu.chunks import Workspace, sequences
+from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.elements import add_at
-from flashgen.cpu.problem import LOG2_E, ChunkScores, Modified, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
+from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -31,11 +33,13 @@ def backward(
     v: Tensor,
     outputs: OutputGradients,
     arguments: TileArguments,
+    parts: Iterable[SequenceParts] = (),
 ) -> tuple[Tensor, ...]:
     """Computes the gradients tile by tile, in memory linear in N.
 
     Args:
-        q, k, v, arguments: as in `forward`; the default blocks are those of the backward plan.
+        q, k, v, arguments, parts: as in `forward`; the default blocks are those of the backward
+            plan.
         outputs: out and lse of `forward`, and their gradients, with any strides.
 
     Returns:
@@ -54,12 +58,10 @@ def backward(
     tensors, (out, lse, dout, dlse) = arguments.tensors, outputs
     learned = [tensors[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
     captured = [torch.zeros(x.numel(), dtype=work.dtype) for x in learned]
-    offsets = arguments.q_offset, arguments.k_offset
-    for sequence in sequences(spec, q.shape[0], tensors, offsets):
+    for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments, backward=True):
         of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
         of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
         of_dlse = None if dlse is None else sequence.of_queries(dlse)[0]
-        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence, backward=True)
         place = problem.learned_sink
         if problem.is_empty:
             _zero(dq, dk, dv)
@@ -68,7 +70,7 @@ def backward(
                 captured[place] += found.flatten()
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)
-        for chunk in problem.chunks():
+        for chunk in chunks:
             operands = _operands(chunk, of_q, of_k, of_v, of_outputs)
             _chunk(chunk, work, operands, (dq, dk, dv), captured)
             if place is not None:
@@ -88,9 +90,10 @@ class _ChunkOperands:
 
     Attributes:
         q, k, v, dout: [pairs, rows, columns].
-        q_exact, k_exact: q and k in the dtype of `SequenceProblem.product_dtype`.
+        q_exact, k_exact: q and k in the dtype of `SequenceProblem.products`.
         lse: [pairs, seq_q * group, 1].
-        top: the same in the unit of scores, `SequenceProblem.power_of_2`.
+        top: the same in the unit of scores.
+        power_of_2: the unit of scores, as in `Products`.
         delta: D - dLSE, of the shape of lse; 0 where LSE is -inf.
         some_masked: whether some row is fully masked. With a sink it is always true, because LSE
             does not show it.
@@ -106,6 +109,7 @@ class _ChunkOperands:
     dout: Tensor
     lse: Tensor
     top: Tensor
+    power_of_2: bool
     delta: Tensor
     some_masked: bool
     some_undefined: bool
@@ -123,16 +127,17 @@ def _operands(
         delta -= chunk.of_queries(dlse[..., None]).to(real)
     masked = lse == -math.inf
     q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
-    exact = part.problem.product_dtype(q, k)
+    products = part.problem.products(q, k)
     return _ChunkOperands(
         q=q,
         k=k,
-        q_exact=q.to(exact),
-        k_exact=k.to(exact),
+        q_exact=q.to(products.dtype),
+        k_exact=k.to(products.dtype),
         v=chunk.of_keys(v).to(real),
         dout=dout,
         lse=lse,
-        top=lse * LOG2_E if part.problem.power_of_2 else lse,
+        top=lse * LOG2_E if products.power_of_2 else lse,
+        power_of_2=products.power_of_2,
         delta=delta.masked_fill_(masked, 0),
         some_masked=part.problem.sink is not None or bool(masked.any()),
         some_undefined=not math.isfinite(float(delta.sum())),
@@ -189,12 +194,12 @@ def _key_tile(
         p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
 
         bits = None if run.full else part.mask_bits(rows, keys)
-        exact = of.q_exact[:, grouped], of.k_exact[:, keys]
-        scores, slope, uses = _scores(part, work, p, rows, keys, *exact)
+        exact = of.q_exact[:, grouped], of.k_exact[:, keys], of.power_of_2
+        scores, slope, uses = _scores(part, work, p, rows, keys, exact)
         if slope is not None or uses or (of.some_masked and problem.programs.score is not None):
             bits = _and_finite(problem, scores, bits)
         torch.sub(scores, part.grouped(of.top[:, grouped]), out=part.grouped(p))
-        exp_(p, problem.power_of_2, problem.bounded(of.q_exact.dtype))
+        exp_(p, of.power_of_2)
         if bits is not None:
             part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
@@ -233,14 +238,19 @@ def _add_product(work: Workspace, total: Tensor, a: Tensor, b: Tensor, factor: f
 
 
 def _scores(
-    part: ChunkScores, work: Workspace, p: Tensor, rows: slice, keys: slice, q: Tensor, k: Tensor
+    part: ChunkScores,
+    work: Workspace,
+    p: Tensor,
+    rows: slice,
+    keys: slice,
+    operands: tuple[Tensor, Tensor, bool],
 ) -> Modified:
     """s' of a tile with its derivatives; s' may be stored in ``p``."""
     problem = part.problem
     # A derivative can be the scores themselves, which P must not overwrite.
     s = p if problem.programs.derivatives is None else work.matrix("s", *p.shape)
     if not problem.programs.ignores_score:
-        problem.multiply(work, s, q, k)
+        problem.multiply(work, s, *operands)
     scores = part.grouped(s)
     if problem.programs.derivatives is not None:
         return part.modified(scores, rows, keys)

@@ -54,10 +54,14 @@ class SequenceRows(NamedTuple):
 
     def of_queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_q, seq_q, ...]."""
+        if self.place is None:
+            return tensors
         return tuple(tensor[self.entries, :, self.queries] for tensor in tensors)
 
     def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_kv, seq_k, ...]."""
+        if self.place is None:
+            return tensors
         return tuple(tensor[self.entries, :, self.keys] for tensor in tensors)
 
 
@@ -136,17 +140,26 @@ class Chunk:
         """The number of pairs of a batch entry and a kv head."""
         return len(self.batch) * len(self.heads)
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the chunk has all batch entries and heads."""
+        return self.pairs == self.sizes.batch * self.sizes.heads_kv
+
     def of_queries(self, tensor: Tensor) -> Tensor:
         """[batch, heads_q, seq_q, x] as this chunk's [pairs, seq_q * group, x].
 
         Contiguous, as batched products need for speed; a view where possible.
         """
+        if self.is_whole and self.sizes.group == 1 and tensor.is_contiguous():
+            return tensor.flatten(0, 1)
         part = self._grouped(tensor).permute(0, 1, 3, 2, 4)
         return part.reshape(self.pairs, -1, tensor.shape[3]).contiguous()
 
     def of_keys(self, tensor: Tensor) -> Tensor:
         """[batch, heads_kv, seq_k, x] as this chunk's [pairs, seq_k, x], contiguous; a view where
         possible."""
+        if self.is_whole and tensor.is_contiguous():
+            return tensor.flatten(0, 1)
         return self._kv(tensor).reshape(self.pairs, -1, tensor.shape[3]).contiguous()
 
     def result_for(self, whole: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -158,6 +171,8 @@ class Chunk:
 
     def to_queries(self, whole: Tensor, part: Tensor) -> None:
         """Writes [pairs, seq_q * group, x] where `of_queries` of ``whole`` would read it."""
+        if self.is_whole and whole.data_ptr() == part.data_ptr():
+            return
         of = self._grouped(whole)
         if of.data_ptr() == part.data_ptr():
             return

@@ -8,12 +8,14 @@ on P as in Algorithm 2, and not on the normaliser.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from flashgen.cpu import sinks
-from flashgen.cpu.chunks import Workspace, sequences
-from flashgen.cpu.problem import LOG2_E, ChunkScores, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.chunks import Workspace
+from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
+from flashgen.cpu.problem import LOG2_E, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -27,6 +29,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     arguments: TileArguments,
+    parts: Iterable[SequenceParts] = (),
 ) -> tuple[Tensor, Tensor]:
     """Computes attention of CPU tensors tile by tile, in memory linear in N.
 
@@ -35,6 +38,8 @@ def forward(
         k: [batch, heads_kv, seq_k, head_dim], of the same dtype.
         v: [batch, heads_kv, seq_k, head_dim_v], of the same dtype.
         arguments: the other arguments of the call.
+        parts: the result of `parts_of`, where an earlier call with equal shapes and arguments kept
+            it.
 
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] in the dtype of q, with its axes ordered in memory
@@ -42,23 +47,25 @@ def forward(
         float64 operands). A row without a kept key has out 0 and lse -inf, or the spec's sink.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
-    P V; for float64 operands everything is float64.
+    P V; for float64 operands everything is float64. Products of q and k are as
+    `SequenceProblem.products` says, and small calls with ``parts`` are float64 throughout.
     """
     out = _empty_like_q(q, v.shape[3])
     work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse = torch.empty(q.shape[:3], dtype=work.dtype)
     if spec.packed:
         _without_keys(out, lse, None)
-    offsets = arguments.q_offset, arguments.k_offset
-    for sequence in sequences(spec, q.shape[0], arguments.tensors, offsets):
+    for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
         of_k, of_v = sequence.of_keys(k, v)
-        problem = SequenceProblem(spec, of_q, of_k, arguments, sequence)
         if problem.is_empty:
             _without_keys(of_out, of_lse, problem.sink)
             continue
-        for chunk in problem.chunks():
-            _chunk(chunk, work, of_q, of_k, of_v, of_out, of_lse)
+        for chunk in chunks:
+            if parts and chunk.fits_at_once:
+                _at_once(chunk, of_q, of_k, of_v, of_out, of_lse)
+            else:
+                _chunk(chunk, work, of_q, of_k, of_v, of_out, of_lse)
     return out, lse
 
 
@@ -78,21 +85,38 @@ def _empty_like_q(q: Tensor, dim: int) -> Tensor:
     return torch.empty(batch, heads, seq, dim, dtype=q.dtype)
 
 
+def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes out and lse of a chunk of few scores, in float64 and without tiles.
+
+    The time of such a chunk is that of its operations in torch, and these are fewer.
+    """
+    chunk = of.chunk
+    q, k, v = chunk.of_queries(q).double(), chunk.of_keys(k).double(), chunk.of_keys(v).double()
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(of.problem.scale)
+    if of.removed is not None:
+        scores.masked_fill_(of.removed, -math.inf)
+    sums = scores.logsumexp(-1, keepdim=True)
+    lse.copy_(sums.view(lse.shape))
+    # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
+    p = scores.sub_(sums.clamp_min_(LOWEST_SCORE)).exp_()
+    out.copy_(torch.bmm(p, v).view(out.shape))
+
+
 def _chunk(
     scores: ChunkScores, work: Workspace, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """Writes out and lse of one chunk."""
     problem, chunk = scores.problem, scores.chunk
     q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
-    exact = problem.product_dtype(q, k)
-    q, k = q.to(exact), k.to(exact)
+    dtype, power_of_2 = problem.products(q, k)
+    q, k = q.to(dtype), k.to(dtype)
     o = chunk.result_for(out, q.shape[1], problem.real)
     statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
     group = problem.sizes.group
     for start, stop in problem.queries.tiles():
         rows = slice(start * group, stop * group)
         results = o[:, rows], statistics[:, rows]
-        _query_tile(scores, work, slice(start, stop), (q[:, rows], k, v), results)
+        _query_tile(scores, work, slice(start, stop), (q[:, rows], k, v), power_of_2, results)
     chunk.to_queries(out, o)
     chunk.to_queries(lse[..., None], statistics)
 
@@ -102,30 +126,31 @@ def _query_tile(
     work: Workspace,
     rows: slice,
     operands: tuple[Tensor, Tensor, Tensor],
+    power_of_2: bool,
     results: tuple[Tensor, Tensor],
 ) -> None:
     """Writes O and LSE of the query positions ``rows``.
 
     Args:
         operands: q of these positions, [pairs, rows * group, head_dim]; k and v, [pairs, seq_k, x].
+        power_of_2: as in `Products`.
         results: rows of O and of LSE.
     """
     problem, (q, k, v), (out, lse) = of.problem, operands, results
     lowest = torch.finfo(problem.real).min
-    bounded = problem.bounded(q.dtype)
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
     for run in of.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
         bits = None if run.full else of.mask_bits(rows, keys)
-        scores = _scores(of, work, p, rows, keys, (q, k[:, keys]), bits)
+        scores = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
 
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
         tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
         new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
-        exp_(torch.sub(scores, new_max, out=p), problem.power_of_2, bounded)
-        if bits is not None and not bounded:  # exponentials of -inf were replaced
+        exp_(torch.sub(scores, new_max, out=p), power_of_2)
+        if bits is not None and not power_of_2:  # exponentials of -inf were replaced
             of.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
 
@@ -137,7 +162,7 @@ def _query_tile(
             row_sum = tile_sum
             torch.baddbmm(o, p, v[:, keys], beta=0, out=o)
         else:
-            rescale = exp_(row_max.sub_(new_max), problem.power_of_2)
+            rescale = exp_(row_max.sub_(new_max), power_of_2)
             row_sum.mul_(rescale).add_(tile_sum)
             o.mul_(rescale).baddbmm_(p, v[:, keys])
         row_max = new_max
@@ -150,7 +175,7 @@ def _query_tile(
     empty = row_max == lowest
     if problem.sink is not None:
         row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
-    if problem.power_of_2:
+    if power_of_2:
         torch.add(row_max, row_sum.log2(), out=lse).div_(LOG2_E)
     else:
         torch.add(row_max, row_sum.log(), out=lse)
@@ -166,7 +191,7 @@ def _scores(
     p: Tensor,
     rows: slice,
     keys: slice,
-    operands: tuple[Tensor, Tensor],
+    operands: tuple[Tensor, Tensor, bool],
     bits: Tensor | None,
 ) -> Tensor:
     """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or the score function's result."""

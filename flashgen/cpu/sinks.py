@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from flashgen.cpu.problem import ChunkScores, exp_
+from flashgen.cpu.parts import ChunkScores
+from flashgen.cpu.problem import exp_
 
 Tensor = torch.Tensor
 

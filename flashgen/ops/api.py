@@ -168,7 +168,7 @@ class Attention:
             rng: int64 [2] on the device of q, seed and offset of dropout; if None, drawn from
                 PyTorch's generator of that device.
             backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA
-                tensors); "tiled" computes the same tiles in PyTorch (default for CPU tensors);
+                tensors); "tiled" computes tiles in PyTorch (default for CPU tensors);
                 "emulator" executes the kernels on CPU tensors with memory and race checkers.
                 FLASHGEN_BACKEND replaces the default.
             arch: architecture to compile for, such as "sm_90a"; if None, FLASHGEN_ARCH, the

@@ -32,7 +32,7 @@ from flashgen.runtime.learned_gradients import (
 from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.number_arguments import settled
-from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, plain_torch
+from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.runtime.reports import Report
 
 if TYPE_CHECKING:
@@ -211,9 +211,9 @@ class PreparedBackward(PreparedCall):
 
         start = time.perf_counter()
         q, k, v, _, rng = operands
-        with plain_torch():
-            arguments = self._tile_arguments(captured, rng, backward=True)
-            found = cpu.backward(self.spec, q, k, v, gradients, arguments)
+        with without_autocast():
+            tiles = self._tiles(q, k, captured, rng, backward=True)
+            found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
             results = (
                 *map(in_memory_order_of, (q, k, v), found[:3]),
                 *(gradient.contiguous() for gradient in found[3:]),

@@ -21,7 +21,7 @@ from flashgen.runtime.checks import check
 from flashgen.runtime.learned_gradients import lse_without_keys
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, plain_torch
+from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.runtime.reports import Report
 
 if TYPE_CHECKING:
@@ -204,9 +204,9 @@ class PreparedForward(PreparedCall):
 
         start = perf_counter()
         q, k, v, _, rng = operands
-        with plain_torch():
-            arguments = self._tile_arguments(captured, rng, backward=False)
-            out, lse = cpu.forward(self.spec, q, k, v, arguments)
+        with without_autocast():
+            tiles = self._tiles(q, k, captured, rng, backward=False)
+            out, lse = cpu.forward(self.spec, q, k, v, *tiles)
             out = memory_layout.in_memory_order_of(q, out)
         seconds = perf_counter() - start
         return out, lse, ForwardRecord(self, 0, CPU_REASON, run_seconds=seconds)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,16 @@ from flashgen.runtime.tuned_tiles import remembered
 
 if TYPE_CHECKING:
     from flashgen.cpu import TileArguments
+    from flashgen.cpu.parts import SequenceParts
     from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
 EMPTY = "nothing to launch: a size is 0"
+SMALL_CALL = 1 << 16
+"""Scores of a call on the CPU up to which what does not depend on tensors is kept for later calls:
+below, computing it would take longer than the rest of a call."""
+
 CPU_REASON = "tiled algorithms on torch tensors: no kernel"
 
 
@@ -49,6 +54,7 @@ class PreparedCall:
         self.target = target
         self.launch = launch
         self._layout = static_layout(self.signature, call, target.device)
+        self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
         self._built = 0.0  # seconds of building kernels for the call that runs
 
     def _named(self, captured: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -64,6 +70,32 @@ class PreparedCall:
             return launch
         tiles = remembered(self.spec, self._kernel_arch, which, self.call, target.index)
         return replace(launch, tiles=tiles)
+
+    def _tiles(
+        self,
+        q: Tensor,
+        k: Tensor,
+        captured: Mapping[str, Tensor],
+        rng: Tensor | None,
+        *,
+        backward: bool,
+    ) -> tuple[TileArguments, tuple[SequenceParts, ...]]:
+        """The arguments of the tiled algorithms on the CPU, and the parts of a small call.
+
+        They are kept where they serve all calls: where no tensor but q, k and v is read.
+        """
+        from flashgen.cpu import parts_of
+
+        if self._kept_tiles is not None:
+            return self._kept_tiles
+        arguments = self._tile_arguments(captured, rng, backward=backward)
+        call = self.call
+        scores = call.batch * call.heads_q * call.seq_q * call.seq_k
+        if captured or rng is not None or scores > SMALL_CALL:
+            return arguments, ()
+        parts = tuple(parts_of(self.spec, q, k, arguments, backward=backward, keep=True))
+        self._kept_tiles = arguments, parts
+        return self._kept_tiles
 
     def _tile_arguments(
         self, captured: Mapping[str, Tensor], rng: Tensor | None, *, backward: bool
@@ -93,8 +125,7 @@ class PreparedCall:
         )
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """A context without recording of gradients and without autocast: products keep their dtype."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
+def without_autocast() -> AbstractContextManager[object]:
+    """A context in which products keep their dtype."""
+    autocasts = torch.is_autocast_enabled("cpu")
+    return torch.autocast("cpu", enabled=False) if autocasts else nullcontext()

@@ -16,6 +16,7 @@ from tests.support.tiers import slow
 
 SCRIPTS = {
     "build.py": "specs/full.py",
+    "cpu.py": "--length 64 --heads 2 --rounds 1 --calls 2",
     "compile_all.py": "--arch sm_90a specs/full.py",
     "costly.py": "--arch sm_80 --output OUT/costly.json document",
     "instructions.py": "--head-dim 64 specs/full.py",

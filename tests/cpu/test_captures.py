@@ -15,6 +15,7 @@ from flashgen.call import OutputGradients
 from flashgen.cpu import chunks, elements
 from flashgen.cpu.chunks import SequenceRows
 from flashgen.cpu.mods import compiled
+from flashgen.cpu.parts import chunks_of
 from flashgen.cpu.problem import SequenceProblem
 from flashgen.dtypes import TENSOR_DTYPES
 from flashgen.language import trace_score
@@ -205,7 +206,7 @@ def visited(spec: AttentionSpec, q: Tensor, k: Tensor, **options: Any) -> list[l
     """Of each chunk of one batch entry, the runs of keys of its first tile of queries."""
     given = arguments(spec, q, block_q=16, block_k=16, **options)
     problem = SequenceProblem(spec, q, k, given, SequenceRows(None, (0, 0)))
-    return [part.runs(0, 16) for part in problem.chunks()]
+    return [part.runs(0, 16) for part in chunks_of(problem)]
 
 
 def test_lengths_and_prefixes_skip_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_tiles_are_classified_as_their_elements_say(name: str) -> None:
     q, k, _ = case.tensors()
     given = arguments(spec, q, tensors=tensors, block_q=16, block_k=8, **OFFSETS)
     problem = SequenceProblem(spec, q, k, given, SequenceRows(None, (0, 0)))
-    (part,) = problem.chunks()
+    (part,) = chunks_of(problem)
     for start, stop in problem.queries.tiles():
         seen = torch.zeros(70, dtype=torch.bool)
         for run in part.runs(start, stop):

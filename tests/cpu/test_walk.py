@@ -20,7 +20,7 @@ from flashgen.analysis import analyse
 from flashgen.analysis.tile_walk import EMPTY, FULL, MIXED, TileAxis, TileWalk
 from flashgen.call import OutputGradients
 from flashgen.cpu.chunks import OWNED_ROWS
-from flashgen.cpu.problem import ChunkScores
+from flashgen.cpu.parts import ChunkScores
 from flashgen.errors import SpecError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.planner import plan_backward
