@@ -64,7 +64,7 @@ def shared(size: int) -> dict[str, Any]:
     def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
         a, total = fg.tanh(score / 8 + fg.sigmoid(score)), score
         for i in range(size // 4):
-            total = total + a * fg.tanh(a * (i - size // 8)) / size
+            total = total + a * fg.tanh(a * (i + 1) / 4) / size
         return total
 
     return {"score_mod": score_mod}

@@ -97,7 +97,8 @@ def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Ex
         if part in terms:
             outer = named(sympy.Add(*terms[part]))
             value = score if part is None else part.value
-            inners: list[sympy.Expr] = [*direct_lets(value), *(e for e in elements if value.has(e))]
+            read = [element for element in elements if value.has(element)]
+            inners: list[sympy.Expr] = [*direct_lets(value), *read]
             for inner in inners:
                 if not (is_condition(inner) or tensors.isdisjoint(inner.free_symbols)):
                     terms.setdefault(inner, []).append(_chained(outer, _by_part(value, inner)))

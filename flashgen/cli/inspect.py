@@ -71,6 +71,7 @@ def _resources(kernel: Build) -> None:
             ("registers", f"{used.registers} a thread"),
             ("stack", f"{used.stack_bytes:,} B"),
             ("spills", f"{used.spill_store_bytes:,} B stored, {used.spill_load_bytes:,} B loaded"),
+            ("calls", kernel.source.calls or "none: all functions are inlined"),
             ("shared", f"{plan.smem_bytes:,} B dynamic, {used.static_smem_bytes:,} B static"),
             ("threads", f"{plan.threads} a block, {used.max_threads} at most"),
             ("code", f"{used.code_bytes:,} B"),

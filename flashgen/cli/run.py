@@ -155,7 +155,9 @@ def _launched(kernel: Build) -> str:
     """A line with a kernel, its tile and its registers."""
     plan, used = kernel.plan, kernel.binary.resources
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
-    spills = "" if used.clean else f", SPILLS {used.spill_store_bytes:,} B"
+    spills = (
+        "" if used.clean or kernel.source.outlined else f", SPILLS {used.spill_store_bytes:,} B"
+    )
     parts = [tile] if plan.block_q else []  # the kernel of a min/max table has no tile
     parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
     return f"{kernel.source.name}: {', '.join(parts)}"
@@ -181,6 +183,9 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
     yield "shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"
     spilled = f"SPILLS {used.spill_store_bytes + used.spill_load_bytes:,} B"
     clean = "no spills, no stack" if used.clean else spilled
+    if kernel.source.outlined:
+        yield "calls", kernel.source.calls
+        clean = f"{used.stack_bytes:,} B of stack, for these calls"
     yield "registers", f"{used.registers} a thread, {clean}"
     counted = report.counters
     if counted is None:

@@ -78,6 +78,14 @@ class Source:
     assumptions: tuple[AssumedBlock, ...] = field(default=(), repr=False, compare=False)
 
     @property
+    def calls(self) -> str:
+        """The functions that are not inlined, in words; "" where there are none."""
+        return "; ".join(
+            f"{name}, about {count:,} instructions: too large to be inlined"
+            for name, count in self.outlined
+        )
+
+    @property
     def role(self) -> str:
         """The kernel's part of the computation, `Plan.kernel`: "forward", "dq" or another."""
         return self.plan.kernel

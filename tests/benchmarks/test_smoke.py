@@ -19,6 +19,7 @@ SCRIPTS = {
     "cpu.py": "--length 64 --heads 2 --rounds 1 --calls 2",
     "compile_all.py": "--arch sm_90a specs/full.py",
     "costly.py": "--arch sm_80 --output OUT/costly.json document",
+    "expression_size.py": "--kind sines 4 8 12",
     "instructions.py": "--head-dim 64 specs/full.py",
     "overhead.py": "--calls 2 --rounds 2",
     "paper.py": "--length 64 --no-figures --densities 0.5 --output OUT",

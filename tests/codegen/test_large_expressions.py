@@ -1,0 +1,117 @@
+"""Expressions of any size: shared parts instead of trees, in time linear in their operations."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+import sympy
+
+import flashgen as fg
+from benchmarks.expression_size import KINDS, spec_of
+from flashgen.analysis import evaluate
+from flashgen.analysis.score import derivative, derivatives
+from flashgen.errors import PlanError
+from flashgen.language import SCORE, K, Q, elements_of
+from flashgen.language.lets import DEEPEST, LARGEST, lets_of, nodes_of, parts_of
+from flashgen.language.signature import signature_of
+from flashgen.planner import plan_errors
+from tests.support.tiers import one_in
+
+
+def nodes(expr: sympy.Basic) -> int:
+    return sum(1 for _ in nodes_of(expr))
+
+
+@pytest.mark.parametrize("kind", one_in(3, KINDS))
+def test_the_size_of_a_program_is_proportional_to_its_operations(kind: str) -> None:
+    small, large = (
+        (spec.mask, spec.score) for spec in (spec_of(kind, 120, name="s"), spec_of(kind, 240))
+    )
+    for few, many in zip(small, large, strict=True):
+        assert nodes(many) <= 2.5 * nodes(few) + LARGEST
+        sizes = [sum(1 for _ in sympy.preorder_traversal(part)) for part in parts_of(many)]
+        assert max(sizes) < 3 * LARGEST
+
+
+def test_200_nested_sines_and_16_repeated_squares_are_emitted_within_pythons_recursion_limit() -> (
+    None
+):
+    def sines(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        for _ in range(200):
+            score = fg.sin(score)
+        return score
+
+    def squares(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        for _ in range(16):
+            score = score * score + score
+        return score
+
+    before = sys.getrecursionlimit()
+    for mod, most in ((sines, 60_000), (squares, 60_000)):
+        kernels = fg.emit(fg.AttentionSpec(score_mod=mod, head_dim=64, dtype="float16"))
+        assert all(len(source.text) < most for source in (kernels.forward, *kernels.backward))
+    assert sys.getrecursionlimit() == before
+
+
+def test_a_large_function_is_not_inlined_and_the_file_says_so() -> None:
+    kernels = fg.emit(spec_of("sines", 20))
+    ((name, instructions),) = kernels.forward.outlined
+    assert name == "score_mod"
+    assert "__device__ __noinline__ float score_mod(" in kernels.forward.text
+    assert f"// calls     score_mod, about {instructions:,} instructions" in kernels.forward.text
+    small = fg.emit(spec_of("sines", 1)).forward
+    assert small.outlined == ()
+    assert "__noinline__" not in small.text
+
+
+def test_mods_beyond_what_a_kernel_can_hold_are_refused_with_the_factor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_errors, "MOST_INSTRUCTIONS", 1000)
+    with pytest.raises(PlanError) as caught:
+        fg.plan(spec_of("sines", 25, name="too_large"))
+    assert "about 2,000 instructions per score; limit 1,000: 2 times" in caught.value.numbers
+
+
+def test_a_large_spec_is_pickled_and_has_the_same_digest() -> None:
+    spec = spec_of("integers", 600)
+    assert len(lets_of(spec.score)) > 5
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert again.digest == spec.digest
+    assert lets_of(again.score) == lets_of(spec.score)
+
+
+@pytest.mark.parametrize("kind", one_in(2, ["shared", "squares", "ladder", "sines"]))
+def test_the_derivative_of_a_large_score_is_its_slope(kind: str) -> None:
+    score = spec_of(kind, 90).score
+    assert lets_of(score)
+    step, at = 1e-5, {Q: 7, K: 3}
+    low, high = (evaluate(score, {**at, SCORE: 0.4 + sign * step}) for sign in (-1, 1))
+    slope = evaluate(derivative(score), {**at, SCORE: 0.4})
+    assert slope == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-9)
+
+
+def test_derivatives_by_the_elements_of_a_large_sum_have_one_term_each() -> None:
+    score = spec_of("reads", 250).score
+    elements = elements_of(score)
+    assert len(elements) == 50
+    assert lets_of(score)
+    assert derivatives(score, elements) == [sympy.Rational(1, 250)] * 50
+
+
+def test_a_division_inside_a_large_mask_is_checked_at_the_call() -> None:
+    width = fg.Scalar("width", "int32")
+
+    def mask_mod(b, h, q, k):  # type: ignore[no-untyped-def]
+        kept = q // width == k // width
+        for i in range(DEEPEST + LARGEST):
+            kept = kept | (q - k == 3 * i + 5)
+        return kept
+
+    spec = fg.AttentionSpec(mask_mod=mask_mod, head_dim=16, dtype="float16")
+    assert lets_of(spec.mask)
+    divisions = signature_of(spec).zero_divisions
+    assert {division.names for division in divisions} == {("width",)}
