@@ -24,6 +24,7 @@ from flashgen.language import (
     is_condition,
     is_int,
 )
+from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of, parts_of
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
@@ -248,8 +249,8 @@ def _with_args(expr: sympy.Basic, args: list[sympy.Basic]) -> sympy.Basic:
 
 def _let_symbol(number: int, expr: sympy.Basic) -> sympy.Symbol:
     name = f"t{number}"
-    if isinstance(expr, Let) and not is_condition(expr):
-        return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)
     if is_condition(expr):
         return sympy.Symbol(name)
+    if isinstance(expr, Let) and not (is_int(expr) and fits(expr)):
+        return sympy.Symbol(name, real=True)  # kernels compute integers that overflow in floats
     return sympy.Symbol(name, integer=True) if is_int(expr) else sympy.Symbol(name, real=True)

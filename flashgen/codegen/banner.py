@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashgen.codegen.source import WITHOUT_SPEC, options
 from flashgen.codegen.text import comments
 from flashgen.language import python_text
+from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.kernel_model import STREAMING_KERNELS
@@ -97,6 +98,10 @@ def banner(
     if plan.is_persistent:
         launch[0] = launch[0].replace(f"grid ({grid})", "grid (blocks)")
         launch.insert(0, f"tiles     ({grid}), drawn from a counter in global memory")
+    if lets_of(spec.mask) and not shared:
+        launch.append(
+            "mask      its large parts are not analysed: tiles are skipped by the others only"
+        )
     launch += [
         f"calls     {name}, about {count:,} instructions: too large to be inlined,"
         " so that registers are kept on a stack around each call"

@@ -140,7 +140,9 @@ class _Compiler:
 
     def define(self, let: Let) -> None:
         """Computes the part of a large expression, before its uses."""
-        kind = "condition" if is_condition(let) else "integer" if let.is_integer else "real"
+        kind = (
+            "condition" if is_condition(let) else "integer" if is_int(let) and fits(let) else "real"
+        )
         self.known[kind, let] = getattr(self, kind)(let.value)
 
     # Elements of captured tensors.

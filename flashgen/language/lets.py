@@ -35,11 +35,11 @@ class Let(sympy.Symbol):  # type: ignore[misc]
     """The name of a part of a larger expression.
 
     Equal parts have equal names in every process. A Let is integer, real or (a condition) neither,
-    like its value. It is real too where integers may overflow, which kernels compute in floats.
+    like its value.
 
     Attributes:
         value: the part, an expression that may contain other Lets.
-        limits: bounds of an integer value.
+        limits: bounds of an integer value; far beyond 64 bits where it may overflow.
         slopes: derivatives of the value by symbols, as far as the analysis has computed them.
     """
 
@@ -56,7 +56,7 @@ class Let(sympy.Symbol):  # type: ignore[misc]
             return known
         let: Let = sympy.Symbol.__xnew__(cls, name, **_assumptions(value))
         let.value = value
-        let.limits = limits(value) if let.is_integer else None
+        let.limits = _limits(value) if let.is_integer else None
         let.slopes = {}
         let._free = frozenset(value.free_symbols)
         _LETS[name] = let
@@ -96,11 +96,18 @@ def _text(expr: sympy.Basic) -> str:
 def _assumptions(value: sympy.Basic) -> dict[str, bool]:
     if is_condition(value):
         return {}
-    if not (is_int(value) and fits(value)):
+    if not is_int(value):
         return {"real": True}
-    least, _ = limits(value)
+    least, _ = _limits(value)
     sign = {"positive": True} if least > 0 else {"nonnegative": True} if least == 0 else {}
     return {"integer": True, **sign}
+
+
+def _limits(value: sympy.Expr) -> Limits:
+    return limits(value) if fits(value) else (-_OVERFLOW, _OVERFLOW)
+
+
+_OVERFLOW = 2**64
 
 
 def named(expr: sympy.Basic) -> sympy.Basic:

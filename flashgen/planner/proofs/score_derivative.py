@@ -30,6 +30,7 @@ from flashgen.language import (
     elements_of,
     python_text,
 )
+from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.proofs.certificate import Certificate, ProofStep
 
@@ -71,6 +72,11 @@ def certify_derivatives(spec: AttentionSpec, analysis: Analysis) -> Certificate:
 
 def _compared(score: sympy.Expr, variable: sympy.Expr, found: sympy.Expr) -> Iterator[ProofStep]:
     by = "score" if variable == SCORE else python_text(variable)
+    if lets_of(score):
+        yield ProofStep(
+            f"d score_mod / d {by}: score_mod has too many operations to be proved", False
+        )
+        return
     # Elements of tensors are treated as independent numbers.
     names = {e: sympy.Symbol(f"x{i}", real=True) for i, e in enumerate(elements_of(score, found))}
     x = names.get(variable, variable)
