@@ -18,7 +18,7 @@ from tests.support.tiers import one_in
 
 SIZES = {"sines": 4, **dict.fromkeys(("squares", "ladder", "shared", "reads"), 90)}
 SIZES |= {"integers": 120, "terms": 160}
-"""Operations with which a kind has a function that is not inlined, and all but sines several parts."""
+"""Operations with which a function is not inlined, and has several parts but for sines."""
 
 
 def call_of(kind: str, size: int, **how: Any) -> Call:
