@@ -48,7 +48,7 @@ def forward(
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64. Products of q and k are as
-    `SequenceProblem.products` says, and small calls with ``parts`` are float64 throughout.
+    `SequenceProblem.products` says, and small calls are float64 throughout.
     """
     out = _empty_like_q(q, v.shape[3])
     work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -62,7 +62,7 @@ def forward(
             _without_keys(of_out, of_lse, problem.sink)
             continue
         for chunk in chunks:
-            if parts and chunk.fits_at_once:
+            if chunk.fits_at_once:
                 _at_once(chunk, of_q, of_k, of_v, of_out, of_lse)
             else:
                 _chunk(chunk, work, of_q, of_k, of_v, of_out, of_lse)

@@ -21,6 +21,9 @@ from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
+FEW_AT_ONCE = 1 << 16
+"""Scores of a call that are computed without tiles: fewer operations matter more than memory."""
+
 _walk = lru_cache(maxsize=8)(TileWalk)
 
 
@@ -141,13 +144,16 @@ class ChunkScores:
 
     @cached_property
     def fits_at_once(self) -> bool:
-        """Whether the softmax of all scores is computed without tiles, if there are few of them.
+        """Whether the softmax of all scores is computed without tiles, because they are few.
 
-        There are no query groups, score function, sink or dropout, and P is not rounded.
+        There are no query groups, score function, sink or dropout, P is not rounded, and no block
+        sizes are given.
         """
-        problem = self.problem
+        problem, sizes = self.problem, self.problem.sizes
+        few = sizes.batch * sizes.heads_q * sizes.seq_q * sizes.seq_k <= FEW_AT_ONCE
         plain = problem.plain and problem.dropout_scale is None and problem.narrow is None
-        return plain and self.chunk.is_whole and problem.sizes.group == 1
+        tiled = problem.arguments.block_q or problem.arguments.block_k
+        return few and plain and not tiled and self.chunk.is_whole and sizes.group == 1
 
     @cached_property
     def removed(self) -> Tensor | None:

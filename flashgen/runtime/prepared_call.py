@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 EMPTY = "nothing to launch: a size is 0"
-SMALL_CALL = 1 << 16
-"""Scores of a call on the CPU up to which what does not depend on tensors is kept for later calls:
-below, computing it would take longer than the rest of a call."""
-
 CPU_REASON = "tiled algorithms on torch tensors: no kernel"
 
 
@@ -84,14 +80,14 @@ class PreparedCall:
 
         They are kept where they serve all calls: where no tensor but q, k and v is read.
         """
-        from flashgen.cpu import parts_of
+        from flashgen.cpu.parts import FEW_AT_ONCE, parts_of
 
         if self._kept_tiles is not None:
             return self._kept_tiles
         arguments = self._tile_arguments(captured, rng, backward=backward)
         call = self.call
         scores = call.batch * call.heads_q * call.seq_q * call.seq_k
-        if captured or rng is not None or scores > SMALL_CALL:
+        if captured or rng is not None or scores > FEW_AT_ONCE:
             return arguments, ()
         parts = tuple(parts_of(self.spec, q, k, arguments, backward=backward, keep=True))
         self._kept_tiles = arguments, parts

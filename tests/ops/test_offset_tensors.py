@@ -107,8 +107,14 @@ def test_kernels_of_every_dtype_with_dropout_take_one_tensor(dtype: str, arch: s
 
 @pytest.mark.parametrize("backend", ["tiled", pytest.param("emulator", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("offset", [torch.tensor(9), torch.tensor([9], dtype=torch.int32)])
-def test_a_tensor_of_one_number_gives_the_bits_of_the_number(backend: str, offset: Tensor) -> None:
-    op, qkv = fg.attention(spec_of("windowed")), Case(70, 100, 2, 4, 2, "float16", 16).tensors()
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("mods", ["windowed", "causal"])
+def test_a_tensor_of_one_number_gives_the_bits_of_the_number(
+    backend: str, offset: Tensor, dtype: str, mods: str
+) -> None:
+    heads_kv = 4 if mods == "causal" else 2
+    op = fg.attention(spec_of(mods, dtype=dtype))
+    qkv = Case(70, 100, 2, 4, heads_kv, dtype, 16).tensors()
     results = []
     for given in (9, offset):
         leaves = [x.clone().requires_grad_() for x in qkv]
