@@ -31,7 +31,6 @@ from flashgen.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import DeviceFunction, comment, comments
 from flashgen.language import python_text
-from flashgen.language.lets import lets_of
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.language.tensor import MOST_DIMS
 from flashgen.language.user_source import SourceLines
@@ -227,7 +226,7 @@ class SpecFunctions:
         return in_parts(name, returns, why, code, self.printer, result)
 
     def mask_mod(self) -> FunctionInParts:
-        code = analysis.leveled(self.mask.expr, name_costly=not lets_of(self.mask.expr))
+        code = analysis.leveled(self.mask.expr, name_costly=True)
 
         def result() -> str:
             return self.printer.expr(code.block.results[0])

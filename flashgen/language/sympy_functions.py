@@ -183,13 +183,11 @@ class _Extremum(RealFunction):
     _least = True
 
     def __new__(cls, *args: object, **options: object) -> sympy.Expr:
-        if options.get("evaluate") is False:
-            return super().__new__(cls, *sorted(args, key=default_sort_key), evaluate=False)
         flat: list[sympy.Expr] = []
         for arg in map(sympy.sympify, args):
             flat.extend(arg.args if isinstance(arg, cls) else (arg,))
-        kept: list[sympy.Expr] = []
-        for arg in flat:
+        kept = flat if options.get("evaluate") is False else []
+        for arg in [] if kept else flat:
             if not any(cls._dominates(other, arg) for other in kept):
                 kept = [other for other in kept if not cls._dominates(arg, other)] + [arg]
         if len(kept) == 1:
@@ -202,13 +200,9 @@ class _Extremum(RealFunction):
         if winner == loser:
             return True
         margin = winner - loser
-        if len(margin.free_symbols) > 1:  # the sign of the sum would take sympy long
-            return all(cls._keeps(term) for term in sympy.Add.make_args(margin))
-        return cls._keeps(margin)
-
-    @classmethod
-    def _keeps(cls, margin: sympy.Expr) -> bool:
-        return bool(margin.is_nonpositive if cls._least else margin.is_nonnegative)
+        # To find the sign of a sum of several symbols takes sympy longer than those of its terms.
+        parts = sympy.Add.make_args(margin) if len(margin.free_symbols) > 1 else (margin,)
+        return all(part.is_nonpositive if cls._least else part.is_nonnegative for part in parts)
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args) else None
