@@ -238,7 +238,7 @@ def main() -> int:
             "kernels": entries,
         }
         options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    Console(width=120).print(table_of(entries))
+    Console(width=130).print(table_of(entries))
     return 0
 
 

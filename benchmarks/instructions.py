@@ -35,6 +35,7 @@ from flashgen.pipeline import Build  # noqa: E402
 
 # The lines of the source in front of blocks that only some tiles execute.
 MASK = ("if (!full_tile) {", "if (!tile.full) {", "if (!here.full) {")
+SCORE = "score_mod("
 RESCALE = ("if (rescale) {", "if (find_maxima(tile_max, s, row_max, exp_scale)) {")
 
 
@@ -76,12 +77,15 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     passes = plan.passes
     loop = main_loop(listing or disassembled(built.cubin), around_passes=passes > 1)
     masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
+    of_scores = _calls(built.source.text, SCORE)
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
     for block in loop.conditional:
         if _mostly_in(block, masks):
             name = "mask"
         elif _mostly_in(block, rescales):
             name = "rescale"
+        elif _mostly_in(block, of_scores):
+            name = "copy"  # a branch of the score function, which most tiles take
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
         parts[name].append(block)
@@ -112,6 +116,12 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     )
     scores = plan.block_q * plan.block_k / (32 * plan.warps)
     return Work((*loop.always, *copy), mask, rescale, search, scores, loop)
+
+
+def _calls(text: str, function: str) -> set[int]:
+    """Numbers of the lines that call a function of the source."""
+    lines = enumerate(text.splitlines(), 1)
+    return {n for n, line in lines if function in line and "__device__" not in line}
 
 
 def _guarded(text: str, heads: tuple[str, ...]) -> set[int]:

@@ -222,14 +222,15 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], list[list[int]]]:
                     tuple(lines),
                 )
             )
-    jumps = {n for n, i in enumerate(code) if i.base == "BRA" or i.base in LEAVES}
+    jumps = {n for n, i in enumerate(code) if i.base in ("BRA", "CALL", *LEAVES)}
     starts = sorted({0, *labels.values(), *(n + 1 for n in jumps)} - {len(code)})
     number = {start: n for n, start in enumerate(starts)}
     blocks = [code[a:b] for a, b in zip(starts, [*starts[1:], len(code)], strict=True)]
     edges: list[list[int]] = []
     for n, block in enumerate(blocks):
         last, out = block[-1], []
-        if last.base == "BRA" and last.target in labels:
+        # ptxas leaves some loops by CALL. A function that does return has no edge back.
+        if last.base in ("BRA", "CALL") and last.target in labels:
             out.append(number[labels[last.target]])
         # A branch may be conditional by an operand too: BRA P0, ... or BRA.DIV.
         by_operand = re.match(r"!?U?P\d", last.operands) is not None or ".DIV" in last.op

@@ -14,6 +14,8 @@ import torch
 import flashgen as fg
 from benchmarks import flex_kernels, flex_mods
 from benchmarks.flex_mods import MODS
+from benchmarks.instructions import work_of
+from benchmarks.sass import main_loop
 from flashgen import reference
 from flashgen.cli.inspect import find_nvdisasm
 from tests.support.flex_mods import noise, torch_answer
@@ -62,6 +64,35 @@ def test_the_loops_of_flex_attention_are_told_apart_by_the_call_they_are_inlined
     assert kind == "full"
     with pytest.raises(ValueError, match="two loops over mixed blocks"):
         flex_kernels.flex_loops(listing([(2, 30), (2, 20)]), source)
+
+
+LEFT_BY_CALL = """
+	.section	.text.kernel
+.L_x_0:
+        /*0000*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+.L_x_1:
+        /*0010*/                   FADD R1, R1, R2 ;
+        /*0020*/              @P0  CALL.REL.NOINC `(.L_x_2) ;
+        /*0030*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   FADD R1, R1, R2 ;
+        /*0050*/              @P1  BRA `(.L_x_0) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_a_loop_that_ptxas_leaves_by_a_call_is_a_loop_inside_the_main_loop() -> None:
+    loop = main_loop(LEFT_BY_CALL)
+    assert [[i.base for i in inner] for inner in loop.inner] == [["FADD", "CALL", "BRA"]]
+    assert [i.base for i in loop.always] == ["HMMA", "FADD", "BRA"]
+
+
+@pytest.mark.slow
+@needs_nvdisasm
+def test_branches_of_the_score_function_count_in_every_tile() -> None:
+    work = work_of(fg.build(fg.load(ROOT / "specs" / "t5_bias.py"), "sm_80"))
+    assert not work.search  # there is no mask, hence no search for live tiles
+    assert work.per_score(work.full) > 40
 
 
 @pytest.mark.parametrize("name", SPECS)
