@@ -95,6 +95,9 @@ def in_parts(
     made = values_of(
         prefix, f"What {name} has in common for all scores of a {{one}}.", code, printer
     )
+    for level, shared in made.items():
+        large = dataclasses.replace(shared.function, operations=operations(_computed(code, level)))
+        made[level] = dataclasses.replace(shared, function=large)
     values = dict(code.block.lets)
     body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
     function = SpecFunction.of(
@@ -139,7 +142,6 @@ def values_of(
             _symbols(code, level),
             given=_given(code, level, made),
             struct="\n".join([f"struct {kind} {{", *fields, "};"]),
-            operations=operations(_computed(code, level)),
         )
         several = f"{prefix}_{_MANY[level]}"
         made[level] = SharedValues(kind, variable, several, function, function.call())

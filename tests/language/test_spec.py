@@ -306,7 +306,7 @@ for file in sorted(Path(sys.argv[1]).glob("*.py")):
     print(spec.name, spec.mask, spec.score, spec.mask_line, spec.scalars)
     print(analysis)
     print(printer.expr(analysis.mask.may), printer.expr(analysis.mask.must))
-    block = analysis.score.value_and_derivative
+    block = analysis.score.value_and_derivative.block
     print(printer.lets(block), [printer.float(r) for r in block.results])
 """
 
