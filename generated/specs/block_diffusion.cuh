@@ -34,7 +34,7 @@ struct TileQuery {
 };
 
 // What the tests of tiles compute from the queries alone.
-__device__ __noinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
   const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
   const int q_hi_mod_clean = fast_floor_mod(q_hi, p.s_clean, p.d_clean);
   const int clean_minus_1 = p.s_clean - 1;
@@ -63,7 +63,7 @@ struct TileKey {
 };
 
 // What the tests of tiles compute from the keys alone.
-__device__ __noinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
   const int clean_minus_1 = p.s_clean - 1;
   const int max_clean_k_lo = max(p.s_clean, k_lo);
   const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
