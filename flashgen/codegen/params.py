@@ -112,8 +112,9 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
         params.append(Param(f"s_{scalar.name}", c_type, f"the spec's {scalar.name}"))
-        what = f"multiplier and shift of a division by {scalar.name}"
-        params.append(Param(multiplier_field(scalar), "long long", what))
+        if scalar.dtype == "int32":
+            what = f"multiplier and shift of a division by {scalar.name}"
+            params.append(Param(multiplier_field(scalar), "long long", what))
     if spec.packed and role != "delta":
         params = [_of_all_sequences(param) for param in params]
     return tuple(params)

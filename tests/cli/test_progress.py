@@ -17,6 +17,7 @@ from flashgen.language.spec_file import load
 from flashgen.ops import run_backward, run_forward
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.paths import ROOT
+from tests.support.tiers import slow
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_short_run_prints_no_estimate():
     assert "takes about" not in flashgen("run", CAUSAL, "--shape", "1,1,64").stderr
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
 def test_the_work_of_a_call_is_known_before_it_runs(deterministic):
     spec = load(CAUSAL)
     arguments = CallArguments(path=CAUSAL, deterministic=deterministic)

@@ -100,6 +100,7 @@ def capturing(tmp_path, examples):
     return str(file)
 
 
+@pytest.mark.slow
 def test_run_makes_captured_tensors_and_compares_their_gradients(tmp_path):
     file = capturing(tmp_path, LENGTHS)
     shape = ["--shape", "2,2,1,20,33", "--k-offset", "4"]

@@ -9,7 +9,6 @@ from torch.nn.attention import flex_attention as torch_flex
 import flashgen as fg
 from tests.support import flex_mods
 from tests.support.flex_mods import MAKERS, operands, torch_answer
-from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 SIZES = (2, 4, 40, 56)
@@ -78,9 +77,8 @@ def test_agrees_with_torchs_public_function(name: str) -> None:
     torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "relative_table" else slow(name) for name in MAKERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
 def test_kernels_agree_with_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
     sizes = (1, 2, 20, 36)

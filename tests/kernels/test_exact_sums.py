@@ -161,6 +161,7 @@ def test_gradients_are_the_same_bits_in_any_order_of_blocks(name: str, orders: i
         assert all(map(torch.equal, run.captured, runs[0].captured))
 
 
+@pytest.mark.slow
 def test_float_sums_do_depend_on_the_order_of_blocks() -> None:
     """So that the test above can fail: what meets there is enough to tell orders apart."""
     call = of_spec("symmetric_bias", BLOCKS, 0.2)

@@ -218,6 +218,7 @@ def test_a_sequence_has_the_bits_of_a_separate_call(arch: str) -> None:
     assert plans == {run.report.kernel.plan.block_k}  # else the bits would be equal by chance only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, slow(True)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_tile_outside_all_sequences_is_computed(arch: str, deterministic: bool) -> None:
@@ -255,6 +256,7 @@ def test_wrong_boundaries_keep_kernels_inside_their_tensors(
         run_backward(spec, q, k, v, run.out, run.lse, dout, **values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "what"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -74,15 +73,10 @@ def windows(build: Build) -> bool:
     return build.plan.smem_windows > 0
 
 
-CASES = [
-    (path, score, deterministic) if number == 0 else slow(path, score, deterministic)
-    for number, (score, path, deterministic) in enumerate(
-        itertools.product(SCORES, PATHS, (False, True))
-    )
-]
-
-
-@pytest.mark.parametrize(("path", "score", "deterministic"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("score", SCORES)
 def test_sums_in_shared_memory_meet_the_error_rule(
     path: str, score: Any, deterministic: bool
 ) -> None:

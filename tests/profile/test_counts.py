@@ -70,7 +70,7 @@ def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_wit
 @pytest.mark.parametrize(
     ("name", "head_dim", "dropout_p"),
     [
-        ("causal", 64, 0.0),
+        slow("causal", 64, 0.0),
         slow("causal", 32, 0.1),
         slow("causal", 64, 0.1),
         slow("full", 40, 0.0),
@@ -265,6 +265,7 @@ def profile_of_text(made: Build, text: str):
     return profile_of(Build(made.analysis, source, binary), counters, LaunchPrediction())
 
 
+@pytest.mark.slow
 def test_no_swizzle_is_a_bank_conflict_and_every_second_vector_is_not_coalesced():
     made = build(loaded("causal"))
     text = made.source.text
