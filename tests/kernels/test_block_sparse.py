@@ -109,6 +109,7 @@ def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
     )
 
 
+@pytest.mark.slow
 def test_rows_and_columns_without_a_live_block_give_zeros() -> None:
     spec = sparse_spec(48, 32, dtype="float16", head_dim=16)
     live = random_layout(spec, (1, 2), (200, 230), 0.5, 3)

@@ -190,6 +190,7 @@ def test_a_sink_without_any_key_is_the_lse_of_every_row_of_a_sequence() -> None:
         torch.testing.assert_close(gradient, 5 * sink.detach().exp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", one_in(2, LENGTHS))
 def test_the_tiled_path_meets_the_error_rule(lengths: str) -> None:
     for mods in MODS:

@@ -1,7 +1,7 @@
 """Random mods over the whole language, to depth 40: emitted kernels against the oracle.
 
-The slow tier has 500 of them on both code paths, forward and backward, with gradients of captured
-tensors. The end of a run prints how long their kernels took to build.
+The slow tier has 100 of them, on the two code paths in turn, forward and backward, with gradients
+of captured tensors. The end of a run prints how long their kernels took to build.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ def call_of(seed: int, arch: str) -> Call:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("seed", range(500))
+@pytest.mark.parametrize("seed", range(100))
 def test_any_mods_meet_the_error_rule(
-    seed: int, arch: str, record_property: Callable[[str, object], None]
+    seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    call = call_of(seed, arch)
+    call = call_of(seed, ("sm_80", "sm_90a")[seed % 2])
     forward = call.judged_forward()
     backward = call.backward(forward)
     call.check(backward)

@@ -121,6 +121,7 @@ def test_packed_sequences_have_windows_of_their_own_positions(
 # ---- what is counted ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [slow("sm_80"), "sm_90a"])
 @pytest.mark.parametrize("name", ["relative_bias", slow("dense_bias")])
 def test_a_tile_adds_its_sums_once_to_global_memory(name: str, path: str) -> None:

@@ -55,6 +55,7 @@ def test_kernels_read_captures_of_any_strides_and_sum_their_gradients(seq):
         assert verdict.ok, f"{name}: {verdict}"
 
 
+@pytest.mark.slow
 def test_only_captures_are_learned_through_the_emulated_operator():
     qkv, given = operands(13), captured(13)
     given["bias"].requires_grad_()

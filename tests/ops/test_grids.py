@@ -20,6 +20,7 @@ SPEC = fg.AttentionSpec(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
 def test_a_call_of_several_launches_has_the_results_of_one(
     arch: str, monkeypatch: pytest.MonkeyPatch
