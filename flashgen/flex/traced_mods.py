@@ -198,7 +198,30 @@ def _read(
     reach: ReachableValues,
     tight: bool = True,
 ) -> TracedMods:
-    tracer = Tracer(sizes.device, sizes.bounds if tight else {}, reach.tensors, reach.names, run)
+    bounds = sizes.bounds if tight else {}
+    return trace(mask_mod, score_mod, sizes.device, reach.tensors, reach.names, bounds)
+
+
+def trace(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    bounds: Mapping[sympy.Symbol, Limits] | None = None,
+) -> TracedMods:
+    """The traced mods, from no earlier call.
+
+    Args:
+        tensors, names: the captured tensors that later calls can find by their place here, and
+            their names, which may be empty.
+        bounds: the least and the greatest value of each position symbol, on which the expressions
+            may rely; None for expressions that hold at all positions from 0 on.
+
+    Raises:
+        SpecError: kernels cannot express a mod; the message names the operation and the line.
+    """
+    tracer = Tracer(device, bounds or {}, tensors, names, run)
     mask = _traced(tracer, "mask_mod", mask_mod)
     score = _traced(tracer, "score_mod", score_mod)
     assert mask is None or mask.lost is None, "a condition is never minus infinity"
@@ -210,7 +233,7 @@ def _read(
             made_score = where(score.lost, -math.inf, made_score)
         else:
             made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
-    tensors = {
+    captured = {
         tensor.name: _captured(source, learned)
         for source in tracer.sources
         for learned, tensor in source.known.items()
@@ -227,14 +250,14 @@ def _read(
         score=_stored(made_score, score_mod),
         of_mask_mod=of_mask_mod,
         name=_name_of(mask_mod, score_mod),
-        tensors={name: captured for name, captured in tensors.items() if name in used},
+        tensors={name: place for name, place in captured.items() if name in used},
         sizes={
             scalar.name: (_captured(source, False), dim)
             for (source, dim), scalar in tracer.sizes.items()
             if scalar.name in used
         },
         assumed=tuple(tracer.assumed),
-        shapes=tuple(t.shape for t in reach.tensors) if tracer.rigid else None,
+        shapes=tuple(t.shape for t in tensors) if tracer.rigid else None,
         lasting=all(source.constant or source.place is not None for source in tracer.sources),
     )
 

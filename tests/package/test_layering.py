@@ -50,7 +50,7 @@ BESIDE = {
     "doctor": {*PIPELINE, "emulator", "reference", "runtime", "ops", "tune"},
 }
 # These may import everything.
-TOP = {"__init__", "__main__", "cli"}
+TOP = {"__init__", "__main__", "cli", "integrations"}
 ALLOWED = {
     **{name: set(PIPELINE[:place]) for place, name in enumerate(PIPELINE)},
     **BESIDE,
@@ -83,6 +83,7 @@ OUTSIDE = {
     "profile": {"torch", "numpy", "matplotlib"},
     "tune": {"torch"},
     "doctor": {"torch", "numpy"},
+    "integrations": {"torch", "transformers"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {
@@ -236,6 +237,7 @@ TYPES_FROM_ABOVE = {"flashgen.emulator.state.wave"}
 PUBLIC = {
     "flashgen.emulator.entry:launch",
     "flashgen.flex:flex_attention",
+    "flashgen.integrations.transformers.attention:attention",
     "flashgen.ops.api:Attention.__call__",
     "flashgen.pipeline:emit",
     "flashgen.runtime.calls:check",

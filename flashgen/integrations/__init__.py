@@ -1,0 +1,1 @@
+"""flashgen inside other libraries; each module needs the library of its name."""

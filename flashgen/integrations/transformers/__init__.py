@@ -1,0 +1,73 @@
+"""Hugging Face transformers: every model that dispatches its attention runs on flashgen's kernels.
+
+::
+
+    from flashgen.integrations import transformers
+
+    transformers.register()
+    model = AutoModel.from_pretrained(..., attn_implementation="fg")
+
+A model describes its mask as a Python function of positions, and its score by arguments of the
+attention function (softcap, sinks, a position bias). Both become one spec, traced once for each
+kind of mask, and the kernels of that spec compute the attention of all layers that share it.
+"""
+
+from __future__ import annotations
+
+from flashgen.errors import InputError
+from flashgen.ops import Attention
+
+__all__ = ["operators", "register"]
+
+_RESERVED = ("eager", "sdpa", "flex_attention")
+
+
+def register(name: str = "fg") -> None:
+    """Makes flashgen's attention and its masks available as ``attn_implementation=name``.
+
+    Args:
+        name: the name for configurations. A name that contains "flash" is refused, because
+            transformers takes it for one of its own FlashAttention backends.
+
+    Raises:
+        InputError: the name cannot be used, or transformers is missing or older than 5.
+    """
+    if not isinstance(name, str) or not name or name in _RESERVED or "|" in name:
+        _refuse_name("transformers has its own attention of this name", name)
+    if "flash" in name:
+        _refuse_name("transformers takes every name with 'flash' for FlashAttention", name)
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise InputError(
+            "the integration needs transformers 5 or newer",
+            where="flashgen.integrations.transformers.register",
+            numbers=str(error),
+            way_out='pip install "transformers>=5"',
+        ) from error
+
+    from flashgen.integrations.transformers.attention import attention
+    from flashgen.integrations.transformers.masks import make_mask
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def operators() -> tuple[Attention, ...]:
+    """The operators that models use so far, in the order of their first use.
+
+    ``operator.spec`` is the spec of a kind of layer, and ``operator.report`` describes its last
+    call: backend, kernel, tile and counters.
+    """
+    from flashgen.integrations.transformers.layers import operators as made
+
+    return tuple(made.values())
+
+
+def _refuse_name(what: str, name: object) -> None:
+    raise InputError(
+        what,
+        where="argument name of flashgen.integrations.transformers.register",
+        numbers=f"given {name!r}",
+        way_out='register("fg"), and attn_implementation="fg"',
+    )

@@ -1,0 +1,223 @@
+"""The attention function that is registered with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NoReturn
+
+import torch
+
+from flashgen.errors import InputError
+from flashgen.integrations.transformers.layers import (
+    CAUSAL,
+    FULL,
+    captures_of,
+    operator_name,
+    operators,
+)
+from flashgen.integrations.transformers.masks import Mask
+from flashgen.language.spec import HEAD_DIM_STEP
+
+Tensor = torch.Tensor
+
+_UNSUPPORTED = {
+    "cache": "a paged cache of continuous batching",
+    "block_indices": "a selection of blocks that is computed for each query",
+    "head_mask": "a factor for each head after the softmax",
+    "sinks": "sinks with a value for each query",
+}
+"""Arguments of attention functions that change the result and have no counterpart here."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as `transformers.AttentionInterface` defines its functions.
+
+    Args:
+        module: the layer; ``module.is_causal`` matters where there is no mask.
+        query: [batch, heads, seq_q, head_dim].
+        key: [batch, heads_kv, seq_k, head_dim]; heads is a multiple of heads_kv.
+        value: [batch, heads_kv, seq_k, head_dim_v].
+        attention_mask: a mask of `make_mask`, or a tensor [batch or 1, heads or 1, seq_q or 1,
+            seq_k or more]: bool, True where a key is attended to, or floating point, added to the
+            scores. None for a layer without a mask, which must say whether it is causal.
+        dropout: the probability with which elements of P are dropped.
+        scaling: factor on q.k; 1 / sqrt(head_dim) if None.
+        is_causal: for a layer without a mask; ``module.is_causal`` if None.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        s_aux: [heads], a logit for each head that joins the softmax's denominator.
+        position_bias: [batch or 1, heads or 1, seq_q or 1, seq_k or more], added to the scores.
+        options: further arguments of transformers; those in `_UNSUPPORTED` are refused.
+
+    Returns:
+        out [batch, seq_q, heads, head_dim_v], and None in place of the attention weights.
+
+    Raises:
+        InputError: an argument is invalid or unsupported; nothing has run.
+    """
+    _check(query, key, attention_mask, options)
+    captures: dict[str, Any] = {}
+    mask: Hashable = FULL
+    q_offset: int | Tensor = 0
+    k_offset: int | Tensor = 0
+    given: list[tuple[Any, ...]] = []
+    sizes = *query.shape[:3], key.shape[2]
+    if isinstance(attention_mask, Mask):
+        _check_mask(attention_mask, query, key)
+        mask = attention_mask.key
+        q_offset, k_offset = attention_mask.q_offset, attention_mask.k_offset
+        for name, place, dim in captures_of(mask):
+            tensor = attention_mask.tensors[place]
+            captures[name] = tensor if dim is None else tensor.shape[dim]
+    elif attention_mask is None:
+        mask = _without_mask(module, is_causal, sizes)
+    else:
+        given.append(_given("attention_mask", attention_mask, sizes, captures))
+    starts = "", ""
+    if position_bias is not None:
+        given.append(_given("position_bias", position_bias, sizes, captures))
+        starts = _start("q_start", q_offset, captures), _start("k_start", k_offset, captures)
+    if s_aux is not None:
+        captures["sink"] = s_aux
+    dims = query.shape[3], value.shape[3]
+    if scaling is None:
+        scaling = dims[0] ** -0.5
+    query, key, value = _padded(query), _padded(key), _padded(value)
+    layer = (  # the fields of LayerKind
+        query.shape[3],
+        value.shape[3],
+        query.dtype,
+        dropout > 0.0,
+        softcap,
+        None if s_aux is None else (s_aux.dtype, s_aux.requires_grad),
+        tuple(given),
+        starts,
+    )
+    out = operators[operator_name(mask, layer)](
+        query,
+        key,
+        value,
+        scale=scaling,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        dropout_p=dropout,
+        **captures,
+    )
+    if out.shape[3] != dims[1]:
+        out = out[..., : dims[1]]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _given(
+    name: str, tensor: Tensor, sizes: tuple[int, ...], captures: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The fields of a GivenTensor, for a tensor with an element for each score."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    shape = tensor.shape
+    fits = tensor.dim() == 4 and all(
+        length == 1 or (length >= size if axis == 3 else length == size)
+        for axis, (length, size) in enumerate(zip(shape, sizes, strict=False))
+    )
+    if not fits:
+        raise InputError(
+            f"{name} does not broadcast to the scores",
+            where=f"argument {name} of the attention function",
+            numbers=f"shape {tuple(shape)}; scores have {tuple(sizes)}",
+            way_out="[batch or 1, heads or 1, seq_q or 1, seq_k]",
+        )
+    captures[name] = tensor
+    expanded = shape[0] == 1, shape[1] == 1, shape[2] == 1, shape[3] == 1
+    return name, tensor.dtype, tensor.requires_grad, expanded
+
+
+def _start(name: str, offset: int | Tensor, captures: dict[str, Any]) -> str:
+    """How the operator gets the first position, for tensors whose indices begin there."""
+    if isinstance(offset, Tensor):
+        captures[name] = offset.reshape(())
+        return "int64" if offset.dtype == torch.int64 else "int32"
+    if offset == 0:
+        return ""
+    captures[name] = offset
+    return "number"
+
+
+def _without_mask(module: torch.nn.Module, is_causal: bool | None, sizes: tuple[int, ...]) -> str:
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal:
+        return FULL
+    if is_causal is None or sizes[2] != sizes[3]:
+        raise InputError(
+            "a causal layer has no mask",
+            where=f"attention_mask of {type(module).__name__}",
+            numbers=f"None, with is_causal {is_causal}, {sizes[2]} queries and {sizes[3]} keys: "
+            "padding, a window or positions would be lost",
+            way_out="register() of flashgen.integrations.transformers, which registers the mask "
+            "function too, or is_causal=True where there are as many queries as keys",
+        )
+    return CAUSAL
+
+
+def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:
+    for name, what in _UNSUPPORTED.items():
+        if options.get(name) is not None:
+            _refuse(f"attention with {name}, {what}, has no kernel", name)
+    if options.get("output_attentions"):
+        _refuse("no kernel stores the attention weights", "output_attentions")
+    if mask is None or isinstance(mask, Mask):
+        return
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        shape = f", shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
+        raise InputError(
+            "the mask is neither a mask of flashgen nor a tensor with four dimensions",
+            where="argument attention_mask of the attention function",
+            numbers=f"given a {type(mask).__name__}{shape}",
+            way_out="a mask function by transformers.masking_utils, or a tensor "
+            "[batch, 1, seq_q, seq_k], bool or added to the scores",
+        )
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise InputError(
+            "a mask of integers has no single meaning",
+            where="argument attention_mask of the attention function",
+            numbers=f"{mask.dtype}, shape {tuple(mask.shape)}",
+            way_out="mask.bool(), True where a key is attended to",
+        )
+
+
+def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
+    given = query.shape[0], query.shape[2], key.shape[2]
+    if mask.lengths != given:
+        raise InputError(
+            "the mask was made for other sizes than those of the layer",
+            where="argument attention_mask of the attention function",
+            numbers=f"batch, queries and keys {given}; the mask has {mask.lengths}",
+            way_out='attn_implementation="eager" for this model, or for this part of it by a '
+            "dictionary",
+        )
+
+
+def _refuse(what: str, name: str) -> NoReturn:
+    raise InputError(
+        what,
+        where=f"argument {name} of the attention function",
+        numbers="attn_implementation of flashgen",
+        way_out='attn_implementation="eager" for this model',
+    )

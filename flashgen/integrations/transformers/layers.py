@@ -1,0 +1,301 @@
+"""The operators of a model's layers: one for each kind of mask and score, kept for all calls.
+
+torch.compile treats the functions of this module as constants of a graph: their arguments are
+numbers and names, never tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+import flashgen as fg
+from flashgen.errors import InputError, SpecError
+from flashgen.flex import TracedMods, trace
+from flashgen.integrations.transformers.recorded_mask import MaskFunction, RecordedMask
+from flashgen.ops import Attention
+
+
+class KnownMask(NamedTuple):
+    """A mask function that has been traced.
+
+    Attributes:
+        name: what it is made of, such as ``sliding_window_causal_padding``.
+    """
+
+    traced: TracedMods
+    name: str
+
+
+_lock = threading.RLock()
+_masks: dict[Hashable, KnownMask] = {}
+_rigid: set[Hashable] = set()  # records of masks whose expressions depend on lengths of tensors
+_names: dict[Hashable, str] = {}
+
+operators: dict[str, Attention] = {}
+"""All operators by name, in the order in which they were made."""
+
+FULL, CAUSAL = "full", "causal"
+"""The keys of masks that no function describes."""
+
+
+class GivenTensor(NamedTuple):
+    """A tensor [batch, heads, seq_q, seq_k] of one call: a position bias, or a mask of the user.
+
+    Attributes:
+        name: its name as an argument of the operator.
+        dtype: a torch dtype; a bool tensor is a mask, and any other is added to the scores.
+        grad: whether it is learned.
+        expanded: for each dimension, whether it has one element that holds for all.
+    """
+
+    name: str
+    dtype: torch.dtype
+    grad: bool
+    expanded: tuple[bool, bool, bool, bool]
+
+
+class Start(NamedTuple):
+    """How a call gives the positions of its first query and key: "" for 0, "number", or a dtype."""
+
+    q: str = ""
+    k: str = ""
+
+
+class LayerKind(NamedTuple):
+    """All that determines the operator of a layer besides its mask, in constants.
+
+    Attributes:
+        sink: the dtype of the sinks, and whether they are learned; None without sinks.
+        given: the tensors of the call that have an element for each score.
+        start: where their indices begin; positions themselves begin at the offsets of the call.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    dropout: bool
+    softcap: float | None
+    sink: tuple[torch.dtype, bool] | None
+    given: tuple[GivenTensor, ...]
+    start: Start
+
+    @classmethod
+    def of(cls, *fields: Any) -> LayerKind:
+        """A kind of layer from its fields as plain tuples."""
+        plain = cls(*fields)
+        given = tuple(GivenTensor(*each) for each in plain.given)
+        return plain._replace(given=given, start=Start(*plain.start))
+
+
+def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
+    """The key under which the expression of a mask function is kept; traces it if it is new.
+
+    Raises:
+        SpecError: kernels cannot express the mask.
+        InputError: torch.compile meets a mask that has not been traced.
+    """
+    key = recorded.key
+    if depends_on_lengths(key):
+        key = key, _lengths(recorded)
+    if is_known(key):
+        return key
+    if torch.compiler.is_compiling():
+        refuse_unknown()
+    with _lock:
+        traced = _traced(recorded, function, device)
+        if traced.shapes is not None and key is recorded.key:
+            _rigid.add(key)
+            key = key, _lengths(recorded)
+        _masks[key] = KnownMask(traced, _name_of_mask(function))
+    return key
+
+
+def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(tensor.shape) for tensor in recorded.tensors])
+
+
+def depends_on_lengths(key: Hashable) -> bool:
+    return key in _rigid
+
+
+def is_known(key: Hashable) -> bool:
+    return key in _masks
+
+
+def refuse_unknown() -> None:
+    raise InputError(
+        "torch.compile meets a mask that has not been traced yet",
+        where="the mask function of the model",
+        numbers="a compiled function cannot trace a mask to an expression",
+        way_out="one call of the model that is not compiled, with the same inputs: padding or "
+        "none, a cache or none, packed sequences or none",
+    )
+
+
+def captures_of(key: Hashable) -> tuple[tuple[str, int, int | None], ...]:
+    """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
+
+    The dimension is None for the tensor itself, else the length of that dimension is captured.
+    """
+    traced = _masks[key].traced
+    tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
+    lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
+    return tuple((n, place, dim) for n, place, dim in (*tensors, *lengths) if place is not None)
+
+
+def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
+    """The name in `operators` of the operator of a layer, which is made at the first call.
+
+    Args:
+        layer: the fields of a `LayerKind` as plain tuples, which torch.compile takes as constants.
+
+    Raises:
+        SpecError: no spec can have these options, such as a head dim above 256.
+    """
+    key = mask, layer
+    found = _names.get(key)
+    if found is None:
+        with _lock:
+            made = fg.attention(_spec(mask, LayerKind.of(*layer)))
+            operators[made.name] = made
+            found = _names[key] = made.name
+    return found
+
+
+for _constant in (is_known, depends_on_lengths, refuse_unknown, captures_of, operator_name):
+    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+# From a mask function to expressions.
+
+
+def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
+    names = {id(tensor): name for name, tensor in _closure(function, torch.Tensor)}
+    chosen = [names.get(id(tensor), "") for tensor in recorded.tensors]
+    chosen = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in chosen]
+    traced = trace(function, None, device, recorded.tensors, chosen)
+    if not traced.lasting:
+        raise SpecError(
+            "the mask function reads a tensor that later calls cannot find",
+            where=str(getattr(function, "__qualname__", function)),
+            numbers=", ".join(n for n, found in traced.tensors.items() if found.place is None),
+            way_out="tensors that the function closes over, read by torch operations",
+        )
+    return traced
+
+
+_OWN_NAMES = ("position_bias", "attention_mask", "sink", "q_start", "k_start")
+
+
+def _name_of_mask(function: MaskFunction) -> str:
+    """The names of the functions that a mask is composed of, without their common endings."""
+    inner = [inner for _, inner in _closure(function, FunctionType)]
+    parts: list[str] = []
+    for each in inner or [function]:
+        name = str(getattr(each, "__qualname__", "mask")).partition(".")[0]
+        name = re.sub(r"(_mask)?(_function|_overlay|_fn)$", "", name).strip("_")
+        if name not in ("and_masks", "or_masks", *parts) and re.fullmatch("[A-Za-z]\\w*", name):
+            parts.append(name)
+    return "_".join(parts) or "mask"
+
+
+def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Values of a type in the closures of a function and of functions there, with their names."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, cells, strict=False):
+        content = cell.cell_contents
+        for item in content if isinstance(content, tuple | list) else (content,):
+            if isinstance(item, kind):
+                yield name, item
+            if callable(item):
+                yield from _closure(item, kind)
+
+
+# From expressions to a spec.
+
+
+def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
+    sink = None
+    if layer.sink is not None:
+        dtype, learned = layer.sink
+        sink = fg.Tensor("sink", ("heads",), _name(dtype), grad=learned)
+    return fg.AttentionSpec(
+        mask_mod=_mask_mod(mask, layer),
+        score_mod=_score_mod(layer),
+        head_dim=layer.head_dim,
+        head_dim_v=layer.head_dim_v,
+        dtype=_name(layer.dtype),
+        dropout=layer.dropout,
+        sink=sink,
+        name=_name_of(mask, layer),
+    )
+
+
+def _mask_mod(mask: Hashable, layer: LayerKind) -> Callable[..., Any] | None:
+    for given in layer.given:
+        if given.dtype == torch.bool:
+            element = _element(given, layer.start)
+            return lambda b, h, q, k: element(b, h, q, k)
+    if mask == FULL:
+        return None
+    if mask == CAUSAL:
+        return lambda b, h, q, k: k <= q
+    return _masks[mask].traced.mask
+
+
+def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
+    softcap = layer.softcap
+    added = [_element(x, layer.start) for x in layer.given if x.dtype != torch.bool]
+    if softcap is None and not added:
+        return None
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if softcap is not None:
+            score = softcap * fg.tanh(score / softcap)
+        for element in added:
+            score = score + element(b, h, q, k)
+        return score
+
+    return score_mod
+
+
+def _element(given: GivenTensor, start: Start) -> Callable[..., Any]:
+    """The element of a tensor that belongs to a score; its indices count from the call's first."""
+    dims = tuple(f"{given.name}_{axis}" for axis in ("batch", "heads", "q", "k"))
+    tensor = fg.Tensor(given.name, dims, _name(given.dtype), grad=given.grad)
+
+    def element(b: Any, h: Any, q: Any, k: Any) -> Any:
+        local = b, h, _from_start("q_start", start.q, q), _from_start("k_start", start.k, k)
+        once = zip(given.expanded, local, strict=True)
+        return tensor[tuple(0 if expanded else index for expanded, index in once)]
+
+    return element
+
+
+def _from_start(name: str, kind: str, position: Any) -> Any:
+    if not kind:
+        return position
+    if kind == "number":
+        return position - fg.Scalar(name, "int32")
+    return position - fg.Tensor(name, (), kind)[()]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name_of(mask: Hashable, layer: LayerKind) -> str:
+    """A name of what a layer computes, such as ``sliding_window_causal_softcap``."""
+    name = mask if isinstance(mask, str) else _masks[mask].name
+    parts = [name, *(given.name for given in layer.given)]
+    parts += ["softcap"] if layer.softcap is not None else []
+    parts += ["sink"] if layer.sink is not None else []
+    return "_".join(parts)

@@ -1,0 +1,148 @@
+"""The mask function that is registered with transformers, and the masks that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
+
+from flashgen.errors import InputError
+from flashgen.integrations.transformers.layers import key_of
+from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
+
+Tensor = torch.Tensor
+
+
+class MaskError(InputError, AttributeError, TypeError):
+    """A model uses a mask of flashgen for something else than attention."""
+
+
+class Mask(BlockMask):
+    """The mask of one forward pass, as an expression: nothing of N x N elements is stored.
+
+    transformers passes a mask on as it is if it is a tensor or BlockMask with four dimensions,
+    therefore the base class; a mask of flashgen has no blocks.
+
+    Attributes:
+        key: the structure of the mask, under which its traced expression is kept.
+        tensors: the tensors that the mask reads.
+        lengths: batch, number of queries, number of keys.
+        q_offset: the position of the first query: an int, or a tensor whose value is never read
+            by the host.
+        k_offset: the position of the first key.
+    """
+
+    def __init__(
+        self,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        lengths: tuple[int, int, int],
+        q_offset: int | Tensor,
+        k_offset: int,
+    ) -> None:
+        self.key = key
+        self.tensors = tensors
+        self.lengths = lengths
+        self.q_offset = q_offset
+        self.k_offset = k_offset
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, queries, keys = self.lengths
+        return batch, 1, queries, keys
+
+    def dim(self) -> int:
+        return 4
+
+    ndim = 4
+
+    def to(self, device: Any, *_: Any, **__: Any) -> Mask:
+        """The mask with its tensors on another device; a dtype has no effect."""
+        if isinstance(device, torch.dtype):
+            return self
+        tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        at = self.q_offset
+        q_offset = at.to(device) if isinstance(at, Tensor) else at
+        return Mask(self.key, tensors, self.lengths, q_offset, self.k_offset)
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def __getitem__(self, index: Any) -> Mask:
+        """The mask itself for slices that cut trailing keys, which attention does not get."""
+        given = index if isinstance(index, tuple) else (index,)
+        *leading, last = given
+        whole = all(item == slice(None) or item is Ellipsis for item in leading)
+        if whole and isinstance(last, slice) and not last.start and last.step in (None, 1):
+            return self
+        _refuse(f"mask[{index}]")
+
+    def __repr__(self) -> str:
+        return f"<mask of flashgen, shape {self.shape}>"
+
+    __str__ = __repr__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        _refuse(f"torch.{getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(f"mask.{name}")
+
+
+def _refuse(use: str) -> NoReturn:
+    raise MaskError(
+        "the model computes with its mask instead of passing it to its attention function",
+        where="attn_implementation of the model's configuration",
+        numbers=f"{use} of a mask that is an expression and has no elements",
+        way_out='attn_implementation="eager" for this model, or for this part of it by a '
+        "dictionary",
+    )
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Mask:
+    """The mask of a forward pass, as `transformers.AttentionMaskInterface` defines its functions.
+
+    Args:
+        batch_size, q_length, kv_length: the sizes of the attention.
+        q_offset, kv_offset: the positions of the first query and the first key.
+        mask_function: the mask of the model, a function of batch entry, head, query and key. It is
+            executed once here; its expression is traced where no earlier mask computes the same.
+        attention_mask: bool [batch, positions], False for padding; None without padding.
+        device: the device of the queries.
+
+    Raises:
+        SpecError: the mask function uses an operation that kernels cannot express.
+        InputError: torch.compile meets a kind of mask that no earlier call has traced.
+    """
+    if attention_mask is not None:
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        assert padding is not None
+        mask_function = and_masks(mask_function, padding_mask_function(padding))
+    recorded = record(mask_function, torch.device(device))
+    key = key_of(recorded, mask_function, torch.device(device))
+    # A static cache advances its position in place before the first layer reads it.
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()
+    lengths = batch_size, q_length, kv_length
+    return Mask(key, recorded.tensors, lengths, q_offset, kv_offset)
