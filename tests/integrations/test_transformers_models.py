@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from flashgen import reference
+from flashgen.integrations import transformers as integration
 from flashgen.reference.verdict import GRADIENT_FACTOR, RMS_ELEMENTS
 from tests.support.tiers import slow
 from tests.support.transformers_models import (
@@ -27,8 +30,8 @@ WITHOUT_SDPA = ("gemma2", "gpt_oss")
 DROPOUT = 0.125
 
 
-def in_float64(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
 
 
 def results(
@@ -39,7 +42,7 @@ def results(
     if not exact:
         return gradients_of(made, inputs)
     with InFloat64():
-        return gradients_of(made.double(), in_float64(inputs))
+        return gradients_of(made.double(), cast(inputs, torch.float64))
 
 
 def pooled(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,3 +103,42 @@ def test_dropout_is_eager_attention_with_the_same_elements(
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_may_be_anywhere(name: str, padding: str) -> None:
     check(name, 0.0, None, padding)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", [n if n == "gpt_oss" else slow(n) for n in MODELS])
+def test_a_layer_meets_the_error_rule_by_emitted_kernels(
+    name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(name)
+    inputs = model.inputs(length=70)
+    exact = of_one_layer(model, "eager", inputs, torch.float64)
+    same = of_one_layer(model, "eager", inputs, torch.float16)
+    monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
+    monkeypatch.setenv("FLASHGEN_ARCH", arch)
+    found = of_one_layer(model, "fg", inputs, torch.float16)
+    assert_emulated(arch)
+    assert found.keys() == exact.keys()
+    same, found, exact = pooled(same, exact), pooled(found, exact), pooled(exact, exact)
+    for key, value in found.items():
+        factor = {} if key == "output" else {"factor": GRADIENT_FACTOR}
+        verdict = reference.compare(value, exact[key], same[key], **factor)
+        assert verdict, f"{name} {key}: {verdict}"
+
+
+def of_one_layer(
+    model: TinyModel, attention: str, inputs: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    made = model.model(attention, layers=1).train().to(dtype)
+    with InFloat64() if dtype == torch.float64 else nullcontext():
+        return gradients_of(
+            made, {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+        )
+
+
+def assert_emulated(arch: str) -> None:
+    """The last calls of the operators were of kernels for the architecture."""
+    reports = [op.report for op in integration.operators() if op.report is not None]
+    used = [r for r in reports if r.backend == "emulator" and r.kernel is not None]
+    assert used
+    assert any(report.kernel.plan.arch == arch for report in used)

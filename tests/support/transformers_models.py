@@ -35,7 +35,6 @@ TEXT = {
     "eos_token_id": 2,
 }
 LENGTH = 260
-PADDING = 35
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,17 @@ class TinyModel:
     others: tuple[str, ...] = ()
     kind: str = "text"
 
-    def model(self, attention: str = "eager", dropout: float = 0.0) -> Any:
+    def model(
+        self, attention: str = "eager", dropout: float = 0.0, layers: int | None = None
+    ) -> Any:
         """The model with the same weights each time, in float32 and evaluation mode."""
         config = self.config.__class__.from_dict(self.config.to_dict())
+        if layers is not None:
+            config.num_hidden_layers = layers
+            if hasattr(config, "layer_types"):
+                config.layer_types = config.layer_types[:layers]
+            if hasattr(config, "num_decoder_layers"):
+                config.num_decoder_layers = layers
         for name in (*self.dropout, *self.others):
             setattr(config, name, dropout if name in self.dropout else 0.0)
         torch.manual_seed(0)
@@ -67,19 +74,21 @@ class TinyModel:
             model.set_experts_implementation("eager")
         return model
 
-    def inputs(self, padding: str = "left", seed: int = 1) -> dict[str, Tensor]:
+    def inputs(self, padding: str = "left", length: int = LENGTH) -> dict[str, Tensor]:
         """A batch of two, of which the first entry is padded."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(1)
         if self.kind == "image":
             return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
-        ids = torch.randint(3, 97, (2, LENGTH), generator=generator)
+        ids = torch.randint(3, 97, (2, length), generator=generator)
         mask = torch.ones_like(ids)
-        padded = {"left": slice(None, PADDING), "right": slice(LENGTH - PADDING, None)}
+        padded = {"left": slice(None, length // 7), "right": slice(-(length // 7), None)}
         if padding in padded:
             mask[0, padded[padding]] = 0
         given = {"input_ids": ids, "attention_mask": mask}
         if self.kind == "pairs":
-            given["decoder_input_ids"] = torch.randint(3, 97, (2, 150), generator=generator)
+            given["decoder_input_ids"] = torch.randint(
+                3, 97, (2, 3 * length // 5), generator=generator
+            )
         return given
 
 

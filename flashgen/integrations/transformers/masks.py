@@ -21,7 +21,7 @@ from flashgen.integrations.transformers.recorded_mask import MaskFunction, recor
 Tensor = torch.Tensor
 
 
-class MaskError(InputError, AttributeError, TypeError):
+class MaskError(InputError, AttributeError):
     """A model uses a mask of flashgen for something else than attention."""
 
 
