@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -103,18 +103,19 @@ class Built:
         monkeypatch.setattr(AttentionSpec, "__post_init__", counted)
         monkeypatch.setattr(layers, "_masks", {})
         monkeypatch.setattr(layers, "_names", {})
-        caches = [
-            each for each in gc.get_objects() if isinstance(each, functools._lru_cache_wrapper)
+        modules = [
+            module
+            for name, module in sys.modules.items()
+            if name.startswith("flashgen.") and name.split(".")[1] in STAGES
         ]
-        named = {f"{each.__module__}.{each.__name__}": each for each in caches}
         self._caches = {
-            name: cache
-            for name, cache in named.items()
-            if name.startswith("flashgen.")
-            and name.split(".")[1] in STAGES
+            f"{cache.__module__}.{cache.__name__}": cache
+            for module in modules
+            for cache in vars(module).values()
+            if type(cache) is functools._lru_cache_wrapper
             # These depend on the sizes of a call: whether integers of 32 bits suffice, and which
             # tiles the CPU path walks.
-            and not name.endswith(("_beyond_int32", "TileWalk"))
+            and cache.__name__ not in ("_beyond_int32", "TileWalk")
         }
 
     def now(self) -> dict[str, int]:
