@@ -88,7 +88,11 @@ def attention(
     starts = "", ""
     if position_bias is not None:
         given.append(_given("position_bias", position_bias, sizes, captures))
-        starts = _start("q_start", q_offset, captures), _start("k_start", k_offset, captures)
+        expanded = given[-1][-1]
+        starts = (
+            "" if expanded[2] else _start("q_start", q_offset, captures),
+            "" if expanded[3] else _start("k_start", k_offset, captures),
+        )
     if s_aux is not None:
         captures["sink"] = s_aux
     dims = query.shape[3], value.shape[3]

@@ -21,8 +21,11 @@ from flashgen.integrations.transformers.recorded_mask import MaskFunction, recor
 Tensor = torch.Tensor
 
 
-class MaskError(InputError, AttributeError, TypeError):
-    """A model uses a mask of flashgen for something else than attention."""
+class MaskError(InputError, AttributeError):
+    """A model uses a mask of flashgen for something else than attention.
+
+    No TypeError, which a binary operator of torch would replace by a message of its own.
+    """
 
 
 class Mask(BlockMask):
