@@ -12,8 +12,10 @@ from flashgen.integrations.transformers.layers import (
     CAUSAL,
     FULL,
     captures_of,
+    created_tensor,
     operator_name,
     operators,
+    reads,
 )
 from flashgen.integrations.transformers.masks import Mask
 from flashgen.language.spec import HEAD_DIM_STEP
@@ -78,9 +80,10 @@ def attention(
         _check_mask(attention_mask, query, key)
         mask = attention_mask.key
         q_offset, k_offset = attention_mask.q_offset, attention_mask.k_offset
-        for name, place, dim in captures_of(mask):
-            tensor = attention_mask.tensors[place]
-            captures[name] = tensor if dim is None else tensor.shape[dim]
+        _capture(attention_mask, query.device, captures)
+        if attention_mask.bias is not None:
+            added = attention_mask.bias
+            position_bias = added if position_bias is None else position_bias + added
     elif attention_mask is None:
         mask = _without_mask(module, is_causal, sizes)
     else:
@@ -122,6 +125,22 @@ def attention(
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None:
+    """The tensors and lengths that a mask reads, as arguments of the operator."""
+    for name, place, dim in captures_of(mask.key):
+        tensor = created_tensor(mask.key, name) if place is None else mask.tensors[place]
+        if dim is not None:
+            captures[name] = tensor.shape[dim]
+            continue
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.dtype == torch.float64:
+            tensor = tensor.to(torch.float32)
+        if tensor.dim() == 0 and tensor.device != device:
+            tensor = tensor.to(device)
+        captures[name] = tensor
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -208,7 +227,14 @@ def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> No
 
 def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
-    if mask.lengths != given:
+    if mask.lengths == given:
+        return
+    of_batch, _, of_query, of_key = reads(mask.key)
+    broadcast = [
+        length == size or (length == 1 and not read)
+        for length, size, read in zip(mask.lengths, given, (of_batch, of_query, of_key), strict=True)
+    ]
+    if not all(broadcast):
         raise InputError(
             "the mask was made for other sizes than those of the layer",
             where="argument attention_mask of the attention function",

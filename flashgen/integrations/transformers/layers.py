@@ -18,6 +18,7 @@ import flashgen as fg
 from flashgen.errors import InputError, SpecError
 from flashgen.flex import TracedMods, trace
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, RecordedMask
+from flashgen.language import B, H, K, Q
 from flashgen.ops import Attention
 
 
@@ -138,15 +139,32 @@ def refuse_unknown() -> None:
     )
 
 
-def captures_of(key: Hashable) -> tuple[tuple[str, int, int | None], ...]:
+def captures_of(key: Hashable) -> tuple[tuple[str, int | None, int | None], ...]:
     """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
 
-    The dimension is None for the tensor itself, else the length of that dimension is captured.
+    The place is None for a tensor that the mask function creates, see `created_tensor`. The
+    dimension is None for the tensor itself, else the length of that dimension is captured.
     """
+    if key in (FULL, CAUSAL):
+        return ()
     traced = _masks[key].traced
     tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
     lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
-    return tuple((n, place, dim) for n, place, dim in (*tensors, *lengths) if place is not None)
+    return (*tensors, *lengths)
+
+
+def created_tensor(key: Hashable, name: str) -> torch.Tensor:
+    """A tensor that a mask function creates, with the same contents at each call."""
+    found = _masks[key].traced.tensors[name]
+    return found.of(())
+
+
+def reads(key: Hashable) -> tuple[bool, bool, bool, bool]:
+    """Whether a mask depends on the batch entry, the head, the query and the key."""
+    if key in (FULL, CAUSAL):
+        return False, False, key == CAUSAL, key == CAUSAL
+    symbols = _masks[key].traced.of_mask_mod.free_symbols
+    return B in symbols, H in symbols, Q in symbols, K in symbols
 
 
 def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
@@ -156,19 +174,27 @@ def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
         layer: the fields of a `LayerKind` as plain tuples, which torch.compile takes as constants.
 
     Raises:
-        SpecError: no spec can have these options, such as a head dim above 256.
+        InputError: no spec can have these options, such as a head dim above 256.
     """
     key = mask, layer
     found = _names.get(key)
     if found is None:
         with _lock:
-            made = fg.attention(_spec(mask, LayerKind.of(*layer)))
+            made = fg.attention(_checked_spec(mask, LayerKind.of(*layer)))
             operators[made.name] = made
             found = _names[key] = made.name
     return found
 
 
-for _constant in (is_known, depends_on_lengths, refuse_unknown, captures_of, operator_name):
+for _constant in (
+    is_known,
+    depends_on_lengths,
+    refuse_unknown,
+    captures_of,
+    created_tensor,
+    reads,
+    operator_name,
+):
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
@@ -220,6 +246,19 @@ def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
 
 
 # From expressions to a spec.
+
+
+def _checked_spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
+    try:
+        return _spec(mask, layer)
+    except SpecError as error:
+        raise InputError(
+            f"no kernel computes the attention of this layer: {error.what}",
+            where="attn_implementation of the model's configuration",
+            numbers=error.numbers,
+            way_out='attn_implementation="eager" for this model, or for this part of it by a '
+            "dictionary",
+        ) from error
 
 
 def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
