@@ -101,7 +101,7 @@ class Built:
             make(spec)
 
         monkeypatch.setattr(AttentionSpec, "__post_init__", counted)
-        monkeypatch.setattr(layers, "_masks", {})
+        monkeypatch.setattr(layers, "_names_of_masks", {})
         monkeypatch.setattr(layers, "_names", {})
         modules = [
             module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -12,8 +11,10 @@ from flashgen.integrations.transformers.layers import (
     CAUSAL,
     FULL,
     captures_of,
+    created_tensor,
     operator_name,
     operators,
+    reads,
 )
 from flashgen.integrations.transformers.masks import Mask
 from flashgen.language.spec import HEAD_DIM_STEP
@@ -69,18 +70,19 @@ def attention(
     """
     _check(query, key, attention_mask, options)
     captures: dict[str, Any] = {}
-    mask: Hashable = FULL
+    mask = FULL
     q_offset: int | Tensor = 0
     k_offset: int | Tensor = 0
     given: list[tuple[Any, ...]] = []
     sizes = *query.shape[:3], key.shape[2]
     if isinstance(attention_mask, Mask):
         _check_mask(attention_mask, query, key)
-        mask = attention_mask.key
+        mask = attention_mask.name
         q_offset, k_offset = attention_mask.q_offset, attention_mask.k_offset
-        for name, place, dim in captures_of(mask):
-            tensor = attention_mask.tensors[place]
-            captures[name] = tensor if dim is None else tensor.shape[dim]
+        _capture(attention_mask, query.device, captures)
+        if attention_mask.bias is not None:
+            added = attention_mask.bias
+            position_bias = added if position_bias is None else position_bias + added
     elif attention_mask is None:
         mask = _without_mask(module, is_causal, sizes)
     else:
@@ -88,9 +90,10 @@ def attention(
     starts = "", ""
     if position_bias is not None:
         given.append(_given("position_bias", position_bias, sizes, captures))
+        expanded = given[-1][-1]
         starts = (
-            "" if position_bias.shape[2] == 1 else _start("q_start", q_offset, captures),
-            "" if position_bias.shape[3] == 1 else _start("k_start", k_offset, captures),
+            "" if expanded[2] else _start("q_start", q_offset, captures),
+            "" if expanded[3] else _start("k_start", k_offset, captures),
         )
     if s_aux is not None:
         captures["sink"] = s_aux
@@ -121,6 +124,22 @@ def attention(
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None:
+    """The tensors and lengths that a mask reads, as arguments of the operator."""
+    for name, place, dim in captures_of(mask.name):
+        tensor = created_tensor(mask.name, name) if place is None else mask.tensors[place]
+        if dim is not None:
+            captures[name] = tensor.shape[dim]
+            continue
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.dtype == torch.float64:
+            tensor = tensor.to(torch.float32)
+        if tensor.dim() == 0 and tensor.device != device:
+            tensor = tensor.to(device)
+        captures[name] = tensor
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -207,7 +226,16 @@ def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> No
 
 def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
-    if mask.lengths != given:
+    if mask.lengths == given:
+        return
+    of_batch, _, of_query, of_key = reads(mask.name)
+    broadcast = [
+        length == size or (length == 1 and not read)
+        for length, size, read in zip(
+            mask.lengths, given, (of_batch, of_query, of_key), strict=True
+        )
+    ]
+    if not all(broadcast):
         raise InputError(
             "the mask was made for other sizes than those of the layer",
             where="argument attention_mask of the attention function",

@@ -18,30 +18,20 @@ import flashgen as fg
 from flashgen.errors import InputError, SpecError
 from flashgen.flex import TracedMods, trace
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, RecordedMask
+from flashgen.language import B, H, K, Q
 from flashgen.ops import Attention
 
-
-class KnownMask(NamedTuple):
-    """A mask function that has been traced.
-
-    Attributes:
-        name: what it is made of, such as ``sliding_window_causal_padding``.
-    """
-
-    traced: TracedMods
-    name: str
-
-
 _lock = threading.RLock()
-_masks: dict[Hashable, KnownMask] = {}
+_masks: dict[str, TracedMods] = {}
+_names_of_masks: dict[Hashable, str] = {}  # by what has been recorded
 _rigid: set[Hashable] = set()  # records of masks whose expressions depend on lengths of tensors
-_names: dict[Hashable, str] = {}
+_names: dict[Hashable, str] = {}  # of operators
 
 operators: dict[str, Attention] = {}
 """All operators by name, in the order in which they were made."""
 
 FULL, CAUSAL = "full", "causal"
-"""The keys of masks that no function describes."""
+"""The names of masks that no function describes."""
 
 
 class GivenTensor(NamedTuple):
@@ -93,8 +83,8 @@ class LayerKind(NamedTuple):
         return plain._replace(given=given, start=Start(*plain.start))
 
 
-def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
-    """The key under which the expression of a mask function is kept; traces it if it is new.
+def name_of_mask(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
+    """The name under which the expression of a mask function is kept; traces it if it is new.
 
     Raises:
         SpecError: kernels cannot express the mask.
@@ -103,8 +93,9 @@ def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device)
     key = recorded.key
     if depends_on_lengths(key):
         key = key, _lengths(recorded)
-    if is_known(key):
-        return key
+    known = known_name(key)
+    if known:
+        return known
     if torch.compiler.is_compiling():
         refuse_unknown()
     with _lock:
@@ -112,8 +103,12 @@ def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device)
         if traced.shapes is not None and key is recorded.key:
             _rigid.add(key)
             key = key, _lengths(recorded)
-        _masks[key] = KnownMask(traced, _name_of_mask(function))
-    return key
+        wanted = _name_of(function)
+        taken = sum(name.rstrip("0123456789_") == wanted for name in _masks)
+        name = f"{wanted}_{taken + 1}" if taken else wanted
+        _masks[name] = traced
+        _names_of_masks[key] = name
+    return name
 
 
 def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:
@@ -124,8 +119,9 @@ def depends_on_lengths(key: Hashable) -> bool:
     return key in _rigid
 
 
-def is_known(key: Hashable) -> bool:
-    return key in _masks
+def known_name(key: Hashable) -> str:
+    """The name of a mask that has been traced; "" for a new one."""
+    return _names_of_masks.get(key, "")
 
 
 def refuse_unknown() -> None:
@@ -138,37 +134,62 @@ def refuse_unknown() -> None:
     )
 
 
-def captures_of(key: Hashable) -> tuple[tuple[str, int, int | None], ...]:
+def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
     """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
 
-    The dimension is None for the tensor itself, else the length of that dimension is captured.
+    The place is None for a tensor that the mask function creates, see `created_tensor`. The
+    dimension is None for the tensor itself, else the length of that dimension is captured.
     """
-    traced = _masks[key].traced
+    if mask in (FULL, CAUSAL):
+        return ()
+    traced = _masks[mask]
     tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
     lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
-    return tuple((n, place, dim) for n, place, dim in (*tensors, *lengths) if place is not None)
+    return (*tensors, *lengths)
 
 
-def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
+def created_tensor(mask: str, name: str) -> torch.Tensor:
+    """A tensor that a mask function creates, with the same contents at each call."""
+    found = _masks[mask].tensors[name]
+    return found.of(())
+
+
+def reads(mask: str) -> tuple[bool, bool, bool, bool]:
+    """Whether a mask depends on the batch entry, the head, the query and the key."""
+    if mask in (FULL, CAUSAL):
+        return False, False, mask == CAUSAL, mask == CAUSAL
+    symbols = _masks[mask].of_mask_mod.free_symbols
+    return B in symbols, H in symbols, Q in symbols, K in symbols
+
+
+def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
     """The name in `operators` of the operator of a layer, which is made at the first call.
 
     Args:
         layer: the fields of a `LayerKind` as plain tuples, which torch.compile takes as constants.
 
     Raises:
-        SpecError: no spec can have these options, such as a head dim above 256.
+        InputError: no spec can have these options, such as a head dim above 256.
     """
     key = mask, layer
     found = _names.get(key)
     if found is None:
         with _lock:
-            made = fg.attention(_spec(mask, LayerKind.of(*layer)))
+            made = fg.attention(_checked_spec(mask, LayerKind.of(*layer)))
             operators[made.name] = made
             found = _names[key] = made.name
     return found
 
 
-for _constant in (is_known, depends_on_lengths, refuse_unknown, captures_of, operator_name):
+for _constant in (
+    known_name,
+    depends_on_lengths,
+    refuse_unknown,
+    captures_of,
+    created_tensor,
+    reads,
+    operator_name,
+):
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
@@ -194,7 +215,7 @@ def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device
 _OWN_NAMES = ("position_bias", "attention_mask", "sink", "q_start", "k_start")
 
 
-def _name_of_mask(function: MaskFunction) -> str:
+def _name_of(function: MaskFunction) -> str:
     """The names of the functions that a mask is composed of, without their common endings."""
     inner = [inner for _, inner in _closure(function, FunctionType)]
     parts: list[str] = []
@@ -222,7 +243,20 @@ def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
 # From expressions to a spec.
 
 
-def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
+def _checked_spec(mask: str, layer: LayerKind) -> fg.AttentionSpec:
+    try:
+        return _spec(mask, layer)
+    except SpecError as error:
+        raise InputError(
+            f"no kernel computes the attention of this layer: {error.what}",
+            where="attn_implementation of the model's configuration",
+            numbers=error.numbers,
+            way_out='attn_implementation="eager" for this model, or for this part of it by a '
+            "dictionary",
+        ) from error
+
+
+def _spec(mask: str, layer: LayerKind) -> fg.AttentionSpec:
     sink = None
     if layer.sink is not None:
         dtype, learned = layer.sink
@@ -235,11 +269,11 @@ def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
         dtype=_name(layer.dtype),
         dropout=layer.dropout,
         sink=sink,
-        name=_name_of(mask, layer),
+        name=_name_of_layer(mask, layer),
     )
 
 
-def _mask_mod(mask: Hashable, layer: LayerKind) -> Callable[..., Any] | None:
+def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
     for given in layer.given:
         if given.dtype == torch.bool:
             element = _element(given, layer.start)
@@ -248,7 +282,7 @@ def _mask_mod(mask: Hashable, layer: LayerKind) -> Callable[..., Any] | None:
         return None
     if mask == CAUSAL:
         return lambda b, h, q, k: k <= q
-    return _masks[mask].traced.mask
+    return _masks[mask].mask
 
 
 def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
@@ -292,10 +326,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name_of(mask: Hashable, layer: LayerKind) -> str:
+def _name_of_layer(mask: str, layer: LayerKind) -> str:
     """A name of what a layer computes, such as ``sliding_window_causal_softcap``."""
-    name = mask if isinstance(mask, str) else _masks[mask].name
-    parts = [name, *(given.name for given in layer.given)]
+    parts = [mask, *(given.name for given in layer.given)]
     parts += ["softcap"] if layer.softcap is not None else []
     parts += ["sink"] if layer.sink is not None else []
     return "_".join(parts)

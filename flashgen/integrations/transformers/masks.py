@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import (
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     padding_mask_function,
     prepare_padding_mask,
 )
 
 from flashgen.errors import InputError
-from flashgen.integrations.transformers.layers import key_of
+from flashgen.integrations.transformers.layers import FULL, name_of_mask
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
 Tensor = torch.Tensor
 
 
 class MaskError(InputError, AttributeError):
-    """A model uses a mask of flashgen for something else than attention."""
+    """A model uses a mask of flashgen for something else than attention.
+
+    No TypeError, which a binary operator of torch would replace by a message of its own.
+    """
 
 
 class Mask(BlockMask):
@@ -32,27 +35,30 @@ class Mask(BlockMask):
     therefore the base class; a mask of flashgen has no blocks.
 
     Attributes:
-        key: the structure of the mask, under which its traced expression is kept.
+        name: what the mask is made of; its traced expression is kept under this name.
         tensors: the tensors that the mask reads.
         lengths: batch, number of queries, number of keys.
         q_offset: the position of the first query: an int, or a tensor whose value is never read
             by the host.
         k_offset: the position of the first key.
+        bias: what a model has added to the mask; attention adds it to the scores.
     """
 
     def __init__(
         self,
-        key: Hashable,
+        name: str,
         tensors: tuple[Tensor, ...],
         lengths: tuple[int, int, int],
         q_offset: int | Tensor,
         k_offset: int,
+        bias: Tensor | None = None,
     ) -> None:
-        self.key = key
+        self.name = name
         self.tensors = tensors
         self.lengths = lengths
         self.q_offset = q_offset
         self.k_offset = k_offset
+        self.bias = bias
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -64,6 +70,9 @@ class Mask(BlockMask):
 
     ndim = 4
 
+    def size(self, dim: int | None = None) -> Any:
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
     def to(self, device: Any, *_: Any, **__: Any) -> Mask:
         """The mask with its tensors on another device; a dtype has no effect."""
         if isinstance(device, torch.dtype):
@@ -71,18 +80,34 @@ class Mask(BlockMask):
         tensors = tuple(tensor.to(device) for tensor in self.tensors)
         at = self.q_offset
         q_offset = at.to(device) if isinstance(at, Tensor) else at
-        return Mask(self.key, tensors, self.lengths, q_offset, self.k_offset)
+        bias = None if self.bias is None else self.bias.to(device)
+        return Mask(self.name, tensors, self.lengths, q_offset, self.k_offset, bias)
+
+    def __add__(self, other: Any) -> Mask:
+        """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
+        if not isinstance(other, Tensor) or not other.is_floating_point():
+            _refuse("a sum")
+        bias = other if self.bias is None else self.bias + other
+        return Mask(self.name, self.tensors, self.lengths, self.q_offset, self.k_offset, bias)
+
+    __radd__ = __add__
 
     def contiguous(self) -> Mask:
         return self
 
     def __getitem__(self, index: Any) -> Mask:
-        """The mask itself for slices that cut trailing keys, which attention does not get."""
+        """The mask of the first keys, for slices that cut trailing keys."""
         given = index if isinstance(index, tuple) else (index,)
         *leading, last = given
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
-        if whole and isinstance(last, slice) and not last.start and last.step in (None, 1):
-            return self
+        of_keys = len(given) == 4 or Ellipsis in leading
+        if whole and of_keys and isinstance(last, slice) and not last.start:
+            batch, queries, keys = self.lengths
+            if last.step in (None, 1):
+                lengths = batch, queries, len(range(keys)[last])
+                return Mask(
+                    self.name, self.tensors, lengths, self.q_offset, self.k_offset, self.bias
+                )
         _refuse(f"mask[{index}]")
 
     def __repr__(self) -> str:
@@ -91,13 +116,17 @@ class Mask(BlockMask):
     __str__ = __repr__
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Mask:
+        if getattr(func, "__name__", "") in ("add", "__add__", "__radd__") and not kwargs:
+            left, right = args
+            if isinstance(right, Mask):
+                return right.__add__(left)
+            assert isinstance(left, Mask)
+            return left.__add__(right)
         _refuse(f"torch.{getattr(func, '__name__', func)}")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse(f"mask.{name}")
+    def __getattr__(self, attribute: str) -> NoReturn:
+        _refuse(f"mask.{attribute}")
 
 
 def _refuse(use: str) -> NoReturn:
@@ -135,14 +164,20 @@ def make_mask(
         SpecError: the mask function uses an operation that kernels cannot express.
         InputError: torch.compile meets a kind of mask that no earlier call has traced.
     """
+    parts = [] if mask_function is bidirectional_mask_function else [mask_function]
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         assert padding is not None
-        mask_function = and_masks(mask_function, padding_mask_function(padding))
-    recorded = record(mask_function, torch.device(device))
-    key = key_of(recorded, mask_function, torch.device(device))
+        parts.append(padding_mask_function(padding))
+    name = FULL
+    tensors: tuple[Tensor, ...] = ()
+    if parts:
+        mask_function = parts[0] if len(parts) == 1 else and_masks(*parts)
+        recorded = record(mask_function, torch.device(device))
+        name = name_of_mask(recorded, mask_function, torch.device(device))
+        tensors = recorded.tensors
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
     lengths = batch_size, q_length, kv_length
-    return Mask(key, recorded.tensors, lengths, q_offset, kv_offset)
+    return Mask(name, tensors, lengths, q_offset, kv_offset)

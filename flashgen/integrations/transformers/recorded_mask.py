@@ -71,6 +71,8 @@ class _Recorder(TorchFunctionMode):
             return ("slice", *[self._noted(x) for x in (value.start, value.stop, value.step)])
         if isinstance(value, (bool, int, float)):
             return type(value).__name__, value
+        if type(value).__module__ == "numpy":  # its text omits elements
+            return str(value.dtype), value.shape, value.tobytes()
         return str(value)
 
     def _number_of(self, tensor: Tensor) -> Hashable:
