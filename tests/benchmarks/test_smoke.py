@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import runpy
 import sys
@@ -51,6 +52,8 @@ def test_a_benchmark_runs_on_the_smallest_sizes(
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which a script adds the repository
     monkeypatch.chdir(ROOT)
+    # Given back afterwards: compile_all.py turns the cache off.
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", os.environ["FLASHGEN_CACHE_DIR"])
     if script == "overhead.py":  # it pretends that there is a GPU
         print(run_python(f"benchmarks/{script}", *arguments, status=(0, 1)).stdout)
     else:
@@ -66,6 +69,7 @@ def test_the_emulator_is_measured_with_checkers_and_with_both_kinds_of_sums(
 ) -> None:
     from benchmarks import emulator
 
+    monkeypatch.setenv("FLASHGEN_EMULATOR_SUMS", "")  # given back afterwards
     monkeypatch.setattr(emulator, "REPEATS", 2)
     monkeypatch.setattr(emulator, "TARGETS", {})
     emulator.main(((1, 64),))
