@@ -30,7 +30,7 @@ from tests.support.tiers import share_of_commit  # noqa: E402
 pytest_plugins = ["tests.support.costs"]
 
 # Parsed kernels and expressions live long and have few cycles: frequent collections cost a fifth.
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(50_000, 20, 50)
 
 # The same examples in every run, and no deadline: the emulator's first call is slow.
 settings.register_profile("flashgen", deadline=None, derandomize=True)
