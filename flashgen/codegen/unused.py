@@ -71,7 +71,9 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
     lines = [*head.splitlines(), *_with_used_locals((kernel + body).splitlines())]
     pieces = list(_pieces(lines))
     reached = _reached(pieces)
-    mentioned = set(_FIELD.findall("\n".join(_code_of(p.lines) for p in pieces if p.name in reached)))
+    mentioned = set(
+        _FIELD.findall("\n".join(_code_of(p.lines) for p in pieces if p.name in reached))
+    )
     kept = tuple(param for param in params if param.field in mentioned)
     unused = {param.declaration for param in params} - {param.declaration for param in kept}
     lines = []
