@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before numpy and torch are imported: the tests run in parallel, more threads only get in the way.
@@ -29,11 +30,27 @@ from tests.support.tiers import share_of_commit  # noqa: E402
 pytest_plugins = ["tests.support.costs"]
 
 # Parsed kernels and expressions live long and have few cycles: frequent collections cost a fifth.
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(50_000, 20, 50)
 
 # The same examples in every run, and no deadline: the emulator's first call is slow.
 settings.register_profile("flashgen", deadline=None, derandomize=True)
 settings.load_profile("flashgen")
+
+
+OURS = {name: value for name, value in os.environ.items() if name.startswith("FLASHGEN_")}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Fails a test that leaves another setting behind, such as no cache for all tests after it."""
+    result = yield
+    found = {name: value for name, value in os.environ.items() if name.startswith("FLASHGEN_")}
+    if found != OURS:
+        for name in found:
+            del os.environ[name]
+        os.environ.update(OURS)
+        pytest.fail(f"the test leaves the environment changed: {found}; before it: {OURS}")
+    return result
 
 
 @pytest.fixture

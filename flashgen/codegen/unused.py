@@ -8,9 +8,10 @@ a local of the kernel if a later line of its block mentions it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.codegen.source import Param
 
@@ -18,6 +19,7 @@ _CONSTANT = re.compile(r"constexpr \w+ (\w+) =")
 _ALIAS = re.compile(r"typedef .* (\w+);")
 _FUNCTION = re.compile(r"__device__ __(?:force|no)inline__ .*?(\w+)\(")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
+_DECLARATIONS = ("template <", "__device__", "struct ", "constexpr ", "typedef ")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed|call)\.(\w+)")
 _KERNEL = 'extern "C" __global__'
@@ -25,15 +27,16 @@ _LOCAL = re.compile(
     r"( +)(?:(?:const|constexpr) [\w<>*& ]+?|unsigned)[ *&](\w+)(?:\[[^=]*\])?(?: =|;|\()"
 )
 _NEXT_LOCAL = re.compile(r", (\w+) = ")
+_Line = tuple[str, set[str], re.Match[str] | None]
+"""A line of a kernel, the words of its code, and the local that it declares."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Lines that stay or go together.
 
     Attributes:
         name: the name that they declare; None for lines that always stay.
-        lines: the lines of the declaration, or a single other line.
+        lines: the lines of the declaration, or all other lines up to the next one.
         comment: the comment lines directly above.
     """
 
@@ -41,10 +44,16 @@ class _Piece:
     lines: tuple[str, ...]
     comment: tuple[str, ...] = ()
 
-    @property
-    def code(self) -> str:
-        """The lines without comments, which may mention unused names."""
-        return "\n".join(map(_code, self.lines))
+
+@functools.lru_cache(maxsize=1024)
+def _code_of(lines: tuple[str, ...]) -> str:
+    """The lines without comments, which may mention unused names; kernels share most helpers."""
+    return "\n".join(map(_code, lines))
+
+
+@functools.lru_cache(maxsize=1024)
+def _words_of(lines: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(_WORD.findall(_code_of(lines)))
 
 
 def _code(line: str) -> str:
@@ -62,7 +71,9 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
     lines = [*head.splitlines(), *_with_used_locals((kernel + body).splitlines())]
     pieces = list(_pieces(lines))
     reached = _reached(pieces)
-    mentioned = set(_FIELD.findall("\n".join(p.code for p in pieces if p.name in reached)))
+    mentioned = set(
+        _FIELD.findall("\n".join(_code_of(p.lines) for p in pieces if p.name in reached))
+    )
     kept = tuple(param for param in params if param.field in mentioned)
     unused = {param.declaration for param in params} - {param.declaration for param in kept}
     lines = []
@@ -79,10 +90,10 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
 
 def _with_used_locals(lines: list[str]) -> list[str]:
     """The lines of a kernel without the locals that no later line of their block mentions."""
-    later: list[tuple[str, set[str]]] = []  # lines and their words, the last line first
+    later: list[_Line] = []  # the last line first
     for line in reversed(lines):
-        later.append((line, set(_WORD.findall(_code(line)))))
         local = _LOCAL.match(line)
+        later.append((line, set(_WORD.findall(_code(line))), local))
         if local is None or line.endswith("{"):
             continue
         statement = [later.pop()]
@@ -91,18 +102,17 @@ def _with_used_locals(lines: list[str]) -> list[str]:
         names = (local[2], *_NEXT_LOCAL.findall(_code(line)))
         if any(_is_mentioned(name, local[1], later) for name in names):
             later += reversed(statement)
-    return [line for line, _ in reversed(later)]
+    return [line for line, *_ in reversed(later)]
 
 
-def _is_mentioned(name: str, indent: str, later: list[tuple[str, set[str]]]) -> bool:
+def _is_mentioned(name: str, indent: str, later: list[_Line]) -> bool:
     """Whether the rest of a block mentions a local of its own, not one of an inner block."""
     inner: str | None = None  # the indentation of a block that declares the name again
-    for line, words in reversed(later):
+    for line, words, local in reversed(later):
         if not _is_within(line, indent):
             return False
         if inner is not None and _is_within(line, inner):
             continue
-        local = _LOCAL.match(line)
         inner = local[1] if local is not None and local[2] == name else None
         if inner is None and name in words:
             return True
@@ -118,7 +128,7 @@ def _reached(pieces: list[_Piece]) -> set[str | None]:
     """The names that are used, directly or by used declarations; None stands for other lines."""
     words: dict[str | None, set[str]] = {}
     for piece in pieces:
-        words.setdefault(piece.name, set()).update(_WORD.findall(piece.code))
+        words.setdefault(piece.name, set()).update(_words_of(piece.lines))
     reached: set[str | None] = {None}
     pending: list[str | None] = [None]
     while pending:
@@ -130,6 +140,7 @@ def _reached(pieces: list[_Piece]) -> set[str | None]:
 
 def _pieces(lines: list[str]) -> Iterator[_Piece]:
     comment: list[str] = []
+    others: list[str] = []
     at = 0
     while at < len(lines):
         line = lines[at]
@@ -137,14 +148,20 @@ def _pieces(lines: list[str]) -> Iterator[_Piece]:
             comment.append(line)
             at += 1
             continue
-        end = _end(lines, at)
-        name = _declared(lines[at:end])
+        name, end = None, at + 1
+        if line.startswith(_DECLARATIONS):
+            end = _end(lines, at)
+            name = _declared(lines[at:end])
         if name is None:
-            yield from (_Piece(None, (each,)) for each in (*comment, *lines[at:end]))
+            others += (*comment, *lines[at:end])
         else:
+            if others:
+                yield _Piece(None, tuple(others))
+            others = []
             yield _Piece(name, tuple(lines[at:end]), tuple(comment))
         comment, at = [], end
-    yield from (_Piece(None, (each,)) for each in comment)
+    if others or comment:
+        yield _Piece(None, (*others, *comment))
 
 
 def _declared(lines: list[str]) -> str | None:
@@ -158,10 +175,7 @@ def _declared(lines: list[str]) -> str | None:
 
 
 def _end(lines: list[str], at: int) -> int:
-    """The index after the last line of the block in braces, or statement, that begins there."""
-    line = lines[at]
-    if not re.match(r"template <|__device__|struct |constexpr |typedef ", line):
-        return at + 1
+    """The index after the last line of the declaration that begins there."""
     while not re.search(r"[{;]", lines[at].partition("//")[0]):
         at += 1
     if "{" not in lines[at] or lines[at].rstrip().endswith(("}", "};")):

@@ -15,10 +15,12 @@ from typing import Any
 
 from flashgen.errors import CompileError
 
+# --minimal: without textures and the CUDA runtime, whose declarations take time in every kernel.
 # -lineinfo: messages, profilers and the emulator name lines of the emitted file.
 # -v and --warn-on-spills: the log of a success contains registers, stack and spills.
 BASE_OPTIONS = (
     "--std=c++17",
+    "--minimal",
     "-lineinfo",
     "--ptxas-options=-v",
     "--ptxas-options=--warn-on-spills",

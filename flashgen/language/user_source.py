@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import linecache
 import os
 import sys
@@ -132,12 +133,9 @@ def lines_of(function: Callable[..., object], fallback: str) -> SourceLines:
     return SourceLines(shown_path(file), line, text if text is not None else fallback)
 
 
+@functools.lru_cache(maxsize=256)
 def _function_text(source: str, code: CodeType) -> str | None:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return None
-    found = [node for node in ast.walk(tree) if _starts_at(node, code)]
+    found = _functions_of(source).get((code.co_name, code.co_firstlineno), ())
     if len(found) > 1:
         # Several lambdas can begin on one line: the compiled code tells them apart.
         found = [node for node in found if _same_code(node, code)] or found
@@ -146,18 +144,25 @@ def _function_text(source: str, code: CodeType) -> str | None:
     node = found[0]
     if isinstance(node, ast.Lambda):
         return ast.get_source_segment(source, node)
-    assert isinstance(node, ast.FunctionDef)
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     return textwrap.dedent("\n".join(lines))
 
 
-def _starts_at(node: ast.AST, code: CodeType) -> bool:
-    if isinstance(node, ast.Lambda):
-        return code.co_name == "<lambda>" and node.lineno == code.co_firstlineno
-    if isinstance(node, ast.FunctionDef):
-        first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-        return node.name == code.co_name and first == code.co_firstlineno
-    return False
+@functools.lru_cache(maxsize=16)
+def _functions_of(source: str) -> dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]]:
+    """The functions in the text of a file by the name and first line that their code has."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return {}
+    found: dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), []).append(node)
+        elif isinstance(node, ast.FunctionDef):
+            first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+            found.setdefault((node.name, first), []).append(node)
+    return found
 
 
 def _same_code(node: ast.AST, code: CodeType) -> bool:

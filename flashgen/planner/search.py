@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
@@ -54,9 +54,11 @@ def cost(problem: TileProblem, tile: Tile) -> float:
     return float(costs(problem, tile)["cost"])
 
 
-def excesses(problem: TileProblem, tile: Tile) -> Iterator[Excess]:
-    """The constraints that a tile violates, the most informative first."""
-    arch, at = problem.arch, quantities(problem, tile)
+def excesses(
+    problem: TileProblem, tile: Tile, at: Mapping[str, Number] | None = None
+) -> Iterator[Excess]:
+    """The constraints that a tile violates, the most informative first; ``at``: `quantities`."""
+    arch, at = problem.arch, quantities(problem, tile) if at is None else at
     of = problem.model_of(tile)
     if tile.step > of.max_step:
         rows = "keys" if of.walks == "block_k" else "queries"
@@ -108,13 +110,17 @@ def is_feasible(problem: TileProblem, tile: Tile) -> bool:
 
 def with_blocks(problem: TileProblem, tile: Tile) -> list[Tile]:
     """The tile at every number of resident blocks with which it fits."""
-    found: list[Tile] = []
+    return [found for found, _ in _evaluated(problem, tile)]
+
+
+def _evaluated(problem: TileProblem, tile: Tile) -> Iterator[tuple[Tile, dict[str, Number]]]:
+    """The tiles of `with_blocks`, each with its `quantities`."""
     for blocks in range(1, problem.arch.blocks_per_sm + 1):
         candidate = replace(tile, blocks=blocks)
-        if not fits(problem, candidate):
-            break  # more blocks leave fewer resources to each
-        found.append(candidate)
-    return found
+        at = quantities(problem, candidate)
+        if next(excesses(problem, candidate, at), None) is not None:
+            return  # more blocks leave fewer resources to each
+        yield candidate, at
 
 
 def shapes(problem: TileProblem) -> Iterator[Tile]:
@@ -138,16 +144,22 @@ def tiles_of(problem: TileProblem) -> Iterator[Tile]:
 
 def cheapest(problem: TileProblem) -> Tile | None:
     """The feasible tile of least predicted cost; None when there is none."""
-    return _least(problem, tiles_of(problem))
+    return _least(problem, shapes(problem))
 
 
 def best_occupancy(problem: TileProblem, tile: Tile) -> Tile | None:
     """The tile with its cheapest number of resident blocks; None when it never fits."""
-    return _least(problem, with_blocks(problem, tile))
+    return _least(problem, [tile])
 
 
-def _least(problem: TileProblem, candidates: Iterator[Tile] | list[Tile]) -> Tile | None:
-    return min(candidates, key=lambda tile: (cost(problem, tile), tile), default=None)
+def _least(problem: TileProblem, shapes: Iterable[Tile]) -> Tile | None:
+    """The cheapest of these tiles and of their numbers of resident blocks."""
+    found = (
+        (float(problem.model_of(tile).costs(at)["cost"]), tile)
+        for shape in shapes
+        for tile, at in _evaluated(problem, shape)
+    )
+    return min(found, default=(math.inf, None))[1]
 
 
 def larger(problem: TileProblem, tile: Tile) -> Iterator[tuple[str, Tile]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import runpy
 import sys
@@ -28,7 +29,8 @@ SCRIPTS = {
     "transformers_overhead.py": "--calls 2 --rounds 2",
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
-MANY_KERNELS = ("paper.py",)
+# The parts of ranking.py have tests of their own, and the others measure times.
+SLOW = ("build.py", "costly.py", "overhead.py", "paper.py", "ranking.py")
 ELSEWHERE = {
     "gpu.py": "test_dry.py",
     "emulator.py": "below",
@@ -43,7 +45,7 @@ def test_every_script_of_the_benchmarks_has_a_smoke_test() -> None:
     assert {path.name for path in found} == SCRIPTS.keys() | ELSEWHERE.keys()
 
 
-@pytest.mark.parametrize("script", [slow(n) if n in MANY_KERNELS else n for n in SCRIPTS])
+@pytest.mark.parametrize("script", [slow(n) if n in SLOW else n for n in SCRIPTS])
 def test_a_benchmark_runs_on_the_smallest_sizes(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +54,8 @@ def test_a_benchmark_runs_on_the_smallest_sizes(
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which a script adds the repository
     monkeypatch.chdir(ROOT)
+    # Given back afterwards: compile_all.py turns the cache off.
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", os.environ["FLASHGEN_CACHE_DIR"])
     if script.endswith("overhead.py"):  # it pretends that there is a GPU
         print(run_python(f"benchmarks/{script}", *arguments, status=(0, 1)).stdout)
     else:
@@ -67,6 +71,7 @@ def test_the_emulator_is_measured_with_checkers_and_with_both_kinds_of_sums(
 ) -> None:
     from benchmarks import emulator
 
+    monkeypatch.setenv("FLASHGEN_EMULATOR_SUMS", "")  # given back afterwards
     monkeypatch.setattr(emulator, "REPEATS", 2)
     monkeypatch.setattr(emulator, "TARGETS", {})
     emulator.main(((1, 64),))

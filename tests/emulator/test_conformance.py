@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -143,16 +144,16 @@ class Format:
     bits: int
     mantissa: int
 
-    @property
+    @cached_property
     def exponent(self) -> int:
         return self.bits - self.mantissa - 1
 
-    @property
+    @cached_property
     def lowest(self) -> int:
         """Exponent of the smallest normal number."""
         return 2 - (1 << (self.exponent - 1))
 
-    @property
+    @cached_property
     def infinity(self) -> int:
         return ((1 << self.exponent) - 1) << self.mantissa
 
@@ -170,7 +171,15 @@ def decode(bits: int, form: Format) -> Exact:
     exponent, fraction = magnitude >> form.mantissa, magnitude & ((1 << form.mantissa) - 1)
     if exponent:
         fraction, exponent = fraction | 1 << form.mantissa, exponent - 1
-    return sign * fraction * Fraction(2) ** (exponent + form.lowest - form.mantissa)
+    power = exponent + form.lowest - form.mantissa
+    return Fraction(sign * fraction << max(power, 0), 1 << max(-power, 0))
+
+
+def binade(size: Fraction) -> int:
+    """floor(log2 size) of a positive number, in integers: as a power, it would take longer."""
+    over, under = size.numerator, size.denominator
+    power = over.bit_length() - under.bit_length()
+    return power - (under << max(power, 0) > over << max(-power, 0))
 
 
 def encode(value: Exact, form: Format, mode: str = "rn") -> int:
@@ -181,15 +190,13 @@ def encode(value: Exact, form: Format, mode: str = "rn") -> int:
         sign = math.copysign(1.0, value) < 0
         return sign << (form.bits - 1) | (form.infinity if math.isinf(value) else 0)
     negative, size = value < 0, abs(value)
-    power = size.numerator.bit_length() - size.denominator.bit_length()
-    power -= Fraction(2) ** power > size
-    power = max(power, form.lowest)
-    steps = size / Fraction(2) ** (power - form.mantissa)
-    whole = math.floor(steps)
-    rest = steps - whole
+    power = max(binade(size), form.lowest)
+    unit = power - form.mantissa
+    one = size.denominator << max(unit, 0)
+    whole, rest = divmod(size.numerator << max(-unit, 0), one)
     up = {
-        "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole % 2 == 1),
-        "rna": rest >= Fraction(1, 2),
+        "rn": 2 * rest > one or (2 * rest == one and whole % 2 == 1),
+        "rna": 2 * rest >= one,
         "rz": False,
         "rm": negative and rest > 0,
         "rp": not negative and rest > 0,

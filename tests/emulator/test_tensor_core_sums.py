@@ -16,6 +16,7 @@ import torch
 
 from flashgen import emulator, reference
 from flashgen.emulator import LaunchArguments, UnknownInstruction
+from tests.emulator.test_conformance import binade
 from tests.emulator.test_conformance_matrix import FORMS, mma_text
 from tests.support.nvrtc_helper import compile_ptx
 from tests.support.tensor_core_vectors import (
@@ -62,15 +63,11 @@ def test_sums_have_the_bits_that_gpus_gave(vectors: Vectors) -> None:
 
 def exponent(x: Fraction, smallest: int) -> int:
     """floor(log2 |x|), or the smallest."""
-    size = abs(x)
-    e = size.numerator.bit_length() - size.denominator.bit_length()
-    e -= size < Fraction(2) ** e
-    return max(e, smallest)
+    return max(binade(abs(x)), smallest)
 
 
 def toward_zero(x: Fraction, unit: Fraction) -> Fraction:
-    steps = abs(x) / unit
-    return (-1 if x < 0 else 1) * (steps.numerator // steps.denominator) * unit
+    return (-1 if x < 0 else 1) * (abs(x) // unit) * unit
 
 
 def block(a: Array, b: Array, c: float, fraction: int, smallest: int, result: str) -> float:

@@ -146,6 +146,7 @@ def test_a_state_with_gaps_is_read_right():
     assert torch.equal(a.dv, b.dv)
 
 
+@pytest.mark.slow
 def test_an_order_of_blocks_changes_nothing_in_deterministic_mode():
     tensors = operands(70, 70, 1)
     run = forward(*tensors)

@@ -19,7 +19,7 @@ def compile_ptx(
     code, program = nvrtc.nvrtcCreateProgram(source.encode(), program.encode(), 0, [], [])
     check(code)
     virtual = arch.replace("sm_", "compute_")
-    flags = [f"--gpu-architecture={virtual}".encode(), b"-lineinfo"]
+    flags = [f"--gpu-architecture={virtual}".encode(), b"-lineinfo", b"--minimal"]
     flags += [option.encode() for option in options]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:

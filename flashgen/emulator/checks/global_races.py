@@ -20,6 +20,7 @@ from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, Clocks
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.state.cohort import Cohort, spread
 from flashgen.emulator.state.forgiven import way_out
+from flashgen.emulator.state.memory import sparse_zeros
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
@@ -53,11 +54,10 @@ class GlobalRaces:
         self.written: set[int] = set()  # indices of allocations that were written
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
-        # Pages that are never accessed use no memory.
         count = (len(machine.memory.flat.bytes) >> self.shift) + 1
-        self.write_stamp = np.zeros(count, np.int64)
-        self.read_stamp = np.zeros(count, np.int64)
-        self.write_pc = np.zeros(count, np.int32)
+        self.write_stamp = sparse_zeros(count, np.int64)
+        self.read_stamp = sparse_zeros(count, np.int64)
+        self.write_pc = sparse_zeros(count, np.int32)
         self.tracks_fences = machine.program.synchronises
         # ClocksByBlock holds, per block, the clocks of its warps up to which accesses are ordered.
         # By block and warp: at the last fence.

@@ -15,9 +15,11 @@ to wait.
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,12 @@ SegmentFunction = Callable[[Any, Any], Any]
 """(machine, cohort) -> True if it did nothing because the cohort waits, and must run again."""
 _LOCAL = re.compile(r"\bv\d+\b")
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+@functools.lru_cache(maxsize=2048)
+def _compiled(text: str) -> CodeType:
+    """The code of a function; kernels that differ in few places have most of them in common."""
+    return compile(text, "<segment>", "exec")
 
 
 class Generator(CheckedCode):
@@ -292,7 +300,7 @@ class Generator(CheckedCode):
                 break
             pc += 1
         self.end = min(pc + 1 if self.ended else pc, count)
-        return self.compile(start)
+        return self.compile()
 
     def instruction(self, ins: Instruction) -> None:
         self.ins = ins
@@ -356,7 +364,7 @@ class Generator(CheckedCode):
             elif self.loads.get(index) != name:
                 self.emit(f"R[{index}] = {name}")
 
-    def compile(self, start: int) -> SegmentFunction:
+    def compile(self) -> SegmentFunction:
         head = ["R = C.registers"]
         if self.masked:
             head.append("M = C.mask")
@@ -376,5 +384,5 @@ class Generator(CheckedCode):
                 body.append("    del " + ", ".join(dying[number]))
         text = "def segment(E, C):\n" + "\n".join(body) + "\n"
         self.text = text
-        exec(compile(text, f"<{self.program.name}:{start}>", "exec"), self.namespace)
+        exec(_compiled(text), self.namespace)
         return self.namespace["segment"]  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from flashgen.emulator.errors import PtxSyntaxError
-from flashgen.emulator.ptx.lexer import Token, number, strip_comments, tokenize
+from flashgen.emulator.ptx.lexer import number, strip_comments, tokenize
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Variable
 
 
@@ -15,16 +15,15 @@ class Cursor:
     def __init__(self, text: str) -> None:
         self.text = text
         self.clean = strip_comments(text)
-        self.tokens = tokenize(self.clean)
-        self.tokens.append(Token("end", "", len(text)))
+        self.kinds, self.texts, self.positions = tokenize(self.clean)
         self.at = 0
         self.line = (0, 0)
         self.outer = (0, 0)
 
     def fail(self, what: str) -> PtxSyntaxError:
-        token = self.tokens[self.at]
-        line = self.text.count("\n", 0, token.position) + 1
-        shown = self.text[token.position : token.position + 60].split("\n")[0]
+        position = self.positions[self.at]
+        line = self.text.count("\n", 0, position) + 1
+        shown = self.text[position : position + 60].split("\n")[0]
         return PtxSyntaxError(
             what,
             where=f"line {line} of the PTX, .loc line {self.line[1]}",
@@ -33,30 +32,28 @@ class Cursor:
         )
 
     def take(self, expected: str = "") -> str:
-        token = self.tokens[self.at]
-        if expected and token.text != expected:
+        text = self.texts[self.at]
+        if expected and text != expected:
             raise self.fail(f"expected {expected!r}")
         self.at += 1
-        return token.text
+        return text
 
     def accept(self, text: str) -> bool:
-        if self.tokens[self.at].text == text:
+        if self.texts[self.at] == text:
             self.at += 1
             return True
         return False
 
     def peek(self) -> str:
-        return self.tokens[self.at].text
+        return self.texts[self.at]
 
     def immediate(self) -> Imm:
         negative = False
         while self.peek() in ("-", "+"):
             negative ^= self.take() == "-"
-        token = self.tokens[self.at]
-        if token.kind != "number":
+        if self.kinds[self.at] != "number":
             raise self.fail("expected an operand")
-        self.at += 1
-        value = number(token.text)
+        value = number(self.take())
         if not negative:
             return value
         if value.float_bits:
@@ -132,10 +129,8 @@ class Cursor:
 
     def initial_value(self, variable: Variable, size: int, offset: int) -> bytes:
         negative = self.accept("-")
-        token = self.tokens[self.at]
-        if token.kind == "number":
-            self.at += 1
-            value = number(token.text)
+        if self.kinds[self.at] == "number":
+            value = number(self.take())
             bits = value.value
             if value.float_bits == 64 and size == 4:
                 bits = _double_to_single(bits)

@@ -23,10 +23,12 @@ _TOKEN = re.compile(
 )
 
 
-class Token(NamedTuple):
-    kind: str
-    text: str
-    position: int
+class Tokens(NamedTuple):
+    """Kind, text and position of each token: lists of plain values, which take little memory."""
+
+    kinds: list[str]
+    texts: list[str]
+    positions: list[int]
 
 
 def strip_comments(text: str) -> str:
@@ -41,15 +43,22 @@ def strip_comments(text: str) -> str:
     return _COMMENT.sub(blank, text)
 
 
-def tokenize(text: str) -> list[Token]:
-    """All tokens of comment-free PTX; ``.loc`` and other line directives are one token each."""
+def tokenize(text: str) -> Tokens:
+    """All tokens of comment-free PTX, and one of kind "end" and without text at its end.
+
+    ``.loc`` and other line directives are one token each.
+    """
     scanner = _TOKEN.scanner(text)  # type: ignore[attr-defined]
-    tokens = []
+    kinds: list[str] = []
+    texts: list[str] = []
+    positions: list[int] = []
     end = 0
     for match in iter(scanner.match, None):
         kind = match.lastgroup
-        end = match.end()
-        tokens.append(Token(kind, match[kind], match.start(kind)))
+        found, end = match[kind], match.end()
+        kinds.append(kind)
+        texts.append(found)
+        positions.append(end - len(found))
     rest = text[end:].lstrip()
     if rest:
         line = text.count("\n", 0, len(text) - len(rest)) + 1
@@ -59,7 +68,7 @@ def tokenize(text: str) -> list[Token]:
             numbers=repr(rest[:40]),
             way_out="pass the text of one PTX module, from NVRTC or Triton",
         )
-    return tokens
+    return Tokens([*kinds, "end"], [*texts, ""], [*positions, len(text)])
 
 
 def number(text: str) -> Imm:

@@ -82,20 +82,20 @@ class _Parser(Cursor):
     # ---- module level
 
     def module(self) -> Module:
-        while self.tokens[self.at].kind != "end":
-            token = self.tokens[self.at]
-            if token.kind in ("loc", "line"):
+        while self.kinds[self.at] != "end":
+            text = self.texts[self.at]
+            if self.kinds[self.at] in ("loc", "line"):
                 self.at += 1
-            elif token.text == ".section":
+            elif text == ".section":
                 self.skip_section()
-            elif token.text in (".entry", ".func"):
+            elif text in (".entry", ".func"):
                 self.function()
-            elif token.text in _LINKAGE:
+            elif text in _LINKAGE:
                 self.at += 1
-            elif token.text in _SPACES:
+            elif text in _SPACES:
                 for variable in self.variable_declaration():
                     self.out.variables[variable.name] = variable
-            elif token.text in (".alias", ".pragma"):
+            elif text in (".alias", ".pragma"):
                 while not self.accept(";"):
                     self.at += 1
             else:
@@ -109,7 +109,7 @@ class _Parser(Cursor):
         while depth:
             text = self.take()
             depth += (text == "{") - (text == "}")
-            if self.tokens[self.at].kind == "end" and depth:
+            if self.kinds[self.at] == "end" and depth:
                 raise self.fail("a section without an end")
 
     # ---- functions
@@ -125,7 +125,7 @@ class _Parser(Cursor):
             self.fn.params = self.parameters()
         while self.peek() not in ("{", ";"):
             word, sizes = self.take(), []
-            while self.tokens[self.at].kind == "number":
+            while self.kinds[self.at] == "number":
                 sizes.append(number(self.take()).value)
                 self.accept(",")
             self.fn.directives[word] = tuple(sizes)
@@ -177,9 +177,8 @@ class _Parser(Cursor):
     def body(self) -> None:
         """Statements up to the closing brace of the scope."""
         while True:
-            token = self.tokens[self.at]
-            text = token.text
-            if token.kind == "loc":
+            kind, text = self.kinds[self.at], self.texts[self.at]
+            if kind == "loc":
                 self.location(text)
                 self.at += 1
             elif text == "}":
@@ -190,13 +189,13 @@ class _Parser(Cursor):
                 outer, self.scope = self.scope, _Scope(self.scope)
                 self.body()
                 self.scope = outer
-            elif text[0] == "." and token.kind == "name":
+            elif kind == "name" and text[0] == ".":
                 self.body_directive(text)
-            elif token.kind == "line":
+            elif kind == "line":
                 self.at += 1
-            elif token.kind == "end":
+            elif kind == "end":
                 raise self.fail("a function without an end")
-            elif self.tokens[self.at + 1].text == ":":
+            elif self.texts[self.at + 1] == ":":
                 self.scope.labels[text] = len(self.fn.code)
                 self.at += 2
                 if self.peek() == ".branchtargets":
@@ -268,7 +267,7 @@ class _Parser(Cursor):
         return None
 
     def instruction(self) -> None:
-        begin = self.tokens[self.at].position
+        begin = self.positions[self.at]
         guard, negated = None, False
         if self.accept("@"):
             negated = self.accept("!")
@@ -283,7 +282,7 @@ class _Parser(Cursor):
                 break
             if self.peek() == ";":
                 raise self.fail("expected an operand")
-        end = self.tokens[self.at].position
+        end = self.positions[self.at]
         self.take(";")
         self.fn.code.append(
             Instruction(
@@ -300,9 +299,8 @@ class _Parser(Cursor):
         return first
 
     def simple_operand(self) -> Operand:
-        token = self.tokens[self.at]
-        text = token.text
-        if token.kind == "name":
+        text = self.texts[self.at]
+        if self.kinds[self.at] == "name":
             self.at += 1
             return self.named(text)
         if text == "{":
@@ -348,14 +346,14 @@ class _Parser(Cursor):
 
     def offset(self) -> int:
         total = 0
-        while self.peek() in ("+", "-") and self.tokens[self.at + 1].kind in ("number", "mark"):
+        while self.peek() in ("+", "-") and self.kinds[self.at + 1] in ("number", "mark"):
             total += self.immediate().value
         return total
 
     def memory(self) -> Operand:
         self.take("[")
         base: Operand
-        base = self.immediate() if self.tokens[self.at].kind != "name" else self.named(self.take())
+        base = self.immediate() if self.kinds[self.at] != "name" else self.named(self.take())
         if not isinstance(base, (Reg, Sym, Imm)):
             raise self.fail("an address that is neither a register nor a known variable")
         offset = self.offset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,24 @@ ELEMENT: dict[int, np.dtype[Any]] = {
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 
 
+def sparse_zeros(count: int, dtype: npt.DTypeLike) -> Array:
+    """Zeros of which few are accessed: other pages use neither memory nor time.
+
+    np.zeros clears arrays of up to 32 MB, and takes huge pages for those beyond 4 MB.
+    """
+    size = count * np.dtype(dtype).itemsize
+    if size < 1 << 16 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.zeros(count, dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype, count)
+
+
 class FlatMemory:
     """A memory of ``size`` bytes that can be viewed in elements of 1 to 16 bytes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, sparse: bool = False) -> None:
         size = -(-max(size, 16) // 16) * 16
-        # np.zeros maps pages at their first access, so guard gaps use no memory.
-        raw = np.zeros(size + 64, np.uint8)
+        raw = sparse_zeros(size + 64, np.uint8) if sparse else np.zeros(size + 64, np.uint8)
         skip = -raw.ctypes.data % 64
         self.bytes: Array = raw[skip : skip + size]
         self.view = {width: self.bytes.view(dtype) for width, dtype in ELEMENT.items()}
@@ -77,7 +89,7 @@ class GlobalMemory:
         """Creates the memory and copies the bytes of the host arrays into it."""
         if not self.allocations:
             self.allocate(0, 0, "an empty buffer", None)
-        self.flat = FlatMemory(self.next - self.base)
+        self.flat = FlatMemory(self.next - self.base, sparse=True)  # gaps are never accessed
         self.allocations.sort(key=lambda a: a.start)
         self.starts = np.array([a.start for a in self.allocations], np.int64)
         self.ends = np.array([a.start + a.size for a in self.allocations], np.int64)
