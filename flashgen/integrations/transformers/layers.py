@@ -97,22 +97,32 @@ class LayerKind(NamedTuple):
 def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
     """The key under which the expression of a mask function is kept; traces it if it is new.
 
+    torch.compile breaks its graph where the mask is new.
+
     Raises:
         SpecError: kernels cannot express the mask.
-        InputError: torch.compile meets a mask that has not been traced.
     """
     key = recorded.key
     if depends_on_lengths(key):
         key = key, _lengths(recorded)
-    if is_known(key):
-        return key
-    if torch.compiler.is_compiling():
-        refuse_unknown()
+    return key if is_known(key) else _key_of_new(recorded, function, device)
+
+
+@torch.compiler.disable(
+    reason="torch.compile meets a mask that has not been traced to an expression yet; with "
+    "fullgraph=True, call the model once without torch.compile and with the same kind of inputs: "
+    "padding or none, a cache or none, packed sequences or none"
+)
+def _key_of_new(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
     with _lock:
+        key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
+        for made in (key, by_lengths):  # a graph keeps its break after the mask has been traced
+            if made in _masks:
+                return made
         traced = _traced(recorded, function, device)
-        if traced.shapes is not None and key is recorded.key:
+        if traced.shapes is not None:
             _rigid.add(key)
-            key = key, _lengths(recorded)
+            key = by_lengths
         _masks[key] = KnownMask(traced, _name_of_mask(function))
     return key
 
@@ -127,16 +137,6 @@ def depends_on_lengths(key: Hashable) -> bool:
 
 def is_known(key: Hashable) -> bool:
     return key in _masks
-
-
-def refuse_unknown() -> None:
-    raise InputError(
-        "torch.compile meets a mask that has not been traced yet",
-        where="the mask function of the model",
-        numbers="a compiled function cannot trace a mask to an expression",
-        way_out="one call of the model that is not compiled, with the same inputs: padding or "
-        "none, a cache or none, packed sequences or none",
-    )
 
 
 def captures_of(key: Hashable) -> tuple[tuple[str, int | None, int | None], ...]:
@@ -189,7 +189,6 @@ def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
 for _constant in (
     is_known,
     depends_on_lengths,
-    refuse_unknown,
     captures_of,
     created_tensor,
     reads,
