@@ -234,11 +234,9 @@ def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
     if mask.lengths == given:
         return
-    of_batch, _, of_query, of_key = reads(mask.key)
-    broadcast = [
-        length == size or (length == 1 and not read)
-        for length, size, read in zip(mask.lengths, given, (of_batch, of_query, of_key), strict=True)
-    ]
+    reading = reads(mask.key)
+    each = zip(mask.lengths, given, (reading[0], reading[2], reading[3]), strict=True)
+    broadcast = [size == other or (size == 1 and not read) for size, other, read in each]
     if not all(broadcast):
         raise InputError(
             "the mask was made for other sizes than those of the layer",

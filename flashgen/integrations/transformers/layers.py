@@ -108,12 +108,7 @@ def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device)
     return key if is_known(key) else _key_of_new(recorded, function, device)
 
 
-@torch.compiler.disable(
-    reason="torch.compile meets a mask that has not been traced to an expression yet; with "
-    "fullgraph=True, call the model once without torch.compile and with the same kind of inputs: "
-    "padding or none, a cache or none, packed sequences or none"
-)
-def _key_of_new(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
+def _traced_key(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
     with _lock:
         key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
         for made in (key, by_lengths):  # a graph keeps its break after the mask has been traced
@@ -125,6 +120,15 @@ def _key_of_new(recorded: RecordedMask, function: MaskFunction, device: torch.de
             key = by_lengths
         _masks[key] = KnownMask(traced, _name_of_mask(function))
     return key
+
+
+_disable: Any = torch.compiler.disable  # torch's has no types
+_key_of_new: Callable[..., Hashable] = _disable(
+    _traced_key,
+    reason="torch.compile meets a mask that has not been traced to an expression yet; with "
+    "fullgraph=True, call the model once without torch.compile and with the same kind of inputs: "
+    "padding or none, a cache or none, packed sequences or none",
+)
 
 
 def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:

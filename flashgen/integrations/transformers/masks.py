@@ -128,14 +128,12 @@ class Mask(BlockMask):
     __str__ = __repr__
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Mask:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Mask:
         if getattr(func, "__name__", "") in ("add", "__add__", "__radd__") and not kwargs:
             left, right = args
-            if isinstance(right, Mask):
-                return right.__add__(left)
-            return left.__add__(right)
+            mask, other = (right, left) if isinstance(right, Mask) else (left, right)
+            assert isinstance(mask, Mask)
+            return mask + other
         _refuse(f"torch.{getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> NoReturn:
