@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -71,14 +70,14 @@ def attention(
     """
     _check(query, key, attention_mask, options)
     captures: dict[str, Any] = {}
-    mask: Hashable = FULL
+    mask = FULL
     q_offset: int | Tensor = 0
     k_offset: int | Tensor = 0
     given: list[tuple[Any, ...]] = []
     sizes = *query.shape[:3], key.shape[2]
     if isinstance(attention_mask, Mask):
         _check_mask(attention_mask, query, key)
-        mask = attention_mask.key
+        mask = attention_mask.name
         q_offset, k_offset = attention_mask.q_offset, attention_mask.k_offset
         _capture(attention_mask, query.device, captures)
         if attention_mask.bias is not None:
@@ -129,8 +128,8 @@ def attention(
 
 def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None:
     """The tensors and lengths that a mask reads, as arguments of the operator."""
-    for name, place, dim in captures_of(mask.key):
-        tensor = created_tensor(mask.key, name) if place is None else mask.tensors[place]
+    for name, place, dim in captures_of(mask.name):
+        tensor = created_tensor(mask.name, name) if place is None else mask.tensors[place]
         if dim is not None:
             captures[name] = tensor.shape[dim]
             continue
@@ -234,7 +233,7 @@ def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
     if mask.lengths == given:
         return
-    reading = reads(mask.key)
+    reading = reads(mask.name)
     each = zip(mask.lengths, given, (reading[0], reading[2], reading[3]), strict=True)
     broadcast = [size == other or (size == 1 and not read) for size, other, read in each]
     if not all(broadcast):

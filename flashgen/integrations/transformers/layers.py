@@ -6,6 +6,7 @@ numbers and names, never tensors.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -21,28 +22,17 @@ from flashgen.integrations.transformers.recorded_mask import MaskFunction, Recor
 from flashgen.language import B, H, K, Q
 from flashgen.ops import Attention
 
-
-class KnownMask(NamedTuple):
-    """A mask function that has been traced.
-
-    Attributes:
-        name: what it is made of, such as ``sliding_window_causal_padding``.
-    """
-
-    traced: TracedMods
-    name: str
-
-
 _lock = threading.RLock()
-_masks: dict[Hashable, KnownMask] = {}
+_masks: dict[str, TracedMods] = {}
+_names_of_masks: dict[Hashable, str] = {}  # by what has been recorded
 _rigid: set[Hashable] = set()  # records of masks whose expressions depend on lengths of tensors
-_names: dict[Hashable, str] = {}
+_names: dict[Hashable, str] = {}  # of operators
 
 operators: dict[str, Attention] = {}
 """All operators by name, in the order in which they were made."""
 
 FULL, CAUSAL = "full", "causal"
-"""The keys of masks that no function describes."""
+"""The names of masks that no function describes."""
 
 
 class GivenTensor(NamedTuple):
@@ -94,8 +84,8 @@ class LayerKind(NamedTuple):
         return plain._replace(given=given, start=Start(*plain.start))
 
 
-def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
-    """The key under which the expression of a mask function is kept; traces it if it is new.
+def name_of_mask(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
+    """The name under which the expression of a mask function is kept; traces it if it is new.
 
     torch.compile breaks its graph where the mask is new.
 
@@ -105,30 +95,41 @@ def key_of(recorded: RecordedMask, function: MaskFunction, device: torch.device)
     key = recorded.key
     if depends_on_lengths(key):
         key = key, _lengths(recorded)
-    return key if is_known(key) else _key_of_new(recorded, function, device)
+    return known_name(key) or _name_of_new(recorded, function, device)
 
 
-def _traced_key(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> Hashable:
+def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
     with _lock:
         key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
-        for made in (key, by_lengths):  # a graph keeps its break after the mask has been traced
-            if made in _masks:
-                return made
+        # A compiled graph keeps its break after the mask has been traced.
+        known = known_name(key) or known_name(by_lengths)
+        if known:
+            return known
         traced = _traced(recorded, function, device)
         if traced.shapes is not None:
             _rigid.add(key)
             key = by_lengths
-        _masks[key] = KnownMask(traced, _name_of_mask(function))
-    return key
+        name = CAUSAL if traced.of_mask_mod == (K <= Q) else _free_name(_name_of(function))
+        if name != CAUSAL:
+            _masks[name] = traced
+        _names_of_masks[key] = name
+    return name
 
 
 _disable: Any = torch.compiler.disable  # torch's has no types
-_key_of_new: Callable[..., Hashable] = _disable(
-    _traced_key,
+_name_of_new: Callable[..., str] = _disable(
+    _traced_name,
     reason="torch.compile meets a mask that has not been traced to an expression yet; with "
-    "fullgraph=True, call the model once without torch.compile and with the same kind of inputs: "
+    "fullgraph=True, it needs one call of the model that is not compiled, with the same inputs: "
     "padding or none, a cache or none, packed sequences or none",
 )
+
+
+def _free_name(wanted: str) -> str:
+    """The wanted name, with a number where it belongs to another mask."""
+    numbered = (f"{wanted}_{number}" for number in itertools.count(2))
+    names = itertools.chain([wanted], numbered)
+    return next(name for name in names if name not in (*_masks, FULL, CAUSAL))
 
 
 def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:
@@ -139,39 +140,40 @@ def depends_on_lengths(key: Hashable) -> bool:
     return key in _rigid
 
 
-def is_known(key: Hashable) -> bool:
-    return key in _masks
+def known_name(key: Hashable) -> str:
+    """The name of a mask that has been traced; "" for a new one."""
+    return _names_of_masks.get(key, "")
 
 
-def captures_of(key: Hashable) -> tuple[tuple[str, int | None, int | None], ...]:
+def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
     """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
 
     The place is None for a tensor that the mask function creates, see `created_tensor`. The
     dimension is None for the tensor itself, else the length of that dimension is captured.
     """
-    if key in (FULL, CAUSAL):
+    if mask in (FULL, CAUSAL):
         return ()
-    traced = _masks[key].traced
+    traced = _masks[mask]
     tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
     lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
     return (*tensors, *lengths)
 
 
-def created_tensor(key: Hashable, name: str) -> torch.Tensor:
+def created_tensor(mask: str, name: str) -> torch.Tensor:
     """A tensor that a mask function creates, with the same contents at each call."""
-    found = _masks[key].traced.tensors[name]
+    found = _masks[mask].tensors[name]
     return found.of(())
 
 
-def reads(key: Hashable) -> tuple[bool, bool, bool, bool]:
+def reads(mask: str) -> tuple[bool, bool, bool, bool]:
     """Whether a mask depends on the batch entry, the head, the query and the key."""
-    if key in (FULL, CAUSAL):
-        return False, False, key == CAUSAL, key == CAUSAL
-    symbols = _masks[key].traced.of_mask_mod.free_symbols
+    if mask in (FULL, CAUSAL):
+        return False, False, mask == CAUSAL, mask == CAUSAL
+    symbols = _masks[mask].of_mask_mod.free_symbols
     return B in symbols, H in symbols, Q in symbols, K in symbols
 
 
-def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
+def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
     """The name in `operators` of the operator of a layer, which is made at the first call.
 
     Args:
@@ -191,7 +193,7 @@ def operator_name(mask: Hashable, layer: tuple[Any, ...]) -> str:
 
 
 for _constant in (
-    is_known,
+    known_name,
     depends_on_lengths,
     captures_of,
     created_tensor,
@@ -223,7 +225,7 @@ def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device
 _OWN_NAMES = ("position_bias", "attention_mask", "sink", "q_start", "k_start")
 
 
-def _name_of_mask(function: MaskFunction) -> str:
+def _name_of(function: MaskFunction) -> str:
     """The names of the functions that a mask is composed of, without their common endings."""
     inner = [inner for _, inner in _closure(function, FunctionType)]
     parts: list[str] = []
@@ -251,7 +253,7 @@ def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
 # From expressions to a spec.
 
 
-def _checked_spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
+def _checked_spec(mask: str, layer: LayerKind) -> fg.AttentionSpec:
     try:
         return _spec(mask, layer)
     except SpecError as error:
@@ -264,7 +266,7 @@ def _checked_spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
         ) from error
 
 
-def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
+def _spec(mask: str, layer: LayerKind) -> fg.AttentionSpec:
     sink = None
     if layer.sink is not None:
         dtype, learned = layer.sink
@@ -277,11 +279,11 @@ def _spec(mask: Hashable, layer: LayerKind) -> fg.AttentionSpec:
         dtype=_name(layer.dtype),
         dropout=layer.dropout,
         sink=sink,
-        name=_name_of(mask, layer),
+        name=_name_of_layer(mask, layer),
     )
 
 
-def _mask_mod(mask: Hashable, layer: LayerKind) -> Callable[..., Any] | None:
+def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
     for given in layer.given:
         if given.dtype == torch.bool:
             element = _element(given, layer.start)
@@ -290,7 +292,7 @@ def _mask_mod(mask: Hashable, layer: LayerKind) -> Callable[..., Any] | None:
         return None
     if mask == CAUSAL:
         return lambda b, h, q, k: k <= q
-    return _masks[mask].traced.mask
+    return _masks[mask].mask
 
 
 def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
@@ -334,10 +336,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name_of(mask: Hashable, layer: LayerKind) -> str:
+def _name_of_layer(mask: str, layer: LayerKind) -> str:
     """A name of what a layer computes, such as ``sliding_window_causal_softcap``."""
-    name = mask if isinstance(mask, str) else _masks[mask].name
-    parts = [name, *(given.name for given in layer.given)]
+    parts = [mask, *(given.name for given in layer.given)]
     parts += ["softcap"] if layer.softcap is not None else []
     parts += ["sink"] if layer.sink is not None else []
     return "_".join(parts)

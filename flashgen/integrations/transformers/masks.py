@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 from flashgen.errors import FlashgenError, InputError
-from flashgen.integrations.transformers.layers import FULL, key_of
+from flashgen.integrations.transformers.layers import FULL, name_of_mask
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Mask(BlockMask):
     therefore the base class; a mask of flashgen has no blocks.
 
     Attributes:
-        key: the structure of the mask, under which its traced expression is kept.
+        name: what the mask is made of; its traced expression is kept under this name.
         tensors: the tensors that the mask reads.
         lengths: batch, number of queries, number of keys.
         q_offset: the position of the first query: an int, or a tensor whose value is never read
@@ -49,14 +49,14 @@ class Mask(BlockMask):
 
     def __init__(
         self,
-        key: Hashable,
+        name: str,
         tensors: tuple[Tensor, ...],
         lengths: tuple[int, int, int],
         q_offset: int | Tensor,
         k_offset: int,
         bias: Tensor | None = None,
     ) -> None:
-        self.key = key
+        self.name = name
         self.tensors = tensors
         self.lengths = lengths
         self.q_offset = q_offset
@@ -86,14 +86,14 @@ class Mask(BlockMask):
         at = self.q_offset
         q_offset = at.to(device) if isinstance(at, Tensor) else at
         bias = None if self.bias is None else self.bias.to(device)
-        return Mask(self.key, tensors, self.lengths, q_offset, self.k_offset, bias)
+        return Mask(self.name, tensors, self.lengths, q_offset, self.k_offset, bias)
 
     def __add__(self, other: Any) -> Mask:
         """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
         if not isinstance(other, Tensor) or not other.is_floating_point():
             _refuse("a sum")
         bias = other if self.bias is None else self.bias + other
-        return Mask(self.key, self.tensors, self.lengths, self.q_offset, self.k_offset, bias)
+        return Mask(self.name, self.tensors, self.lengths, self.q_offset, self.k_offset, bias)
 
     __radd__ = __add__
 
@@ -118,7 +118,7 @@ class Mask(BlockMask):
             if last.step in (None, 1):
                 lengths = batch, queries, len(range(keys)[last])
                 return Mask(
-                    self.key, self.tensors, lengths, self.q_offset, self.k_offset, self.bias
+                    self.name, self.tensors, lengths, self.q_offset, self.k_offset, self.bias
                 )
         _refuse(f"mask[{index}]")
 
@@ -131,13 +131,14 @@ class Mask(BlockMask):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Mask:
         if getattr(func, "__name__", "") in ("add", "__add__", "__radd__") and not kwargs:
             left, right = args
-            mask, other = (right, left) if isinstance(right, Mask) else (left, right)
-            assert isinstance(mask, Mask)
-            return mask + other
+            if isinstance(right, Mask):
+                return right.__add__(left)
+            assert isinstance(left, Mask)
+            return left.__add__(right)
         _refuse(f"torch.{getattr(func, '__name__', func)}")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse(f"mask.{name}")
+    def __getattr__(self, attribute: str) -> NoReturn:
+        _refuse(f"mask.{attribute}")
 
 
 def _refuse(use: str) -> NoReturn:
@@ -196,37 +197,37 @@ def make_mask(
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         assert padding is not None
         parts.append(padding_mask_function(padding))
-    key: Hashable = FULL
+    name = FULL
     tensors: tuple[Tensor, ...] = ()
     if parts:
         mask_function = parts[0] if len(parts) == 1 else and_masks(*parts)
         recorded = record(mask_function, torch.device(device))
-        key = key_of(recorded, mask_function, torch.device(device))
+        name = name_of_mask(recorded, mask_function, torch.device(device))
         tensors = recorded.tensors
         if attention_mask is None and q_length == kv_length:
-            _expect_packed(key, mask_function, (batch_size, q_length), torch.device(device))
+            _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
     lengths = batch_size, q_length, kv_length
-    return Mask(key, tensors, lengths, q_offset, kv_offset)
+    return Mask(name, tensors, lengths, q_offset, kv_offset)
 
 
-_packed: set[Hashable] = set()  # keys of masks whose packed counterpart has been traced
+_packed: set[str] = set()  # names of masks whose packed counterpart has been traced
 
 
 def _expect_packed(
-    key: Hashable, function: MaskFunction, shape: tuple[int, int], device: torch.device
+    name: str, function: MaskFunction, shape: tuple[int, int], device: torch.device
 ) -> None:
     """Traces the mask for packed sequences too, at the first call with a mask.
 
     transformers takes every batch without padding for packed sequences while torch.compile traces
     it, since it cannot read the positions there.
     """
-    if torch.compiler.is_compiling() or key in _packed:
+    if torch.compiler.is_compiling() or name in _packed:
         return
-    _packed.add(key)
+    _packed.add(name)
     positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
     packed = packed_sequence_compatibility_function(function, positions, sequences)
     with suppress(FlashgenError):
-        key_of(record(packed, device), packed, device)
+        name_of_mask(record(packed, device), packed, device)
