@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
-from flashgen.errors import FlashgenError, InputError
+from flashgen.errors import InputError
 from flashgen.integrations.transformers.layers import FULL, name_of_mask
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
@@ -229,5 +229,5 @@ def _expect_packed(
     _packed.add(name)
     positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
     packed = packed_sequence_compatibility_function(function, positions, sequences)
-    with suppress(FlashgenError):
+    with suppress(Exception):  # a mask that only packed sequences need
         name_of_mask(record(packed, device), packed, device)
