@@ -173,3 +173,10 @@ def test_a_model_without_a_cache_or_padding_compiles_to_one_graph_after_one_call
     torch._dynamo.reset()
     graph = torch.compile(made, fullgraph=True, backend="eager")
     torch.testing.assert_close(outputs_of(graph, inputs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_call_that_jit_traces_is_refused_as_one() -> None:
+    model = tiny("llama")
+    inputs = model.inputs(length=9)
+    with pytest.raises(InputError, match=r"torch\.jit\.trace cannot record"):
+        torch.jit.trace(model.model("fg"), (inputs["input_ids"],), strict=False)

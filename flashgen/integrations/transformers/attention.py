@@ -18,6 +18,7 @@ from flashgen.integrations.transformers.layers import (
 )
 from flashgen.integrations.transformers.masks import Mask
 from flashgen.language.spec import HEAD_DIM_STEP
+from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
 
@@ -68,6 +69,8 @@ def attention(
     Raises:
         InputError: an argument is invalid or unsupported; nothing has run.
     """
+    if not torch.compiler.is_compiling():
+        refuse_jit_trace()
     _check(query, key, attention_mask, options)
     captures: dict[str, Any] = {}
     mask = FULL
