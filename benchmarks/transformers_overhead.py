@@ -1,4 +1,4 @@
-"""The cost in Python of a layer of transformers on flashgen, beside that of sdpa's attention function.
+"""The cost in Python of a layer of transformers on flashgen, beside that of its sdpa.
 
 As in overhead.py, all is done that a call does on a GPU, but the launch. Columns, microseconds::
 
@@ -88,8 +88,9 @@ class Layer(torch.nn.Module):
 
 def measured(case: Case, flashgen: bool, calls: int, rounds: int) -> tuple[float, float, float]:
     """The times of the attention function, of the kernel call, and of making the mask."""
-    q = torch.zeros(2, 4, case.queries, 64, dtype=torch.float16)
-    k, v = (torch.zeros(2, 2, LENGTH, 64, dtype=torch.float16) for _ in range(2))
+    # As models have them: views of [batch, seq, heads, head_dim].
+    shapes = (2, case.queries, 4, 64), (2, LENGTH, 2, 64), (2, LENGTH, 2, 64)
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
     arguments, layer = case.mask_arguments(), Layer()
     make = make_mask if flashgen else sdpa_mask
     mask = make(*case.sizes, **arguments)

