@@ -18,6 +18,7 @@ from flashgen.integrations.transformers.layers import (
 )
 from flashgen.integrations.transformers.masks import Mask
 from flashgen.language.spec import HEAD_DIM_STEP
+from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
 
@@ -68,6 +69,8 @@ def attention(
     Raises:
         InputError: an argument is invalid or unsupported; nothing has run.
     """
+    if not torch.compiler.is_compiling():
+        refuse_jit_trace()
     _check(query, key, attention_mask, options)
     captures: dict[str, Any] = {}
     mask = FULL
@@ -143,9 +146,14 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
+    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
+
+    The zeros change no product.
+    """
     missing = -tensor.shape[3] % HEAD_DIM_STEP
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _given(
@@ -228,13 +236,9 @@ def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
     given = query.shape[0], query.shape[2], key.shape[2]
     if mask.lengths == given:
         return
-    of_batch, _, of_query, of_key = reads(mask.name)
-    broadcast = [
-        length == size or (length == 1 and not read)
-        for length, size, read in zip(
-            mask.lengths, given, (of_batch, of_query, of_key), strict=True
-        )
-    ]
+    reading = reads(mask.name)
+    each = zip(mask.lengths, given, (reading[0], reading[2], reading[3]), strict=True)
+    broadcast = [size == other or (size == 1 and not read) for size, other, read in each]
     if not all(broadcast):
         raise InputError(
             "the mask was made for other sizes than those of the layer",

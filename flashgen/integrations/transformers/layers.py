@@ -6,6 +6,7 @@ numbers and names, never tensors.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -86,29 +87,49 @@ class LayerKind(NamedTuple):
 def name_of_mask(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
     """The name under which the expression of a mask function is kept; traces it if it is new.
 
+    torch.compile breaks its graph where the mask is new.
+
     Raises:
         SpecError: kernels cannot express the mask.
-        InputError: torch.compile meets a mask that has not been traced.
     """
     key = recorded.key
     if depends_on_lengths(key):
         key = key, _lengths(recorded)
-    known = known_name(key)
-    if known:
-        return known
-    if torch.compiler.is_compiling():
-        refuse_unknown()
+    return known_name(key) or _name_of_new(recorded, function, device)
+
+
+def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
     with _lock:
+        key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
+        # A compiled graph keeps its break after the mask has been traced.
+        known = known_name(key) or known_name(by_lengths)
+        if known:
+            return known
         traced = _traced(recorded, function, device)
-        if traced.shapes is not None and key is recorded.key:
+        if traced.shapes is not None:
             _rigid.add(key)
-            key = key, _lengths(recorded)
-        wanted = _name_of(function)
-        taken = sum(name.rstrip("0123456789_") == wanted for name in _masks)
-        name = f"{wanted}_{taken + 1}" if taken else wanted
-        _masks[name] = traced
+            key = by_lengths
+        name = CAUSAL if traced.of_mask_mod == (K <= Q) else _free_name(_name_of(function))
+        if name != CAUSAL:
+            _masks[name] = traced
         _names_of_masks[key] = name
     return name
+
+
+_disable: Any = torch.compiler.disable  # torch's has no types
+_name_of_new: Callable[..., str] = _disable(
+    _traced_name,
+    reason="torch.compile meets a mask that has not been traced to an expression yet; with "
+    "fullgraph=True, it needs one call of the model that is not compiled, with the same inputs: "
+    "padding or none, a cache or none, packed sequences or none",
+)
+
+
+def _free_name(wanted: str) -> str:
+    """The wanted name, with a number where it belongs to another mask."""
+    numbered = (f"{wanted}_{number}" for number in itertools.count(2))
+    names = itertools.chain([wanted], numbered)
+    return next(name for name in names if name not in (*_masks, FULL, CAUSAL))
 
 
 def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:
@@ -122,16 +143,6 @@ def depends_on_lengths(key: Hashable) -> bool:
 def known_name(key: Hashable) -> str:
     """The name of a mask that has been traced; "" for a new one."""
     return _names_of_masks.get(key, "")
-
-
-def refuse_unknown() -> None:
-    raise InputError(
-        "torch.compile meets a mask that has not been traced yet",
-        where="the mask function of the model",
-        numbers="a compiled function cannot trace a mask to an expression",
-        way_out="one call of the model that is not compiled, with the same inputs: padding or "
-        "none, a cache or none, packed sequences or none",
-    )
 
 
 def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
@@ -184,7 +195,6 @@ def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
 for _constant in (
     known_name,
     depends_on_lengths,
-    refuse_unknown,
     captures_of,
     created_tensor,
     reads,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +12,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_compatibility_function,
     padding_mask_function,
     prepare_padding_mask,
 )
@@ -73,10 +76,12 @@ class Mask(BlockMask):
     def size(self, dim: int | None = None) -> Any:
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
-    def to(self, device: Any, *_: Any, **__: Any) -> Mask:
+    def to(self, device: Any = None, *_: Any, **__: Any) -> Mask:
         """The mask with its tensors on another device; a dtype has no effect."""
-        if isinstance(device, torch.dtype):
+        if device is None or isinstance(device, torch.dtype):
             return self
+        if isinstance(device, Tensor):
+            device = device.device
         tensors = tuple(tensor.to(device) for tensor in self.tensors)
         at = self.q_offset
         q_offset = at.to(device) if isinstance(at, Tensor) else at
@@ -91,6 +96,13 @@ class Mask(BlockMask):
         return Mask(self.name, self.tensors, self.lengths, self.q_offset, self.k_offset, bias)
 
     __radd__ = __add__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (Tensor, bool, int, float)):
+            _refuse("a comparison")
+        return self is other
+
+    __hash__ = object.__hash__
 
     def contiguous(self) -> Mask:
         return self
@@ -139,6 +151,23 @@ def _refuse(use: str) -> NoReturn:
     )
 
 
+_OPERATORS = (
+    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg", "invert"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "lt", "le", "gt", "ge"),
+)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def operator(self: Mask, *_: Any) -> NoReturn:
+        _refuse(f"the operator {name}")
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(Mask, f"__{_name}__", _refused(_name))
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -162,7 +191,6 @@ def make_mask(
 
     Raises:
         SpecError: the mask function uses an operation that kernels cannot express.
-        InputError: torch.compile meets a kind of mask that no earlier call has traced.
     """
     parts = [] if mask_function is bidirectional_mask_function else [mask_function]
     if attention_mask is not None:
@@ -176,8 +204,30 @@ def make_mask(
         recorded = record(mask_function, torch.device(device))
         name = name_of_mask(recorded, mask_function, torch.device(device))
         tensors = recorded.tensors
+        if attention_mask is None and q_length == kv_length:
+            _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
     lengths = batch_size, q_length, kv_length
     return Mask(name, tensors, lengths, q_offset, kv_offset)
+
+
+_packed: set[str] = set()  # names of masks whose packed counterpart has been traced
+
+
+def _expect_packed(
+    name: str, function: MaskFunction, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Traces the mask for packed sequences too, at the first call with a mask.
+
+    transformers takes every batch without padding for packed sequences while torch.compile traces
+    it, since it cannot read the positions there.
+    """
+    if torch.compiler.is_compiling() or name in _packed:
+        return
+    _packed.add(name)
+    positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
+    packed = packed_sequence_compatibility_function(function, positions, sequences)
+    with suppress(Exception):  # a mask that only packed sequences need
+        name_of_mask(record(packed, device), packed, device)
