@@ -113,6 +113,7 @@ def kernel(
         sink=logit,
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
         outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
+        calls_sines=any(f.calls_sines for f in printed),
         **fields,
     )
 

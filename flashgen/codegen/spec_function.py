@@ -33,6 +33,12 @@ PARAMETERS: dict[sympy.Symbol, str] = {
 MOST_INLINED = 160
 """Instructions of the largest function of a spec that is inlined."""
 
+MOST_SINES = 16
+"""Sines and cosines that are inlined in a function that is not inlined itself. Each has about 80
+instructions, and their compilation takes longer than that of the rest of the kernel."""
+
+_SINE = re.compile(r"\b(?:co)?sine\(")
+
 # A field of p, or p as an argument of a function that reads a tensor.
 _TAKES_PARAMS = re.compile(r"\bp[.,)]")
 
@@ -58,6 +64,11 @@ class SpecFunction(DeviceFunction):
         """False for a large function: its copies for all scores of a thread would take minutes to
         compile, and fill the instruction cache."""
         return self.operations <= MOST_INLINED
+
+    @property
+    def calls_sines(self) -> bool:
+        """Whether it has so many sines and cosines that it calls them."""
+        return not self.is_inlined and len(_SINE.findall("\n".join(self.body))) > MOST_SINES
 
     @property
     def text(self) -> str:

@@ -12,6 +12,7 @@ import flashgen as fg
 from benchmarks.expression_size import KINDS, spec_of
 from flashgen.analysis import evaluate
 from flashgen.analysis.score import derivative, derivatives
+from flashgen.codegen.spec_function import MOST_SINES
 from flashgen.errors import PlanError
 from flashgen.language import SCORE, K, Q, elements_of
 from flashgen.language.lets import DEEPEST, LARGEST, lets_of, nodes_of, parts_of
@@ -64,6 +65,13 @@ def test_a_large_function_is_not_inlined_and_the_file_says_so() -> None:
     small = fg.emit(spec_of("sines", 1)).forward
     assert small.outlined == ()
     assert "__noinline__" not in small.text
+
+
+def test_a_large_function_with_many_sines_calls_one_copy_of_them() -> None:
+    for size, inlining in ((MOST_SINES, "forceinline"), (MOST_SINES + 1, "noinline")):
+        text = fg.emit(spec_of("sines", size)).forward.text
+        assert f"__device__ __{inlining}__ float sine(float x)" in text
+        assert "__noinline__ float score_mod(" in text
 
 
 def test_mods_beyond_what_a_kernel_can_hold_are_refused_with_the_factor(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from flashgen.emulator.errors import UnknownInstruction
-from tests.emulator.test_conformance import Array, probe, run, run_ptx
+from flashgen.emulator.ptx.flatten import flatten
+from flashgen.emulator.ptx.parser import parse
+from tests.emulator.test_conformance import Array, compiled, probe, run, run_ptx
 
 SEEDS = [None, 1]
 
@@ -114,6 +116,16 @@ extern "C" __global__ void calls(const float* in, float* out) {
     accumulate(&sum, b.low + 10.f * b.where);
     if (i & 1) accumulate(&sum, b.high);
     out[i] = sum;
+}
+__device__ __noinline__ int step(int x) {
+    int r = x & 3;
+    while (x > 2) { x = x & 1 ? x - 3 : x / 2; r = 5 * r + x; }
+    return r & 63;
+}
+__device__ __noinline__ int twice(int x) { return step(x) + 64 * step(step(x) ^ 33); }
+extern "C" __global__ void chains(const int* in, int* out) {
+    int i = threadIdx.x, x = in[i];
+    out[i] = x & 1 ? twice(step(x) + 7) - twice(x) : step(twice(x)) + step(x);
 }
 __device__ __noinline__ int fib(int n) { return n < 2 ? n : fib(n - 1) + fib(n - 2); }
 extern "C" __global__ void recursion(const int* in, int* out) {
@@ -264,6 +276,36 @@ def test_calls_return_scalars_structs_and_write_through_pointers() -> None:
                 total = total * x[i] + 1
         total += min(window) + 10 * window.index(min(window)) + (max(window) if i & 1 else 0)
         assert out[i] == total, i
+
+
+def test_lanes_in_different_calls_of_one_function_have_values_of_their_own() -> None:
+    def step(x: int) -> int:
+        r = x & 3
+        while x > 2:
+            x = x - 3 if x & 1 else x // 2
+            r = 5 * r + x
+        return r & 63
+
+    def twice(x: int) -> int:
+        return step(x) + 64 * step(step(x) ^ 33)
+
+    x = np.random.default_rng(3).integers(0, 500, 64).astype(np.int32)
+    out = np.zeros(64, np.int32)
+    run(CUDA, "chains", (1,), (64,), x, out)
+    for value, got in zip(x.tolist(), out.tolist(), strict=True):
+        odd = value & 1
+        want = twice(step(value) + 7) - twice(value) if odd else step(twice(value)) + step(value)
+        assert got == want, value
+
+
+def test_all_calls_of_a_function_have_the_same_registers() -> None:
+    def registers(calls: int) -> int:
+        chained = "step(" * calls + "in[threadIdx.x]" + ")" * calls
+        source = CUDA.replace("step(twice(x)) + step(x)", chained)
+        flat = flatten(module := parse(compiled(source)), module.functions["chains"])
+        return len(flat.registers)
+
+    assert registers(40) < registers(20) + 100 < 400
 
 
 def test_recursion_is_refused_by_name() -> None:

@@ -55,6 +55,17 @@ class _Inliner:
         self.module = module
         self.flat = flat
         self.slots: dict[tuple[str, int], Reg] = {}
+        self.bases: dict[str, int] = {}
+
+    def base(self, fn: Function) -> int:
+        """The number of the first register of ``fn``, of which only one call runs at a time.
+
+        All its calls have the same registers: the masks of live registers stay short.
+        """
+        if fn.name not in self.bases:
+            self.bases[fn.name] = len(self.flat.registers)
+            self.flat.registers += fn.registers
+        return self.bases[fn.name]
 
     def expand(
         self,
@@ -69,12 +80,11 @@ class _Inliner:
         ``after`` collects the positions of the branches that replace ``ret``; ``outer`` is the
         source line of the outermost call.
         """
-        flat, tag = self.flat, f"#{len(self.flat.code)}"
-        base = len(flat.registers)
-        flat.registers += fn.registers
+        flat, base = self.flat, self.base(fn)
         names = dict(aliases)
         for name, variable in fn.variables.items():
             if name not in names:
+                tag = f"#{fn.name if variable.space == 'param' else len(flat.code)}"
                 names[name] = name if after is None else name + tag
                 flat.variables[names[name]] = replace(variable, name=names[name])
         starts: list[int] = []
@@ -119,7 +129,7 @@ class _Inliner:
         given = groups[-1].items if len(groups) > before else ()
         aliases: dict[str, str] = {}
         register_results: list[tuple[Operand, str, str]] = []
-        base = len(self.flat.registers)
+        base = self.base(callee)
         for variable, value in zip(callee.params, given, strict=True):
             if isinstance(value, Sym):
                 aliases[variable.name] = value.name
