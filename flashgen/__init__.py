@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
-    from flashgen import emulator
+    from flashgen import distributed, emulator
     from flashgen.config import debug
     from flashgen.errors import (
         CertificateError,
@@ -98,6 +98,7 @@ __all__ = [
     "clamp",
     "cos",
     "debug",
+    "distributed",
     "emit",
     "emulator",
     "erf",
@@ -154,8 +155,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
-    if name == "emulator":  # the one package that is a public name
-        return importlib.import_module("flashgen.emulator")
+    if name in ("distributed", "emulator"):  # the packages that are public names
+        return importlib.import_module(f"flashgen.{name}")
     home = _HOME.get(name, "errors" if name.endswith("Error") else "language.mod_functions")
     module, _, attribute = home.partition(":")
     value = getattr(importlib.import_module(f"flashgen.{module}"), attribute or name)

@@ -47,6 +47,7 @@ BESIDE = {
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
     "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
     "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
+    "distributed": {*PIPELINE, "runtime", "ops"},
     "doctor": {*PIPELINE, "emulator", "reference", "runtime", "ops", "tune"},
 }
 # These may import everything.
@@ -82,6 +83,7 @@ OUTSIDE = {
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
     "tune": {"torch"},
+    "distributed": {"torch", "numpy"},
     "doctor": {"torch", "numpy"},
     "integrations": {"torch", "transformers"},
 }
@@ -235,6 +237,7 @@ FLOORS = ("errors", "ptx", "state", "counters", "checks", "isa", "machine", "ent
 TYPES_FROM_ABOVE = {"flashgen.emulator.state.wave"}
 # The public API, where many named options are meant.
 PUBLIC = {
+    "flashgen.distributed.api:attention",
     "flashgen.emulator.entry:launch",
     "flashgen.flex:flex_attention",
     "flashgen.integrations.transformers.attention:attention",

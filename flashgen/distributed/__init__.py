@@ -1,0 +1,17 @@
+"""Context parallelism: attention of a sequence whose positions lie on several ranks.
+
+::
+
+    out = flashgen.distributed.attention(op, q, k, v, method="ring", shard="head_tail")
+
+Each rank of a torch.distributed group has the rows of its positions. Every spec works that reads
+positions, because a call on a part sees global positions. Only chunks that the mask reaches travel.
+"""
+
+from __future__ import annotations
+
+from flashgen.distributed.api import attention
+from flashgen.distributed.balance import Assignment, balance
+from flashgen.distributed.exchange import DistributedError
+
+__all__ = ["Assignment", "DistributedError", "attention", "balance"]

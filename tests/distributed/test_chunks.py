@@ -1,0 +1,117 @@
+"""Which rank holds what, which pairs of chunks are computed, and how even the work is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import InputError, distributed
+from flashgen.distributed.reach import reached
+from flashgen.distributed.sharding import sharding_of
+from tests.support.paths import ROOT
+
+SEQ, WORLD = 8192, 8
+
+
+def test_contiguous_and_head_tail_cover_the_sequence() -> None:
+    assert sharding_of("contiguous", 3, 4).of_rank == ((range(4),), (range(4, 8),), (range(8, 12),))
+    assert sharding_of("head_tail", 2, 4).of_rank == (
+        (range(2), range(6, 8)),
+        (range(2, 4), range(4, 6)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shard", "rows", "what"),
+    [
+        ("tail", 4, "no such sharding"),
+        ("head_tail", 3, "two chunks of equal length"),
+        ([[range(4)]], 4, "one entry for each rank"),
+        ([[range(4)], [range(5, 8)]], 4, "cover the positions"),
+        ([[range(4)], [range(2, 8)]], 4, "cover the positions"),
+        ([[3], [4]], 4, "a list of ranges"),
+    ],
+)
+def test_wrong_shardings_are_refused(shard: Any, rows: int, what: str) -> None:
+    with pytest.raises(InputError, match=what) as error:
+        sharding_of(shard, 2, rows)
+    assert "head_tail" in error.value.way_out
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "sliding_window", "prefix_lm", "dilated_window", "document"]
+)
+def test_pairs_of_chunks_that_are_left_out_have_no_element(name: str) -> None:
+    spec = fg.load(ROOT / "specs" / f"{name}.py")
+    captures = captures_of(name, 128)
+    tensors = {n: x for n, x in captures.items() if isinstance(x, torch.Tensor)}
+    scalars = {n: x for n, x in captures.items() if n not in tensors}
+    chunks = tuple(range(start, start + 16) for start in range(0, 128, 16))
+    live = reached(spec, chunks, chunks, (1, 1, 128, 128), scalars, tensors)
+    mask = (
+        fg.reference.keep(spec, 128, 128, **captures) if hasattr(fg, "keep") else dense(name, 128)
+    )
+    blocks = mask.reshape(8, 16, 8, 16).any(axis=(1, 3))
+    assert (live >= blocks).all()
+    if name in ("causal", "sliding_window", "prefix_lm"):
+        assert (live == blocks).all()
+
+
+def captures_of(name: str, seq: int) -> dict[str, Any]:
+    if name == "document":
+        starts = torch.arange(seq) // (seq // 5)
+        return {"ids": starts[None].to(torch.int32)}
+    return {
+        "sliding_window": {"window": seq // 8},
+        "prefix_lm": {"prefix": seq // 4},
+        "dilated_window": {"window": seq // 8, "dilation": 2},
+    }.get(name, {})
+
+
+def dense(name: str, seq: int) -> np.ndarray[Any, np.dtype[Any]]:
+    q, k = np.arange(seq)[:, None], np.arange(seq)[None]
+    document = np.arange(seq) // (seq // 5)
+    window = seq // 8
+    masks = {
+        "causal": k <= q,
+        "sliding_window": (k <= q) & (q - k < window),
+        "prefix_lm": (k <= q) | (k < seq // 4),
+        "dilated_window": (abs(q - k) <= window) & ((q - k) % 2 == 0),
+        "document": document[:, None] == document[None],
+    }
+    return masks[name]
+
+
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "document", "prefix_lm"])
+def test_the_largest_share_of_8_ranks_is_within_5_percent_of_the_mean(name: str) -> None:
+    spec = fg.load(ROOT / "specs" / f"{name}.py")
+    found = distributed.balance(spec, SEQ, WORLD, **captures_of(name, SEQ))
+    assert found.largest_over_mean <= 1.05, str(found)
+    assert sum(found.shares) == pytest.approx(1)
+    covered = sorted(position for chunks in found.chunks for c in chunks for position in c)
+    assert covered == list(range(SEQ))
+    assert len({sum(map(len, chunks)) for chunks in found.chunks}) == 1
+    assert f"{found.largest_over_mean:.3f} of the mean" in str(found)
+
+
+def test_causal_masks_need_two_chunks_per_rank() -> None:
+    spec = fg.load(ROOT / "specs" / "causal.py")
+    found = distributed.balance(spec, SEQ, WORLD)
+    assert [len(chunks) for chunks in found.chunks] == [2] * WORLD
+
+
+def test_a_sequence_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(InputError, match="equal length") as error:
+        distributed.balance(fg.load(ROOT / "specs" / "causal.py"), 100, 8)
+    assert "112" in error.value.way_out
+
+
+def test_a_call_without_a_group_says_what_to_start() -> None:
+    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32"))
+    with pytest.raises(InputError, match="no process group") as error:
+        distributed.attention(op, *(torch.zeros(1, 1, 4, 16) for _ in range(3)))
+    assert "torchrun" in error.value.way_out

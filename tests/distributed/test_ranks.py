@@ -1,0 +1,95 @@
+"""Context parallelism on processes of a gloo group, against one call on the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.distributed_cases import specs_of_the_tree
+from tests.support.ranks import run_ranks
+from tests.support.tiers import slow
+
+CASES = "tests.support.distributed_cases"
+WORLDS = [2, slow(4), slow(8)]
+
+# Executed by one group of processes for each number of ranks: their imports take seconds.
+TOGETHER = (
+    "gathers_and_rings",
+    "heads_are_exchanged",
+    "any_list_of_chunks",
+    "documents_are_sharded",
+    "gathered_chunks_are_equal_bits",
+    "sent_chunks",
+    "ranks_that_disagree",
+    "peak_of_a_ring",
+)
+
+_done: dict[int, list[dict[str, tuple[Any, str]]]] = {}
+
+
+def returned(world: int, case: str) -> list[Any]:
+    """What each rank returned; fails with the traceback of a rank."""
+    if world not in _done:
+        _done[world] = run_ranks(world, [f"{CASES}:{name}" for name in TOGETHER])
+    results = [rank[f"{CASES}:{case}"] for rank in _done[world]]
+    for number, (_, error) in enumerate(results):
+        assert not error, f"rank {number}: {error}"
+    return [value for value, _ in results]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gathers_and_rings",
+        "heads_are_exchanged",
+        "any_list_of_chunks",
+        "documents_are_sharded",
+        "gathered_chunks_are_equal_bits",
+    ],
+)
+def test_the_ranks_compute_what_one_call_computes(case: str, world: int) -> None:
+    returned(world, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_spec_that_can_be_distributed_agrees_with_one_call(world: int) -> None:
+    for rank, results in enumerate(run_ranks(world, [f"{CASES}:every_spec"], 300)):
+        names, error = results[f"{CASES}:every_spec"]
+        assert not error, f"rank {rank}: {error}"
+        assert names == list(specs_of_the_tree())
+        assert len(names) > 25
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_window_ends_the_ring_early(world: int) -> None:
+    """A window of 40 reaches the chunk of 64 positions before: keys travel one step."""
+    chunk = 2 * (2 * 2 * 64 * 16) * 4  # K and V: batch, heads, rows, head dim, bytes
+    for rank, sent in enumerate(returned(world, "sent_chunks")):
+        assert len(sent) == world
+        reached = rank < world - 1
+        assert [count for _, count in sent] == [chunk if reached else 0] + [0] * (world - 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_memory_of_a_ring_does_not_grow_with_the_ranks(world: int) -> None:
+    """Beside its own, a rank holds the keys of three ranks: computed, travelling and arriving."""
+    assert max(returned(world, "peak_of_a_ring")) <= 3
+
+
+def test_ranks_that_disagree_are_told_before_anything_is_computed() -> None:
+    for message in returned(2, "ranks_that_disagree"):
+        assert "the ranks call with different arguments" in message
+        assert "rank 0: {'q': (1, 4, 64, 16" in message
+        assert "rank 1: {'q': (1, 2, 48, 16" in message
+
+
+def test_a_rank_that_ends_is_named_to_the_others() -> None:
+    results = run_ranks(2, [f"{CASES}:a_rank_that_ends"], 20)
+    message, error = results[0][f"{CASES}:a_rank_that_ends"]
+    assert not error
+    assert "rank 0 of 2 waited in vain" in message
+    assert "rank 1" in message
+    assert "of the ring" in message

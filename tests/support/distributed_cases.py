@@ -1,0 +1,281 @@
+"""Cases of context parallelism, each executed by every rank of a group (`tests.support.ranks`).
+
+Every rank makes the whole problem from one seed, computes it by one call, and compares its part of
+the distributed results.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flashgen as fg
+from flashgen import distributed
+from flashgen.distributed.sharding import Sharding, sharding_of
+from tests.support.examples import values_of
+from tests.support.paths import ROOT
+from tests.support.shapes import Case
+
+Tensor = torch.Tensor
+
+
+class Problem:
+    """A spec with q, k, v and what it captures, on the whole sequence."""
+
+    def __init__(
+        self,
+        spec: fg.AttentionSpec,
+        seq: int,
+        shard: Any = "contiguous",
+        heads: tuple[int, int] = (4, 2),
+        captures: dict[str, Any] | None = None,
+    ) -> None:
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.op = fg.attention(spec)
+        self.sharding: Sharding = sharding_of(shard, self.world, seq // self.world)
+        self.shard = shard
+        generator = torch.Generator().manual_seed(1)
+        dtype = getattr(torch, spec.dtype)
+        assert spec.head_dim_v is not None
+        dims = (heads[0], spec.head_dim), (heads[1], spec.head_dim), (heads[1], spec.head_dim_v)
+        self.qkv = [
+            torch.randn(2, count, seq, dim, generator=generator).to(dtype) for count, dim in dims
+        ]
+        self.dout = torch.randn(2, heads[0], seq, spec.head_dim_v, generator=generator).to(dtype)
+        self.dlse = torch.randn(2, heads[0], seq, generator=generator)
+        self.captures = captures or {}
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's rows of [batch, heads, seq, ...]."""
+        chunks = self.sharding.of_rank[self.rank]
+        return torch.cat([whole[:, :, chunk.start : chunk.stop] for chunk in chunks], 2)
+
+    def results(self, call: Callable[..., Any], own: bool) -> dict[str, Tensor]:
+        """out, lse, and the gradients of q, k, v and learned tensors; ``own``: of own rows."""
+        part = self.mine if own else (lambda whole: whole)
+        q, k, v = (part(x).clone().requires_grad_() for x in self.qkv)
+        captures = {
+            name: x.clone().requires_grad_(x.is_floating_point())
+            if isinstance(x, Tensor) and self._learned(name)
+            else x
+            for name, x in self.captures.items()
+        }
+        out, lse = call(q, k, v, return_lse=True, **captures)
+        torch.autograd.backward((out, lse), (part(self.dout), part(self.dlse)))
+        found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        learned = {n: x.grad for n, x in captures.items() if self._learned(n)}
+        return {name: x.detach() for name, x in {**found, **learned}.items() if x is not None}
+
+    def _learned(self, name: str) -> bool:
+        return any(tensor.name == name and tensor.grad for tensor in self.op.spec.tensors)
+
+    def compare(self, method: str, exact: bool = False, **options: Any) -> None:
+        """The results of a method against those of one call."""
+
+        def call(*operands: Tensor, **given: Any) -> Any:
+            return distributed.attention(
+                self.op, *operands, method=method, shard=self.shard, **options, **given
+            )
+
+        found, expected = self.results(call, own=True), self.results(self.op, own=False)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            rows = name in ("out", "lse", "dq", "dk", "dv")
+            wanted = self.mine(expected[name]) if rows else expected[name]
+            if exact and name in ("out", "lse"):
+                assert torch.equal(value, wanted), f"{method} {name}"
+            else:
+                # Other orders of summation, relative to the largest element.
+                largest = max(1.0, float(wanted.abs().nan_to_num(0.0, 0.0).max()))
+                close = torch.isclose(value, wanted, atol=2e-5 * largest, rtol=2e-4)
+                difference = float((value - wanted).abs().nan_to_num().max())
+                assert close.all(), f"{self.op.name} {method} {name}: {difference} of {largest}"
+
+
+def causal_spec(**options: Any) -> fg.AttentionSpec:
+    return fg.AttentionSpec(
+        lambda b, h, q, k: k <= q, head_dim=16, dtype="float32", name="causal", **options
+    )
+
+
+def window_spec() -> fg.AttentionSpec:
+    return fg.AttentionSpec(
+        lambda b, h, q, k: (k <= q) & (q - k < 40), head_dim=16, dtype="float32", name="window"
+    )
+
+
+def rich_spec() -> fg.AttentionSpec:
+    """A learned bias of the distance, a slope for each head, a softcap and a sink."""
+    table = fg.Tensor("table", ("heads", "distance"), "float32", grad=True)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return 20 * fg.tanh(score / 20) + table[h, fg.minimum(q - k, 31)]
+
+    return fg.AttentionSpec(
+        lambda b, h, q, k: k <= q, score_mod, head_dim=16, dtype="float32", name="rich", sink=True
+    )
+
+
+def rich_captures() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "table": torch.randn(4, 32, generator=generator),
+        "sink": torch.randn(4, generator=generator),
+    }
+
+
+def gathers_and_rings() -> None:
+    for shard in ("contiguous", "head_tail"):
+        for method in ("all_gather", "ring"):
+            Problem(causal_spec(), 192, shard).compare(method)
+            Problem(window_spec(), 192, shard).compare(method)
+            Problem(rich_spec(), 128, shard, captures=rich_captures()).compare(method)
+
+
+def heads_are_exchanged() -> None:
+    heads = 2 * dist.get_world_size(), dist.get_world_size()
+    Problem(causal_spec(), 192, "head_tail", heads).compare("all_to_all")
+    Problem(window_spec(), 192, "contiguous", heads).compare("all_to_all")
+
+
+def gathered_chunks_are_equal_bits() -> None:
+    """Chunks are whole tiles, and the keys that they reach are contiguous."""
+    plan = fg.plan(causal_spec(), "sm_80")
+    tile = max(plan.block_q, plan.block_k) * 2
+    seq = dist.get_world_size() * 2 * tile
+    Problem(causal_spec(), seq, "contiguous", (2, 1)).compare("all_gather", exact=True)
+
+
+def any_list_of_chunks() -> None:
+    world, size = dist.get_world_size(), 24
+    chunks = [[range(n * size, (n + 1) * size) for n in (r, r + world)] for r in range(world)]
+    for method in ("all_gather", "ring"):
+        Problem(causal_spec(), 2 * world * size, chunks).compare(method)
+    assigned = distributed.balance(causal_spec(), 2 * world * size, world, tile=8)
+    Problem(causal_spec(), 2 * world * size, assigned.chunks).compare("ring")
+
+
+def documents_are_sharded() -> None:
+    ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k <= q),
+        head_dim=16,
+        dtype="float32",
+        name="documents",
+    )
+    whole = torch.tensor([[0] * 50 + [1] * 100 + [2] * 42, [0] * 192], dtype=torch.int32)
+    for method in ("all_gather", "ring"):
+        problem = Problem(spec, 192, "head_tail", captures={"ids": whole})
+        part = problem.mine(whole[:, None, :, None])[:, 0, :, 0]
+        options = {"method": method, "shard": "head_tail", "sharded": {"ids": 1}}
+        call = functools.partial(_with_part, problem.op, part, options)
+        found, expected = problem.results(call, own=True), problem.results(problem.op, own=False)
+        for name, value in found.items():
+            torch.testing.assert_close(value, problem.mine(expected[name]), atol=2e-5, rtol=2e-4)
+
+
+def _with_part(op: Any, part: Tensor, options: Any, *operands: Tensor, **given: Any) -> Any:
+    return distributed.attention(op, *operands, **options, **{**given, "ids": part})
+
+
+def sent_chunks() -> list[tuple[str, int]]:
+    """The bytes that this rank sends for a window, by step, of the method ring."""
+    from flashgen.distributed import exchange
+
+    sent: list[tuple[str, int]] = []
+    start = exchange.Exchange.start
+
+    def counted(self: Any, given: Any, taken: Any, step: str) -> Any:
+        sent.append((step, sum(each.tensor.numel() * 4 for each in given)))
+        return start(self, given, taken, step)
+
+    exchange.Exchange.start = counted  # type: ignore[method-assign]
+    try:
+        problem = Problem(window_spec(), 64 * dist.get_world_size())
+        with torch.no_grad():
+            distributed.attention(
+                problem.op, *map(problem.mine, problem.qkv), method="ring", shard="contiguous"
+            )
+    finally:
+        exchange.Exchange.start = start  # type: ignore[method-assign]
+    return sent
+
+
+def ranks_that_disagree() -> str:
+    seq = 64 if dist.get_rank() == 0 else 48
+    q, k, v = (torch.zeros(1, 2 if dist.get_rank() else 4, seq, 16) for _ in range(3))
+    try:
+        distributed.attention(fg.attention(causal_spec()), q, k, v)
+    except fg.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def a_rank_that_ends() -> str:
+    import os
+
+    problem = Problem(causal_spec(), 64 * dist.get_world_size())
+    q, k, v = map(problem.mine, problem.qkv)
+    distributed.attention(problem.op, q, k, v, method="ring")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+    try:
+        for _ in range(3):
+            distributed.attention(problem.op, q, k, v, method="ring")
+    except distributed.DistributedError as error:
+        return str(error)
+    return "no error"
+
+
+def specs_of_the_tree() -> Iterator[str]:
+    """The specs that a distributed call takes."""
+    for path in sorted((ROOT / "specs").glob("*.py")):
+        spec = fg.load(path)
+        read = {s.name for s in spec.mask.free_symbols | spec.score.free_symbols}
+        if not spec.packed and spec.block_sparse is None and not {"seq_q", "seq_k"} & read:
+            yield path.stem
+
+
+def every_spec() -> list[str]:
+    names = list(specs_of_the_tree())
+    for number, name in enumerate(names):
+        path = ROOT / "specs" / f"{name}.py"
+        spec = fg.load(path).replace(dtype="float32", head_dim=16, dropout=False)
+        seq = 32 * dist.get_world_size()
+        values = values_of(path, Case(seq, seq, 2, 4, 2))
+        captures = {**values["scalars"], **values["tensors"]}
+        problem = Problem(spec, seq, ("contiguous", "head_tail")[number % 2], captures=captures)
+        for method in ("all_gather", "ring"):
+            problem.compare(method)
+    return names
+
+
+def peak_of_a_ring() -> int:
+    """Bytes of K and V that this rank holds at most, in shares of its own."""
+    from flashgen.distributed import context
+
+    live: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+    room = context.Context.room
+
+    def counted(self: Any, number: int, k: Tensor, v: Tensor) -> Any:
+        nonlocal most
+        made = room(self, number, k, v)
+        live.update(made.tensors)
+        most = max(most, sum(x.numel() for x in live))
+        return made
+
+    context.Context.room = counted  # type: ignore[method-assign]
+    try:
+        problem = Problem(causal_spec(), 32 * dist.get_world_size(), "head_tail")
+        q, k, v = map(problem.mine, problem.qkv)
+        with torch.no_grad():
+            distributed.attention(problem.op, q, k, v, method="ring", shard="head_tail")
+    finally:
+        context.Context.room = room  # type: ignore[method-assign]
+    return most // (k.numel() + v.numel())
