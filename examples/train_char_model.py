@@ -135,15 +135,21 @@ class CharTransformer(nn.Module):
                 adds = name.endswith(("from_heads.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=STD / (2 * sizes.layers) ** 0.5 if adds else STD)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """int64 [batch, seq], seq at most the context -> [batch, seq, characters]."""
-        places = torch.arange(numbers.shape[1], device=numbers.device)
+    def forward(self, numbers: Tensor, places: Tensor | None = None) -> Tensor:
+        """int64 [batch, seq], seq at most the context -> [batch, seq, characters].
+
+        Args:
+            places: the position of each character, [seq]; from 0 on if None.
+        """
+        if places is None:
+            places = torch.arange(numbers.shape[1], device=numbers.device)
         x = self.characters(numbers) + self.positions(places)
         return self.to_scores(self.last_norm(self.blocks(x)))
 
-    def loss(self, numbers: Tensor, following: Tensor) -> Tensor:
+    def loss(self, numbers: Tensor, following: Tensor, places: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per character."""
-        return functional.cross_entropy(self(numbers).flatten(0, 1).float(), following.flatten())
+        scores = self(numbers, places).flatten(0, 1).float()
+        return functional.cross_entropy(scores, following.flatten())
 
     @torch.no_grad()
     def continued(self, start: list[int], length: int, seed: int) -> list[int]:

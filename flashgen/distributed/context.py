@@ -177,3 +177,14 @@ def add_learned(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
 def rows_of(tensors: Sequence[Tensor | None], rows: slice) -> list[Any]:
     """The rows of [batch, heads, rows, ...] tensors; None stays None."""
     return [None if x is None else x[:, :, rows] for x in tensors]
+
+
+def zeros_for(tensor: Tensor) -> Tensor:
+    """Zeros of a tensor's shape, for sums: float32 and contiguous, as transfers need."""
+    return room_for(tensor).zero_()
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """Memory for sums of a tensor's shape that are received: float32 and contiguous."""
+    contiguous = torch.contiguous_format
+    return torch.empty_like(tensor, dtype=torch.float32, memory_format=contiguous)

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from flashgen.call import Operands, OutputGradients
-from flashgen.distributed.context import Chunk, Context, Gradients, add_learned, rows_of
+from flashgen.distributed.context import (
+    Chunk,
+    Context,
+    Gradients,
+    add_learned,
+    room_for,
+    rows_of,
+    zeros_for,
+)
 from flashgen.distributed.exchange import Transfer
 from flashgen.distributed.partial_results import Merged
 
@@ -44,12 +52,12 @@ def backward(
     """dq, dk and dv of this rank's rows, and the learned gradients of this rank's queries."""
     chunks = _gathered(context, operands, "keys and values for the backward pass")
     learned: dict[str, Tensor] = {}
-    sums = {chunk.number: [torch.zeros_like(x, dtype=torch.float32) for x in chunk.tensors]
+    sums = {chunk.number: [zeros_for(x) for x in chunk.tensors]
             for chunk in chunks.values()}  # fmt: skip
     dqs = []
     for number, rows in context.mine:
         q = operands.q[:, :, rows]
-        dq = torch.zeros_like(q, dtype=torch.float32)
+        dq = zeros_for(q)
         of_rows = operands._replace(q=q)
         part = OutputGradients(*rows_of(results, rows))
         for run in _runs(context, number, chunks):
@@ -102,7 +110,7 @@ def _returned(
     ]
     own = context.own_chunks(operands.k, operands.v)
     received: dict[tuple[int, int], list[Tensor]] = {
-        (peer, chunk.number): [torch.empty_like(x, dtype=torch.float32) for x in chunk.tensors]
+        (peer, chunk.number): [room_for(x) for x in chunk.tensors]
         for peer in range(context.exchange.world)
         for chunk in own
         if peer != rank and needed[peer, chunk.number]
@@ -114,7 +122,7 @@ def _returned(
         for place, x in enumerate(chunk.tensors):
             parts = [tensors[place] for (_, n), tensors in received.items() if n == chunk.number]
             mine = sums[chunk.number][place] if chunk.number in sums else None
-            total = torch.zeros_like(x, dtype=torch.float32) if mine is None else mine
+            total = zeros_for(x) if mine is None else mine
             totals[place].append(torch.stack([total, *parts]).sum(0))
     return torch.cat(totals[0], 2), torch.cat(totals[1], 2)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from flashgen.call import Operands, OutputGradients
-from flashgen.distributed.context import Chunk, Context, add_learned, rows_of
+from flashgen.distributed.context import Chunk, Context, add_learned, room_for, rows_of, zeros_for
 from flashgen.distributed.exchange import Transfer
 from flashgen.distributed.partial_results import Merged
 
@@ -48,12 +48,12 @@ def backward(
     learned: dict[str, Tensor] = {}
     dq = torch.zeros_like(operands.q, dtype=torch.float32)
     own = {
-        chunk.number: [torch.zeros_like(x, dtype=torch.float32) for x in chunk.tensors]
+        chunk.number: [zeros_for(x) for x in chunk.tensors]
         for chunk in context.own_chunks(operands.k, operands.v)
     }
     for step, chunks in _steps(context, operands):
         made = {
-            chunk.number: [torch.zeros_like(x, dtype=torch.float32) for x in chunk.tensors]
+            chunk.number: [zeros_for(x) for x in chunk.tensors]
             for chunk in chunks
             if context.needed[context.rank, chunk.number]
         }
@@ -116,7 +116,7 @@ def _return(
     world, rank = context.exchange.world, context.rank
     owner, peer = (rank - step) % world, (rank + step) % world
     coming = {
-        number: [torch.empty_like(x) for x in totals]
+        number: [room_for(x) for x in totals]
         for number, totals in own.items()
         if context.needed[peer, number]
     }

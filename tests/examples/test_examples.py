@@ -53,3 +53,13 @@ def test_a_model_learns_and_writes_the_same_as_with_eager_attention(tmp_path: Pa
     names = re.findall(r"operator +(\S+?):", done.stdout)
     assert {"causal_softcap", "sliding_window_causal_softcap"} <= set(names)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    picture = tmp_path / "losses.png"
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    example = (FOLDER / "long_context.py", "--steps", 3, "--context", 128, "--plot", picture)
+    done = run_python(*ranks, *example)
+    assert re.search(r"largest difference \S+, allowed 1e-04: pass", done.stdout), done.stdout
+    assert "2 ranks, 128 characters, 64 on each rank" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")

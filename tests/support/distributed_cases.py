@@ -43,9 +43,9 @@ class Problem:
         dtype = getattr(torch, spec.dtype)
         assert spec.head_dim_v is not None
         dims = (heads[0], spec.head_dim), (heads[1], spec.head_dim), (heads[1], spec.head_dim_v)
-        self.qkv = [
-            torch.randn(2, count, seq, dim, generator=generator).to(dtype) for count, dim in dims
-        ]
+        # As models have them: views of [batch, seq, heads, head_dim].
+        shapes = [(2, seq, count, dim) for count, dim in dims]
+        self.qkv = [torch.randn(x, generator=generator).to(dtype).transpose(1, 2) for x in shapes]
         self.dout = torch.randn(2, heads[0], seq, spec.head_dim_v, generator=generator).to(dtype)
         self.dlse = torch.randn(2, heads[0], seq, generator=generator)
         self.captures = captures or {}
