@@ -114,6 +114,21 @@ class PlanArguments(SpecArguments):
     policy: Annotated[str, Option(help="derived, or paper for Algorithm 1's block sizes.")] = (
         "derived"
     )
+    world: Annotated[
+        int | None,
+        Option(min=1, metavar="W", help="With --shape: the ranks of a distributed call."),
+    ] = None
+    method: Annotated[str, Option(help="With --world: ring, all_gather or all_to_all.")] = "ring"
+    shard: Annotated[str, Option(help="With --world: head_tail, contiguous or balance.")] = (
+        "head_tail"
+    )
+    link: Annotated[
+        float | None, Option(metavar="GB/s", help="With --world: what a GPU can send.")
+    ] = None
+    map: Annotated[
+        Path | None,
+        Option(metavar="FILE.png", help="With --world: draw which rank computes which tile."),
+    ] = None
     certify: Annotated[
         bool, Option("--certify", help="Prove the claims on which plans and kernels rest.")
     ] = False

@@ -9,7 +9,8 @@ from flashgen import config
 from flashgen.cli.arguments import DEFAULT_ARCH, CallArguments, PlanArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, write
-from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.cli.inputs import load_spec, parse_shape, scalar_values
+from flashgen.errors import InputError
 from flashgen.planner import Plan, plan_backward
 from flashgen.planner import plan as plan_forward
 
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: PlanArguments) -> None:
-    """Prints the plan, then the predicted times and the proofs that the options name."""
+    """Prints the plan, then the predicted times and the proofs that the options name.
+
+    With --world, what each rank of a distributed call does instead.
+    """
     spec = load_spec(arguments)
     arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
+    if arguments.world is not None:
+        _distributed(arguments, spec, arch, arguments.world)
+        return
     plans: Sequence[Plan]
     if arguments.backward:
         backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
@@ -42,6 +49,52 @@ def plan(arguments: PlanArguments) -> None:
             deterministic=arguments.deterministic,
         ):
             write(f"\n{each}")
+
+
+def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int) -> None:
+    """What each rank of a distributed call holds, sends and computes."""
+    if arguments.shape is None:
+        raise InputError(
+            "a distributed call has a shape",
+            where="option --world",
+            numbers=f"--world {world} without --shape",
+            way_out="--shape B,H,N as in 1,32,131072",
+        )
+    sizes = parse_shape(arguments.shape)
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        from flashgen import distributed
+        from flashgen.cli.captured_tensors import tensor_values
+    tensors, _ = tensor_values(
+        spec, arguments.path, sizes, q_offset=0, k_offset=0, seed=0, device="cpu"
+    )
+    captures = {**scalars, **tensors}
+    shard: object = arguments.shard
+    if shard == "balance":
+        tile = max(128, -(-sizes.seq_q // 2048))
+        shard = distributed.balance(
+            spec,
+            sizes.seq_q,
+            world,
+            batch=sizes.batch,
+            heads=sizes.heads_q,
+            tile=tile,
+            **captures,
+        ).chunks
+    found = distributed.forecast(
+        spec,
+        world,
+        (sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q),
+        arch=arch,
+        method=arguments.method,
+        shard=shard,
+        captures=captures,
+        link=None if arguments.link is None else arguments.link * 1e9,
+    )
+    write(str(found))
+    if arguments.map is not None:
+        found.draw(arguments.map)
+        write(f"map     {arguments.map}")
 
 
 def _predict(

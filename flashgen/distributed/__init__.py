@@ -13,5 +13,6 @@ from __future__ import annotations
 from flashgen.distributed.api import attention
 from flashgen.distributed.balance import Assignment, balance
 from flashgen.distributed.exchange import DistributedError
+from flashgen.distributed.forecast import Forecast, forecast
 
-__all__ = ["Assignment", "DistributedError", "attention", "balance"]
+__all__ = ["Assignment", "DistributedError", "Forecast", "attention", "balance", "forecast"]

@@ -85,7 +85,9 @@ def balance(
             numbers=f"seq {seq}, world {world}",
             way_out=f"a sequence padded to {-(-max(seq, 1) // unit) * unit}",
         )
-    rows = _live_tiles(spec, seq, (batch, heads), tile, captures)
+    live = live_tiles(spec, seq, (batch, heads), tile, *split_captures(captures))
+    lengths = [min(tile, seq - start) for start in range(0, seq, tile)]
+    rows = np.repeat(live.sum(axis=1).astype(float), lengths)  # for each position of a query
     best: Assignment | None = None
     each = 1
     while each <= MOST_CHUNKS and seq % (world * each) == 0:
@@ -99,21 +101,31 @@ def balance(
     return best
 
 
-def _live_tiles(
+def split_captures(
+    captures: Mapping[str, Any],
+) -> tuple[dict[str, Number], dict[str, torch.Tensor]]:
+    """The scalars and the captured tensors among what a call captures."""
+    tensors = {name: x for name, x in captures.items() if isinstance(x, torch.Tensor)}
+    return {name: x for name, x in captures.items() if name not in tensors}, tensors
+
+
+def live_tiles(
     spec: AttentionSpec,
     seq: int,
     others: tuple[int, int],
     tile: int,
-    captures: Mapping[str, Any],
+    scalars: Mapping[str, Number],
+    tensors: Mapping[str, torch.Tensor],
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """For each position of a query, the number of live tiles of keys of its tile, float64."""
-    tensors = {name: x for name, x in captures.items() if isinstance(x, torch.Tensor)}
-    scalars: dict[str, Number] = {n: x for n, x in captures.items() if n not in tensors}
+    """For each tile of queries and of keys, whether the mask may keep an element; bool.
+
+    Args:
+        others: batch and heads.
+    """
     tiles = tuple(range(start, min(start + tile, seq)) for start in range(0, seq, tile))
     sizes = (*others, seq, seq)
     some = (tiles[n : n + 64] for n in range(0, len(tiles), 64))  # bounds the memory
-    live = np.concatenate([reached(spec, each, tiles, sizes, scalars, tensors) for each in some])
-    return np.repeat(live.sum(axis=1).astype(float), [len(each) for each in tiles])
+    return np.concatenate([reached(spec, each, tiles, sizes, scalars, tensors) for each in some])
 
 
 def _dealt(

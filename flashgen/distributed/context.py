@@ -13,6 +13,7 @@ import torch
 from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.distributed.exchange import Exchange
 from flashgen.distributed.partial_results import Merged, sink_gradient
+from flashgen.distributed.reach import needed_by
 from flashgen.distributed.sharding import Sharding
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops.operator import Operator
@@ -69,9 +70,7 @@ class Context:
     @cached_property
     def needed(self) -> np.ndarray[Any, np.dtype[Any]]:
         """For each rank and each chunk of keys, whether the rank computes with the chunk; bool."""
-        owners = np.asarray(self.queries.owners)
-        ranks = range(self.exchange.world)
-        return np.stack([self.reach[owners == rank].any(axis=0) for rank in ranks])
+        return needed_by(self.queries, self.reach)
 
     def own_chunks(self, k: Tensor, v: Tensor) -> list[Chunk]:
         """This rank's chunks of keys and values."""

@@ -11,6 +11,7 @@ import torch
 from flashgen.analysis import analyse
 from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.tile_walk import numbers_of
+from flashgen.distributed.sharding import Sharding
 from flashgen.dtypes import Number
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H
 from flashgen.language.spec import AttentionSpec
@@ -57,6 +58,16 @@ def reached(
         may = np.asarray(evaluate(mask.may, values), dtype=bool)
     may = np.broadcast_to(may, (may.shape[0] if may.ndim == 2 else 1, shape[0] * shape[1]))
     return may.any(axis=0).reshape(shape) & lengths
+
+
+def needed_by(queries: Sharding, reach: Array) -> Array:
+    """For each rank and each chunk of keys, whether the rank computes with the chunk; bool.
+
+    Args:
+        reach: the result of `reached` for the chunks of ``queries``.
+    """
+    owners, world = np.asarray(queries.owners), len(queries.of_rank)
+    return np.stack([reach[owners == rank].any(axis=0) for rank in range(world)])
 
 
 def _ends(chunks: tuple[range, ...], others: int, each: bool) -> tuple[Array, Array]:

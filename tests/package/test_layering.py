@@ -83,7 +83,7 @@ OUTSIDE = {
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
     "tune": {"torch"},
-    "distributed": {"torch", "numpy"},
+    "distributed": {"torch", "numpy", "matplotlib"},
     "doctor": {"torch", "numpy"},
     "integrations": {"torch", "transformers"},
 }
