@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loss_plot import plot
 
 LARGEST_DIFFERENCE = 0.01
 CONTEXT = 128
@@ -130,39 +131,6 @@ def continued(model: Any, attention: str, pieces: Pieces, steps: int) -> str:
     return pieces.decode(numbers[0, start.shape[1] :].tolist())
 
 
-def plot(file: Path, losses: dict[str, list[float]], apart: list[float]) -> None:
-    """Plots the losses, and the difference of the first two."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    # The second curve covers the first: a wide pale line stays visible below a thin one.
-    styles = (("#f4b266", 5.0, "-"), ("#12355b", 1.2, "-"), ("#2a9d6f", 1.2, (0, (2, 1))))
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(8, 6.5), height_ratios=(3, 1), layout="constrained"
-    )
-    steps = range(1, len(apart) + 1)
-    for (name, values), (color, width, dashes) in zip(losses.items(), styles, strict=False):
-        above.plot(steps, values, color=color, linewidth=width, linestyle=dashes, label=name)
-    above.set_title("A small Gemma 2 with eager attention and with flashgen's")
-    above.set_ylabel("training loss (nats per character)")
-    above.legend(frameon=False)
-    below.plot(steps, [100 * value for value in apart], color="#12355b", linewidth=1.0)
-    below.axhline(100 * LARGEST_DIFFERENCE, color="#c0392b", linewidth=1.0, linestyle="--")
-    below.set_yscale("symlog", linthresh=1e-5)
-    below.set_ylim(0, 10)
-    below.set_yticks([0, 1e-4, 1e-2, 1])
-    below.set_xlabel("step")
-    below.set_ylabel("difference (%)\ndashed: allowed")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
-
-
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="number of steps of each training")
@@ -188,7 +156,8 @@ def main(given: list[str] | None = None) -> int:
 
     first, second = list(losses.values())[:2]
     apart = [abs(a - b) / b for a, b in zip(second, first, strict=True)]
-    plot(options.plot, losses, apart)
+    title = "A small Gemma 2 with eager attention and with flashgen's"
+    plot(options.plot, title, losses, apart, LARGEST_DIFFERENCE)
     for operator in integration.operators():
         report = operator.report
         ran = report.kernel.source.name if report and report.kernel else "tiled algorithms"

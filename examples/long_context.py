@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loss_plot import plot
 from train_char_model import CharTransformer, Sizes, Tensor, Text
 
 import flashgen as fg
@@ -81,35 +82,6 @@ def train(text: Text, sizes: Sizes, steps: int, device: str, places: Tensor | No
     return losses
 
 
-def plot(file: Path, one: list[float], many: list[float], world: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
-    )
-    steps = range(1, len(one) + 1)
-    above.plot(steps, one, color="#f4b266", linewidth=5.0, label="one process, whole sequences")
-    above.plot(steps, many, color="#12355b", linewidth=1.2, label=f"{world} ranks, ring")
-    above.set_title("A character transformer with its sequence on several ranks")
-    above.set_ylabel("training loss (nats per character)")
-    above.legend(frameon=False)
-    below.plot(steps, [abs(a - b) for a, b in zip(one, many, strict=True)], color="#12355b")
-    below.axhline(LARGEST_DIFFERENCE, color="#c0392b", linewidth=1.0, linestyle="--")
-    below.set_yscale("symlog", linthresh=1e-7)
-    below.set_ylim(0, 10 * LARGEST_DIFFERENCE)
-    below.set_xlabel("step")
-    below.set_ylabel("difference\ndashed: allowed")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
-
-
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="number of steps of each training")
@@ -139,7 +111,9 @@ def main(given: list[str] | None = None) -> int:
         apart = [abs(a - b) for a, b in zip(one, many, strict=True)]
         agree = max(apart) <= LARGEST_DIFFERENCE
         status = 0 if agree else 1
-        plot(options.plot, one, many, world)
+        title = "A character transformer with its sequence on several ranks"
+        losses = {"one process, whole sequences": one, f"{world} ranks, ring": many}
+        plot(options.plot, title, losses, apart, LARGEST_DIFFERENCE, "difference of losses")
         print(
             f"{world} ranks, {options.context} characters, {len(places)} on each rank\n"
             f"one process  loss {one[0]:.4f} -> {one[-1]:.4f}\n"

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from loss_plot import plot
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.nn import functional
@@ -202,59 +203,6 @@ def show(trainings: Sequence[Training], apart: Sequence[float]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def plot(
-    file: Path, trainings: Sequence[Training], apart: Sequence[float], setting: Setting
-) -> None:
-    """Plots the losses, and the difference of the first two; the suffix sets the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    # The second curve covers the first: a wide pale line stays visible below a thin one.
-    styles = (
-        {"color": "#f4b266", "linewidth": 5.0},
-        {"color": "#12355b", "linewidth": 1.2},
-        {"color": "#2a9d6f", "linewidth": 1.2, "linestyle": (0, (2, 1))},
-    )
-    steps = range(1, setting.steps + 1)
-    marker = "o" if setting.steps == 1 else None
-    figure, (above, below) = pyplot.subplots(
-        2, sharex=True, figsize=(8, 6.5), height_ratios=(3, 1), layout="constrained"
-    )
-    for training, style in zip(trainings, styles, strict=False):
-        label = f"{training.name} (held out: {training.held_out:.3f})"
-        above.plot(steps, training.losses, label=label, marker=marker, **style)
-    above.set_title(
-        "Character transformer with the attention of torch and of flashgen\n"
-        f"{setting.dtype} on {setting.device}, same weights and batches"
-    )
-    above.set_ylabel("training loss (nats per character)")
-    above.legend(frameon=False)
-
-    percent = [100 * difference for difference in apart]
-    below.plot(steps, percent, color="#12355b", linewidth=1.0, marker=marker)
-    below.axhline(100 * LARGEST_DIFFERENCE, color="#c0392b", linewidth=1.0, linestyle="--")
-    below.annotate(
-        "allowed",
-        (1, 100 * LARGEST_DIFFERENCE),
-        (0, -12),
-        textcoords="offset points",
-        color="#c0392b",
-    )
-    below.set_yscale("symlog", linthresh=1e-5)  # the difference of equal losses is 0
-    below.set_ylim(0, max(10.0, *(2 * value for value in percent if math.isfinite(value))))
-    below.set_yticks([0, 1e-4, 1e-2, 1])
-    below.set_xlabel("step")
-    below.set_ylabel(f"{trainings[1].name} and\n{trainings[0].name} apart (%)")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
-
-
 def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     """The settings of the command line; invalid ones end the program with status 2."""
     parser = argparse.ArgumentParser(
@@ -323,7 +271,12 @@ def main(given: Sequence[str] | None = None) -> int:
     print(f"flashgen  {ours.what_ran()}")
     apart = differences(trainings[1], trainings[0])
     show(trainings, apart)
-    plot(options.plot, trainings, apart, setting)
+    title = (
+        "Character transformer with the attention of torch and of flashgen\n"
+        f"{setting.dtype} on {setting.device}, same weights and batches"
+    )
+    losses = {f"{each.name} (held out: {each.held_out:.3f})": each.losses for each in trainings}
+    plot(options.plot, title, losses, apart, LARGEST_DIFFERENCE)
 
     start = text.held_out[: sizes.context // 4].tolist()
     with setting.autocast():

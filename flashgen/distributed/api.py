@@ -12,7 +12,7 @@ from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.distributed import gathered, ring
 from flashgen.distributed.context import Context
 from flashgen.distributed.exchange import Exchange
-from flashgen.distributed.heads import Replicated, ToHeads, ToRows
+from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.reach import reached
 from flashgen.distributed.sharded_tensors import whole
 from flashgen.distributed.sharding import Sharding, sharding_of
@@ -179,7 +179,7 @@ def _by_heads(
             others,
         )
     q, k, v = (
-        ToHeads.apply(exchange, sharding, x)  # type: ignore[no-untyped-call]
+        Exchanged.apply(exchange, sharding, True, x)  # type: ignore[no-untyped-call]
         for x, sharding in zip(operands, (shardings[0], shardings[1], shardings[1]), strict=True)
     )
     given = {
@@ -189,7 +189,7 @@ def _by_heads(
     numbers = {"scale": options.scale, "backend": options.backend, "arch": options.arch}
     out, lse = op(q, k, v, return_lse=True, **numbers, **given)
     results = (
-        ToRows.apply(exchange, shardings[0], x)  # type: ignore[no-untyped-call]
+        Exchanged.apply(exchange, shardings[0], False, x)  # type: ignore[no-untyped-call]
         for x in (out, lse[..., None])
     )
     out, lse = results

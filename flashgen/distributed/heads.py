@@ -19,30 +19,21 @@ from flashgen.distributed.sharding import Sharding
 Tensor = torch.Tensor
 
 
-class ToHeads(torch.autograd.Function):
-    """[batch, heads, own rows, x] -> [batch, own heads, all positions in order, x]."""
+class Exchanged(torch.autograd.Function):
+    """[batch, heads, own rows, x] as [batch, own heads, all positions in order, x], or back."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
-        ctx.exchange, ctx.sharding = exchange, sharding
-        return _to_heads(exchange, sharding, x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_rows(ctx.exchange, ctx.sharding, gradient)
-
-
-class ToRows(torch.autograd.Function):
-    """[batch, own heads, all positions in order, x] -> [batch, heads, own rows, x]."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
-        ctx.exchange, ctx.sharding = exchange, sharding
-        return _to_rows(exchange, sharding, x)
+    def forward(
+        ctx: Any, exchange: Exchange, sharding: Sharding, to_heads: bool, x: Tensor
+    ) -> Tensor:
+        ctx.arguments = exchange, sharding, to_heads
+        return (_to_heads if to_heads else _to_rows)(exchange, sharding, x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_heads(ctx.exchange, ctx.sharding, gradient)
+        exchange, sharding, to_heads = ctx.arguments
+        back = _to_rows if to_heads else _to_heads
+        return None, None, None, back(exchange, sharding, gradient)
 
 
 class Replicated(torch.autograd.Function):

@@ -21,7 +21,7 @@ from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
-__all__ = ["TracedMods", "flex_attention", "trace"]
+__all__ = ["TracedMods", "flex_attention", "padded", "trace"]
 
 Tensor = torch.Tensor
 
@@ -131,7 +131,7 @@ def _attend(
     if scale is None:
         scale = query.shape[3] ** -0.5
     dims = query.shape[3], value.shape[3]
-    query, key, value = map(_padded, (query, key, value))
+    query, key, value = map(padded, (query, key, value))
     captures = reading.captures(reach, query.device)
     lengths = (*query.shape[:3], key.shape[2])
     blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
@@ -169,7 +169,7 @@ def _check_returned(returned: _Returned) -> None:
         )
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def padded(tensor: Tensor) -> Tensor:
     """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
     missing = -tensor.shape[3] % HEAD_DIM_STEP
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.errors import InputError
+from flashgen.flex import padded
 from flashgen.integrations.transformers.layers import (
     CAUSAL,
     FULL,
@@ -17,7 +18,6 @@ from flashgen.integrations.transformers.layers import (
     reads,
 )
 from flashgen.integrations.transformers.masks import Mask
-from flashgen.language.spec import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
@@ -103,7 +103,7 @@ def attention(
     dims = query.shape[3], value.shape[3]
     if scaling is None:
         scaling = dims[0] ** -0.5
-    query, key, value = _padded(query), _padded(key), _padded(value)
+    query, key, value = padded(query), padded(key), padded(value)
     layer = (  # the fields of LayerKind
         query.shape[3],
         value.shape[3],
@@ -143,17 +143,6 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
         if tensor.dim() == 0 and tensor.device != device:
             tensor = tensor.to(device)
         captures[name] = tensor
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
-
-    The zeros change no product.
-    """
-    missing = -tensor.shape[3] % HEAD_DIM_STEP
-    if missing:
-        return torch.nn.functional.pad(tensor, (0, missing))
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _given(
