@@ -170,6 +170,11 @@ def _check_returned(returned: _Returned) -> None:
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """The tensor with zeros appended up to a head dim that kernels support; no product changes."""
+    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
+
+    The zeros change no product.
+    """
     missing = -tensor.shape[3] % HEAD_DIM_STEP
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
