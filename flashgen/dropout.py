@@ -10,7 +10,9 @@ elements, call (a, c) is for rows a and a + 8 and columns 2c, 2c + 1, 2c + 8 and
 holds these elements of an accumulator of mma.m16n8, so that a lane needs one call for 8 elements.
 For a transposed accumulator it needs one call and an exchange with one other lane.
 
-q and k are counted from the first row of the call, without q_offset and k_offset.
+q and k are global positions, q_offset and k_offset of the call included, so that calls on parts of
+the queries or keys drop what one call on all of them does. Offsets are multiples of 16, so that
+kernels make whole blocks. Counters are taken modulo 2^32, for negative positions too.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def keep_mask(
         seed: 64 bits; negative numbers stand for their two's complement.
         offset: an integer of which the low 32 bits are used.
         pairs: [n], the numbers b * heads_q + h of the (batch entry, head) pairs.
-        rows, keys: ranges of step 1, counted from the first query row and key of the call.
+        rows, keys: ranges of step 1 of global positions.
 
     Returns:
         bool, [n, len(rows), len(keys)].
@@ -121,8 +123,8 @@ def keep_mask(
     blocks_q = -(-rows.stop // BLOCK) - first_q
     blocks_k = -(-keys.stop // BLOCK) - first_k
     # Axes: pair, block of rows, a, block of columns, c
-    c0 = np.arange(8 * first_q, 8 * (first_q + blocks_q)).reshape(1, -1, 8, 1, 1)
-    c1 = np.arange(4 * first_k, 4 * (first_k + blocks_k)).reshape(1, 1, 1, -1, 4)
+    c0 = np.arange(8 * first_q, 8 * (first_q + blocks_q)).reshape(1, -1, 8, 1, 1) & 0xFFFFFFFF
+    c1 = np.arange(4 * first_k, 4 * (first_k + blocks_k)).reshape(1, 1, 1, -1, 4) & 0xFFFFFFFF
     c2 = np.asarray(pairs, dtype=np.uint64).reshape(-1, 1, 1, 1, 1) & LOW
     c3 = np.full((1, 1, 1, 1, 1), offset & 0xFFFFFFFF)
     key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF

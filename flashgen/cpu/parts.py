@@ -224,13 +224,14 @@ class ChunkScores:
         p, seed, offset = self._rng
         b, h = self.chunk.batch_and_head
         pairs = b * self.problem.sizes.heads_q + h
+        at_q, at_k = self.problem.queries.offset, self.problem.keys.offset
         kept = keep_mask(
             p,
             seed,
             offset,
             pairs.flatten().numpy(),
-            range(rows.start, rows.stop),
-            range(keys.start, keys.stop),
+            range(at_q + rows.start, at_q + rows.stop),
+            range(at_k + keys.start, at_k + keys.stop),
         )
         ones = torch.from_numpy(np.negative(kept.view(np.int8))).to(self.problem.bits)
         return ones.view(*pairs.shape, *ones.shape[1:]).transpose(1, 2)

@@ -159,12 +159,13 @@ class Attention:
                 int64 tensor of dims () or (batch,) on the device of q, with one position for each
                 batch entry. Kernels read the tensor, so that no call waits for the device and a
                 replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
-                CPU and clamped on a GPU.
+                CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of 16.
             k_offset: global position of the first key, likewise.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
-                with dropout=True.
+                with dropout=True. Which elements depends on rng, batch entry, head and global
+                positions alone.
             rng: int64 [2] on the device of q, seed and offset of dropout; if None, drawn from
                 PyTorch's generator of that device.
             backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA

@@ -199,9 +199,9 @@ class OracleProblem:
         kept = None
         if self.state is not None:
             numbers = np.arange(pairs.start, pairs.stop) + of.first * heads
-            bits = keep_mask(
-                self.p, *self.state, numbers, range(rows.start, rows.stop), range(seq_k)
-            )
+            first_q, first_k = int(self.q_offset), int(self.k_offset)
+            at = range(first_q + rows.start, first_q + rows.stop)
+            bits = keep_mask(self.p, *self.state, numbers, at, range(first_k, first_k + seq_k))
             kept = torch.from_numpy(bits).to(device)
         return ScoreBlock(
             pairs=pairs,
@@ -308,7 +308,7 @@ def problem_of(
         | _tensor_values(spec, tensors)
         | _static_layout(spec, batch, heads, ends, q.device),
         p=dropout_p,
-        state=_state_of(spec, dropout_p, call.get("rng")),
+        state=_state_of(spec, dropout_p, call.get("rng"), (q_offset, k_offset)),
         work=work,
         real=real,
     )
@@ -382,7 +382,9 @@ def _static_layout(
     return {LAYOUT_TENSORS[0].symbol: live.view(shape)}
 
 
-def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, int] | None:
+def _state_of(
+    spec: AttentionSpec, p: float, rng: State | None, offsets: tuple[int | Tensor, int | Tensor]
+) -> tuple[int, int] | None:
     """Seed and offset as integers; None when nothing is dropped."""
     kept_levels(p)
     if p == 0:
@@ -393,6 +395,13 @@ def _state_of(spec: AttentionSpec, p: float, rng: State | None) -> tuple[int, in
             where=f"reference of {spec.name}",
             numbers=f"dropout_p {p!r}, spec.dropout False",
             way_out="AttentionSpec(..., dropout=True), or dropout_p=0",
+        )
+    if any(isinstance(offset, Tensor) for offset in offsets):
+        raise InputError(
+            "dropout is not defined for offsets that are tensors",
+            where=f"reference of {spec.name}, arguments q_offset and k_offset",
+            numbers=f"given {offsets[0]!r} and {offsets[1]!r}; dropout_p {p!r}",
+            way_out="offsets that are Python ints, or dropout_p=0",
         )
     if isinstance(rng, Tensor):
         fits = rng.dtype == torch.int64 and rng.shape == (2,)

@@ -15,7 +15,13 @@ from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, OPERAND_DTYPES, POSITION_LIM
 from flashgen.runtime.block_layouts import check_layout, check_lists
 from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes, check_positions
 from flashgen.runtime.check_basics import check_dense, known, refuse
-from flashgen.runtime.number_arguments import dropout_of, offset_of, scalar_value, scale_of
+from flashgen.runtime.number_arguments import (
+    check_dropout_positions,
+    dropout_of,
+    offset_of,
+    scalar_value,
+    scale_of,
+)
 from flashgen.runtime.offset_tensors import check_offsets, refuse_static_layout
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
 from flashgen.runtime.zero_divisions import check_divisors
@@ -49,6 +55,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
         q_offset=offset_of("q_offset", options.q_offset, q.shape[2]),
         k_offset=offset_of("k_offset", options.k_offset, k.shape[2]),
     )
+    check_dropout_positions(signature, call)
     check_divisors(signature, call)
     refuse_static_layout(signature)
     if captured:

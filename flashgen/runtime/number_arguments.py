@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
-from flashgen.call import CallOptions
-from flashgen.dropout import kept_levels
+from flashgen.call import CallOptions, CheckedCall
+from flashgen.dropout import BLOCK, kept_levels
 from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
 from flashgen.runtime.check_basics import refuse
-from flashgen.signature import LAYOUT_LISTS, CallSignature, ScalarArgument, TensorArgument
+from flashgen.signature import LAYOUT_LISTS, OFFSETS, CallSignature, ScalarArgument, TensorArgument
 
 if TYPE_CHECKING:
     from flashgen.language import Scalar
@@ -180,6 +180,25 @@ def dropout_of(signature: CallSignature, p: object, rng: object, device: torch.d
     if probability and rng is None:
         refuse_no_rng(probability)
     return probability
+
+
+def check_dropout_positions(signature: CallSignature, call: CheckedCall) -> None:
+    """Raises InputError where a call with dropout does not begin at a block of random bits."""
+    for name in OFFSETS if call.dropout_p else ():
+        offset = getattr(call, name)
+        below = offset // BLOCK * BLOCK
+        given, way_out = f"{offset:,}", f"{name}={below} or {below + BLOCK}"
+        if name in signature.offsets:
+            given, way_out = "a tensor, whose values the host does not know", f"{name} as an int"
+        elif offset == below:
+            continue
+        refuse(
+            f"dropout needs a {name} that is a multiple of {BLOCK}",
+            f"argument {name}",
+            f"given {given}; dropout_p {call.dropout_p}; random bits are made for blocks of "
+            f"{BLOCK} x {BLOCK} positions",
+            f"{way_out}, or dropout_p=0",
+        )
 
 
 def refuse_dropout(signature: CallSignature, argument: str, p: object) -> NoReturn:

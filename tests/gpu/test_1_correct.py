@@ -78,7 +78,7 @@ LONG = gpu.pick(
     [("causal", Case(130, 130, 1, 2, 1, "float16", 64), Mode())],
 )
 
-OFFSETS = gpu.pick(((90, 0), (0, 57), (1000, 900), (-40, -60)), ((90, 0),))
+OFFSETS = gpu.pick(((96, 0), (0, 48), (1008, 896), (-48, -64)), ((96, 0),))
 
 
 compiled_ahead = kernels_ahead(

@@ -181,7 +181,10 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     batch = problem["sequences"] or batch
     blocks = problem["blocks"] or (1, 1)
     generator = torch.Generator().manual_seed(problem["seed"])
-    q_end, k_end = seq_q + problem["offsets"][0], seq_k + problem["offsets"][1]
+    q_offset, k_offset = problem["offsets"]
+    if spec.dropout:
+        q_offset, k_offset = q_offset // 16 * 16, k_offset // 16 * 16
+    q_end, k_end = seq_q + q_offset, seq_k + k_offset
     tokens = max(q_end, k_end)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -215,8 +218,8 @@ def values_of(spec: fg.AttentionSpec, problem: dict[str, Any]) -> dict[str, Any]
     return {
         "tensors": {t.name: made[t.name] for t in spec.tensors if t.name in made},
         "scalars": {scalar.name: scalars[scalar.name] for scalar in spec.scalars},
-        "q_offset": problem["offsets"][0],
-        "k_offset": problem["offsets"][1],
+        "q_offset": q_offset,
+        "k_offset": k_offset,
     }
 
 

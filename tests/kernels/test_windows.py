@@ -85,8 +85,8 @@ def test_sums_in_shared_memory_meet_the_error_rule(
     shape = SCORES[score]
     numbers: dict[str, Any] = {
         "tensors": {"t": torch.randn(shape, generator=torch.Generator().manual_seed(3))},
-        "q_offset": 5,
-        "k_offset": 2,
+        "q_offset": 16 if deterministic else 5,
+        "k_offset": -16 if deterministic else 2,
         **(dropping(0.2) if deterministic else {}),
     }
     call = Call(spec, Case(100, 150, 1, 2, 1).tensors(seed=1), numbers, arch=path)

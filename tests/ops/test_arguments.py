@@ -42,7 +42,7 @@ def tensors():
 
 def numbers(p=0.25, **more):
     t = tensors() | more
-    call = {"scale": None, "q_offset": 3, "k_offset": -2, "scalars": GIVEN, "dropout_p": p}
+    call = {"scale": None, "q_offset": 16, "k_offset": -32, "scalars": GIVEN, "dropout_p": p}
     problem = check(SPEC, *(t[name] for name in "qkv"), **call, rng=torch.tensor([1, 2]))
     return numbers_of(problem, t)
 
@@ -53,7 +53,7 @@ def test_numbers_have_the_names_of_the_kernels_fields():
     strides = {"q_stride_b": 320, "q_stride_h": 16, "q_stride_n": 64}
     strides |= {"k_stride_b": 0, "k_stride_h": 144, "k_stride_n": 16}
     scalars = {"s_window": -7, "s_slope": 0.5, "s_on": True}
-    wanted = sizes | strides | scalars | {"q_offset": 3, "k_offset": -2, "scale": 0.25}
+    wanted = sizes | strides | scalars | {"q_offset": 16, "k_offset": -32, "scale": 0.25}
     assert found.items() >= wanted.items()
     assert "dlse_stride_b" not in found
 
@@ -149,7 +149,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     rng = torch.tensor([5, 6])
     spec = SPEC.replace(name="launched")
     run = run_forward(
-        spec, q, k, v, scalars=GIVEN, dropout_p=0.5, rng=rng, backend="gpu", q_offset=4
+        spec, q, k, v, scalars=GIVEN, dropout_p=0.5, rng=rng, backend="gpu", q_offset=48
     )
     assert run.backend == "gpu"
     (launched,) = gpu.started
@@ -161,7 +161,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
         ("q", "k", "v", "o", "lse", "rng"), (q, k, v, run.out, run.lse, rng), strict=True
     ):
         assert given[name] == tensor.data_ptr()
-    assert (given["q_offset"], given["s_window"], given["s_on"]) == (4, -7, 1)
+    assert (given["q_offset"], given["s_window"], given["s_on"]) == (48, -7, 1)
     assert gpu.driver.calls.count("cuLaunchKernel") == 1
 
 

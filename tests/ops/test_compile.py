@@ -57,11 +57,11 @@ def same_as_eager(compiled, seq, p, offset, window, rng=None):
 
 # Lengths of 0 and 1 are left out: torch compiles those apart, whatever the graph is.
 CALLS = [
-    (20, 0.1, 3, 5),
-    (33, 0.2, 4, 6),
-    (47, 0.5, 90, 17),
-    (64, 0.17, -2, 1000),
-    (129, 0.9, 7, 3),
+    (20, 0.1, 16, 5),
+    (33, 0.2, 32, 6),
+    (47, 0.5, 96, 17),
+    (64, 0.17, -16, 1000),
+    (129, 0.9, 48, 3),
 ]
 
 
@@ -133,7 +133,7 @@ def test_lse_and_options_are_traced():
     def both(q, k, v, state):
         return OP(
             q, k, v, window=9, return_lse=True, scale=0.5, backend="tiled", arch="sm_80",
-            deterministic=True, dropout_p=0.5, rng=state, k_offset=2,
+            deterministic=True, dropout_p=0.5, rng=state, k_offset=-16,
         )  # fmt: skip
 
     compiled, counter = counting(both, backend="eager")

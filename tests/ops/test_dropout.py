@@ -35,6 +35,34 @@ def test_dropout_and_its_gradients_are_those_of_the_oracle():
         torch.testing.assert_close(mine.double(), right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["tiled", pytest.param("emulator", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_calls_on_parts_of_the_queries_or_keys_drop_what_the_whole_drops(side, backend):
+    leaves = [t.requires_grad_() for t in Case(64, 64, 2, 4, 2, "float32", 16).tensors()]
+    call = {"dropout_p": 0.3, "rng": STATE, "backend": backend, "return_lse": True}
+    results = []
+    for pieces in ([slice(0, 64)], [slice(0, 16), slice(16, 48), slice(48, 64)]):
+        outs, lses = [], []
+        for piece in pieces:
+            q, k, v = leaves
+            if side == "queries":
+                out, lse = OP(q[:, :, piece], k, v, q_offset=piece.start, **call)
+            else:
+                out, lse = OP(q, k[:, :, piece], v[:, :, piece], k_offset=piece.start, **call)
+            outs.append(out)
+            lses.append(lse)
+        if side == "queries":
+            out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
+        else:
+            lse = torch.stack(lses).logsumexp(0)
+            weights = [(each - lse).exp()[..., None] for each in lses]
+            out = sum(weight * each for weight, each in zip(weights, outs, strict=True))
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+        results.append((out, lse, *gradients))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "emulator"])
 def test_the_same_state_gives_the_same_result(backend):
     spec = SPEC.replace(dtype="float16", name="drops_half")

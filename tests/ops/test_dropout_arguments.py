@@ -56,3 +56,16 @@ def test_dropout_needs_a_state_and_a_spec_that_has_it():
     assert "spec.replace(dropout=True)" in error.way_out
     assert refusal(rng=STATE).where == "argument rng"
     assert checked(dropout_p=0.0).dropout_p == 0.0
+
+
+@pytest.mark.parametrize("name", ["q_offset", "k_offset"])
+def test_dropout_needs_offsets_that_begin_a_block(name):
+    for offset in (1, 8, 17, -1, -24):
+        error = refusal(spec=DROPS, dropout_p=0.5, rng=STATE, **{name: offset})
+        assert error.what == f"dropout needs a {name} that is a multiple of 16"
+        assert error.where == f"argument {name}"
+        assert f"given {offset}; dropout_p 0.5" in error.numbers
+        below = offset // 16 * 16
+        assert error.way_out == f"{name}={below} or {below + 16}, or dropout_p=0"
+        assert getattr(checked(spec=DROPS, **{name: offset}), name) == offset
+    assert checked(spec=DROPS, dropout_p=0.5, rng=STATE, **{name: -32}).dropout_p == 0.5

@@ -13,7 +13,7 @@ import flashgen as fg
 from flashgen.errors import InputError
 from flashgen.language.signature import at_offsets
 from flashgen.ops.registration import operator_of
-from tests.support.judged import Call, dropping
+from tests.support.judged import Call
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
 
@@ -70,8 +70,7 @@ def tensors_of(spec: fg.AttentionSpec) -> dict[str, Tensor]:
 
 def call_of(spec: fg.AttentionSpec, offsets: dict[str, Any], **how: Any) -> Call:
     qkv = Case(70, 100, 2, 4, 2, spec.dtype, 16).tensors()
-    numbers = {"tensors": tensors_of(spec), **offsets, **dropping(how.pop("dropout_p", 0.0))}
-    return Call(spec, qkv, numbers, **how)
+    return Call(spec, qkv, {"tensors": tensors_of(spec), **offsets}, **how)
 
 
 def both(call: Call, **options: Any) -> None:
@@ -81,8 +80,7 @@ def both(call: Call, **options: Any) -> None:
 @pytest.mark.parametrize("mods", MODS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_tiled_path_takes_a_position_for_each_batch_entry(mods: str, dtype: str) -> None:
-    spec = spec_of(mods, dtype=dtype, dropout=True)
-    both(call_of(spec, {"q_offset": AT_Q, "k_offset": AT_K}, backend="tiled", dropout_p=0.3))
+    both(call_of(spec_of(mods, dtype=dtype), {"q_offset": AT_Q, "k_offset": AT_K}, backend="tiled"))
 
 
 KERNELS = [
@@ -100,9 +98,9 @@ def test_kernels_take_a_position_for_each_batch_entry(mods, arch, deterministic)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_kernels_of_every_dtype_with_dropout_take_one_tensor(dtype: str, arch: str) -> None:
+def test_kernels_of_every_dtype_that_can_drop_take_one_tensor(dtype: str, arch: str) -> None:
     spec = spec_of("windowed", dtype=dtype, dropout=True)
-    both(call_of(spec, {"q_offset": AT_Q, "k_offset": 3}, arch=arch, dropout_p=0.3))
+    both(call_of(spec, {"q_offset": AT_Q, "k_offset": 3}, arch=arch))
 
 
 @pytest.mark.parametrize("backend", ["tiled", pytest.param("emulator", marks=pytest.mark.slow)])
@@ -184,6 +182,13 @@ def test_a_tensor_that_is_no_offset_is_refused(offset: Tensor, what: str) -> Non
     error = refused(spec_of(), CASE, k_offset=offset)
     assert "k_offset" in error.where
     assert what in error.numbers
+
+
+def test_dropout_needs_offsets_that_the_host_knows() -> None:
+    given = {"k_offset": torch.tensor(16), "dropout_p": 0.5}
+    error = refused(spec_of(dropout=True), CASE, **given)
+    assert error.where == "argument k_offset"
+    assert error.way_out == "k_offset as an int, or dropout_p=0"
 
 
 def test_captured_tensors_reach_the_last_position_on_the_cpu() -> None:

@@ -42,7 +42,8 @@ def test_output_and_gradients_are_those_of_plain_pytorch(name, p, offsets):
     variant = VARIANTS[name]
     spec, tensors = variant.spec(dropout=True), variant.tensors(CASE)
     call = {"tensors": tensors, "dropout_p": p, "rng": STATE, **offsets}
-    dropped = {"kept": kept_by(p, CASE), "keep_probability": round((1 - p) * 65536) / 65536}
+    kept = kept_by(p, CASE, **offsets)
+    dropped = {"kept": kept, "keep_probability": round((1 - p) * 65536) / 65536}
     out, lse = reference.attention(spec, q, k, v, **call)
     expected = plain_attention(variant, q, k, v, tensors, **dropped, **offsets)
     assert_close((out, lse), expected)

@@ -29,9 +29,10 @@ def test_dropped_elements_are_those_of_the_mask(function):
     torch.testing.assert_close(out[kept].double(), torch.full_like(out[kept], weight).double())
     # The normaliser is not dropped.
     torch.testing.assert_close(lse.double(), torch.full_like(lse, math.log(8)).double())
-    # The offsets shift what mods see, not which elements are dropped.
-    moved, _ = function(spec, q, k, v, q_offset=32, k_offset=48, dropout_p=0.4, rng=STATE)
-    assert (moved == out).all()
+    # Elements are those at the global positions, whatever the offsets.
+    for offsets in ({"q_offset": 32, "k_offset": 48}, {"q_offset": -16, "k_offset": 5}):
+        moved, _ = function(spec, q, k, v, **offsets, dropout_p=0.4, rng=STATE)
+        assert torch.equal(moved != 0, kept_by(0.4, case, **offsets))
     # A tensor holds the same state as two numbers; another state is another mask.
     assert (function(spec, q, k, v, dropout_p=0.4, rng=torch.tensor(STATE))[0] == out).all()
     other, _ = function(spec, q, k, v, dropout_p=0.4, rng=(STATE[0], STATE[1] + 1))
@@ -86,6 +87,8 @@ def test_dropout_that_cannot_be_is_refused(call):
         with pytest.raises(InputError, match="not a seed and an offset") as caught:
             call(spec, q, k, v, dout, dropout_p=0.1, rng=rng)
         assert "argument rng" in caught.value.where
+    with pytest.raises(InputError, match="offsets that are tensors"):
+        call(spec, q, k, v, dout, dropout_p=0.1, rng=(1, 2), q_offset=torch.tensor(16))
     # Without a probability nothing is asked of the state.
     call(AttentionSpec(head_dim=8), q, k, v, dout, dropout_p=0.0)
     call(AttentionSpec(head_dim=8), q, k, v, dout, dropout_p=0.0, rng=(1, 2))

@@ -53,7 +53,8 @@ def test_output_and_gradients_are_those_of_plain_pytorch(name, offsets, p):
     q, k, v, dout, dlse = doubles(CASE)
     spec, plain = loaded(name), mods_of(name, CASE)
     call = {"scalars": SCALARS.get(name, {}), "dropout_p": p, "rng": STATE, **offsets}
-    dropped = {"kept": kept_by(p, CASE), "keep_probability": round((1 - p) * 65536) / 65536}
+    kept = kept_by(p, CASE, **offsets)
+    dropped = {"kept": kept, "keep_probability": round((1 - p) * 65536) / 65536}
     out, lse = reference.attention(spec, q, k, v, **call)
     expected, expected_lse = plain_attention(plain, q, k, v, **dropped, **offsets)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

@@ -109,7 +109,8 @@ def plain_gradients(mods, q, k, v, dout, dlse=None, **options) -> tuple[Tensor, 
     return torch.autograd.grad(loss, leaves)
 
 
-def kept_by(p: float, case: Case, state=STATE) -> Tensor:
+def kept_by(p: float, case: Case, state=STATE, *, q_offset: int = 0, k_offset: int = 0) -> Tensor:
     pairs = np.arange(case.batch * case.heads_q)
-    bits = keep_mask(p, *state, pairs, range(case.seq_q), range(case.seq_k))
+    rows, keys = range(q_offset, q_offset + case.seq_q), range(k_offset, k_offset + case.seq_k)
+    bits = keep_mask(p, *state, pairs, rows, keys)
     return torch.from_numpy(bits).view(case.batch, case.heads_q, case.seq_q, case.seq_k)

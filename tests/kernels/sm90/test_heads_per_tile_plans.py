@@ -151,7 +151,7 @@ def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts() 
     ("name", "options"),
     [
         ("causal", {"q_offset": 250}),
-        ("causal", {"q_offset": 250, "dropout_p": 0.1, "rng": torch.tensor([7, 3])}),
+        ("causal", {"q_offset": 256, "dropout_p": 0.1, "rng": torch.tensor([7, 3])}),
         ("sliding_window", {"q_offset": 200, "scalars": {"window": 70}}),
         ("sink", {"tensors": {"sink": torch.linspace(-1, 1, 4)}}),
         ("local_global", {}),
