@@ -64,7 +64,7 @@ def kernel(exprs: list[Any], printer: CPrinter) -> str:
         whole = is_condition(expr) or is_int(expr)
         out = "whole" if whole else "real"
         body.append(f"  {out}[{i * LANES} + threadIdx.x] = {printer.expr(expr)};")
-    helpers = environment().get_template("common/math.cuh.j2").render()
+    helpers = environment().get_template("common/math.cuh.j2").render(calls_sines=False)
     head = 'extern "C" __global__ void run(const int* in, long long* whole, float* real) {'
     return "\n".join([helpers, head, *body, "}", ""])
 
