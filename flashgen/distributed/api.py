@@ -16,11 +16,12 @@ from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.reach import reached
 from flashgen.distributed.sharded_tensors import whole
 from flashgen.distributed.sharding import Sharding, sharding_of
+from flashgen.dropout import BLOCK
 from flashgen.errors import InputError
 from flashgen.language import SEQ_K, SEQ_Q, H
 from flashgen.ops import Attention
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.number_arguments import check_names
+from flashgen.runtime.number_arguments import check_names, draw_rng
 
 Tensor = torch.Tensor
 
@@ -40,6 +41,8 @@ def attention(
     shard: Any = "contiguous",
     sharded: Mapping[str, int] | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     arch: str | None = None,
@@ -59,14 +62,16 @@ def attention(
         group: a process group or a DeviceMesh of one dimension; the default group if None.
         method: "all_gather": ranks receive the keys that their queries reach. "ring": keys travel
             from rank to rank; memory is linear in a rank's share. "all_to_all": ranks receive all
-            positions of some heads; heads_kv is a multiple of the number of ranks, and the spec
-            does not depend on heads.
+            positions of some heads; heads_kv is a multiple of the number of ranks, the spec does
+            not depend on heads, and nothing is dropped.
         shard: "contiguous": rank r has the r-th part. "head_tail": rank r has chunks r and
             2W - 1 - r of 2W, one behind the other, which balances causal masks. Or the chunks of
             each rank, such as `balance(...).chunks`.
         sharded: captured tensors that lie on the ranks like the sequence, by name, with the
             dimension along which they are divided; all others are the same on every rank.
-        scale, return_lse, backend, arch, captures: as for ``op``.
+        scale, dropout_p, return_lse, backend, arch, captures: as for ``op``. With dropout_p above 0
+            chunks begin at multiples of 16, and the elements are those that one call drops.
+        rng: as for ``op``; that of rank 0 is taken on all ranks.
 
     Returns:
         out [batch, heads_q, own rows, head_dim_v], or with return_lse a tuple (out, lse).
@@ -85,16 +90,19 @@ def attention(
     _compare(exchange, (op.spec.digest, method, shard), (q, k, v), captures, sharded)
     for name, dim in (sharded or {}).items():
         captures[name] = whole(exchange, name, captures.get(name), dim, (keys, queries))
+    if dropout_p:
+        rng = _rng(exchange, method, (queries, keys), dropout_p, rng, q.device)
     if exchange.world == 1:
-        given = {"scale": scale, "backend": backend, "arch": arch, **captures}
+        numbers = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
+        given = {**numbers, "backend": backend, "arch": arch, **captures}
         return op(q, k, v, return_lse=return_lse, **given)  # type: ignore[call-overload,no-any-return]
-    options = CallOptions(scale, 0, 0, backend, arch, None, (), 0.0)
+    options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
     if method == "all_to_all":
         result = _by_heads(exchange, op, (q, k, v), (queries, keys), options, captures)
     else:
         context = _context(exchange, op, q, (queries, keys), options, captures)
         tensors = [captures[name] for name in context.names]
-        result = _Attend.apply(METHODS[method], context, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+        result = _Attend.apply(METHODS[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
 
 
@@ -102,29 +110,29 @@ class _Attend(torch.autograd.Function):
     """out and lse of this rank's rows, by the method "all_gather" or "ring"."""
 
     @staticmethod
-    def forward(
-        ctx: Any, method: Any, context: Context, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = method.forward(context, Operands(q, k, v, captured))
+    def forward(ctx: Any, method: Any, context: Context, *tensors: Any) -> tuple[Tensor, Tensor]:
+        """The tensors are q, k, v, rng and the captured tensors."""
+        q, k, v, rng, *captured = tensors
+        out, lse = method.forward(context, Operands(q, k, v, tuple(captured), rng))
         ctx.method, ctx.context = method, context
-        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.save_for_backward(q, k, v, rng, out, lse, *captured)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, *captured = ctx.saved_tensors
+        q, k, v, rng, out, lse, *captured = ctx.saved_tensors
         context: Context = ctx.context
         # Every rank takes part in every transfer, whatever its own results are used for.
         results = OutputGradients(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        operands = Operands(q, k, v, tuple(captured))
+        operands = Operands(q, k, v, tuple(captured), rng)
         dq, dk, dv, learned = ctx.method.backward(context, operands, results)
         totals = context.learned_gradients(learned, operands, results)
         rest = (
             totals[name].to(x.dtype) if name in totals else None
             for name, x in zip(context.names, captured, strict=True)
         )
-        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *rest
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *rest
 
 
 def _context(
@@ -217,7 +225,7 @@ def _group(group: Any) -> Any:
 def _check(op: Any, q: Tensor, k: Tensor, captures: Mapping[str, Any]) -> None:
     if not isinstance(op, Attention):
         _refuse("no operator is given", "op", f"a {type(op).__name__}", "fg.attention(spec)")
-    for name in ("dropout_p", "rng", "q_offset", "k_offset", "deterministic"):
+    for name in ("q_offset", "k_offset", "deterministic"):
         if captures.get(name):
             _refuse(f"{name} cannot be given to a distributed call yet", name, f"{captures[name]}")
     spec = op.spec
@@ -234,6 +242,36 @@ def _check(op: Any, q: Tensor, k: Tensor, captures: Mapping[str, Any]) -> None:
             "a fg.Scalar for the length, given with each call",
         )
     check_names(operator_of(spec).signature, dict(captures))
+
+
+def _rng(
+    exchange: Exchange,
+    method: str,
+    shardings: tuple[Sharding, Sharding],
+    dropout_p: float,
+    rng: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """The seed and offset of rank 0, with which all ranks drop the elements of one call."""
+    if method == "all_to_all" and exchange.world > 1:
+        _refuse(
+            "which elements are dropped depends on the head, of which all_to_all has some",
+            "dropout_p",
+            f"{dropout_p}",
+            'method="all_gather" or "ring"',
+        )
+    starts = [chunk.start for sharding in shardings for chunk in sharding.chunks]
+    if any(start % BLOCK for start in starts):
+        _refuse(
+            f"with dropout, chunks begin at multiples of {BLOCK}",
+            "shard",
+            f"a chunk begins at {next(start for start in starts if start % BLOCK)}",
+            f"chunks whose lengths are multiples of {BLOCK}, or dropout_p=0",
+        )
+    drawn = draw_rng(dropout_p, device) if rng is None else rng.clone()
+    assert drawn is not None, "dropout_p is above 0"
+    exchange.from_first(drawn, "seed and offset of dropout")
+    return drawn
 
 
 def _check_rows(exchange: Exchange, each: Any) -> None:

@@ -13,12 +13,13 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.dropout import keep_mask, keep_scale, kept_levels
+from flashgen.dropout import keep_mask, keep_scale
 from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.errors import InputError
 from flashgen.language import BATCH, HEADS, LOWEST_SCORE, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.reference.dropout_state import State, state_of
 from flashgen.reference.interpret import evaluate
 from flashgen.signature import LAYOUT_LISTS
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 Tensor = torch.Tensor
-State = Sequence[int] | Tensor
 """Seed and offset of dropout: a pair of integers or an int64 tensor [2]."""
 
 _SCORES_AT_ONCE = 1 << 22
@@ -308,7 +308,7 @@ def problem_of(
         | _tensor_values(spec, tensors)
         | _static_layout(spec, batch, heads, ends, q.device),
         p=dropout_p,
-        state=_state_of(spec, dropout_p, call.get("rng"), (q_offset, k_offset)),
+        state=state_of(spec, dropout_p, call.get("rng"), (q_offset, k_offset)),
         work=work,
         real=real,
     )
@@ -380,40 +380,3 @@ def _static_layout(
     shape = sparse.shape(batch, heads, *ends)
     live = torch.tensor(list(sparse.table(*shape)), dtype=torch.bool, device=device)
     return {LAYOUT_TENSORS[0].symbol: live.view(shape)}
-
-
-def _state_of(
-    spec: AttentionSpec, p: float, rng: State | None, offsets: tuple[int | Tensor, int | Tensor]
-) -> tuple[int, int] | None:
-    """Seed and offset as integers; None when nothing is dropped."""
-    kept_levels(p)
-    if p == 0:
-        return None
-    if not spec.dropout:
-        raise InputError(
-            "dropout_p is given to a spec without dropout",
-            where=f"reference of {spec.name}",
-            numbers=f"dropout_p {p!r}, spec.dropout False",
-            way_out="AttentionSpec(..., dropout=True), or dropout_p=0",
-        )
-    if any(isinstance(offset, Tensor) for offset in offsets):
-        raise InputError(
-            "dropout is not defined for offsets that are tensors",
-            where=f"reference of {spec.name}, arguments q_offset and k_offset",
-            numbers=f"given {offsets[0]!r} and {offsets[1]!r}; dropout_p {p!r}",
-            way_out="offsets that are Python ints, or dropout_p=0",
-        )
-    if isinstance(rng, Tensor):
-        fits = rng.dtype == torch.int64 and rng.shape == (2,)
-        numbers = [int(number) for number in rng.tolist()] if fits else []
-    else:
-        numbers = [] if rng is None else list(rng)
-    if len(numbers) != 2 or any(type(number) is not int for number in numbers):
-        given = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
-        raise InputError(
-            "the random state of dropout is not a seed and an offset",
-            where=f"reference of {spec.name}, argument rng",
-            numbers=f"given {given}; dropout_p {p!r}",
-            way_out="rng=(seed, offset), or an int64 tensor of both",
-        )
-    return numbers[0], numbers[1]

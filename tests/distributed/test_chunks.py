@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import flashgen as fg
 from flashgen import InputError, distributed
@@ -115,3 +118,48 @@ def test_a_call_without_a_group_says_what_to_start() -> None:
     with pytest.raises(InputError, match="no process group") as error:
         distributed.attention(op, *(torch.zeros(1, 1, 4, 16) for _ in range(3)))
     assert "torchrun" in error.value.way_out
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SPEC = fg.AttentionSpec(lambda b, h, q, k: k <= q, head_dim=16, dtype="float32", dropout=True)
+ALIGNED = fg.AttentionSpec(
+    lambda b, h, q, k: k <= q + (fg.seq_k - fg.seq_q), dtype="float32", head_dim=16
+)
+BLOCKS = fg.load(ROOT / "specs" / "block_sparse.py").replace(dtype="float32")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("spec", "options", "what"),
+    [
+        (SPEC, {"method": "broadcast"}, "no such method"),
+        (SPEC, {"shard": [[range(8), range(8, 32)]], "dropout_p": 0.1}, "multiples of 16"),
+        (SPEC, {"shard": [[range(24)]]}, "rows of this rank's chunks"),
+        (SPEC, {"q_offset": 16}, "q_offset cannot be given"),
+        (SPEC, {"sharded": {"ids": 0}}, "an element for each of the rank's positions"),
+        (ALIGNED, {}, "does not know the lengths of the whole"),
+        (BLOCKS, {}, "a block layout"),
+        (SPEC.replace(packed=True), {}, "packed sequences"),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(
+    spec: fg.AttentionSpec, options: dict[str, Any], what: str
+) -> None:
+    q, k, v = (torch.zeros(1, 2, 32, spec.head_dim) for _ in range(3))
+    with pytest.raises(InputError, match=what) as error:
+        distributed.attention(fg.attention(spec), q, k, v, **options)
+    assert error.value.way_out
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_rank_is_a_call() -> None:
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    op = fg.attention(SPEC)
+    assert torch.equal(distributed.attention(op, q, k, v, method="ring"), op(q, k, v))

@@ -74,15 +74,18 @@ class Problem:
     def _learned(self, name: str) -> bool:
         return any(tensor.name == name and tensor.grad for tensor in self.op.spec.tensors)
 
-    def compare(self, method: str, exact: bool = False, **options: Any) -> None:
-        """The results of a method against those of one call."""
+    def compare(
+        self, method: str, exact: bool = False, one: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The results of a method against those of one call, with options ``one``."""
 
         def call(*operands: Tensor, **given: Any) -> Any:
             return distributed.attention(
                 self.op, *operands, method=method, shard=self.shard, **options, **given
             )
 
-        found, expected = self.results(call, own=True), self.results(self.op, own=False)
+        whole = functools.partial(self.op, **(one or {}))
+        found, expected = self.results(call, own=True), self.results(whole, own=False)
         assert found.keys() == expected.keys()
         for name, value in found.items():
             rows = name in ("out", "lse", "dq", "dk", "dv")
@@ -149,6 +152,14 @@ def gathered_chunks_are_equal_bits() -> None:
     tile = max(plan.block_q, plan.block_k) * 2
     seq = dist.get_world_size() * 2 * tile
     Problem(causal_spec(), seq, "contiguous", (2, 1)).compare("all_gather", exact=True)
+
+
+def the_same_elements_are_dropped() -> None:
+    rng = torch.tensor([11, 7 + dist.get_rank()])  # that of rank 0 is taken
+    options = {"dropout_p": 0.3, "rng": torch.tensor([11, 7])}
+    for method, shard in (("all_gather", "head_tail"), ("ring", "contiguous")):
+        problem = Problem(causal_spec(dropout=True), 64 * dist.get_world_size(), shard)
+        problem.compare(method, one={**options}, **{**options, "rng": rng})
 
 
 def any_list_of_chunks() -> None:
