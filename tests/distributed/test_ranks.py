@@ -89,7 +89,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_computed() -> None:
 
 
 def test_a_rank_that_ends_is_named_to_the_others() -> None:
-    results = run_ranks(2, [f"{CASES}:a_rank_that_ends"], 20)
+    results = run_ranks(2, [f"{CASES}:a_rank_that_ends"], 60)
     message, error = results[0][f"{CASES}:a_rank_that_ends"]
     assert not error
     assert "rank 0 of 2 waited in vain" in message
