@@ -30,7 +30,14 @@ SCRIPTS = {
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
 # The parts of ranking.py have tests of their own, and the others measure times.
-SLOW = ("build.py", "costly.py", "overhead.py", "paper.py", "ranking.py")
+SLOW = (
+    "build.py",
+    "costly.py",
+    "overhead.py",
+    "paper.py",
+    "ranking.py",
+    "transformers_overhead.py",
+)
 ELSEWHERE = {
     "gpu.py": "test_dry.py",
     "emulator.py": "below",

@@ -43,6 +43,7 @@ def test_minilm_embeds_the_same_with_the_emitted_kernel() -> None:
     assert len(matrices) == 2
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_a_model_learns_and_writes_the_same_as_with_eager_attention(tmp_path: Path) -> None:
     picture = tmp_path / "losses.png"

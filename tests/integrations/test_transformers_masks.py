@@ -21,7 +21,6 @@ from flashgen import InputError
 from flashgen.integrations.transformers import layers
 from flashgen.integrations.transformers.attention import attention
 from flashgen.integrations.transformers.masks import Mask, MaskError, make_mask
-from tests.support.tiers import slow
 from tests.support.transformers_models import outputs_of, tiny
 
 Tensor = torch.Tensor
@@ -149,7 +148,8 @@ def test_keys_without_contiguous_rows_and_a_head_dim_that_no_kernel_has() -> Non
         attention(Layer(), wide, wide, wide, mask)
 
 
-@pytest.mark.parametrize("name", ["llama", slow("t5")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_compiled_model_breaks_its_graph_at_a_new_mask(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
