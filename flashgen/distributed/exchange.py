@@ -50,10 +50,10 @@ def failed(group: Any, step: str, what: str, error: Exception) -> DistributedErr
     """The error of a transfer; of torch's message, the first sentence without its source file."""
     reason = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [type(error).__name__])[0])
     return DistributedError(
-        f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} waited in vain",
+        f"a transfer of rank {dist.get_rank(group)} of {dist.get_world_size(group)} failed",
         where=f"flashgen.distributed.attention, {step}",
         numbers=f"{what}: {reason.partition('. ')[0]}",
-        way_out="the error of the peer that is named, which ended or raised first",
+        way_out="look for the error of the peer that is named: it ended or raised first",
     )
 
 

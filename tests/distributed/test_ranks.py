@@ -81,7 +81,7 @@ def test_the_memory_of_a_ring_does_not_grow_with_the_ranks(world: int) -> None:
     assert max(returned(world, "peak_of_a_ring")) <= 3
 
 
-def test_ranks_that_disagree_are_told_before_anything_is_computed() -> None:
+def test_ranks_that_disagree_are_refused_before_anything_is_computed() -> None:
     for message in returned(2, "ranks_that_disagree"):
         assert "the ranks call with different arguments" in message
         assert "rank 0: {'q': (1, 4, 64, 16" in message
@@ -92,6 +92,6 @@ def test_a_rank_that_ends_is_named_to_the_others() -> None:
     results = run_ranks(2, [f"{CASES}:a_rank_that_ends"], 60)
     message, error = results[0][f"{CASES}:a_rank_that_ends"]
     assert not error
-    assert "rank 0 of 2 waited in vain" in message
+    assert "a transfer of rank 0 of 2 failed" in message
     assert "rank 1" in message
     assert "of the ring" in message
