@@ -136,7 +136,7 @@ class TileWalk:
     ) -> None:
         self.mask = mask
         self.layout = layout
-        self.env = {symbol: _exact(value) for symbol, value in env}
+        self.env = {symbol: exact(value) for symbol, value in env}
         self.owned, self.walked = (keys, queries) if owns_keys else (queries, keys)
         q, k = (Q_LO, Q_HI), (K_LO, K_HI)
         self._owned_ends, self._walked_ends = (k, q) if owns_keys else (q, k)
@@ -185,7 +185,7 @@ class TileWalk:
         return {**self.env, **dict(zip(self._owned_ends, owned, strict=True))}
 
 
-def _exact(value: Any) -> Any:
+def exact(value: Any) -> Any:
     """Python numbers as numpy numbers, whose division by 0 raises no exception."""
     if isinstance(value, float):
         return np.float64(value)

@@ -71,14 +71,15 @@ def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world
     captures = {**scalars, **tensors}
     shard: object = arguments.shard
     if shard == "balance":
-        tile = max(128, -(-sizes.seq_q // 2048))
+        from flashgen.distributed.forecast import tile_of
+
         shard = distributed.balance(
             spec,
             sizes.seq_q,
             world,
             batch=sizes.batch,
             heads=sizes.heads_q,
-            tile=tile,
+            tile=tile_of(sizes.seq_q),
             **captures,
         ).chunks
     found = distributed.forecast(

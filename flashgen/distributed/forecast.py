@@ -159,7 +159,7 @@ def forecast(
         )
     sharding = sharding_of(shard, world, seq // world)
     planned, at = plan(spec, arch), facts(arch)
-    tile = max(128, -(-seq // MOST_TILES))
+    tile = tile_of(seq)
     scalars, tensors = split_captures(captures or {})
     live = live_tiles(spec, seq, (batch, heads_q), tile, scalars, tensors)
     owners = _owners(sharding, seq, tile)
@@ -175,10 +175,11 @@ def forecast(
     query_row = batch * heads_q * ((planned.head_dim + planned.head_dim_v) * item + 4)
     whole_sizes = (batch, heads_q, seq, seq)
     reach = reached(spec, sharding.chunks, sharding.chunks, whole_sizes, scalars, tensors)
-    sent, held = _traffic(method, sharding, needed_by(sharding, reach), world)
     if method == "all_to_all":
         sent = np.full(world, seq / world * (world - 1) / world * (1 + query_row / key_row))
-        held = np.full(world, 0.0)
+        held = np.zeros(world)
+    else:
+        sent, held = _traffic(method, sharding, needed_by(sharding, reach), world)
     own = seq // world
     ranks = tuple(
         RankForecast(
@@ -200,6 +201,11 @@ def forecast(
         + ("run beside kernels" if method == "ring" else "come before and after the kernels"),
     )
     return Forecast(ranks, method == "ring", alone, assumptions, seq, owners, live)
+
+
+def tile_of(seq: int) -> int:
+    """Positions of a tile with which a mask is classified."""
+    return max(128, -(-seq // MOST_TILES))
 
 
 def _owners(sharding: Sharding, seq: int, tile: int) -> Array:

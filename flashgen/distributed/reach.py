@@ -10,7 +10,7 @@ import torch
 
 from flashgen.analysis import analyse
 from flashgen.analysis.evaluate import evaluate
-from flashgen.analysis.tile_walk import numbers_of
+from flashgen.analysis.tile_walk import exact, numbers_of
 from flashgen.distributed.sharding import Sharding
 from flashgen.dtypes import Number
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H
@@ -47,7 +47,7 @@ def reached(
     used = mask.may.free_symbols
     known: dict[Any, Any] = {**numbers_of(spec, sizes, scalars)}
     known |= {t.symbol: _array(tensors[t.name]) for t in spec.tensors if t.name in tensors}
-    values = {symbol: _exact(value) for symbol, value in known.items() if symbol in used}
+    values = {symbol: exact(value) for symbol, value in known.items() if symbol in used}
     b, h = np.divmod(np.arange(sizes[0] * sizes[1], dtype=np.int64), sizes[1])
     if {B, H} & used:
         values |= {B: b[:, None], H: h[:, None]}
@@ -82,10 +82,3 @@ def _array(tensor: torch.Tensor) -> Array:
     data = tensor.detach().cpu()
     wide = torch.promote_types(data.dtype, torch.float32)
     return np.asarray(data.to(wide if data.is_floating_point() else torch.int64).numpy())
-
-
-def _exact(value: Any) -> Any:
-    """Python numbers as NumPy numbers, whose division by 0 raises no exception."""
-    if isinstance(value, float):
-        return np.float64(value)
-    return np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value

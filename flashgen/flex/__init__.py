@@ -16,12 +16,12 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.traced_mods import CallSizes, TracedMods, read, trace
+from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, read, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
-__all__ = ["TracedMods", "flex_attention", "padded", "trace"]
+__all__ = ["TracedMods", "as_argument", "flex_attention", "padded", "trace"]
 
 Tensor = torch.Tensor
 

@@ -75,13 +75,16 @@ class CaptureLocation:
 
     def as_argument(self, reach: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         tensor = self.of(reach)
-        if not self.learned:
-            tensor = tensor.detach()
-        if tensor.dtype == torch.float64:
-            tensor = tensor.to(torch.float32)
-        if tensor.dim() == 0 and tensor.device != device:
-            tensor = tensor.to(device)
-        return tensor
+        return as_argument(tensor if self.learned else tensor.detach(), device)
+
+
+def as_argument(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A captured tensor in a dtype that kernels read; a number follows the queries' device."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    if tensor.dim() == 0 and tensor.device != device:
+        tensor = tensor.to(device)
+    return tensor
 
 
 @dataclass

@@ -14,17 +14,15 @@ CASES = "tests.support.distributed_cases"
 WORLDS = [2, slow(4), slow(8)]
 
 # Executed by one group of processes for each number of ranks: their imports take seconds.
-TOGETHER = (
+COMPARED = (
     "gathers_and_rings",
     "heads_are_exchanged",
     "any_list_of_chunks",
     "the_same_elements_are_dropped",
     "documents_are_sharded",
     "gathered_chunks_are_equal_bits",
-    "sent_chunks",
-    "ranks_that_disagree",
-    "peak_of_a_ring",
 )
+TOGETHER = (*COMPARED, "sent_chunks", "ranks_that_disagree", "peak_of_a_ring")
 
 _done: dict[int, list[dict[str, tuple[Any, str]]]] = {}
 
@@ -40,17 +38,7 @@ def returned(world: int, case: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "gathers_and_rings",
-        "heads_are_exchanged",
-        "any_list_of_chunks",
-        "the_same_elements_are_dropped",
-        "documents_are_sharded",
-        "gathered_chunks_are_equal_bits",
-    ],
-)
+@pytest.mark.parametrize("case", COMPARED)
 def test_the_ranks_compute_what_one_call_computes(case: str, world: int) -> None:
     returned(world, case)
 

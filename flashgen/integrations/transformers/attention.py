@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.errors import InputError
-from flashgen.flex import padded
+from flashgen.flex import as_argument, padded
 from flashgen.integrations.transformers.layers import (
     CAUSAL,
     FULL,
@@ -136,13 +136,7 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
         if dim is not None:
             captures[name] = tensor.shape[dim]
             continue
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if tensor.dtype == torch.float64:
-            tensor = tensor.to(torch.float32)
-        if tensor.dim() == 0 and tensor.device != device:
-            tensor = tensor.to(device)
-        captures[name] = tensor
+        captures[name] = as_argument(tensor.detach() if tensor.requires_grad else tensor, device)
 
 
 def _given(
