@@ -69,9 +69,14 @@ def attention(
             each rank, such as `balance(...).chunks`.
         sharded: captured tensors that lie on the ranks like the sequence, by name, with the
             dimension along which they are divided; all others are the same on every rank.
-        scale, dropout_p, return_lse, backend, arch, captures: as for ``op``. With dropout_p above 0
-            chunks begin at multiples of 16, and the elements are those that one call drops.
+        scale: as for ``op``.
+        dropout_p: as for ``op``; above 0 chunks begin at multiples of 16, and the elements are
+            those that one call drops.
         rng: as for ``op``; that of rank 0 is taken on all ranks.
+        return_lse: as for ``op``.
+        backend: as for ``op``.
+        arch: as for ``op``.
+        captures: the scalars and the tensors that the spec captures, as for ``op``.
 
     Returns:
         out [batch, heads_q, own rows, head_dim_v], or with return_lse a tuple (out, lse).

@@ -70,7 +70,8 @@ def balance(
     Args:
         seq: positions of queries and of keys, a multiple of 2 * world.
         world: the number of ranks.
-        batch, heads: of the call, where the mask depends on them.
+        batch: of the call, where the mask depends on it.
+        heads: of the call, where the mask depends on them.
         tile: positions per counted tile.
         captures: the scalars and the captured tensors that the mask reads, by name.
 
