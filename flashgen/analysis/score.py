@@ -117,6 +117,8 @@ def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
     chosen = contains(outer, *_CHOICES) or contains(inner, *_CHOICES)
     if outer.is_number or inner.is_number or not chosen:
         return outer * inner
+    # Of names, because sympy multiplies out the choices of two sides that it compares.
+    outer, inner = (Let(each) if each.args else each for each in (outer, inner))
     none = sympy.Or(sympy.Eq(outer, 0), sympy.Eq(inner, 0))
     return sympy.Piecewise((0, none), (outer * inner, True), evaluate=False)
 

@@ -15,7 +15,7 @@ from flashgen.analysis.score import derivative, derivatives
 from flashgen.codegen.spec_function import MOST_SINES
 from flashgen.errors import PlanError
 from flashgen.language import SCORE, K, Q, elements_of
-from flashgen.language.lets import DEEPEST, LARGEST, lets_of, nodes_of, parts_of
+from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
 from flashgen.language.signature import signature_of
 from flashgen.planner import plan_errors
 from tests.support.tiers import one_in
@@ -108,6 +108,21 @@ def test_derivatives_by_the_elements_of_a_large_sum_have_one_term_each() -> None
     assert len(elements) == 50
     assert lets_of(score)
     assert derivatives(score, elements) == [sympy.Rational(1, 250)] * 50
+
+
+def test_derivatives_of_choices_inside_choices_stay_choices_of_numbers() -> None:
+    """sympy makes ITE of a comparison of choices, which no kernel can compute."""
+    gate = fg.Tensor("gate", ("heads",), "float32", grad=True)
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        for _ in range(DEEPEST):
+            score = fg.minimum(score * fg.maximum(gate[h], score), 1.25) + fg.cos(score)
+        return score
+
+    score = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16").score
+    found = derivatives(score, elements_of(score))
+    assert lets_of(*found)
+    assert not any(contains(each, sympy.ITE) for each in found)
 
 
 def test_a_division_inside_a_large_mask_is_checked_at_the_call() -> None:
