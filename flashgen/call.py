@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.dtypes import Number
+from flashgen.signature import WHOLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +127,16 @@ class CheckedCall:
             "seq_q": self.seq_q,
             "seq_k": self.seq_k,
         }
+
+    @property
+    def first_head(self) -> int:
+        """The number of the first query head among those of the whole."""
+        return int(self.scalars.get(WHOLE[0], 0))
+
+    @property
+    def heads(self) -> int:
+        """The query heads of the whole of which the call computes a part, or of the call."""
+        return int(self.scalars.get(WHOLE[1], self.heads_q))
 
     @property
     def is_empty(self) -> bool:

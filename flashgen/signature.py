@@ -18,6 +18,10 @@ OFFSETS = ("q_offset", "k_offset")
 """Arguments of every operator: the global positions of the first query and of the first key. Where
 a call gives a tensor, its spec has a captured tensor of that name, of dims (batch)."""
 
+WHOLE = ("h_offset", "whole_heads", "whole_seq_q", "whole_seq_k")
+"""Run-time scalars of a spec whose calls compute a part of a whole: the number of the first query
+head, and the numbers of query heads, queries and keys of the whole, which mods see."""
+
 LAYOUT = "layout"
 LAYOUT_NAMES = (
     LAYOUT,
@@ -127,6 +131,11 @@ class CallSignature:
     reads_batch: bool
     zero_divisions: tuple[ZeroDivision, ...] = ()
     offsets: tuple[str, ...] = ()
+
+    @cached_property
+    def of_part(self) -> bool:
+        """Whether a call computes a part of a whole, whose sizes are among the scalars."""
+        return any(scalar.name == WHOLE[0] for scalar in self.scalars)
 
     @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:

@@ -6,9 +6,11 @@ import dataclasses
 
 from flashgen.codegen.source import Param
 from flashgen.dtypes import SCALAR_DTYPES
+from flashgen.language import H
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models.kernel_model import STREAMING_KERNELS
+from flashgen.signature import WHOLE
 
 _SHAPES = {
     "q": "[batch, heads_q, seq_q, HEAD_DIM]",
@@ -118,6 +120,16 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     if spec.packed and role != "delta":
         params = [_of_all_sequences(param) for param in params]
     return tuple(params)
+
+
+def in_whole(spec: AttentionSpec, head: str) -> str:
+    """C++ of a query head's number among the heads of the whole, made of its number in the call."""
+    return head if spec.head == H else f"{head} + p.s_{WHOLE[0]}"
+
+
+def heads_of_whole(spec: AttentionSpec) -> str:
+    """C++ of the number of query heads of the whole."""
+    return "p.heads_q" if spec.head == H else f"p.s_{WHOLE[1]}"
 
 
 def multiplier_field(scalar: Scalar) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from flashgen import language as fx
 from flashgen.codegen.functions import KEYS, SpecFunctions
+from flashgen.codegen.params import in_whole
 from flashgen.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import comment
 from flashgen.language.block_layout import TENSORS
@@ -41,6 +42,7 @@ class LayoutFunctions:
 
     def __init__(self, make: SpecFunctions) -> None:
         self._make = make
+        self._head = in_whole(make.spec, "h")
         by_keys = make.direction is KEYS
         self._owned, self._walked = (_QUERIES, _KEYS) if by_keys else (_KEYS, _QUERIES)
         live, *lists = (tensor.symbol for tensor in TENSORS)
@@ -75,7 +77,7 @@ class LayoutFunctions:
     def element(self, mask: SpecFunction | None) -> SpecFunction:
         """The function that is true if both the mask and the block layout keep a score."""
         why = "Whether the score's block is live. Negative positions are in block 0."
-        body = ("return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
+        body = (f"return read_layout(p, b, {self._head}, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
         uses = {fx.B, fx.H, fx.Q, fx.K}
         inside = SpecFunction.of("in_layout", "bool", comment(why), body, uses)
         self.functions += (inside,)
@@ -104,18 +106,18 @@ class LayoutFunctions:
             f"const int last_{lines} = max({hi} / {owned.block}, 0);",
             "int next = tile_end;",
             f"for (int i = first_{lines} + threadIdx.x % 32; i <= last_{lines}; i += 32) {{",
-            f"  const int count = read_{owned.lists}_counts(p, b, h, i);",
+            f"  const int count = read_{owned.lists}_counts(p, b, {self._head}, i);",
             "  int low = 0, high = count;",
             "  while (low < high) {",
             "    const int middle = (low + high) / 2;",
-            f"    if (read_{owned.lists}_blocks(p, b, h, i, middle) < first) {{",
+            f"    if (read_{owned.lists}_blocks(p, b, {self._head}, i, middle) < first) {{",
             "      low = middle + 1;",
             "    } else {",
             "      high = middle;",
             "    }",
             "  }",
             "  if (low < count) {",
-            f"    const int block = read_{owned.lists}_blocks(p, b, h, i, low);",
+            f"    const int block = read_{owned.lists}_blocks(p, b, {self._head}, i, low);",
             f"    const int start = (block * {walked.block} - {walked.offset}) / {walked.size};",
             "    next = min(next, block == first ? tile : start);",
             "  }",
@@ -136,7 +138,8 @@ class LayoutFunctions:
             "const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;",
             "bool live = true;",
             "for (int i = threadIdx.x % 32; i < blocks; i += 32) {",
-            "  live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;",
+            f"  live = live && read_layout(p, b, {self._head}, row + i / columns, column + i % "
+            "columns) != 0;",
             "}",
             "return __all_sync(0xffffffffu, live);",
         )

@@ -66,7 +66,8 @@ def backward(
         if problem.is_empty:
             _zero(dq, dk, dv)
             if place is not None and of_dlse is not None:
-                found = sinks.gradient_without_keys(learned[place], of_dlse.to(work.dtype))
+                first = problem.first_head
+                found = sinks.gradient_without_keys(learned[place], of_dlse.to(work.dtype), first)
                 captured[place] += found.flatten()
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)

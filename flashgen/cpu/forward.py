@@ -15,7 +15,7 @@ import torch
 from flashgen.cpu import sinks
 from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
-from flashgen.cpu.problem import LOG2_E, TileArguments, exp_
+from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 
@@ -54,12 +54,13 @@ def forward(
     work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse = torch.empty(q.shape[:3], dtype=work.dtype)
     if spec.packed:
-        _without_keys(out, lse, None)
+        out.zero_()
+        lse.fill_(-math.inf)
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
         of_k, of_v = sequence.of_keys(k, v)
         if problem.is_empty:
-            _without_keys(of_out, of_lse, problem.sink)
+            _without_keys(problem, of_out, of_lse)
             continue
         for chunk in chunks:
             if chunk.fits_at_once:
@@ -69,12 +70,13 @@ def forward(
     return out, lse
 
 
-def _without_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> None:
+def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
-    if sink is None:
+    if problem.sink is None:
         lse.fill_(-math.inf)
     else:
-        lse.copy_(sinks.lse_without_keys(sink, tuple(lse.shape), lse.dtype))
+        rows, first = tuple(lse.shape), problem.first_head
+        lse.copy_(sinks.lse_without_keys(problem.sink, rows, lse.dtype, first))
 
 
 def _empty_like_q(q: Tensor, dim: int) -> Tensor:

@@ -133,9 +133,12 @@ class ChunkScores:
         live, sparse = self.problem.layout, self.problem.sparse
         if live is None or sparse is None:
             return None
+        entries, heads = self.chunk.batch_and_head
         b, h = (
             places.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
-            for places, size in zip(self.chunk.batch_and_head, live.shape[:2], strict=True)
+            for places, size in zip(
+                (entries, heads + self.problem.first_head), live.shape[:2], strict=True
+            )
         )
         blocks = live[b, h].numpy()
         if self.problem.backward:
@@ -223,7 +226,7 @@ class ChunkScores:
         assert self._rng is not None
         p, seed, offset = self._rng
         b, h = self.chunk.batch_and_head
-        pairs = b * self.problem.sizes.heads_q + h
+        pairs = b * self.problem.heads + h + self.problem.first_head
         at_q, at_k = self.problem.queries.offset, self.problem.keys.offset
         kept = keep_mask(
             p,

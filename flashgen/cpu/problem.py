@@ -26,7 +26,7 @@ from flashgen.language import TensorSymbol
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan, plan_backward
-from flashgen.signature import LAYOUT, LAYOUT_LISTS
+from flashgen.signature import LAYOUT, LAYOUT_LISTS, WHOLE
 
 Tensor = torch.Tensor
 
@@ -133,6 +133,8 @@ class SequenceProblem:
         plain: whether nothing but the softmax reads scores: no score function and no sink.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
         dropout_scale: factor on kept elements of P; None without dropout.
+        first_head, heads: the number of the first query head, and the number of query heads, in
+            the whole of which the call computes a part.
         masks: masks of tiles that all chunks share, by the ranges of rows and of keys.
         tensors: captured tensors by symbol, with the live blocks of a block layout.
         sink: the captured tensor that is the sink; None without one.
@@ -175,6 +177,8 @@ class SequenceProblem:
         self.dropout_scale = keep_scale(dropout_p) if dropout_p else None
         self.arguments = arguments
         self.spec = spec
+        self.first_head = int(arguments.scalars.get(WHOLE[0], 0))
+        self.heads = int(arguments.scalars.get(WHOLE[1], q.shape[1]))
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.room = 0
         unread = LAYOUT_LISTS if spec.block_sparse is not None else ()
@@ -191,7 +195,7 @@ class SequenceProblem:
         live = tensors.get(LAYOUT)
         if live is None:
             ends = (axis.offset + axis.length for axis in (self.queries, self.keys))
-            shape = sparse.shape(self.entries, self.sizes.heads_q, *ends)
+            shape = sparse.shape(self.entries, self.heads, *ends)
             table = bytearray(sparse.table(*shape))
             live = torch.frombuffer(table, dtype=torch.bool) if table else torch.empty(0).bool()
             live = live.view(shape)

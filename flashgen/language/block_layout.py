@@ -17,7 +17,7 @@ import sympy
 
 from flashgen.dtypes import POSITION_LIMIT, is_bool
 from flashgen.errors import SpecError
-from flashgen.language import B, Element, FloorDiv, H, K, Q, Tensor
+from flashgen.language import B, Element, FloorDiv, K, Q, Tensor
 from flashgen.language.function_identity import from_parts, identity_of, to_parts
 from flashgen.language.user_source import lines_of, user_location
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES
@@ -108,11 +108,10 @@ class BlockSparse:
         name = getattr(self.layout, "__name__", type(self.layout).__name__)
         return f"{name} at {self.where}"
 
-    @property
-    def live(self) -> sympy.Basic:
-        """The condition on b, h, q and k that the score's block is live."""
+    def live_at(self, head: sympy.Expr) -> sympy.Basic:
+        """The condition on b, q, k and the query head that the score's block is live."""
         row, column = FloorDiv(Q, self.block_q), FloorDiv(K, self.block_k)
-        return sympy.Ne(Element(TENSORS[0].symbol, B, H, row, column), 0)
+        return sympy.Ne(Element(TENSORS[0].symbol, B, head, row, column), 0)
 
     def blocks(self, q_end: int, k_end: int) -> tuple[int, int]:
         """Rows and columns of blocks for global positions below the ends; at least 1 each."""

@@ -13,7 +13,7 @@ inside expressions goes through the functions below, which see the parts of Lets
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -153,6 +153,15 @@ def lets_of(*exprs: sympy.Basic) -> tuple[Let, ...]:
 def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
     """The values of all Lets in expressions, then the expressions."""
     return (*(let.value for let in lets_of(*exprs)), *exprs)
+
+
+def substituted(expr: sympy.Basic, values: Mapping[sympy.Symbol, sympy.Basic]) -> sympy.Basic:
+    """The expression with other expressions for symbols, in the values of Lets too."""
+    found: dict[sympy.Basic, sympy.Basic] = dict(values)
+    for let in lets_of(expr):
+        if not let.free_symbols.isdisjoint(values):
+            found[let] = Let(let.value.xreplace(found))
+    return expr.xreplace(found)
 
 
 def nodes_of(*exprs: sympy.Basic) -> Iterator[sympy.Basic]:

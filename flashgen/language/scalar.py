@@ -11,6 +11,7 @@ from flashgen.language.capture_names import check_name
 from flashgen.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.language.traced import Capture, Traced
 from flashgen.language.user_source import refuse
+from flashgen.signature import WHOLE
 
 
 class Scalar(Capture):
@@ -47,11 +48,21 @@ class Scalar(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> str | tuple[object, ...]:
+        if self.name in WHOLE:
+            return Scalar.of_whole, (self.name,)
         return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
     @property
     def key(self) -> tuple[str, str, float | None]:
         return self.name, self.dtype, self.minimum
+
+    @staticmethod
+    def of_whole(name: str) -> Scalar:
+        """One of `flashgen.signature.WHOLE`, whose names no capture of a mod has."""
+        made = Scalar("number", "int32", minimum=1 if name == "whole_heads" else 0)
+        made.name = name
+        Traced.__init__(made, _symbol(name, "int32", made.minimum), (made,))
+        return made
 
 
 class Size(Scalar):

@@ -1,7 +1,7 @@
 """What calls need of a spec: its signature as plain values, and variants of the spec.
 
-A variant has another dtype, no dropout, fewer gradients or offsets that are tensors: the traced
-expressions are the same.
+A variant has another dtype, no dropout, fewer gradients or offsets that are tensors, with the same
+traced expressions, or computes a part of a whole.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 
 import sympy
 
-from flashgen.language import BATCH, SEQ_K, SEQ_Q, B, Tensor, python_text
+from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, Scalar, Tensor, python_text
 from flashgen.language.divisors import divisions_by_zero
-from flashgen.language.lets import Let
+from flashgen.language.lets import Let, substituted
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import (
     LAYOUT_NAMES,
+    WHOLE,
     CallSignature,
     ScalarArgument,
     TensorArgument,
@@ -98,6 +99,19 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
     name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
     return _with(spec, tensors=(*others, *offsets, *layout), name=name)
+
+
+@functools.lru_cache(maxsize=1024)
+def of_part(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
+
+    The scalars of `flashgen.signature.WHOLE` come last.
+    """
+    whole = tuple(map(Scalar.of_whole, WHOLE))
+    first, *sizes = (scalar.expr for scalar in whole)
+    seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
+    changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
+    return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_part", **changed)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import sympy
 
 from flashgen.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.errors import SpecError
-from flashgen.language import SCORE, Scalar, Tensor, trace_mask, trace_score
+from flashgen.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
@@ -21,7 +21,7 @@ from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, user_location
 from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.signature import LAYOUT_NAMES, OFFSETS
+from flashgen.signature import LAYOUT_NAMES, OFFSETS, WHOLE
 
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
@@ -66,7 +66,6 @@ class AttentionSpec:
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
-        keep: the same and the condition that the score's block is live.
         score: sympy expression over SCORE and the same symbols.
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
@@ -95,7 +94,6 @@ class AttentionSpec:
     block_sparse: BlockSparse | None = None
 
     mask: sympy.Basic = field(init=False, repr=False)
-    keep: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
     scalars: tuple[Scalar, ...] = field(init=False, repr=False)
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
@@ -127,11 +125,9 @@ class AttentionSpec:
             attempt(check_layout_names, [capture.name for capture in captures], where)
         _raise_all(mistakes + clashes)
 
-        kept = sympy.true if mask is None else mask.expr
         given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
         derived: dict[str, Any] = {
-            "mask": kept,
-            "keep": kept if sparse is None else sympy.And(kept, sparse.live),
+            "mask": sympy.true if mask is None else mask.expr,
             "score": SCORE if score is None else score.expr,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
             "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
@@ -147,6 +143,18 @@ class AttentionSpec:
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+
+    @property
+    def head(self) -> sympy.Expr:
+        """The number of the query head that mods see, made of that in the call."""
+        first = [scalar.expr for scalar in self.scalars if scalar.name == WHOLE[0]]
+        return sympy.Add(H, *first)
+
+    @property
+    def keep(self) -> sympy.Basic:
+        """The mask and the condition that the score's block is live."""
+        sparse = self.block_sparse
+        return self.mask if sparse is None else sympy.And(self.mask, sparse.live_at(self.head))
 
     @property
     def read_tensors(self) -> tuple[Tensor, ...]:
@@ -196,7 +204,8 @@ class AttentionSpec:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the traced expressions instead of the functions, which may be lambdas."""
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        derived = ("mask", "score")
+        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in derived}
         free = self.mask.free_symbols | self.score.free_symbols
         own = set(LAYOUT_NAMES) if self.block_sparse is not None else set()
         if self.sink is not None and self.sink.symbol not in free:
@@ -209,8 +218,8 @@ class AttentionSpec:
             ("score_mod", self.score, self.score_line),
         ):
             if lines is not None:
-                options[mod] = PickledMod(TracedMod(expr, captures, lines))
-        return _restored, (options, self.named, self.file, self.tensors if self.offsets else None)
+                state[mod] = PickledMod(TracedMod(expr, captures, lines))
+        return _restored, (state,)
 
     def replace(self, **changes: Any) -> AttentionSpec:
         """Returns a copy with some arguments changed; the mods are traced again.
@@ -245,17 +254,12 @@ def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | N
     return mod.trace if isinstance(mod, PickledMod) else trace(mod)
 
 
-def _restored(
-    options: dict[str, Any],
-    named: bool,
-    file: str | None,
-    tensors: tuple[Tensor, ...] | None = None,
-) -> AttentionSpec:
-    spec = AttentionSpec(**options)
-    object.__setattr__(spec, "named", named)
-    object.__setattr__(spec, "file", file)
-    if tensors is not None:
-        object.__setattr__(spec, "tensors", tensors)
+def _restored(state: dict[str, Any]) -> AttentionSpec:
+    spec = object.__new__(AttentionSpec)
+    traces = {"mask": (state["mask_mod"], sympy.true), "score": (state["score_mod"], SCORE)}
+    exprs = {name: x if mod is None else mod.trace.expr for name, (mod, x) in traces.items()}
+    for name, value in {**state, **exprs}.items():
+        object.__setattr__(spec, name, value)
     return spec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -29,7 +30,8 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import Report
-from flashgen.signature import LAYOUT_NAMES
+from flashgen.runtime.wholes import is_part_of_whole, scalars_of
+from flashgen.signature import LAYOUT_NAMES, WHOLE
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -135,6 +137,8 @@ class Attention:
         scale: float | None = None,
         q_offset: int | Tensor = 0,
         k_offset: int | Tensor = 0,
+        h_offset: int = 0,
+        whole: Mapping[str, int] | None = None,
         return_lse: bool = False,
         dropout_p: float | Tensor = 0.0,
         rng: Tensor | None = None,
@@ -161,6 +165,12 @@ class Attention:
                 replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
                 CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of 16.
             k_offset: global position of the first key, likewise.
+            h_offset: number of the first query head, for mods, dropout, the sink and block layouts,
+                where the call has some of the heads of a whole.
+            whole: the sizes of the whole of which the call computes a part, where they are larger
+                than those of the call: {"heads": ..., "seq_q": ..., "seq_k": ...}, each of them
+                optional. Mods see them as fg.heads, fg.seq_q and fg.seq_k, and captured tensors
+                with a dimension "heads" have all heads. Packed sequences have lengths of their own.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
@@ -204,20 +214,28 @@ class Attention:
             offsets = given_offsets(q_offset, k_offset)
             numbers = numbers_of(q_offset, k_offset)
             options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
-            result = self._traced(Operands(q, k, v, (), rng), options, captures, offsets)
+            is_part = is_part_of_whole(h_offset, whole)
+            part = scalars_of(h_offset, whole, q, k) if is_part else {}
+            operands = Operands(q, k, v, (), rng)
+            result = self._traced(operands, options, captures, offsets, part)
             return result if return_lse else result[0]
         operator = self._operator
-        dtype = None
+        dtype, part = None, {}
         if _C._is_any_autocast_enabled():
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
                 operator = self._variant(dtype)
+        if is_part_of_whole(h_offset, whole):
+            part = scalars_of(h_offset, whole, q, k)
+            captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
             offsets = given_offsets(q_offset, k_offset)
-            operator = self._variant(dtype, dtypes_of(offsets))
+            operator = self._variant(dtype, dtypes_of(offsets), bool(part))
             q_offset, k_offset = numbers_of(q_offset, k_offset)
             captures |= offsets
+        elif part:
+            operator = self._variant(dtype, (), True)
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
@@ -237,7 +255,7 @@ class Attention:
         )
         if not plain:
             refuse_jit_trace()
-            check_traced(operator.signature, Operands(q, k, v, captured))
+            check_traced(operator.signature, Operands(q, k, v, captured), part.get(WHOLE[1]))
             options = operator.normal(options)
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
@@ -258,24 +276,27 @@ class Attention:
         return result if return_lse else result[0]
 
     def _variant(
-        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...] = ()
+        self,
+        dtype: torch.dtype | None,
+        offsets: tuple[tuple[str, str], ...] = (),
+        part: bool = False,
     ) -> Operator:
-        """The operator for a dtype of autocast and for offsets that are tensors.
+        """The operator for a dtype of autocast, offsets that are tensors, and a part of a whole.
 
         Args:
             offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
         """
-        from flashgen.language.signature import at_offsets, with_dtype
+        from flashgen.language.signature import at_offsets, of_part, with_dtype
 
-        spec = self.spec
+        spec = of_part(self.spec) if part else self.spec
         if dtype is not None:
             spec = with_dtype(spec, str(dtype).removeprefix("torch."))
         return operator_of(at_offsets(spec, offsets))
 
     def _name_of_variant(
-        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...]
+        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...], part: bool
     ) -> str:
-        return self._variant(dtype, offsets).name
+        return self._variant(dtype, offsets, part).name
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -286,6 +307,7 @@ class Attention:
         options: CallOptions,
         captures: dict[str, Any],
         offsets: dict[str, Tensor],
+        part: dict[str, int],
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile and torch.export trace it: one node, checked when it runs."""
         q, k, v, _, rng = operands
@@ -305,9 +327,9 @@ class Attention:
         if dtype is not None:
             q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
         else:
-            check_traced(signature, Operands(q, k, v, tuple(captured)))
-        if dtype is not None or offsets:
-            name = self._name_of_variant(dtype, dtypes_of(offsets))
+            check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
+        if dtype is not None or offsets or part:
+            name = self._name_of_variant(dtype, dtypes_of(offsets), bool(part))
             overload = getattr(torch.ops.flashgen, name).default
             # A block layout comes last.
             place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)
@@ -334,6 +356,7 @@ class Attention:
             arch=options.arch,
             deterministic=options.deterministic,
             **captures,
+            **part,
         )
         return result
 

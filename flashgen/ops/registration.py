@@ -27,7 +27,7 @@ from flashgen.runtime.captured_tensors import check_learned
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
-from flashgen.signature import CallSignature
+from flashgen.signature import WHOLE, CallSignature
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -116,13 +116,13 @@ def register(operator: Operator) -> tuple[Any, Any]:
         operands, p = _forward_values(signature, tensors)
         q = operands.q
         _check_traced_dropout(signature, operands.rng, p, q.device)
-        check_traced(signature, operands)
+        check_traced(signature, operands, by_name.get(WHOLE[1]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         return empty_rows(q, signature.head_dim_v), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
         operands, _, _ = _backward_values(signature, tensors)
-        check_traced(signature, operands)
+        check_traced(signature, operands, by_name.get(WHOLE[1]))
         captured = operands.captured
         learned = zip(operator.learned, _needed(operator, by_name), strict=True)
         return (

@@ -114,7 +114,7 @@ def heads_of(
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
-        listed = _listed_blocks(spec, live, b, h, by_column=plan.owns_keys)
+        listed = _listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         queries, keys = plan.queries_per_tile, plan.block_k
         axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
@@ -137,7 +137,7 @@ def _live_blocks(
     if LAYOUT in captured:
         return captured[LAYOUT].astype(bool)
     ends = p.q_offset + p.seq_q, p.k_offset + p.seq_k
-    shape = sparse.shape(p.batch, p.heads_q, *ends)
+    shape = sparse.shape(p.batch, p.heads, *ends)
     return np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
 
 

@@ -357,7 +357,7 @@ def _added(
     sink = problem.spec.sink
     if of_sink is not None and sink.symbol in total:
         whole = total[sink.symbol]
-        places = torch.zeros_like(part.h) if whole.numel() == 1 else part.h
+        places = torch.zeros_like(part.h) if whole.numel() == 1 else part.h + problem.first_head
         shares = of_sink.sum((1, 2)).to(whole.dtype)
         given_to = whole.new_zeros(whole.numel()).index_add_(0, places, shares)
         total[sink.symbol] = whole + given_to.view(whole.shape)

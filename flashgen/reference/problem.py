@@ -21,7 +21,7 @@ from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.reference.dropout_state import State, state_of
 from flashgen.reference.interpret import evaluate
-from flashgen.signature import LAYOUT_LISTS
+from flashgen.signature import LAYOUT_LISTS, WHOLE
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -128,6 +128,8 @@ class OracleProblem:
     """The arguments of one call, checked and with their defaults.
 
     Attributes:
+        first_head, heads: the number of the first query head, and the number of query heads, in
+            the whole of which the call computes a part.
         factor: the factor on q.k.
         values: the values of batch, heads, scalars and captured tensors in mods.
         p: probability of dropping.
@@ -142,6 +144,8 @@ class OracleProblem:
     v: Tensor
     q_offset: int | Tensor
     k_offset: int | Tensor
+    first_head: int
+    heads: int
     factor: float
     values: Mapping[sympy.Symbol, Tensor]
     p: float
@@ -194,11 +198,13 @@ class OracleProblem:
         }
         shape = (len(pair), rows.stop - rows.start, seq_k)
         mask = None
-        if self.spec.keep is not sympy.true:
-            mask = evaluate(self.spec.keep, values, self.real).expand(shape)
+        keep = self.spec.keep
+        if keep is not sympy.true:
+            mask = evaluate(keep, values, self.real).expand(shape)
         kept = None
         if self.state is not None:
-            numbers = np.arange(pairs.start, pairs.stop) + of.first * heads
+            entries, local = np.divmod(np.arange(pairs.start, pairs.stop), heads)
+            numbers = (entries + of.first) * self.heads + local + self.first_head
             first_q, first_k = int(self.q_offset), int(self.k_offset)
             at = range(first_q + rows.start, first_q + rows.stop)
             bits = keep_mask(self.p, *self.state, numbers, at, range(first_k, first_k + seq_k))
@@ -225,7 +231,8 @@ class OracleProblem:
         if self.spec.sink is None:
             return None
         sink = self.values[self.spec.sink.symbol].detach().reshape(-1).to(self.real)
-        return (sink.expand(len(h)) if len(sink) == 1 else sink[h]).view(-1, 1, 1)
+        logits = sink.expand(len(h)) if len(sink) == 1 else sink[h + self.first_head]
+        return logits.view(-1, 1, 1)
 
     def score(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """s' of s, unmasked, in the dtype of ``scores``."""
@@ -286,7 +293,8 @@ def problem_of(
     scalars, tensors = call.get("scalars") or {}, call.get("tensors") or {}
     q_offset, k_offset = call.get("q_offset", 0), call.get("k_offset", 0)
     scale, dropout_p = call.get("scale"), call.get("dropout_p", 0.0)
-    batch, heads, _, head_dim = q.shape
+    batch, _, _, head_dim = q.shape
+    first_head, heads = int(scalars.get(WHOLE[0], 0)), int(scalars.get(WHOLE[1], q.shape[1]))
     work = torch.float64 if exact else q.dtype
     real = torch.promote_types(work, torch.float32)
     factor = scale if scale is not None else spec.scale
@@ -302,6 +310,8 @@ def problem_of(
         v=v,
         q_offset=q_offset,
         k_offset=k_offset,
+        first_head=first_head,
+        heads=heads,
         factor=factor if factor is not None else 1 / math.sqrt(head_dim),
         values=values
         | _scalar_values(spec, scalars, real, q.device)

@@ -114,7 +114,7 @@ class PreparedBackward(PreparedCall):
                 gradient.zero_()
         sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
         if self.call.is_empty:
-            learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse)
+            learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
             zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
             return zeros, BackwardRecord(self, EMPTY)
         copies = self._copy_unaligned(read)
@@ -142,7 +142,7 @@ class PreparedBackward(PreparedCall):
         launches = self._launch(bound, tensors, sums, by_name)
         sink_sums = tensors.get(SINK_SUMS)
         if sink_sums is not None:
-            learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums)
+            learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums, self.call)
         built, self._built = self._built, 0.0
         record = BackwardRecord(self, self._reason, tuple(launches), tuple(copies.values()), built)
         return (dq, dk, dv, *sums.gradients()), record

@@ -239,7 +239,7 @@ def static_layout(
     if sparse is None or call.is_empty:
         return {}
     ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
-    shape = sparse.shape(call.batch, call.heads_q, *ends)
+    shape = sparse.shape(call.batch, call.heads, *ends)
     return dict(zip(LAYOUT_NAMES, _evaluated(sparse, *shape, device), strict=True))
 
 

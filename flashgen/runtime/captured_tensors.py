@@ -25,6 +25,7 @@ def check_captured(
     q: Tensor,
     k: Tensor,
     ends: tuple[int, int],
+    heads: int,
 ) -> None:
     """Checks the captured tensors of a call.
 
@@ -32,8 +33,9 @@ def check_captured(
         captured: a value for each of the signature's tensors.
         q, k: operands that were checked.
         ends: the global positions of the last query and the last key, plus 1.
+        heads: the number of query heads of the whole.
     """
-    wanted = check_captured_sizes(signature, captured, q, k)
+    wanted = check_captured_sizes(signature, captured, q, k, heads)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
     lengths = q.shape[2], k.shape[2]
     for tensor, value in zip(signature.tensors, captured, strict=True):
@@ -79,9 +81,16 @@ def check_positions(
 
 
 def check_captured_sizes(
-    signature: CallSignature, captured: Sequence[Any], q: Tensor, k: Tensor
+    signature: CallSignature,
+    captured: Sequence[Any],
+    q: Tensor,
+    k: Tensor,
+    heads: int | None = None,
 ) -> dict[str, int]:
     """Checks captured tensors whose sizes may be symbols: compares only sizes that must be equal.
+
+    Args:
+        heads: the number of query heads of the whole; that of q if None.
 
     Returns:
         The sizes that q and k define, by dimension name.
@@ -90,7 +99,7 @@ def check_captured_sizes(
         _check_kind(tensor, value, q.device)
     check_packed(signature, q, captured)
     entries = entries_of(signature, q, captured)
-    wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
+    wanted = {"batch": entries, "heads": heads or q.shape[1], "heads_kv": k.shape[1]}
     _check_equal_lengths(signature, captured, wanted)
     return wanted
 

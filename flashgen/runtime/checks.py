@@ -60,22 +60,25 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     refuse_static_layout(signature)
     if captured:
         ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
-        check_captured(signature, captured, q, k, ends)
+        check_captured(signature, captured, q, k, ends, call.heads)
     return replace(call, batch=entries_of(signature, q, captured)) if signature.packed else call
 
 
-def check_traced(signature: CallSignature, operands: Operands) -> None:
+def check_traced(signature: CallSignature, operands: Operands, heads: int | None = None) -> None:
     """Checks operands while a graph is traced: sizes are symbols, and numbers are unknown.
 
     Sizes are compared only where they must be equal, so that a traced graph serves other
     lengths too. Everything else is checked when the graph runs.
+
+    Args:
+        heads: the number of query heads of the whole; that of q if None.
     """
     q, k, v, captured, _ = operands
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_kind(signature, name, value)
     _check_together(signature, q, k, v)
     if captured:
-        check_captured_sizes(signature, captured, q, k)
+        check_captured_sizes(signature, captured, q, k, heads)
 
 
 def check_contents(

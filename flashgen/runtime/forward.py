@@ -194,7 +194,8 @@ class PreparedForward(PreparedCall):
         if self.signature.sink is None:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
-            lse = lse_without_keys(self.signature, named(self.signature, captured), q)
+            by_name = named(self.signature, captured)
+            lse = lse_without_keys(self.signature, by_name, q, self.call)
         return out, lse, ForwardRecord(self, 0, EMPTY)
 
     def _on_cpu(

@@ -221,12 +221,15 @@ def _separating_indices(
     }
 
 
-def lse_without_keys(signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor) -> Tensor:
+def lse_without_keys(
+    signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
+) -> Tensor:
     """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
     from flashgen.cpu import sinks
 
     name = _sink(signature).name
-    lse = sinks.lse_without_keys(captured[name], tuple(q.shape[:3]), torch.float32)
+    rows = tuple(q.shape[:3])
+    lse = sinks.lse_without_keys(captured[name], rows, torch.float32, call.first_head)
     if signature.packed:
         lse.masked_fill_(rows_outside(captured, q.shape[2]), -torch.inf)
     return lse
@@ -237,6 +240,7 @@ def add_sink_without_keys(
     gradients: LearnedGradients,
     captured: Mapping[str, Tensor],
     dlse: Tensor | None,
+    call: CheckedCall,
 ) -> None:
     """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
     from flashgen.cpu import sinks
@@ -245,7 +249,8 @@ def add_sink_without_keys(
         name = signature.sink.name
         if signature.packed:
             dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
-        gradients.add(name, sinks.gradient_without_keys(captured[name], dlse.float()))
+        found = sinks.gradient_without_keys(captured[name], dlse.float(), call.first_head)
+        gradients.add(name, found)
 
 
 def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:
@@ -259,16 +264,18 @@ def add_sink_sums(
     gradients: LearnedGradients,
     captured: Mapping[str, Tensor],
     warp_sums: Tensor,
+    call: CheckedCall,
 ) -> None:
     """Adds the sums of the delta kernel's warps, in a fixed order.
 
     Args:
         warp_sums: the buffer of `sink_sums_for`.
     """
+    from flashgen.cpu import sinks
+
     name = _sink(signature).name
-    head_sums, sink = warp_sums.sum((0, 2, 3)), captured[name]
-    total = head_sums if sink.numel() == len(head_sums) else head_sums.sum()
-    gradients.add(name, total.view(sink.shape))
+    by_head = warp_sums.sum((0, 2, 3))
+    gradients.add(name, sinks.gradient_of(captured[name], by_head, call.first_head))
 
 
 def _sink(signature: CallSignature) -> TensorArgument:

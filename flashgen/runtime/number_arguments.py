@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_OPTIONS = (*(name for name in CallOptions._fields if name != "scalars"), "rng", "return_lse")
+_OPTIONS = (
+    *(name for name in CallOptions._fields if name != "scalars"),
+    "rng",
+    "return_lse",
+    "h_offset",
+    "whole",
+)
 """The arguments of every operator that are no operands and no captures."""
 
 _KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
