@@ -105,7 +105,8 @@ class CallSignature:
     Attributes:
         name: the name of the spec.
         head_dim, head_dim_v: lengths of q and k vectors, and of v vectors.
-        dtype: the dtype of q, k, v and the output.
+        dtype: the dtype of q, k and v.
+        out_dtype: the dtype of the output.
         scale: factor on q.k; None for 1 / sqrt(head_dim).
         dropout: whether kernels can drop elements of P.
         packed: whether a call has several sequences in one batch entry.
@@ -121,6 +122,7 @@ class CallSignature:
     head_dim: int
     head_dim_v: int
     dtype: str
+    out_dtype: str
     scale: float | None
     dropout: bool
     packed: bool

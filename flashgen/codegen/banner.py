@@ -44,9 +44,12 @@ def banner(
     shared = plan.kernel in WITHOUT_SPEC
     if shared:
         again = f"flashgen emit SPEC --arch {plan.arch}, with any spec of this dtype and head dim"
-    elif plan.heads_per_tile > 1:
+    elif plan.heads_per_tile > 1 or plan.partial:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
-        again = f'flashgen.emit({loaded}, arch="{plan.arch}", heads_per_tile={plan.heads_per_tile})'
+        if plan.partial:
+            loaded = f"flashgen.language.signature.partial({loaded})"
+        heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
+        again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
     elif spec.file is not None:
         again = f"flashgen emit {spec.file} --arch {plan.arch}"
     else:
@@ -141,6 +144,8 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         lines.append(
             "for each sequence b alone: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], keys likewise"
         )
+    if spec.partial and kernel == "forward":
+        lines.append("O in float32: a partial result, to be merged with those over other keys")
     if spec.offsets and kernel not in STREAMING_KERNELS:
         begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)
         lines.append(f"positions of batch entry b count {begin}")

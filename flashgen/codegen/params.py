@@ -106,6 +106,8 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     params = [
         _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
     ]
+    if role == "forward" and spec.partial:
+        params[-1] = Param("o", "float*", _SHAPES["o"])
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))

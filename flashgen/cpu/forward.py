@@ -42,16 +42,17 @@ def forward(
             it.
 
     Returns:
-        out [batch, heads_q, seq_q, head_dim_v] in the dtype of q, with its axes ordered in memory
-        as q's are; lse [batch, heads_q, seq_q], natural log, undropped, float32 (float64 for
-        float64 operands). A row without a kept key has out 0 and lse -inf, or the spec's sink.
+        out [batch, heads_q, seq_q, head_dim_v] in the dtype of q (of the accumulators where the
+        spec is partial), with its axes ordered in memory as q's are; lse [batch, heads_q, seq_q],
+        natural log, undropped, float32 (float64 for float64 operands). A row without a kept key has
+        out 0 and lse -inf, or the spec's sink.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64. Products of q and k are as
     `SequenceProblem.products` says, and small calls are float64 throughout.
     """
-    out = _empty_like_q(q, v.shape[3])
     work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    out = _empty_like_q(q, v.shape[3], work.dtype if spec.partial else q.dtype)
     lse = torch.empty(q.shape[:3], dtype=work.dtype)
     if spec.packed:
         out.zero_()
@@ -79,12 +80,12 @@ def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
         lse.copy_(sinks.lse_without_keys(problem.sink, rows, lse.dtype, first))
 
 
-def _empty_like_q(q: Tensor, dim: int) -> Tensor:
+def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor [batch, heads_q, seq_q, dim] with the axis order of q in memory."""
     batch, heads, seq, _ = q.shape
     if q.stride(1) < q.stride(2) and q.stride(1) != 0:
-        return torch.empty(batch, seq, heads, dim, dtype=q.dtype).transpose(1, 2)
-    return torch.empty(batch, heads, seq, dim, dtype=q.dtype)
+        return torch.empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+    return torch.empty(batch, heads, seq, dim, dtype=dtype)
 
 
 def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:

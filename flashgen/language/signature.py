@@ -1,7 +1,7 @@
 """What calls need of a spec: its signature as plain values, and variants of the spec.
 
-A variant has another dtype, no dropout, fewer gradients or offsets that are tensors, with the same
-traced expressions, or computes a part of a whole.
+A variant has another dtype, no dropout, fewer gradients, offsets that are tensors, or an output in
+float32, with the same traced expressions; or its calls are inside a whole.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 
 import sympy
 
+from flashgen.errors import SpecError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, Scalar, Tensor, python_text
 from flashgen.language.divisors import divisions_by_zero
 from flashgen.language.lets import Let, substituted
@@ -35,6 +36,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         dtype=spec.dtype,
+        out_dtype=spec.out_dtype,
         scale=spec.scale,
         dropout=spec.dropout,
         packed=spec.packed,
@@ -112,6 +114,32 @@ def of_part(spec: AttentionSpec) -> AttentionSpec:
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
     return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_part", **changed)
+
+
+@functools.lru_cache(maxsize=1024)
+def partial(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` with an output in float32, for calls over some of a row's keys.
+
+    `flashgen.runtime.merge.merge` merges such results before they are rounded. The kernel has the
+    tile and the accumulators of the ordinary one. There is no backward pass: the ordinary one takes
+    the merged out and LSE. A float32 spec is its own variant.
+    """
+    return (
+        spec
+        if spec.out_dtype == "float32"
+        else _with(spec, partial=True, name=f"{spec.name}_partial")
+    )
+
+
+def refuse_backward(spec: AttentionSpec) -> None:
+    """Raises SpecError for a variant that has no backward pass."""
+    if spec.partial:
+        raise SpecError(
+            "a partial result has no backward pass",
+            where=f"spec {spec.name}",
+            numbers=f"out is {spec.out_dtype}, q, k and v are {spec.dtype}",
+            way_out="the ordinary spec's backward pass for each part, from the merged out and LSE",
+        )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -75,6 +75,8 @@ class AttentionSpec:
         mask_line: the Python lines of mask_mod; None without one.
         score_line: the Python lines of score_mod; None without one.
         file: the spec file that it was loaded from; None if it was made otherwise.
+        partial: whether out is float32, to be merged with the results over other keys
+            (`flashgen.language.signature.partial`).
 
     Raises:
         SpecError: an option is outside its range, or a mod cannot be traced. One error reports
@@ -101,6 +103,7 @@ class AttentionSpec:
     score_line: SourceLines | None = field(init=False, repr=False)
     named: bool = field(init=False, repr=False)
     file: str | None = field(init=False, repr=False, default=None)
+    partial: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         where = user_location()
@@ -168,6 +171,11 @@ class AttentionSpec:
         return tuple(tensor for tensor in self.tensors if tensor.name in OFFSETS)
 
     @property
+    def out_dtype(self) -> str:
+        """The dtype of the output."""
+        return "float32" if self.partial else self.dtype
+
+    @property
     def computes(self) -> tuple[object, ...]:
         """Everything that determines the kernels' results, without source locations."""
         return (
@@ -184,6 +192,7 @@ class AttentionSpec:
             self.packed,
             None if self.sink is None else self.sink.name,
             self.block_sparse,
+            *(("partial",) if self.partial else ()),
         )
 
     @property
@@ -239,6 +248,7 @@ class AttentionSpec:
         if not self.named and "name" not in changes:
             object.__setattr__(copy, "name", self.name)
         object.__setattr__(copy, "file", self.file)
+        object.__setattr__(copy, "partial", self.partial)
         return copy
 
 

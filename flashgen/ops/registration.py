@@ -118,7 +118,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
         _check_traced_dropout(signature, operands.rng, p, q.device)
         check_traced(signature, operands, by_name.get(WHOLE[1]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        return empty_rows(q, signature.head_dim_v), lse
+        return empty_rows(q, signature.head_dim_v, getattr(torch, signature.out_dtype)), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
         operands, _, _ = _backward_values(signature, tensors)

@@ -123,6 +123,7 @@ def plan_backward(
     Raises:
         PlanError: the architecture is unknown, an option is wrong, or no tile, or not a given
             tile, fits.
+        SpecError: the spec is a partial result, which has no backward pass.
     """
     pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
     return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))

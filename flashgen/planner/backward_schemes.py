@@ -14,6 +14,7 @@ import functools
 
 from flashgen.arch import facts
 from flashgen.errors import PlanError
+from flashgen.language.signature import refuse_backward
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.planner.plan_errors import check_size, no_tile_fits, tile_does_not_fit
@@ -58,6 +59,7 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.planner.plan_backward`."""
     spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
     check_size(spec)
+    refuse_backward(spec)
     spare, tiles = dict(request.spare_registers), dict(request.tiles)
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}

@@ -170,6 +170,8 @@ def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None
 def _edges(plan: Plan) -> int:
     """Bytes of the rows that a block owns: operands before its steps, results after them."""
     d_qk, d_v = plan.head_dim, plan.head_dim_v
+    if plan.kernel == "forward":
+        return plan.block_q * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
     if plan.owns_keys:
         return plan.itemsize * plan.block_k * 2 * (d_qk + d_v)
     gradient = d_qk if plan.kernel == "dq" else 0
@@ -183,7 +185,7 @@ def _bytes(plan: Plan, sizes: LaunchSizes) -> int:
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
-        return operands + queries * (v + LSE_BYTES)
+        return operands + queries * (plan.head_dim_v * plan.out_itemsize + LSE_BYTES)
     sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q)
     if plan.kernel == "delta":
         return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums

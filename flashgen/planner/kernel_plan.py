@@ -29,6 +29,7 @@ class Plan:
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
         dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
+        partial: whether O is float32 although the operands have 16 bits, in "forward".
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
             "dkdv" and "fused" owns block_k keys and walks the queries in steps of block_q; any
@@ -105,6 +106,12 @@ class Plan:
     heads_per_tile: int = 1
     sums_tile: tuple[int, int] | None = None
     integer_bits: int = 32
+    partial: bool = False
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes per element of O."""
+        return 4 if self.partial else self.itemsize
 
     @property
     def queries_per_tile(self) -> int:

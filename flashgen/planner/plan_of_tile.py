@@ -65,6 +65,7 @@ def plan_of_tile(
         smem_bytes=int(at["smem"]),
         sink_bytes=problem.sink_bytes,
         heads_per_tile=problem.heads_per_tile,
+        partial=problem.partial,
         sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),

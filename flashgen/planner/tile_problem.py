@@ -88,6 +88,7 @@ class TileProblem:
         block_layout: a block-sparse layout in words; "" without one.
         heads_per_tile: query heads that share a tile.
         learned: the elements of learned tensors to which each score adds for itself.
+        partial: as in `Plan`.
     """
 
     kernel: str
@@ -110,6 +111,7 @@ class TileProblem:
     block_layout: str
     heads_per_tile: int
     learned: Learned = ()
+    partial: bool = False
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -205,6 +207,7 @@ def problem_of(
         block_layout=spec.block_sparse.described if spec.block_sparse else "",
         heads_per_tile=heads_per_tile,
         learned=added_by_scores(spec, kernel),
+        partial=spec.partial,
     )
 
 

@@ -174,8 +174,9 @@ def forward_traffic(
     pairs = batch * heads_q
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    o_row = plan.head_dim_v * plan.out_itemsize
     kv_touched = _rows(set(chain(*walks)), plan.block_k, seq_k)
-    q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * v_row, pairs * seq_q * LSE_BYTES
+    q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
     logits = heads_q * plan.sink_bytes
     lanes = WARP * plan.warps  # each reads the logit of its row's head
     return ForwardTraffic(

@@ -267,10 +267,12 @@ def prepare(
 
     Raises:
         InputError: an argument is wrong.
+        SpecError: the spec has no backward pass.
         PlanError: the generation of the GPU is not supported.
     """
-    from flashgen.language.signature import learning, signature_of
+    from flashgen.language.signature import learning, refuse_backward, signature_of
 
+    refuse_backward(spec)
     signature = signature_of(spec)
     call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)

@@ -81,7 +81,8 @@ class PreparedForward(PreparedCall):
         # from them, in half of the time that torch.empty needs to read a shape.
         batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
         shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
-        self._out_model = q.new_empty(()).expand(shape)
+        dtype = getattr(torch, self.signature.out_dtype)
+        self._out_model = q.new_empty((), dtype=dtype).expand(shape)
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
@@ -190,7 +191,7 @@ class PreparedForward(PreparedCall):
     def _without_scores(
         self, q: Tensor, captured: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, ForwardRecord]:
-        out = empty_rows(q, self.call.head_dim_v).zero_()
+        out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
         if self.signature.sink is None:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:

@@ -62,8 +62,8 @@ def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
     return arch, ALIGNED
 
 
-def empty_rows(model: Tensor, dim: int) -> Tensor:
-    """An uninitialised tensor [batch, heads, seq, dim] with the dtype and axis order of ``model``.
+def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor [batch, heads, seq, dim] with the axis order of ``model``.
 
     For a model stored as [batch, seq, heads, dim] the result is stored likewise, as in torch's own
     attention, so that ``out.transpose(1, 2).flatten(2)`` copies nothing. Otherwise the result is
@@ -72,11 +72,12 @@ def empty_rows(model: Tensor, dim: int) -> Tensor:
     Args:
         model: a tensor [batch, heads, seq, any length].
         dim: the length of the result's last dimension.
+        dtype: that of the result; the model's if None.
     """
     batch, heads, seq, _ = model.shape
     if rows_before_heads(model):
-        return model.new_empty(batch, seq, heads, dim).transpose(1, 2)
-    return model.new_empty(batch, heads, seq, dim)
+        return model.new_empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+    return model.new_empty(batch, heads, seq, dim, dtype=dtype)
 
 
 def rows_before_heads(model: Tensor) -> bool:
@@ -86,5 +87,5 @@ def rows_before_heads(model: Tensor) -> bool:
 
 def in_memory_order_of(model: Tensor, result: Tensor) -> Tensor:
     """``result`` in the axis order of `empty_rows`, copied only where its order differs."""
-    wanted = empty_rows(model, result.shape[3])
+    wanted = empty_rows(model, result.shape[3], result.dtype)
     return result if result.stride() == wanted.stride() else wanted.copy_(result)

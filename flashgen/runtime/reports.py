@@ -61,7 +61,7 @@ class ForwardRun:
     """The result of a forward call, with its report.
 
     Attributes:
-        out: [batch, heads_q, seq_q, head_dim_v], dtype of q.
+        out: [batch, heads_q, seq_q, head_dim_v], dtype of q; float32 for a partial result.
         lse: [batch, heads_q, seq_q], float32, natural log.
         rng: int64 [2], seed and offset of dropout; None when nothing was dropped.
     """
