@@ -24,6 +24,7 @@ from flashgen.planner import (
     PlanRequest,
     Tile,
     plan_forward,
+    plan_merge,
     plan_minmax_table,
     plan_schemes,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "analysed",
     "build",
     "build_backward",
+    "build_merge",
     "build_minmax_tables",
     "emit",
     "gradient_terms",
@@ -43,7 +45,6 @@ __all__ = [
 
 MOST_SPARE_REGISTERS = 96
 """A kernel that spills although its plan leaves this many registers free keeps its spills."""
-
 
 _CHANGED_WGMMA = "(C75"
 """The codes of ptxas for wgmma instructions that it serialises, or orders by fences and waits that
@@ -177,18 +178,13 @@ def _emit_backward(request: BackwardPlanRequest, wide: bool = False) -> tuple[So
         codegen.backward(
             spec,
             analysed(spec, codegen.walk_of_kernel(kernel.kernel)),
-            _with_integers(kernel, wide),
+            replace(kernel, integer_bits=64 if wide and not kernel.streams else 32),
         )
         for kernel in chosen.kernels
     )
     for source in sources:
         config.log(4, source.text)
     return sources
-
-
-def _with_integers(plan: Plan, wide: bool) -> Plan:
-    """The plan for integers of 64 bits, if ``wide`` and if its kernel has expressions of a spec."""
-    return replace(plan, integer_bits=64) if wide and not plan.streams else plan
 
 
 def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
@@ -283,19 +279,28 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
     return _asynchronous(best)
 
 
+@functools.lru_cache(maxsize=512)
 def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
     """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    return _build_minmax_tables(spec, arch)
-
-
-@functools.lru_cache(maxsize=512)
-def _build_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Build, ...]:
     analysis = analysed(spec, codegen.walk_of_kernel("forward"))
     return tuple(_compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
+
+
+@functools.lru_cache(maxsize=64)
+def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80") -> Build:
+    """The compiled kernel that merges partial results into an output of this dtype.
+
+    Raises:
+        SpecError: there is no kernel for the head dim or the dtype.
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name="merge")
+    source = codegen.merge(spec, plan_merge(spec, arch))
+    return _compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 
 def build_backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flashgen.codegen.backward import backward, walk_of_kernel
 from flashgen.codegen.forward import forward
 from flashgen.codegen.integer_ranges import CallRanges, beyond_int32
+from flashgen.codegen.merge import merge
 from flashgen.codegen.minmax_table import minmax_table
 from flashgen.codegen.source import Param, Source
 
@@ -19,6 +20,7 @@ __all__ = [
     "backward",
     "beyond_int32",
     "forward",
+    "merge",
     "minmax_table",
     "walk_of_kernel",
 ]

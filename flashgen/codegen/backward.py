@@ -14,6 +14,7 @@ from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.panels_sm90 import panel_of_scores, queries_of_sums
+from flashgen.planner.streaming_kernels import lanes_of_row
 
 
 def walk_of_kernel(role: str) -> WalkedAxis:
@@ -89,7 +90,7 @@ def _shapes_of_products(plan: Plan) -> set[tuple[str, int]]:
 
 def _delta(spec: AttentionSpec, plan: Plan) -> Source:
     vectors = plan.head_dim_v * plan.itemsize // 16
-    lanes = delta_lanes(vectors)
+    lanes = lanes_of_row(vectors)
     return kernel(
         "common/delta.cu.j2",
         spec,
@@ -99,15 +100,3 @@ def _delta(spec: AttentionSpec, plan: Plan) -> Source:
         uneven=vectors % lanes != 0,
         has_sink=spec.sink is not None,
     )
-
-
-def delta_lanes(vectors: int) -> int:
-    """The number of lanes that read one row together, given its length in 16-byte vectors.
-
-    With four lanes or more every access is a run of 64 bytes, and with at most four vectors per
-    lane all loads of a row are in flight together. Among the numbers of lanes that satisfy both,
-    the function chooses the one that leaves the fewest lanes without a vector, and the largest of
-    several equally good ones.
-    """
-    choices = [n for n in (2, 4, 8, 16, 32) if min(vectors, 4) <= n and vectors <= 4 * n]
-    return min(choices, key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))

@@ -72,12 +72,24 @@ _ZEROS = (
     Param("sum_vectors", "long long", "16-byte vectors of these sums; 0: there are no sums"),
     Param("block_vectors", "int", "16-byte vectors of these sums per block"),
 )
+_MERGE_ROWS = (
+    *_FORWARD_ROWS,
+    Param("parts_o", "const float*", f"[splits, {_SHAPES['o'][1:]}"),
+    Param("parts_lse", "const float*", "[splits, batch, heads_q, seq_q]; -inf: no keys"),
+    Param("merged_o", "const float*", f"{_SHAPES['o']}: an earlier result"),
+    Param("merged_lse", "const float*", f"{_PER_ROW}; null: there is none"),
+    Param("sink", "const float*", "[heads_q], logits; null: there are none"),
+    Param("splits", "int", "parts"),
+    Param("sink_stride", "int", "elements to the logit of the next head"),
+    Param("parts_o_stride_s", "long long", "elements to the next part"),
+)
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
 # The first tensors of a kernel, operands and O, and its fields with a value per row.
 _FIRST = {
     "forward": (("q", "k", "v", "o"), _FORWARD_ROWS),
     "delta": (("o", "do"), (*_DELTA_ROWS, *_ZEROS)),
     "convert_dq": ((), ()),
+    "merge": (("o",), _MERGE_ROWS),
 }
 _BACKWARD = (("q", "k", "v", "do"), _BACKWARD_ROWS)
 _GRADIENTS = {
@@ -101,7 +113,7 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     by_tma = path == "sm_90a" and role not in STREAMING_KERNELS
     first, rows = _FIRST.get(role, _BACKWARD)
     gradients = _GRADIENTS.get(role, ())
-    written = ("o", *gradients) if role == "forward" else gradients
+    written = ("o", *gradients) if role in ("forward", "merge") else gradients
     mapped = {name for name in first if by_tma and name not in written}
     params = [
         _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
@@ -112,6 +124,8 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))
     params += _strides(*(name for name in (*first, *gradients) if name not in mapped))
+    if role == "merge":
+        params += _strides("parts_o", "merged_o")
     params += [*_NUMBERS, *(_DROPOUT if spec.dropout else ())]
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type

@@ -131,7 +131,7 @@ ELEMENTS = {
 }
 
 
-WITHOUT_SPEC = ("delta", "convert_dq")
+WITHOUT_SPEC = ("delta", "convert_dq", "merge")
 """The kernels that read neither mask nor score: specs share their names and their text."""
 
 
@@ -149,6 +149,8 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
         packed = "_packed" if spec.packed else ""
         dtype = DTYPE_SHORT[spec.dtype]
         return f"convert_dq{packed}_{dtype}_d{spec.head_dim}_q{plan.block_q}"
+    if role == "merge":
+        return f"merge_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"

@@ -19,6 +19,7 @@ from flashgen.distributed.sharding import Sharding, sharding_of
 from flashgen.dropout import BLOCK
 from flashgen.errors import InputError
 from flashgen.language import SEQ_K, SEQ_Q, H
+from flashgen.language.signature import partial
 from flashgen.ops import Attention
 from flashgen.ops.registration import operator_of
 from flashgen.runtime.number_arguments import check_names, draw_rng
@@ -149,6 +150,7 @@ def _context(
     captures: Mapping[str, Any],
 ) -> Context:
     spec, operator = op.spec, operator_of(op.spec)
+    sinkless = spec if spec.sink is None else spec.replace(sink=None)
     queries, keys = shardings
     scalars = {name: captures[name] for name in operator.scalars}
     tensors = {name: captures[name] for name in operator.tensors}
@@ -157,7 +159,8 @@ def _context(
         exchange,
         spec,
         operator,
-        operator if spec.sink is None else operator_of(spec.replace(sink=None)),
+        operator_of(partial(sinkless)),
+        operator_of(sinkless),
         options._replace(scalars=tuple(scalars.values())),
         queries,
         keys,

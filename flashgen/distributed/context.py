@@ -17,6 +17,7 @@ from flashgen.distributed.reach import needed_by
 from flashgen.distributed.sharding import Sharding
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops.operator import Operator
+from flashgen.runtime.memory_layout import empty_rows
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,8 @@ class Context:
     Attributes:
         spec: of the call.
         operator: of the spec.
-        sinkless: of the spec without its sink, for the parts of a row's keys.
+        partial: of the spec without its sink and with float32 results, for parts of a row's keys.
+        sinkless: of the spec without its sink, for the backward passes of such parts.
         options: the numbers of the call; its offsets are those of the whole.
         queries, keys: who holds which positions.
         reach: for each chunk of queries and of keys, whether they are computed; bool.
@@ -50,6 +52,7 @@ class Context:
     exchange: Exchange
     spec: AttentionSpec
     operator: Operator
+    partial: Operator
     sinkless: Operator
     options: CallOptions
     queries: Sharding
@@ -129,16 +132,17 @@ class Context:
         sink = self.spec.sink
         return None if sink is None else operands.captured[self.names.index(sink.name)]
 
+    def no_parts(self) -> Merged:
+        """The merged results of some queries before the first part."""
+        return Merged(self.options.backend, self.options.arch)
+
     def finished(self, merged: Merged, operands: Operands, q: Tensor) -> tuple[Tensor, Tensor]:
         """out, of q's dtype, and lse of a chunk whose parts have been merged."""
         if merged.out is None or merged.lse is None:
             rows = q.shape[:3]
-            merged.out = q.new_zeros(*rows, self.operator.signature.head_dim_v).float()
+            merged.out = empty_rows(q, self.operator.signature.head_dim_v, torch.float32).zero_()
             merged.lse = q.new_full(rows, -torch.inf, dtype=torch.float32)
-        sink = self.sink(operands)
-        if sink is not None:
-            merged.add_sink(sink)
-        return merged.out.to(q.dtype), merged.lse
+        return merged.result(q.dtype, self.sink(operands))
 
     def learned_gradients(
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients

@@ -21,7 +21,6 @@ from flashgen.distributed.context import (
     zeros_for,
 )
 from flashgen.distributed.exchange import Transfer
-from flashgen.distributed.partial_results import Merged
 
 Tensor = torch.Tensor
 
@@ -38,9 +37,9 @@ def forward(context: Context, operands: Operands) -> tuple[Tensor, Tensor]:
             keys = _joined(runs[0])
             results.append(context.forward(context.operator, of_rows, number, keys))
             continue
-        merged = Merged()
+        merged = context.no_parts()
         for run in runs:
-            merged.add(*context.forward(context.sinkless, of_rows, number, _joined(run)))
+            merged.add(*context.forward(context.partial, of_rows, number, _joined(run)))
         results.append(context.finished(merged, operands, q))
     out, lse = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)

@@ -1,8 +1,7 @@
 """Attention of some queries over some keys, and how such results are merged.
 
-A row's results over two sets of keys, O_a with LSE_a and O_b with LSE_b, give those over both:
-LSE = ln(exp(LSE_a) + exp(LSE_b)) and O = exp(LSE_a - LSE) O_a + exp(LSE_b - LSE) O_b. The merge is
-computed in float32. The backward pass of each part starts from the merged O and LSE, because
+The results over a part of the keys are float32, and are merged in float32 before they are rounded
+(`flashgen.runtime.merge`). The backward pass of each part starts from the merged O and LSE, because
 P = exp(s - LSE) holds for the keys of every part.
 """
 
@@ -10,47 +9,53 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashgen.call import OutputGradients
+from flashgen.runtime.merge import merge
 
 Tensor = torch.Tensor
 
 
 @dataclass
 class Merged:
-    """The merged results of some queries; float32, and None before the first part.
+    """The merged results of some queries, float32; None before the first part.
 
     Attributes:
+        backend, arch: of the call.
         out: [batch, heads, rows, head_dim_v].
         lse: [batch, heads, rows].
     """
 
+    backend: str | None
+    arch: str | None
     out: Tensor | None = None
     lse: Tensor | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Adds the results over further keys. Rows without keys have LSE -inf and out 0."""
+        """Adds the results over further keys, float32."""
         if self.out is None or self.lse is None:
-            self.out, self.lse = out.float(), lse
-            return
-        total = torch.logaddexp(self.lse, lse)
-        self.out = self.out * _weight(self.lse, total) + out.float() * _weight(lse, total)
-        self.lse = total
+            self.out, self.lse = out, lse
+        else:
+            earlier = self.out, self.lse
+            self.out, self.lse = self._merged(out, lse, merged=earlier)
 
-    def add_sink(self, sink: Tensor) -> None:
-        """Adds the logits of the sink, [heads] or one for all, to the normaliser."""
+    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out, rounded to ``dtype``, and lse.
+
+        Args:
+            sink: logits that join the normaliser, [heads] or one for all.
+        """
         assert self.out is not None
         assert self.lse is not None
-        total = torch.logaddexp(self.lse, sink.detach().float().reshape(1, -1, 1))
-        self.out = self.out * _weight(self.lse, total)
-        self.lse = total
+        if sink is None:
+            return self.out.to(dtype), self.lse
+        return self._merged(self.out, self.lse, sink=sink, out_dtype=dtype)
 
-
-def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total) as a factor on rows; 0 where the part is -inf."""
-    return torch.where(part == -math.inf, 0.0, (part - total).exp())[..., None]
+    def _merged(self, out: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return merge(out[None], lse[None], backend=self.backend, arch=self.arch, **options)
 
 
 def sink_gradient(sink: Tensor, results: OutputGradients) -> Tensor:

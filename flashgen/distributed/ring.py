@@ -18,20 +18,19 @@ import torch
 from flashgen.call import Operands, OutputGradients
 from flashgen.distributed.context import Chunk, Context, add_learned, room_for, rows_of, zeros_for
 from flashgen.distributed.exchange import Transfer
-from flashgen.distributed.partial_results import Merged
 
 Tensor = torch.Tensor
 
 
 def forward(context: Context, operands: Operands) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
-    merged = {number: Merged() for number, _ in context.mine}
+    merged = {number: context.no_parts() for number, _ in context.mine}
     for _, chunks in _steps(context, operands):
         for number, rows in context.mine:
             of_rows = operands._replace(q=operands.q[:, :, rows])
             for keys in chunks:
                 if context.reach[number, keys.number]:
-                    part = context.forward(context.sinkless, of_rows, number, keys)
+                    part = context.forward(context.partial, of_rows, number, keys)
                     merged[number].add(*part)
     results = [
         context.finished(merged[number], operands, operands.q[:, :, rows])

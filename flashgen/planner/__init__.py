@@ -9,6 +9,7 @@ from flashgen.planner.api import (
     plan,
     plan_backward,
     plan_forward,
+    plan_merge,
     plan_minmax_table,
 )
 from flashgen.planner.backward_schemes import plan_schemes
@@ -40,6 +41,7 @@ __all__ = [
     "plan",
     "plan_backward",
     "plan_forward",
+    "plan_merge",
     "plan_minmax_table",
     "plan_schemes",
 ]

@@ -138,6 +138,18 @@ def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
     return streaming_kernels.plan_minmax_table(spec, facts(arch))
 
 
+def plan_merge(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that merges partial results.
+
+    Args:
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    return streaming_kernels.plan_merge(spec, facts(arch))
+
+
 def feasible(
     spec: AttentionSpec, arch: str = "sm_80", *, kernel: str = "forward", sram: int | None = None
 ) -> tuple[Plan, ...]:

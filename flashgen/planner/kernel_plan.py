@@ -24,7 +24,8 @@ class Plan:
         kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
             "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"), "captured"
             (gradients of learned tensors) and "captured_exact" (the same with order-independent
-            sums); or "minmax_table" (min/max tables of captured tensors, before all other kernels).
+            sums); "minmax_table" (min/max tables of captured tensors, before all other kernels); or
+            "merge" (partial results, after all other kernels).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
@@ -62,7 +63,8 @@ class Plan:
             which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
         integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
             call needs them; 32 for a kernel of calls within int32.
-        cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq".
+        cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq",
+            and per row of a part for "merge".
         derivation: the constraints and the cost, with their numbers.
         refused: why each next larger tile was not chosen.
         notes: further lines: the machine's numbers, the code path, roundings.

@@ -32,6 +32,15 @@ CONVERT_REGISTERS = 64
 CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
 CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
 
+# The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
+MERGE_WARPS = 4
+MERGE_BLOCKS = 6
+MERGE_REGISTERS = 80  # enough to load rows of several parts at once
+PART_BYTES = 4  # an element of a part is a float32
+PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
+MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
+MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
+
 # The kernel for min/max tables: a block makes the table of one line of the tensor.
 MINMAX_WARPS = 8
 MINMAX_BLOCKS = 4
@@ -99,6 +108,26 @@ def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple
     )
 
 
+def plan_merge(spec: AttentionSpec, arch: Arch) -> Plan:
+    """The plan of the kernel that merges partial results into an output of the spec's dtype."""
+    d_v = spec.head_dim_v or spec.head_dim
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_v": d_v,
+        "R": arch.registers_per_sm,
+        "warps": MERGE_WARPS,
+        "blocks": MERGE_BLOCKS,
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    formulas = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
+    note = (
+        f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
+        f"an SM per row of a part. Bound by memory: each byte of a part with keys is read once."
+    )
+    plan = _plan("merge", spec, arch, at, formulas, MERGE_REGISTERS, note)
+    return replace(plan, block_q=plan.threads // lanes_of_row(PART_BYTES * d_v // 16))
+
+
 def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
     """The plan of the kernel that makes a captured tensor's min/max table."""
     at: dict[str, Number] = {
@@ -145,3 +174,15 @@ def _plan(
         notes=(note,),
         quantities=Quantities(at),
     )
+
+
+def lanes_of_row(vectors: int) -> int:
+    """The number of lanes that read one row together, given its length in 16-byte vectors.
+
+    With four lanes or more every access is a run of 64 bytes, and with at most four vectors per
+    lane all loads of a row are in flight together. Among the numbers of lanes that satisfy both,
+    the function chooses the one that leaves the fewest lanes without a vector, and the largest of
+    several equally good ones.
+    """
+    choices = [n for n in (2, 4, 8, 16, 32) if min(vectors, 4) <= n and vectors <= 4 * n]
+    return min(choices, key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))

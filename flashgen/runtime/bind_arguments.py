@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 MOST_ALONG_Y_AND_Z = 65_535
 """Thread blocks along y and z of a grid, by the CUDA programming guide."""
 
+NO_NUMBERS: Mapping[str, int | float] = MappingProxyType({})
+
 
 def bind(
     build: Build,
@@ -31,6 +34,7 @@ def bind(
     tensors: Tensors,
     captured: Mapping[str, torch.Tensor] | None = None,
     *,
+    numbers: Mapping[str, int | float] = NO_NUMBERS,
     packed: bool = False,
     sms: int | None = None,
     blocks: int | None = None,
@@ -40,6 +44,7 @@ def bind(
     Args:
         tensors: the tensors by the names that kernels use; only sizes and strides are read.
         captured: the captured tensors by name.
+        numbers: values of fields that do not follow from the call.
         packed: whether the call has packed sequences.
         sms: multiprocessors of the GPU; None for the number in the plan's architecture.
         blocks: the blocks of a persistent kernel, instead of the plan's number.
@@ -52,7 +57,7 @@ def bind(
     plan, params = build.plan, build.source.params
     grouped = any(param.name == "head_bits" for param in params)
     bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
-    numbers = {**numbers_of(call, tensors, captured), "head_bits": bits}
+    numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
     grid = plan.grid(*call.sizes, packed=packed, head_bits=bits)
     vectors = elements_of_sums(plan, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}

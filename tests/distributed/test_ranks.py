@@ -19,6 +19,7 @@ COMPARED = (
     "heads_are_exchanged",
     "any_list_of_chunks",
     "the_same_elements_are_dropped",
+    "halves_are_rounded_once",
     "documents_are_sharded",
     "gathered_chunks_are_equal_bits",
 )

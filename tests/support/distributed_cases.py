@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import flashgen as fg
-from flashgen import distributed
+from flashgen import distributed, reference
 from flashgen.distributed.sharding import Sharding, sharding_of
 from tests.support.examples import values_of
 from tests.support.paths import ROOT
@@ -160,6 +160,22 @@ def the_same_elements_are_dropped() -> None:
     for method, shard in (("all_gather", "head_tail"), ("ring", "contiguous")):
         problem = Problem(causal_spec(dropout=True), 64 * dist.get_world_size(), shard)
         problem.compare(method, one={**options}, **{**options, "rng": rng})
+
+
+def halves_are_rounded_once() -> None:
+    """Partial results are float32: the error is that of one call, not of a rounding per part."""
+    spec = causal_spec().replace(dtype="bfloat16")
+    seq = 64 * dist.get_world_size()
+    for method, shard in (("ring", "contiguous"), ("all_gather", "head_tail")):
+        problem = Problem(spec, seq, shard)
+        exact, _ = reference.attention(spec, *problem.qkv)
+        options = {"method": method, "shard": shard}
+        out = distributed.attention(problem.op, *map(problem.mine, problem.qkv), **options)
+        one, of_ranks = (
+            (x - problem.mine(exact)).square().mean()
+            for x in (problem.mine(problem.op(*problem.qkv)), out)
+        )
+        assert of_ranks <= 1.05 * one, f"{method}: {of_ranks / one}"
 
 
 def any_list_of_chunks() -> None:

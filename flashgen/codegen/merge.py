@@ -1,0 +1,22 @@
+"""The kernel that merges partial results: the output and LSE of rows over several sets of keys."""
+
+from __future__ import annotations
+
+from flashgen.codegen.kernel import kernel
+from flashgen.codegen.source import Source
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import Plan
+
+
+def merge(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the merge kernel.
+
+    Args:
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    lanes = plan.threads // plan.block_q
+    uneven = plan.head_dim_v // 4 % lanes != 0
+    return kernel("common/merge.cu.j2", spec, plan, None, lanes=lanes, uneven=uneven)

@@ -1,0 +1,207 @@
+"""Partial results merged into the result over all keys, by the emitted kernel and in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import InputError, SpecError
+from flashgen.call import LaunchOptions
+from flashgen.language.signature import partial
+from flashgen.ops import run_forward
+from flashgen.pipeline import build_merge
+from flashgen.runtime import bind_arguments
+from flashgen.runtime.backends import target_of
+from flashgen.runtime.merge import merge, run_merge
+from tests.support.examples import spec_path
+from tests.support.judged import check_gates, judge_forward
+from tests.support.planted import caught, planted
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+Tensor = torch.Tensor
+INF = torch.inf
+BATCH, HEADS, ROWS = 2, 3, 21
+
+
+def parts_of(splits: int, dim: int, *, rows_first: bool = False) -> tuple[Tensor, Tensor]:
+    """Parts with LSE of very different sizes. Some rows have no keys in a part, some in none."""
+    generator = torch.Generator().manual_seed(splits)
+    out = torch.randn(splits, BATCH, HEADS, ROWS, dim, generator=generator)
+    lse = 20 * torch.randn(splits, BATCH, HEADS, ROWS, generator=generator)
+    lse[0, 0, 1] = lse[-1, 1, :, 5:9] = lse[:, 1, 2, 7:] = -INF
+    out[lse == -INF] = torch.nan  # as in memory that nothing has written
+    if rows_first:
+        out = out.transpose(2, 3).contiguous().transpose(2, 3)
+    return out, lse
+
+
+def exact_merge(
+    out: Tensor, lse: Tensor, merged: tuple[Tensor, Tensor] | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """In float64, by the formulas."""
+    if merged is not None:
+        out, lse = torch.cat([merged[0][None], out]), torch.cat([merged[1][None], lse])
+    logits = lse.double()
+    if sink is not None:
+        logits = torch.cat([logits, sink.double()[None, None, :, None].expand(1, *lse.shape[1:])])
+    total = logits.logsumexp(0)
+    weight = torch.where(lse == -INF, 0, (lse - total).exp())[..., None]
+    return torch.where(weight == 0, 0, weight * out).sum(0), total
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("with_merged", [False, True])
+@pytest.mark.parametrize(
+    ("splits", "dim", "dtype", "arch", "rows_first"),
+    [
+        (1, 64, torch.float16, "sm_80", False),
+        (2, 40, torch.float32, "sm_80", True),
+        (5, 24, torch.bfloat16, "sm_90a", False),
+        (5, 40, torch.float32, "tiled", True),
+        (2, 64, torch.float16, "tiled", False),
+        slow(33, 8, torch.float16, "sm_80", True),
+        slow(5, 72, torch.float32, "sm_90a", False),
+        slow(3, 256, torch.bfloat16, "sm_80", True),
+    ],
+)
+def test_the_merged_result_is_that_over_all_keys(
+    splits: int,
+    dim: int,
+    dtype: torch.dtype,
+    arch: str,
+    rows_first: bool,
+    with_merged: bool,
+    with_sink: bool,
+) -> None:
+    parts = parts_of(splits, dim, rows_first=rows_first)
+    out, lse = parts_of(7, dim, rows_first=rows_first)
+    merged = (out[3].roll(4, 2), lse[3].roll(4, 2)) if with_merged else None
+    sink = torch.tensor([-INF, 0.5, 30.0]) if with_sink else None
+    how = {"backend": "tiled"} if arch == "tiled" else {"backend": "emulator", "arch": arch}
+    out, lse = merge(*parts, merged=merged, sink=sink, out_dtype=dtype, **how)
+    exact, exact_lse = exact_merge(*parts, merged, sink)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert out.stride() == parts[0][0].stride()
+    unit = torch.finfo(dtype).eps / 2 + 8 * torch.finfo(torch.float32).eps
+    assert ((out - exact).abs() <= unit * (1 + exact.abs())).all()
+    empty = exact_lse == -INF
+    assert empty.any() or with_sink
+    assert torch.equal(lse == -INF, empty)
+    assert not out[empty].any()
+    torch.testing.assert_close(lse[~empty].double(), exact_lse[~empty], rtol=2e-7, atol=2e-6)
+    if arch != "tiled":
+        check_gates(build_merge(dim, str(dtype).removeprefix("torch."), arch))
+
+
+def test_one_part_is_its_own_result() -> None:
+    out, lse = parts_of(1, 40)
+    for how in ({"backend": "emulator"}, {"backend": "tiled"}):
+        found, found_lse = merge(out, lse, **how)
+        assert torch.equal(found_lse, lse[0])
+        assert torch.equal(found, out[0].nan_to_num(0.0))
+
+
+def test_parts_can_be_merged_one_after_another() -> None:
+    out, lse = parts_of(5, 40)
+    whole, whole_lse = merge(out, lse, backend="emulator")
+    so_far = out[0].nan_to_num(0.0), lse[0]
+    for part in zip(out[1:], lse[1:], strict=True):
+        so_far = merge(part[0][None], part[1][None], merged=so_far, backend="emulator")
+    torch.testing.assert_close(so_far[0], whole, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(so_far[1], whole_lse, rtol=1e-6, atol=2e-6)
+
+
+def run(out: Tensor, lse: Tensor, **launch: Any) -> tuple[Tensor, Tensor, Any]:
+    """The kernel's results, and the counters of the emulator."""
+    results = torch.full_like(out[0], torch.nan), torch.full_like(lse[0], torch.nan)
+    target = target_of("emulator", "sm_80", out.device)
+    counters = run_merge(target, (out, lse), results, launch=LaunchOptions(**launch))
+    return *results, counters
+
+
+def test_only_parts_with_keys_are_read() -> None:
+    out, lse = parts_of(5, 40)
+    *_, counters = run(out, lse)
+    lanes = 4  # of a row, each of which reads the LSE twice
+    of_lse = 4 * lanes * 2 * lse.numel()
+    assert counters.global_read_bytes == 4 * 40 * int((lse > -INF).sum()) + of_lse
+    assert counters.global_write_bytes == 4 * (40 + 1) * lse[0].numel()
+
+
+def test_every_order_of_blocks_and_every_grid_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, lse = parts_of(5, 40)
+    first = run(out, lse)
+    other = run(out, lse, order_seed=3)
+    monkeypatch.setattr(bind_arguments, "MOST_ALONG_Y_AND_Z", 1)
+    for found in (other, run(out, lse)):
+        assert torch.equal(found[0], first[0])
+        assert torch.equal(found[1], first[1])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lse == minus_infinity() ? lse : lse - top", "lse - top"),  # -inf - -inf
+        ("if (has_keys && vector", "if (vector"),  # 0 * NaN
+        ("total == 0.0f ? 0.0f : 1.0f / total", "1.0f / total"),  # 0 / 0
+    ],
+)
+def test_a_bug_in_rows_without_keys_gives_nan(old: str, new: str) -> None:
+    assert not any(x.isnan().any() for x in run(*parts_of(5, 40))[:2])
+    with planted("merge", old, new):
+        assert any(x.isnan().any() for x in run(*parts_of(5, 40))[:2])
+
+
+def test_rows_past_the_end_are_not_written() -> None:
+    with planted("merge", "if (row >= p.seq_q)", "if (row > p.seq_q)"), caught("OutOfBounds"):
+        run(*parts_of(5, 40))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_results_over_parts_of_the_keys_are_those_of_one_call(arch: str) -> None:
+    """The queries before the second part have no keys in it."""
+    spec, (q, k, v) = fg.load(spec_path("causal")), Case(113, 203, 1, 4, 2).tensors()
+    how: dict[str, Any] = {"backend": "emulator", "arch": arch}
+    parts = [
+        run_forward(
+            partial(spec), q, k[:, :, start:stop], v[:, :, start:stop], k_offset=start, **how
+        )
+        for start, stop in ((0, 64), (64, 203))
+    ]
+    out = torch.stack([part.out for part in parts])
+    lse = torch.stack([part.lse for part in parts])
+    assert (lse[1, :, :, :64] == -INF).all()
+    judge_forward(merge(out, lse, out_dtype=q.dtype, **how), spec, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"parts_out": torch.zeros(2, 1, 3, 4, 8, dtype=torch.float16)}, "do not fit together"),
+        ({"parts_out": torch.zeros(1, 3, 4, 8)}, "do not fit together"),
+        ({"parts_lse": torch.zeros(2, 1, 3, 5)}, "do not fit together"),
+        ({"parts_lse": None}, "not a torch tensor"),
+        ({"merged": (torch.zeros(1, 3, 4, 16), torch.zeros(1, 3, 4))}, "do not fit together"),
+        ({"sink": torch.zeros(2)}, "a logit for each head"),
+        ({"parts_out": torch.zeros(2, 1, 3, 4, 9)[..., 1:]}, "in 16-byte vectors"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], what: str) -> None:
+    given = {"parts_out": torch.zeros(2, 1, 3, 4, 8), "parts_lse": torch.zeros(2, 1, 3, 4)}
+    with pytest.raises(InputError, match=what) as error:
+        merge(**given | change, backend="emulator")  # type: ignore[arg-type]
+    assert next(iter(change)) in error.value.where
+    assert error.value.way_out
+
+
+def test_kernels_have_the_head_dims_of_specs() -> None:
+    with pytest.raises(SpecError, match="head_dim is a multiple of 8"):
+        merge(torch.zeros(1, 1, 1, 1, 4), torch.zeros(1, 1, 1, 1), backend="emulator")
+    out, lse = merge(torch.zeros(1, 1, 1, 0, 8), torch.zeros(1, 1, 1, 0), backend="emulator")
+    assert (out.shape, lse.shape) == ((1, 1, 0, 8), (1, 1, 0))
