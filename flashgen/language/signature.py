@@ -124,11 +124,9 @@ def partial(spec: AttentionSpec) -> AttentionSpec:
     tile and the accumulators of the ordinary one. There is no backward pass: the ordinary one takes
     the merged out and LSE. A float32 spec is its own variant.
     """
-    return (
-        spec
-        if spec.out_dtype == "float32"
-        else _with(spec, partial=True, name=f"{spec.name}_partial")
-    )
+    if spec.out_dtype == "float32":
+        return spec
+    return _with(spec, partial=True, name=f"{spec.name}_partial")
 
 
 def refuse_backward(spec: AttentionSpec) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashgen.language.signature import partial
+from flashgen.ops import run_forward
+from flashgen.runtime.merge import merge
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import (
     MODES,
@@ -23,6 +26,7 @@ from tests.support.gpu_problems import (
     path_of,
     problem,
 )
+from tests.support.judged import judge_forward
 from tests.support.shapes import DTYPES, HEAD_DIMS, LENGTHS, Case
 
 PAIRS = list(product(HEAD_DIMS, DTYPES))
@@ -159,6 +163,24 @@ def test_expanded_keys_and_values_and_no_gradient_of_the_lse() -> None:
     shared = {n: getattr(one, n)[:, :1].expand(-1, 4, -1, -1) for n in ("k", "v")}
     wrong = Problem(**{**vars(one), **shared, "dlse": None}).wrong()
     assert not wrong, "\n".join(wrong)
+
+
+def test_merged_results_over_parts_of_the_keys_meet_the_error_rule() -> None:
+    """The first queries have no keys in the second and third part; a sink joins at the end."""
+    one = problem(path_of("causal"), Case(113, 203, 2, 4, 2, "bfloat16", 128), Mode())
+    how = {"backend": gpu.options()["backend"], "arch": gpu.arch()}
+    parts = [
+        run_forward(partial(one.spec), one.q, one.k[:, :, i:j], one.v[:, :, i:j], k_offset=i, **how)
+        for i, j in ((0, 64), (64, 100), (100, 203))
+    ]
+    out, lse = (torch.stack([getattr(part, name) for part in parts]) for name in ("out", "lse"))
+    first = out[0], lse[0]
+    merged = merge(out[1:], lse[1:], merged=first, out_dtype=one.q.dtype, **how)
+    judge_forward(merged, one.spec, one.q, one.k, one.v)
+    sink = torch.linspace(-1, 1, 4, device=out.device)
+    lse_of_sink = torch.logaddexp(merged[1], sink[:, None])
+    with_sink = merge(out, lse, sink=sink, **how)
+    torch.testing.assert_close(with_sink[1], lse_of_sink)
 
 
 @pytest.mark.parametrize(("batch", "seq_q", "seq_k"), [(0, 8, 8), (2, 0, 8), (2, 8, 0)])
