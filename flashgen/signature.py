@@ -135,11 +135,6 @@ class CallSignature:
     offsets: tuple[str, ...] = ()
 
     @cached_property
-    def of_part(self) -> bool:
-        """Whether a call computes a part of a whole, whose sizes are among the scalars."""
-        return any(scalar.name == WHOLE[0] for scalar in self.scalars)
-
-    @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:
         """The captured tensors that have a gradient."""
         return tuple(tensor for tensor in self.tensors if tensor.grad)

@@ -10,7 +10,7 @@ from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.integer_ranges import AssumedBlock
-from flashgen.codegen.params import SINK_SUMS, WORK_TILES, heads_of_whole, in_whole, params_of
+from flashgen.codegen.params import SINK_SUMS, WORK_TILES, head_in_whole, heads_of_whole, params_of
 from flashgen.codegen.readers import (
     param_of_table,
     params_of_gradient,
@@ -72,7 +72,7 @@ def kernel(
     tables = code.functions.tables if code else ()
     sink, logit = spec.sink if plan.sink_bytes else None, None
     if sink is not None:
-        head = in_whole(spec, head_of(plan))
+        head = head_in_whole(spec, head_of(plan))
         logit = f"read_{sink.name}(p, {head})" if sink.dims else f"read_{sink.name}(p)"
         if sink.name not in {tensor.name for tensor in tensors}:
             tensors, readers = (*tensors, sink), (*readers, reader(sink))
@@ -105,7 +105,7 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
-        head_in_whole=in_whole(spec, "h"),
+        head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),
         packed=packed,
         offsets=[tensor.name for tensor in offsets],

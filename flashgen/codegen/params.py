@@ -138,7 +138,7 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     return tuple(params)
 
 
-def in_whole(spec: AttentionSpec, head: str) -> str:
+def head_in_whole(spec: AttentionSpec, head: str) -> str:
     """C++ of a query head's number among the heads of the whole, made of its number in the call."""
     return head if spec.head == H else f"{head} + p.s_{WHOLE[0]}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashgen import language as fx
 from flashgen.codegen.functions import KEYS, SpecFunctions
-from flashgen.codegen.params import in_whole
+from flashgen.codegen.params import head_in_whole
 from flashgen.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import comment
 from flashgen.language.block_layout import TENSORS
@@ -42,7 +42,7 @@ class LayoutFunctions:
 
     def __init__(self, make: SpecFunctions) -> None:
         self._make = make
-        self._head = in_whole(make.spec, "h")
+        self._head = head_in_whole(make.spec, "h")
         by_keys = make.direction is KEYS
         self._owned, self._walked = (_QUERIES, _KEYS) if by_keys else (_KEYS, _QUERIES)
         live, *lists = (tensor.symbol for tensor in TENSORS)

@@ -104,7 +104,7 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
 
 
 @functools.lru_cache(maxsize=1024)
-def of_part(spec: AttentionSpec) -> AttentionSpec:
+def in_whole(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
 
     The scalars of `flashgen.signature.WHOLE` come last.
@@ -113,7 +113,7 @@ def of_part(spec: AttentionSpec) -> AttentionSpec:
     first, *sizes = (scalar.expr for scalar in whole)
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
-    return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_part", **changed)
+    return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
 
 
 @functools.lru_cache(maxsize=1024)

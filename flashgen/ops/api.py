@@ -286,9 +286,9 @@ class Attention:
         Args:
             offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
         """
-        from flashgen.language.signature import at_offsets, of_part, with_dtype
+        from flashgen.language.signature import at_offsets, in_whole, with_dtype
 
-        spec = of_part(self.spec) if part else self.spec
+        spec = in_whole(self.spec) if part else self.spec
         if dtype is not None:
             spec = with_dtype(spec, str(dtype).removeprefix("torch."))
         return operator_of(at_offsets(spec, offsets))

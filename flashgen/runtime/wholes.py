@@ -1,7 +1,7 @@
 """h_offset and the sizes of the whole of which a call computes a part.
 
 Such a call is a call of a variant of its spec, which has them as scalars
-(`flashgen.language.signature.of_part`).
+(`flashgen.language.signature.in_whole`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.signature import of_part
+from flashgen.language.signature import in_whole
 from flashgen.reference import attention
 from flashgen.signature import WHOLE
 from tests.support.judged import normal
@@ -157,7 +157,7 @@ def test_the_oracle_of_some_heads_is_that_of_the_whole(name: str) -> None:
         kv = slice(heads.start // 2, heads.stop // 2)
         scalars = dict(zip(WHOLE, (heads.start, HEADS, SEQ, SEQ), strict=True))
         of_heads = q[:, heads], k[:, kv], v[:, kv]
-        part = attention(of_part(spec), *of_heads, tensors=numbers, scalars=scalars, **drops)
+        part = attention(in_whole(spec), *of_heads, tensors=numbers, scalars=scalars, **drops)
         for found, expected in zip(part, whole, strict=True):
             assert torch.equal(found, expected[:, heads])
 
@@ -197,7 +197,7 @@ def test_a_part_outside_its_whole_is_refused(given: dict[str, Any], what: str) -
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_spec_of_a_part_survives_pickling(name: str) -> None:
-    spec = of_part(SPECS[name])
+    spec = in_whole(SPECS[name])
     found = pickle.loads(pickle.dumps(spec))
     assert found == spec
     assert found.keep == spec.keep
