@@ -15,7 +15,7 @@ from flashgen.distributed.exchange import Exchange
 from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.reach import reached
 from flashgen.distributed.sharded_tensors import whole
-from flashgen.distributed.sharding import Sharding, sharding_of
+from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.dropout import BLOCK
 from flashgen.errors import InputError
 from flashgen.language import SEQ_K, SEQ_Q, H
@@ -26,7 +26,7 @@ from flashgen.runtime.number_arguments import check_names, draw_rng
 
 Tensor = torch.Tensor
 
-METHODS = {"all_gather": gathered, "ring": ring, "all_to_all": None}
+_MODULES = {"all_gather": gathered, "ring": ring}
 
 _WHERE = "flashgen.distributed.attention"
 
@@ -108,7 +108,7 @@ def attention(
     else:
         context = _context(exchange, op, q, (queries, keys), options, captures)
         tensors = [captures[name] for name in context.names]
-        result = _Attend.apply(METHODS[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
+        result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from flashgen.arch import facts
 from flashgen.distributed.balance import live_tiles, split_captures
 from flashgen.distributed.reach import needed_by, reached
-from flashgen.distributed.sharding import Sharding, sharding_of
+from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.errors import InputError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan
@@ -147,8 +147,15 @@ def forecast(
         link: bytes per second that a GPU can send; if None, that of `LINKS` or `PCIE`.
 
     Raises:
-        InputError: the sequence cannot be divided.
+        InputError: the sequence cannot be divided, or there is no such method.
     """
+    if method not in METHODS:
+        raise InputError(
+            "no such method",
+            where="option --method",
+            numbers=f"{method!r}; available: {', '.join(METHODS)}",
+            way_out=f"--method {METHODS[0]}",
+        )
     batch, heads_q, heads_kv, seq = sizes
     if world < 1 or seq % world:
         raise InputError(

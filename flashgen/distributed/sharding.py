@@ -9,6 +9,9 @@ from typing import Any
 
 from flashgen.errors import InputError
 
+METHODS = ("all_gather", "ring", "all_to_all")
+"""How the ranks of a call exchange what they need; see `flashgen.distributed.attention`."""
+
 WAYS = ("contiguous", "head_tail")
 
 

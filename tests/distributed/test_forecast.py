@@ -76,3 +76,14 @@ def test_ranks_without_a_shape_are_refused() -> None:
     done = flashgen("plan", "specs/causal.py", "--world", "4")
     assert done.exit_code == 2
     assert "a distributed call has a shape" in done.stderr
+
+
+def test_a_method_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="no such method"):
+        forecast(CAUSAL, 4, SIZES, method="rings")
+    options = "--world", "4", "--shape", "1,4,4096", "--method", "ulysses"
+    done = flashgen("plan", "specs/causal.py", *options)
+    assert done.exit_code == 2
+    assert "option --method" in done.stderr
+    assert "'ulysses'; available: all_gather, ring, all_to_all" in done.stderr
+    assert not done.stdout
