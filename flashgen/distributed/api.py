@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from flashgen.distributed.context import Context
 from flashgen.distributed.exchange import Exchange
 from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.reach import reached
-from flashgen.distributed.sharded_tensors import whole
+from flashgen.distributed.sharded_tensors import check_local, whole
 from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.dropout import BLOCK
 from flashgen.errors import InputError
@@ -45,6 +46,7 @@ def attention(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     return_lse: bool = False,
+    reduce_learned: bool = True,
     backend: str | None = None,
     arch: str | None = None,
     **captures: Any,
@@ -53,7 +55,7 @@ def attention(
 
     The results are those of one call on the whole: positions in the mask and the score are global,
     and the parts of a row are merged in float32 with their LSE. Gradients flow to q, k, v and to
-    learned tensors, whose gradients are summed over the ranks.
+    learned tensors.
 
     Args:
         op: the operator, made by `flashgen.attention`.
@@ -75,6 +77,9 @@ def attention(
             those that one call drops.
         rng: as for ``op``; that of rank 0 is taken on all ranks.
         return_lse: as for ``op``.
+        reduce_learned: whether the gradients of learned tensors are summed over the ranks here.
+            False leaves each rank the part that its queries make, for parameters that FSDP, DDP or
+            a loop over all parameters reduces. Those of ``sharded`` tensors are always complete.
         backend: as for ``op``.
         arch: as for ``op``.
         captures: the scalars and the tensors that the spec captures, as for ``op``.
@@ -89,11 +94,13 @@ def attention(
     exchange = Exchange(_group(group))
     if method not in METHODS:
         _refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
+    check_local({"q": q, "k": k, "v": v, **captures})
     _check(op, q, k, captures)
     queries = sharding_of(shard, exchange.world, q.shape[2])
     keys = sharding_of(shard, exchange.world, k.shape[2])
     _check_rows(exchange, (("q", queries, q), ("k", keys, k)))
-    _compare(exchange, (op.spec.digest, method, shard), (q, k, v), captures, sharded)
+    said = op.spec.digest, method, shard, reduce_learned
+    _compare(exchange, said, (q, k, v), captures, sharded)
     for name, dim in (sharded or {}).items():
         captures[name] = whole(exchange, name, captures.get(name), dim, (keys, queries))
     if dropout_p:
@@ -103,10 +110,12 @@ def attention(
         given = {**numbers, "backend": backend, "arch": arch, **captures}
         return op(q, k, v, return_lse=return_lse, **given)  # type: ignore[call-overload,no-any-return]
     options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
+    summed = frozenset(captures if reduce_learned else sharded or ())
     if method == "all_to_all":
-        result = _by_heads(exchange, op, (q, k, v), (queries, keys), options, captures)
+        result = _by_heads(exchange, op, (q, k, v), (queries, keys), options, captures, summed)
     else:
         context = _context(exchange, op, q, (queries, keys), options, captures)
+        context = replace(context, summed=summed)
         tensors = [captures[name] for name in context.names]
         result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
@@ -176,6 +185,7 @@ def _by_heads(
     shardings: tuple[Sharding, Sharding],
     options: CallOptions,
     captures: dict[str, Any],
+    summed: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
     world, spec = exchange.world, op.spec
     heads_kv = operands[1].shape[1]
@@ -199,7 +209,9 @@ def _by_heads(
         for x, sharding in zip(operands, (shardings[0], shardings[1], shardings[1]), strict=True)
     )
     given = {
-        name: Replicated.apply(exchange, x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+        name: Replicated.apply(exchange, x)  # type: ignore[no-untyped-call]
+        if name in summed and isinstance(x, Tensor) and x.requires_grad
+        else x
         for name, x in captures.items()
     }
     numbers = {"scale": options.scale, "backend": options.backend, "arch": options.arch}
@@ -316,21 +328,21 @@ def _compare(
     }
     if not isinstance(facts[2], str):  # rows may differ, and are those of the chunks
         shapes |= {n: _shape(x, 2) for n, x in zip("qkv", operands, strict=True)}
-    said = (*facts[:2], repr(facts[2]), repr(sorted(sharded.items())), repr(shapes))
+    said = (*facts[:2], repr(facts[2]), facts[3], repr(sorted(sharded.items())), repr(shapes))
     key = id(exchange.group), said
     if key in _agreed:
         return
     everyone = exchange.everyones(said, "comparison of the arguments")
     for rank, theirs in enumerate(everyone):
         if theirs != said:
-            names = ("spec", "method", "shard", "sharded", "shapes")
+            names = ("spec", "method", "shard", "reduce_learned", "sharded", "shapes")
             name, mine, other = next(
                 (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b
             )
             _refuse(
                 "the ranks call with different arguments",
                 name,
-                f"rank {exchange.rank}: {mine:.300}\nrank {rank}: {other:.300}",
+                f"rank {exchange.rank}: {mine!s:.300}\nrank {rank}: {other!s:.300}",
                 "the same operator, options and captured tensors on every rank",
             )
     _agreed.add(key)

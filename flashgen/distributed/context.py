@@ -47,6 +47,7 @@ class Context:
         queries, keys: who holds which positions.
         reach: for each chunk of queries and of keys, whether they are computed; bool.
         names: the captured tensors in the order in which calls give them.
+        summed: the learned tensors whose gradients are summed over the ranks.
     """
 
     exchange: Exchange
@@ -59,6 +60,7 @@ class Context:
     keys: Sharding
     reach: np.ndarray[Any, np.dtype[Any]]
     names: tuple[str, ...]
+    summed: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -147,7 +149,7 @@ class Context:
     def learned_gradients(
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
     ) -> dict[str, Tensor]:
-        """The gradients of learned tensors, each the sum over all ranks."""
+        """The gradients of learned tensors, those of `summed` over all ranks."""
         sink = self.sink(operands)
         totals = {name: total.float().contiguous() for name, total in learned.items()}
         learns = [self.operator.tensors[place] for place in self.operator.learned]
@@ -158,7 +160,8 @@ class Context:
             if name not in totals:
                 place = self.names.index(name)
                 totals[name] = torch.zeros_like(operands.captured[place], dtype=torch.float32)
-        self.exchange.sum([totals[name] for name in learns], "sums of learned gradients")
+        summed = [totals[name] for name in learns if name in self.summed]
+        self.exchange.sum(summed, "sums of learned gradients")
         return {name: totals[name] for name in learns}
 
 

@@ -46,7 +46,11 @@ def reached(
         return lengths
     used = mask.may.free_symbols
     known: dict[Any, Any] = {**numbers_of(spec, sizes, scalars)}
-    known |= {t.symbol: _array(tensors[t.name]) for t in spec.tensors if t.name in tensors}
+    known |= {
+        t.symbol: _array(tensors[t.name])
+        for t in spec.tensors
+        if t.name in tensors and t.symbol in used
+    }
     values = {symbol: exact(value) for symbol, value in known.items() if symbol in used}
     b, h = np.divmod(np.arange(sizes[0] * sizes[1], dtype=np.int64), sizes[1])
     if {B, H} & used:
@@ -81,4 +85,6 @@ def _ends(chunks: tuple[range, ...], others: int, each: bool) -> tuple[Array, Ar
 def _array(tensor: torch.Tensor) -> Array:
     data = tensor.detach().cpu()
     wide = torch.promote_types(data.dtype, torch.float32)
-    return np.asarray(data.to(wide if data.is_floating_point() else torch.int64).numpy())
+    # A copy: a tensor that numpy has seen cannot be freed by FSDP.
+    data = data.to(wide if data.is_floating_point() else torch.int64, copy=True)
+    return np.asarray(data.numpy())

@@ -1,7 +1,8 @@
-"""Captured tensors that lie on the ranks like the sequence: each rank gathers the whole."""
+"""Tensors of which each rank has a part: those that are gathered, and those that are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,24 @@ from flashgen.distributed.sharding import Sharding
 from flashgen.errors import InputError
 
 Tensor = torch.Tensor
+
+
+def check_local(operands: Mapping[str, Any]) -> None:
+    """Refuses DTensors, whose placements say less than ``shard`` does and could contradict it.
+
+    Raises:
+        InputError: an operand is a DTensor.
+    """
+    x: Any
+    for name, x in operands.items():
+        if hasattr(x, "placements") and hasattr(x, "to_local"):  # without the import of DTensor
+            raise InputError(
+                "a distributed call takes the part of a tensor that this rank has",
+                where=f"argument {name} of flashgen.distributed.attention",
+                numbers=f"a DTensor of {tuple(x.shape)}, placements {x.placements} of the mesh "
+                f"{x.device_mesh.mesh_dim_names}",
+                way_out=f"{name}.to_local()",
+            )
 
 
 def whole(
