@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.distributed import gathered, ring
 from flashgen.distributed.context import Context
-from flashgen.distributed.exchange import Exchange
+from flashgen.distributed.exchange import Exchange, group_of
 from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.reach import reached
 from flashgen.distributed.sharded_tensors import check_local, whole
@@ -91,7 +90,7 @@ def attention(
         InputError: an argument is invalid, or ranks disagree about it; nothing has been computed.
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
-    exchange = Exchange(_group(group))
+    exchange = Exchange(group_of(group, _WHERE))
     if method not in METHODS:
         _refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
@@ -225,21 +224,6 @@ def _by_heads(
 
 
 # Checks.
-
-
-def _group(group: Any) -> Any:
-    if not dist.is_available() or not dist.is_initialized():
-        _refuse(
-            "no process group has been made",
-            "group",
-            "torch.distributed is not initialised",
-            "torch.distributed.init_process_group(...), under torchrun",
-        )
-    if hasattr(group, "get_group"):  # a DeviceMesh
-        if group.ndim != 1:
-            _refuse("a mesh has one dimension here", "group", f"{group}", 'mesh["cp"]')
-        return group.get_group()
-    return dist.group.WORLD if group is None else group
 
 
 def _check(op: Any, q: Tensor, k: Tensor, captures: Mapping[str, Any]) -> None:

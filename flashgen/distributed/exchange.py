@@ -9,13 +9,33 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashgen.errors import FlashgenError
+from flashgen.errors import FlashgenError, InputError
 
 Tensor = torch.Tensor
 
 
 class DistributedError(FlashgenError):
     """A transfer between ranks did not complete."""
+
+
+def group_of(group: Any, where: str) -> Any:
+    """The process group that an argument ``group`` of the function ``where`` means.
+
+    Args:
+        group: a process group, a DeviceMesh of one dimension, or None for the default group.
+    """
+    what, numbers, way_out = "", "", ""
+    if not dist.is_available() or not dist.is_initialized():
+        what = "no process group has been made"
+        numbers = "torch.distributed is not initialised"
+        way_out = "torch.distributed.init_process_group(...), under torchrun"
+    elif hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim == 1:
+            return group.get_group()
+        what, numbers, way_out = "a mesh has one dimension here", f"{group}", 'mesh["cp"]'
+    if what:
+        raise InputError(what, where=f"argument group of {where}", numbers=numbers, way_out=way_out)
+    return dist.group.WORLD if group is None else group
 
 
 class Transfer(NamedTuple):

@@ -14,10 +14,16 @@ kind of mask, and the kernels of that spec compute the attention of all layers t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
 from flashgen.errors import InputError
 from flashgen.ops import Attention
 
-__all__ = ["operators", "register"]
+if TYPE_CHECKING:
+    from flashgen.integrations.transformers.ranks import Ranks
+
+__all__ = ["context_parallel", "operators", "register"]
 
 _RESERVED = ("eager", "sdpa", "flex_attention")
 
@@ -51,6 +57,33 @@ def register(name: str = "fg") -> None:
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
+
+
+def context_parallel(
+    group: Any = None, *, method: str = "ring", shard: Any = "head_tail"
+) -> AbstractContextManager[Ranks]:
+    """A context in which each rank of a group has a part of the sequences of a model.
+
+    ::
+
+        with context_parallel(mesh["cp"]) as ranks:
+            loss = model(**ranks.own(input_ids=ids, labels=ids)).loss
+        loss.backward()
+
+    ``own`` takes the whole batch, which all ranks of the group have: input_ids, attention_mask,
+    position_ids, token_type_ids and the labels of a causal language model. The mean over the ranks
+    of the losses and of the gradients, which FSDP and DDP compute, is that of one process.
+
+    Args:
+        group, method, shard: as for `flashgen.distributed.attention`.
+
+    Raises:
+        InputError: there is no such group, method or sharding; in the context also for whatever
+            a part of a sequence cannot be computed with.
+    """
+    from flashgen.integrations.transformers.ranks import context_parallel as entered
+
+    return entered(group, method=method, shard=shard)
 
 
 def operators() -> tuple[Attention, ...]:

@@ -18,6 +18,7 @@ from flashgen.integrations.transformers.layers import (
     reads,
 )
 from flashgen.integrations.transformers.masks import Mask
+from flashgen.integrations.transformers.ranks import check_layer, current
 from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
@@ -78,6 +79,11 @@ def attention(
     k_offset: int | Tensor = 0
     given: list[tuple[Any, ...]] = []
     sizes = *query.shape[:3], key.shape[2]
+    ranks = attention_mask.ranks if isinstance(attention_mask, Mask) else None
+    if ranks is not None or current() is not None:
+        bias = attention_mask.bias if isinstance(attention_mask, Mask) else None
+        per_score = {"position_bias": position_bias, "attention_mask": bias}
+        check_layer(ranks, (sizes[2], sizes[3]), per_score)
     if isinstance(attention_mask, Mask):
         _check_mask(attention_mask, query, key)
         mask = attention_mask.name
@@ -114,16 +120,20 @@ def attention(
         tuple(given),
         starts,
     )
-    out = operators[operator_name(mask, layer)](
-        query,
-        key,
-        value,
-        scale=scaling,
-        q_offset=q_offset,
-        k_offset=k_offset,
-        dropout_p=dropout,
-        **captures,
-    )
+    op = operators[operator_name(mask, layer)]
+    if ranks is not None:
+        out = ranks.attention(op, query, key, value, scale=scaling, dropout_p=dropout, **captures)
+    else:
+        out = op(
+            query,
+            key,
+            value,
+            scale=scaling,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            dropout_p=dropout,
+            **captures,
+        )
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     return out.transpose(1, 2).contiguous(), None

@@ -208,7 +208,7 @@ for _constant in (
 
 
 def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
-    names = {id(tensor): name for name, tensor in _closure(function, torch.Tensor)}
+    names = {id(tensor): name for name, tensor in closure(function, torch.Tensor)}
     chosen = [names.get(id(tensor), "") for tensor in recorded.tensors]
     chosen = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in chosen]
     traced = trace(function, None, device, recorded.tensors, chosen)
@@ -227,7 +227,7 @@ _OWN_NAMES = ("position_bias", "attention_mask", "sink", "q_start", "k_start")
 
 def _name_of(function: MaskFunction) -> str:
     """The names of the functions that a mask is composed of, without their common endings."""
-    inner = [inner for _, inner in _closure(function, FunctionType)]
+    inner = [inner for _, inner in closure(function, FunctionType)]
     parts: list[str] = []
     for each in inner or [function]:
         name = str(getattr(each, "__qualname__", "mask")).partition(".")[0]
@@ -237,7 +237,7 @@ def _name_of(function: MaskFunction) -> str:
     return "_".join(parts) or "mask"
 
 
-def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
+def closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
     """Values of a type in the closures of a function and of functions there, with their names."""
     cells = getattr(function, "__closure__", None) or ()
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
@@ -247,7 +247,7 @@ def _closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
             if isinstance(item, kind):
                 yield name, item
             if callable(item):
-                yield from _closure(item, kind)
+                yield from closure(item, kind)
 
 
 # From expressions to a spec.

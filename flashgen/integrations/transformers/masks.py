@@ -19,6 +19,7 @@ from transformers.masking_utils import (
 
 from flashgen.errors import InputError
 from flashgen.integrations.transformers.layers import FULL, name_of_mask
+from flashgen.integrations.transformers.ranks import Ranks, current
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
 Tensor = torch.Tensor
@@ -45,6 +46,8 @@ class Mask(BlockMask):
             by the host.
         k_offset: the position of the first key.
         bias: what a model has added to the mask; attention adds it to the scores.
+        ranks: over which the positions are divided; the lengths are those of a part then, and the
+            tensors those of the whole.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Mask(BlockMask):
         q_offset: int | Tensor,
         k_offset: int,
         bias: Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = name
         self.tensors = tensors
@@ -62,6 +66,7 @@ class Mask(BlockMask):
         self.q_offset = q_offset
         self.k_offset = k_offset
         self.bias = bias
+        self.ranks = ranks
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -86,14 +91,19 @@ class Mask(BlockMask):
         at = self.q_offset
         q_offset = at.to(device) if isinstance(at, Tensor) else at
         bias = None if self.bias is None else self.bias.to(device)
-        return Mask(self.name, tensors, self.lengths, q_offset, self.k_offset, bias)
+        return self._with(tensors=tensors, q_offset=q_offset, bias=bias)
+
+    def _with(self, **fields: Any) -> Mask:
+        """The mask with other fields."""
+        names = ("name", "tensors", "lengths", "q_offset", "k_offset", "bias", "ranks")
+        return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
     def __add__(self, other: Any) -> Mask:
         """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
         if not isinstance(other, Tensor) or not other.is_floating_point():
             _refuse("a sum")
         bias = other if self.bias is None else self.bias + other
-        return Mask(self.name, self.tensors, self.lengths, self.q_offset, self.k_offset, bias)
+        return self._with(bias=bias)
 
     __radd__ = __add__
 
@@ -117,9 +127,7 @@ class Mask(BlockMask):
             batch, queries, keys = self.lengths
             if last.step in (None, 1):
                 lengths = batch, queries, len(range(keys)[last])
-                return Mask(
-                    self.name, self.tensors, lengths, self.q_offset, self.k_offset, self.bias
-                )
+                return self._with(lengths=lengths)
         _refuse(f"mask[{index}]")
 
     def __repr__(self) -> str:
@@ -177,7 +185,8 @@ def make_mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **_: Any,
+    config: Any = None,
+    **options: Any,
 ) -> Mask:
     """The mask of a forward pass, as `transformers.AttentionMaskInterface` defines its functions.
 
@@ -188,10 +197,21 @@ def make_mask(
             executed once here; its expression is traced where no earlier mask computes the same.
         attention_mask: bool [batch, positions], False for padding; None without padding.
         device: the device of the queries.
+        config: of the model.
+        options: others of transformers, which matter to its own backends.
 
     Raises:
         SpecError: the mask function uses an operation that kernels cannot express.
     """
+    lengths = batch_size, q_length, kv_length
+    ranks = current()
+    if ranks is not None:
+        sizes = q_length, kv_length, q_offset, kv_offset
+        packs = "allow_is_bidirectional_skip" not in options
+        mask_function, whole = ranks.mask_of_whole(
+            mask_function, attention_mask, sizes, config, packs
+        )
+        attention_mask, kv_length = whole.padding, whole.seq
     parts = [] if mask_function is bidirectional_mask_function else [mask_function]
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -209,8 +229,7 @@ def make_mask(
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
-    lengths = batch_size, q_length, kv_length
-    return Mask(name, tensors, lengths, q_offset, kv_offset)
+    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks)
 
 
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced
