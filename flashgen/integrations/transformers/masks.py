@@ -185,7 +185,6 @@ def make_mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    config: Any = None,
     **options: Any,
 ) -> Mask:
     """The mask of a forward pass, as `transformers.AttentionMaskInterface` defines its functions.
@@ -197,8 +196,7 @@ def make_mask(
             executed once here; its expression is traced where no earlier mask computes the same.
         attention_mask: bool [batch, positions], False for padding; None without padding.
         device: the device of the queries.
-        config: of the model.
-        options: others of transformers, which matter to its own backends.
+        options: others of transformers, such as the model's config.
 
     Raises:
         SpecError: the mask function uses an operation that kernels cannot express.
@@ -209,7 +207,7 @@ def make_mask(
         sizes = q_length, kv_length, q_offset, kv_offset
         packs = "allow_is_bidirectional_skip" not in options
         mask_function, whole = ranks.mask_of_whole(
-            mask_function, attention_mask, sizes, config, packs
+            mask_function, attention_mask, sizes, options.get("config"), packs
         )
         attention_mask, kv_length = whole.padding, whole.seq
     parts = [] if mask_function is bidirectional_mask_function else [mask_function]

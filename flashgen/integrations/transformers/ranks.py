@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -232,12 +231,12 @@ _across_ranks: Callable[..., Any] = _disable(
     distributed.attention, reason="flashgen.distributed.attention is not compiled"
 )
 
-_current: ContextVar[Ranks | None] = ContextVar("context_parallel", default=None)
+_entered: list[Ranks] = []  # a list, because torch.compile cannot trace a ContextVar
 
 
 def current() -> Ranks | None:
-    """The ranks of the context that is entered."""
-    return _current.get()
+    """The ranks of the context that was entered last."""
+    return _entered[-1] if _entered else None
 
 
 @contextlib.contextmanager
@@ -259,11 +258,11 @@ def context_parallel(
         InputError: there is no such group, method or sharding.
     """
     ranks = Ranks(group, method, shard)
-    token = _current.set(ranks)
+    _entered.append(ranks)
     try:
         yield ranks
     finally:
-        _current.reset(token)
+        _entered.pop()
 
 
 def check_layer(ranks: Ranks | None, sizes: tuple[int, int], parts: Mapping[str, object]) -> None:
