@@ -50,6 +50,7 @@ REFUSED = {
     "none": "a layer has no mask of all positions",
     "bias": "argument position_bias of the attention function",
     "added": "argument attention_mask of the attention function",
+    "context of torch": "exchanges keys for scaled_dot_product_attention alone",
     "rope": "rope_type 'dynamic'",
     "encoder": "a decoder would attend to a part of its encoder",
     "state": "linear_attention; known: full_attention",

@@ -13,6 +13,7 @@ import transformers as hf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel as torch_context
 from transformers.masking_utils import (
     blockwise_overlay,
     causal_mask_function,
@@ -181,6 +182,16 @@ def what_is_refused() -> dict[str, str]:
         x = torch.zeros(BATCH, 2, rows, 16)
         attention(torch.nn.Module(), x, x, x, given, **options)
 
+    def in_context_of_torch() -> str:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        part = inputs()["input_ids"]
+        try:
+            with torch_context(mesh, buffers=[part], buffer_seq_dims=[1]), torch.no_grad():
+                llama(part)
+        except fg.InputError as error:
+            return str(error)
+        return "nothing is refused"
+
     rows = LENGTH // dist.get_world_size()
     bias = torch.zeros(1, 2, rows, rows)
     images = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(BATCH, rows)))
@@ -203,6 +214,7 @@ def what_is_refused() -> dict[str, str]:
         "none": tried(lambda own: layer(own, None, is_causal=True)),
         "bias": tried(lambda own: layer(own, mask(own), position_bias=bias)),
         "added": tried(lambda own: layer(own, mask(own) + bias)),
+        "context of torch": in_context_of_torch(),
         "rope": tried(lambda own: mask(own, rope_parameters=rope)),
         "encoder": tried(lambda own: mask(own, is_encoder_decoder=True)),
         "state": tried(lambda own: mask(own, layer_types=kinds)),

@@ -18,7 +18,11 @@ from flashgen.integrations.transformers.layers import (
     reads,
 )
 from flashgen.integrations.transformers.masks import Mask
-from flashgen.integrations.transformers.ranks import check_layer, current
+from flashgen.integrations.transformers.ranks import (
+    check_layer,
+    current,
+    refuse_context_of_torch,
+)
 from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
@@ -72,6 +76,7 @@ def attention(
     """
     if not torch.compiler.is_compiling():
         refuse_jit_trace()
+        refuse_context_of_torch()
     _check(query, key, attention_mask, options)
     captures: dict[str, Any] = {}
     mask = FULL

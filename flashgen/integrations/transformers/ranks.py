@@ -292,6 +292,22 @@ def check_layer(ranks: Ranks | None, sizes: tuple[int, int], parts: Mapping[str,
         _refuse("a layer has other keys than those of the part", "keys of the layer", numbers)
 
 
+def refuse_context_of_torch() -> None:
+    """Refuses a layer in torch's `context_parallel`, which divides sequences for SDPA alone.
+
+    The context is recognised by the function that it puts in the place of SDPA.
+    """
+    function = torch.nn.functional.scaled_dot_product_attention
+    if (getattr(function, "__module__", None) or "").startswith("torch.distributed."):
+        _refuse(
+            "torch's context_parallel exchanges keys for scaled_dot_product_attention alone",
+            "attn_implementation of the model's configuration",
+            "each rank would attend to its own positions",
+            "flashgen.integrations.transformers.context_parallel in its place, or "
+            'attn_implementation="sdpa"',
+        )
+
+
 def _check_config(config: Any) -> None:
     if config is None:
         return
