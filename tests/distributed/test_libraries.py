@@ -15,6 +15,7 @@ MESH, MODELS = "tests.support.mesh_cases", "tests.support.parallel_models"
 COMPARED = (
     f"{MESH}:fsdp_over_cp",
     f"{MESH}:fsdp_over_dp_alone",
+    f"{MESH}:ddp",
     f"{MESH}:tensor_parallel_heads",
     f"{MESH}:buffers_of_torch",
     f"{MODELS}:a_causal_model",

@@ -149,6 +149,15 @@ def fsdp_over_cp() -> float:
     return max(differences)
 
 
+def ddp() -> float:
+    """DDP averages all gradients, as FSDP does."""
+    model = Transformer(True, {"shard": "head_tail", "reduce_learned": False})
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    loss = nn.parallel.DistributedDataParallel(model)(*own(batch(), mesh))
+    loss.backward()
+    return compare(loss, whole_gradients(model), True)
+
+
 def fsdp_over_dp_alone() -> float:
     """Parameters are sharded over dp; the user averages over cp all but the learned tensors.
 
