@@ -153,7 +153,8 @@ def ddp() -> float:
     """DDP averages all gradients, as FSDP does."""
     model = Transformer(True, {"shard": "head_tail", "reduce_learned": False})
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    loss = nn.parallel.DistributedDataParallel(model)(*own(batch(), mesh))
+    averaged = nn.parallel.DistributedDataParallel(model)
+    loss = averaged(*own(batch(), mesh))
     loss.backward()
     return compare(loss, whole_gradients(model), True)
 
