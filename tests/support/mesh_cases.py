@@ -5,7 +5,7 @@ Every rank trains the same small transformer alone, on the whole sequences, and 
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import torch
@@ -260,24 +260,45 @@ def what_is_refused() -> list[str]:
 
 
 def learned_gradients_once() -> float:
-    """Each rank's own part, against the sum: `reduce_learned` True and False."""
-    op, world, rank = fg.attention(rich_spec()), dist.get_world_size(), dist.get_rank()
-    sums = []
-    for reduce_learned in (True, False):
-        generator = torch.Generator().manual_seed(5)
-        q, k, v = (torch.randn(1, HEADS, 32, DIM, generator=generator) for _ in range(3))
-        table, sink = (torch.randn(s, generator=generator) for s in ((HEADS, 32), (HEADS,)))
-        table.requires_grad_(), sink.requires_grad_()
-        own_rows = slice(rank * 32 // world, (rank + 1) * 32 // world)
-        q, k, v = (x[:, :, own_rows] for x in (q, k, v))
-        options = {"reduce_learned": reduce_learned, "table": table, "sink": sink}
-        distributed.attention(op, q, k, v, **options).square().sum().backward()
-        for gradient in (table.grad, sink.grad):
-            assert gradient is not None
+    """The gradients of learned tensors against one call's, by each method.
+
+    With ``reduce_learned=False`` each rank has its own part of them; those of tensors that are
+    divided like the keys are complete.
+    """
+    distance = fg.Tensor("distance", ("length",), "float32", grad=True)
+    of_keys = fg.Tensor("of_keys", ("seq_k",), "float32", grad=True)
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: k <= q,
+        lambda score, b, h, q, k: score + distance[fg.minimum(q - k, 31)] + of_keys[k],
+        head_dim=DIM,
+        dtype="float32",
+        name="learned",
+    )
+    op, world, rank = fg.attention(spec), dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    qkv = [torch.randn(1, HEADS, 32, DIM, generator=generator) for _ in range(3)]
+    values = {name: torch.randn(32, generator=generator) for name in ("distance", "of_keys")}
+    rows = slice(rank * 32 // world, (rank + 1) * 32 // world)
+
+    def gradients(part: slice, call: Any, **options: Any) -> list[Tensor]:
+        q, k, v = (x[:, :, part] for x in qkv)
+        learned = {name: x.clone().requires_grad_() for name, x in values.items()}
+        if part != slice(None):
+            learned["of_keys"] = values["of_keys"][part].clone().requires_grad_()
+        call(q, k, v, **options, **learned).square().sum().backward()
+        return [x.grad for x in learned.values() if x.grad is not None]
+
+    whole = gradients(slice(None), op)
+    differences = []
+    for method in ("ring", "all_gather", "all_to_all"):
+        for reduce_learned in (True, False):
+            options = {"method": method, "reduce_learned": reduce_learned}
+            call = functools.partial(distributed.attention, op, sharded={"of_keys": 0}, **options)
+            shared, own_keys = gradients(rows, call)
             if not reduce_learned:
-                dist.all_reduce(gradient)
-        sums.append((table.grad, sink.grad))
-    pairs = zip(*sums, strict=True)
-    difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-    assert math.isfinite(difference)
-    return difference
+                dist.all_reduce(shared)
+            differences.append(float((shared - whole[0]).abs().max() / whole[0].abs().max()))
+            differences.append(
+                float((own_keys - whole[1][rows]).abs().max() / whole[1].abs().max())
+            )
+    return max(differences)
