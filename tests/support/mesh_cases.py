@@ -135,14 +135,17 @@ def fsdp_over_cp() -> float:
     """Parameters are sharded over dp and cp together; FSDP averages all gradients."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
-    every = mesh["dp", "cp"]._flatten("dp_cp")
+    every = init_device_mesh("cpu", (world,))
+    calls = [(every, "ring", True), (every, "all_gather", True), (every, "all_to_all", False)]
+    if world > 2:  # replicated over dp, sharded over cp
+        calls.append((mesh, "ring", True))
     differences = []
-    for method, learned in (("ring", True), ("all_gather", True), ("all_to_all", False)):
+    for sharded, method, learned in calls:
         options = {"group": mesh["cp"], "method": method, "shard": "head_tail"}
         model = Transformer(learned, {**options, "reduce_learned": False})
         for layer in model.layers:
-            fully_shard(layer, mesh=every)
-        fully_shard(model, mesh=every)
+            fully_shard(layer, mesh=sharded)
+        fully_shard(model, mesh=sharded)
         loss = model(*own(batch(), mesh))
         loss.backward()
         differences.append(compare(loss, whole_gradients(model), learned))
