@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.distributed import gathered, ring
-from flashgen.distributed.context import Context
+from flashgen.distributed.checks import (
+    WHERE,
+    check_rows,
+    check_spec,
+    compare,
+    refuse,
+    shared_rng,
+)
+from flashgen.distributed.context import Context, context_of
 from flashgen.distributed.exchange import Exchange, group_of
 from flashgen.distributed.heads import Exchanged, Replicated
-from flashgen.distributed.reach import reached
-from flashgen.distributed.sharded_tensors import check_local, whole
+from flashgen.distributed.part_calls import Whole
+from flashgen.distributed.sharded_tensors import check_local, gathered_tensor
 from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
-from flashgen.dropout import BLOCK
-from flashgen.errors import InputError
-from flashgen.language import SEQ_K, SEQ_Q, H
-from flashgen.language.signature import partial
 from flashgen.ops import Attention
-from flashgen.ops.registration import operator_of
-from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.wholes import scalars_of
 
 Tensor = torch.Tensor
 
 _MODULES = {"all_gather": gathered, "ring": ring}
-
-_WHERE = "flashgen.distributed.attention"
 
 
 def attention(
@@ -41,6 +42,8 @@ def attention(
     method: str = "all_gather",
     shard: Any = "contiguous",
     sharded: Mapping[str, int] | None = None,
+    h_offset: int = 0,
+    whole: Mapping[str, int] | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
@@ -64,13 +67,15 @@ def attention(
         group: a process group or a DeviceMesh of one dimension; the default group if None.
         method: "all_gather": ranks receive the keys that their queries reach. "ring": keys travel
             from rank to rank; memory is linear in a rank's share. "all_to_all": ranks receive all
-            positions of some heads; heads_kv is a multiple of the number of ranks, the spec does
-            not depend on heads, and nothing is dropped.
+            positions of some heads; heads_kv is a multiple of the number of ranks.
         shard: "contiguous": rank r has the r-th part. "head_tail": rank r has chunks r and
             2W - 1 - r of 2W, one behind the other, which balances causal masks. Or the chunks of
             each rank, such as `balance(...).chunks`.
         sharded: captured tensors that lie on the ranks like the sequence, by name, with the
             dimension along which they are divided; all others are the same on every rank.
+        h_offset: as for ``op``, where the group has some of the heads, as beside tensor parallel
+            heads.
+        whole: {"heads": ...}, the number of all query heads then.
         scale: as for ``op``.
         dropout_p: as for ``op``; above 0 chunks begin at multiples of 16, and the elements are
             those that one call drops.
@@ -90,31 +95,37 @@ def attention(
         InputError: an argument is invalid, or ranks disagree about it; nothing has been computed.
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
-    exchange = Exchange(group_of(group, _WHERE))
+    exchange = Exchange(group_of(group, WHERE))
     if method not in METHODS:
-        _refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
+        refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
-    _check(op, q, k, captures)
+    if isinstance(op, Attention):
+        captures = {**with_layout(op._operator.signature, captures)}
+    check_spec(op, method, whole, captures)
     queries = sharding_of(shard, exchange.world, q.shape[2])
     keys = sharding_of(shard, exchange.world, k.shape[2])
-    _check_rows(exchange, (("q", queries, q), ("k", keys, k)))
+    check_rows(exchange, (("q", queries, q), ("k", keys, k)))
     said = op.spec.digest, method, shard, reduce_learned
-    _compare(exchange, said, (q, k, v), captures, sharded)
+    compare(exchange, said, (q, k, v), captures, sharded)
     for name, dim in (sharded or {}).items():
-        captures[name] = whole(exchange, name, captures.get(name), dim, (keys, queries))
+        captures[name] = gathered_tensor(exchange, name, captures.get(name), dim, (keys, queries))
     if dropout_p:
-        rng = _rng(exchange, method, (queries, keys), dropout_p, rng, q.device)
+        rng = shared_rng(exchange, op.spec, method, (queries, keys), dropout_p, rng, q.device)
     if exchange.world == 1:
         numbers = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
-        given = {**numbers, "backend": backend, "arch": arch, **captures}
+        given = {**numbers, "h_offset": h_offset, "whole": whole, **captures}
+        given |= {"backend": backend, "arch": arch}
         return op(q, k, v, return_lse=return_lse, **given)  # type: ignore[call-overload,no-any-return]
     options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
     summed = frozenset(captures if reduce_learned else sharded or ())
+    first, heads, *_ = scalars_of(h_offset, whole, q, k).values()
+    of_whole = Whole(first, heads, queries.length, keys.length)
     if method == "all_to_all":
-        result = _by_heads(exchange, op, (q, k, v), (queries, keys), options, captures, summed)
+        result = _by_heads(
+            exchange, op, (q, k, v), (queries, keys), of_whole, options, rng, captures, summed
+        )
     else:
-        context = _context(exchange, op, q, (queries, keys), options, captures)
-        context = replace(context, summed=summed)
+        context = context_of(exchange, op, q, (queries, keys), of_whole, options, captures, summed)
         tensors = [captures[name] for name in context.names]
         result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
@@ -149,59 +160,25 @@ class _Attend(torch.autograd.Function):
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, *rest
 
 
-def _context(
-    exchange: Exchange,
-    op: Attention,
-    q: Tensor,
-    shardings: tuple[Sharding, Sharding],
-    options: CallOptions,
-    captures: Mapping[str, Any],
-) -> Context:
-    spec, operator = op.spec, operator_of(op.spec)
-    sinkless = spec if spec.sink is None else spec.replace(sink=None)
-    queries, keys = shardings
-    scalars = {name: captures[name] for name in operator.scalars}
-    tensors = {name: captures[name] for name in operator.tensors}
-    sizes = q.shape[0], q.shape[1], queries.length, keys.length
-    return Context(
-        exchange,
-        spec,
-        operator,
-        operator_of(partial(sinkless)),
-        operator_of(sinkless),
-        options._replace(scalars=tuple(scalars.values())),
-        queries,
-        keys,
-        reached(spec, queries.chunks, keys.chunks, sizes, scalars, tensors),
-        operator.tensors,
-    )
-
-
 def _by_heads(
     exchange: Exchange,
     op: Attention,
     operands: tuple[Tensor, Tensor, Tensor],
     shardings: tuple[Sharding, Sharding],
+    of_whole: Whole,
     options: CallOptions,
+    rng: Tensor | None,
     captures: dict[str, Any],
     summed: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
-    world, spec = exchange.world, op.spec
-    heads_kv = operands[1].shape[1]
-    others = 'method="all_gather" or "ring"'
+    world = exchange.world
+    heads, heads_kv = operands[0].shape[1], operands[1].shape[1]
     if heads_kv % world:
-        _refuse(
+        refuse(
             "all_to_all gives each rank some of the key heads",
             "method",
             f"{heads_kv} key heads, {world} ranks",
-            others,
-        )
-    if H in spec.mask.free_symbols | spec.score.free_symbols or spec.sink is not None:
-        _refuse(
-            "all_to_all computes with some of the heads, whose numbers the spec reads",
-            "method",
-            f"spec {spec.name}",
-            others,
+            'method="all_gather" or "ring"',
         )
     q, k, v = (
         Exchanged.apply(exchange, sharding, True, x)  # type: ignore[no-untyped-call]
@@ -213,137 +190,14 @@ def _by_heads(
         else x
         for name, x in captures.items()
     }
-    numbers = {"scale": options.scale, "backend": options.backend, "arch": options.arch}
-    out, lse = op(q, k, v, return_lse=True, **numbers, **given)
+    numbers = {"scale": options.scale, "dropout_p": options.dropout_p, "rng": rng}
+    first = of_whole.first_head + exchange.rank * (heads // world)
+    place = {"h_offset": first, "whole": {"heads": of_whole.heads}}
+    where = {"backend": options.backend, "arch": options.arch}
+    out, lse = op(q, k, v, return_lse=True, **numbers, **place, **where, **given)
     results = (
         Exchanged.apply(exchange, shardings[0], False, x)  # type: ignore[no-untyped-call]
         for x in (out, lse[..., None])
     )
     out, lse = results
     return out, lse[..., 0]
-
-
-# Checks.
-
-
-def _check(op: Any, q: Tensor, k: Tensor, captures: Mapping[str, Any]) -> None:
-    if not isinstance(op, Attention):
-        _refuse("no operator is given", "op", f"a {type(op).__name__}", "fg.attention(spec)")
-    for name in ("q_offset", "k_offset", "deterministic"):
-        if captures.get(name):
-            _refuse(f"{name} cannot be given to a distributed call yet", name, f"{captures[name]}")
-    spec = op.spec
-    if spec.packed or spec.block_sparse is not None:
-        what = "packed sequences" if spec.packed else "a block layout"
-        _refuse(f"a spec with {what} cannot be distributed yet", "op", f"spec {spec.name}")
-    read = {SEQ_Q: "fg.seq_q", SEQ_K: "fg.seq_k"}
-    found = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
-    if found:
-        _refuse(
-            "a call on a part does not know the lengths of the whole, which the spec reads",
-            "op",
-            f"spec {spec.name} reads {', '.join(sorted(found))}",
-            "a fg.Scalar for the length, given with each call",
-        )
-    check_names(operator_of(spec).signature, dict(captures))
-
-
-def _rng(
-    exchange: Exchange,
-    method: str,
-    shardings: tuple[Sharding, Sharding],
-    dropout_p: float,
-    rng: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """The seed and offset of rank 0, with which all ranks drop the elements of one call."""
-    if method == "all_to_all" and exchange.world > 1:
-        _refuse(
-            "which elements are dropped depends on the head, of which all_to_all has some",
-            "dropout_p",
-            f"{dropout_p}",
-            'method="all_gather" or "ring"',
-        )
-    starts = [chunk.start for sharding in shardings for chunk in sharding.chunks]
-    if any(start % BLOCK for start in starts):
-        _refuse(
-            f"with dropout, chunks begin at multiples of {BLOCK}",
-            "shard",
-            f"a chunk begins at {next(start for start in starts if start % BLOCK)}",
-            f"chunks whose lengths are multiples of {BLOCK}, or dropout_p=0",
-        )
-    drawn = draw_rng(dropout_p, device) if rng is None else rng.clone()
-    assert drawn is not None, "dropout_p is above 0"
-    exchange.from_first(drawn, "seed and offset of dropout")
-    return drawn
-
-
-def _check_rows(exchange: Exchange, each: Any) -> None:
-    for name, sharding, tensor in each:
-        rows = sharding.rows(exchange.rank)
-        if tensor.shape[2] != rows:
-            _refuse(
-                f"{name} does not have the rows of this rank's chunks",
-                name,
-                f"rank {exchange.rank}: {tensor.shape[2]} rows, its chunks have {rows}",
-                "the rows of the rank's chunks, one chunk behind the other",
-            )
-
-
-_agreed: set[Any] = set()
-
-
-def _compare(
-    exchange: Exchange,
-    facts: tuple[Any, ...],
-    operands: tuple[Tensor, ...],
-    captures: Mapping[str, Any],
-    sharded: Mapping[str, int] | None,
-) -> None:
-    """Compares the call with those of the other ranks, once for each kind of call.
-
-    Raises:
-        InputError: the ranks call different operators, or with tensors that do not fit together.
-    """
-    sharded = sharded or {}
-    shapes = {
-        name: _shape(x, sharded.get(name)) if isinstance(x, Tensor) else x
-        for name, x in (*zip("qkv", operands, strict=True), *captures.items())
-    }
-    if not isinstance(facts[2], str):  # rows may differ, and are those of the chunks
-        shapes |= {n: _shape(x, 2) for n, x in zip("qkv", operands, strict=True)}
-    said = (*facts[:2], repr(facts[2]), facts[3], repr(sorted(sharded.items())), repr(shapes))
-    key = id(exchange.group), said
-    if key in _agreed:
-        return
-    everyone = exchange.everyones(said, "comparison of the arguments")
-    for rank, theirs in enumerate(everyone):
-        if theirs != said:
-            names = ("spec", "method", "shard", "reduce_learned", "sharded", "shapes")
-            name, mine, other = next(
-                (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b
-            )
-            _refuse(
-                "the ranks call with different arguments",
-                name,
-                f"rank {exchange.rank}: {mine!s:.300}\nrank {rank}: {other!s:.300}",
-                "the same operator, options and captured tensors on every rank",
-            )
-    _agreed.add(key)
-
-
-def _shape(tensor: Tensor, divided: int | None) -> tuple[Any, ...]:
-    """Shape and dtype of a tensor, without the dimension along which it is divided."""
-    shape: list[Any] = list(tensor.shape)
-    if divided is not None:
-        shape[divided] = "divided"
-    return (*shape, str(tensor.dtype))
-
-
-def _refuse(what: str, argument: str, numbers: str, way_out: str = "") -> NoReturn:
-    raise InputError(
-        what,
-        where=f"argument {argument} of {_WHERE}",
-        numbers=numbers,
-        way_out=way_out or "the operator itself, on one device",
-    )

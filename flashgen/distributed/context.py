@@ -11,13 +11,19 @@ import numpy as np
 import torch
 
 from flashgen.call import CallOptions, Operands, OutputGradients
+from flashgen.cpu.sinks import of_heads
 from flashgen.distributed.exchange import Exchange
+from flashgen.distributed.part_calls import PartCalls, Whole
 from flashgen.distributed.partial_results import Merged, sink_gradient
-from flashgen.distributed.reach import needed_by
+from flashgen.distributed.reach import needed_by, reached
 from flashgen.distributed.sharding import Sharding
 from flashgen.language.spec import AttentionSpec
+from flashgen.ops import Attention
 from flashgen.ops.operator import Operator
+from flashgen.ops.registration import operator_of
 from flashgen.runtime.memory_layout import empty_rows
+from flashgen.runtime.packed_sequences import rows_outside
+from flashgen.signature import BOUNDARIES
 
 Tensor = torch.Tensor
 
@@ -40,10 +46,8 @@ class Context:
 
     Attributes:
         spec: of the call.
-        operator: of the spec.
-        partial: of the spec without its sink and with float32 results, for parts of a row's keys.
-        sinkless: of the spec without its sink, for the backward passes of such parts.
-        options: the numbers of the call; its offsets are those of the whole.
+        calls: the calls on parts.
+        first_head: the number of the first query head of this group.
         queries, keys: who holds which positions.
         reach: for each chunk of queries and of keys, whether they are computed; bool.
         names: the captured tensors in the order in which calls give them.
@@ -52,15 +56,13 @@ class Context:
 
     exchange: Exchange
     spec: AttentionSpec
-    operator: Operator
-    partial: Operator
-    sinkless: Operator
-    options: CallOptions
+    calls: PartCalls
+    first_head: int
     queries: Sharding
     keys: Sharding
     reach: np.ndarray[Any, np.dtype[Any]]
     names: tuple[str, ...]
-    summed: frozenset[str] = frozenset()
+    summed: frozenset[str]
 
     @property
     def rank(self) -> int:
@@ -102,49 +104,56 @@ class Context:
             operands: those of the call, with the rows of the chunk as q.
             keys: its number is that of the first of its chunks.
         """
-        given = operands._replace(k=keys.k, v=keys.v, captured=self._captured(operator, operands))
-        return operator.compute(given, self._at(number, keys.number))
+        return operator.compute(*self._arguments(operator, operands, number, keys))
 
     def backward(
         self, operands: Operands, results: OutputGradients, number: int, keys: Chunk
     ) -> Gradients:
         """The gradients that a part makes, from the merged results of its rows."""
-        operator = self.sinkless
-        given = operands._replace(k=keys.k, v=keys.v, captured=self._captured(operator, operands))
-        dq, dk, dv, *learned = operator.compute_backward(
-            given, results, self._at(number, keys.number)
-        )
+        operator = self.calls.sinkless
+        given, options = self._arguments(operator, operands, number, keys)
+        dq, dk, dv, *learned = operator.compute_backward(given, results, options)
         names = [operator.tensors[place] for place in operator.learned]
         return Gradients(dq.float(), dk.float(), dv.float(), dict(zip(names, learned, strict=True)))
 
-    def _captured(self, operator: Operator, operands: Operands) -> tuple[Tensor, ...]:
-        by_name = dict(zip(self.names, operands.captured, strict=True))
-        return tuple(by_name[name] for name in operator.tensors)
-
-    def _at(self, queries: int, keys: int) -> CallOptions:
-        options = self.options
-        return options._replace(
-            q_offset=options.q_offset + self.queries.chunks[queries].start,
-            k_offset=options.k_offset + self.keys.chunks[keys].start,
-        )
+    def _arguments(
+        self, operator: Operator, operands: Operands, number: int, keys: Chunk
+    ) -> tuple[Operands, CallOptions]:
+        start = self.keys.chunks[keys.number].start
+        rows = self.queries.chunks[number], range(start, start + keys.k.shape[2])
+        captured = self.calls.captured(operator, operands, *rows)
+        given = operands._replace(k=keys.k, v=keys.v, captured=captured)
+        return given, self.calls.options_at(*rows)
 
     # Results.
 
     def sink(self, operands: Operands) -> Tensor | None:
+        """The logits of the sink, of all heads of the whole."""
         sink = self.spec.sink
         return None if sink is None else operands.captured[self.names.index(sink.name)]
 
     def no_parts(self) -> Merged:
         """The merged results of some queries before the first part."""
-        return Merged(self.options.backend, self.options.arch)
+        return Merged(self.calls.options.backend, self.calls.options.arch)
 
-    def finished(self, merged: Merged, operands: Operands, q: Tensor) -> tuple[Tensor, Tensor]:
-        """out, of q's dtype, and lse of a chunk whose parts have been merged."""
+    def finished(
+        self, merged: Merged, operands: Operands, number: int, q: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """out, of q's dtype, and lse of a chunk of queries whose parts have been merged."""
         if merged.out is None or merged.lse is None:
             rows = q.shape[:3]
-            merged.out = empty_rows(q, self.operator.signature.head_dim_v, torch.float32).zero_()
+            merged.out = empty_rows(q, self.calls.whole.signature.head_dim_v, torch.float32).zero_()
             merged.lse = q.new_full(rows, -torch.inf, dtype=torch.float32)
-        return merged.result(q.dtype, self.sink(operands))
+        sink = self.sink(operands)
+        if sink is not None:
+            sink = of_heads(sink.detach().flatten(), self.first_head, q.shape[1])
+        out, lse = merged.result(q.dtype, sink)
+        if sink is not None and self.spec.packed:
+            # Rows outside all sequences have no sink either.
+            ends = operands.captured[self.names.index(BOUNDARIES[0])]
+            local = {BOUNDARIES[0]: ends - self.queries.chunks[number].start}
+            lse = lse.masked_fill(rows_outside(local, q.shape[2]), -torch.inf)
+        return out, lse
 
     def learned_gradients(
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
@@ -152,9 +161,10 @@ class Context:
         """The gradients of learned tensors, those of `summed` over all ranks."""
         sink = self.sink(operands)
         totals = {name: total.float().contiguous() for name, total in learned.items()}
-        learns = [self.operator.tensors[place] for place in self.operator.learned]
+        operator = self.calls.whole
+        learns = [operator.tensors[place] for place in operator.learned]
         if sink is not None and self.spec.sink is not None and self.spec.sink.name in learns:
-            name, more = self.spec.sink.name, sink_gradient(sink, results)
+            name, more = self.spec.sink.name, sink_gradient(sink, results, self.first_head)
             totals[name] = totals[name] + more if name in totals else more
         for name in learns:  # every rank takes part in every sum
             if name not in totals:
@@ -163,6 +173,37 @@ class Context:
         summed = [totals[name] for name in learns if name in self.summed]
         self.exchange.sum(summed, "sums of learned gradients")
         return {name: totals[name] for name in learns}
+
+
+def context_of(
+    exchange: Exchange,
+    op: Attention,
+    q: Tensor,
+    shardings: tuple[Sharding, Sharding],
+    whole: Whole,
+    options: CallOptions,
+    captures: Mapping[str, Any],
+    summed: frozenset[str],
+) -> Context:
+    """The context of a call of ``op``; ``options`` are without scalars."""
+    spec, operator = op.spec, operator_of(op.spec)
+    scalars = {name: captures[name] for name in operator.scalars}
+    tensors = {name: captures[name] for name in operator.tensors}
+    options = options._replace(scalars=tuple(scalars.values()))
+    queries, keys = shardings
+    sizes = q.shape[0], *whole[1:]
+    heads = range(whole.first_head, whole.first_head + q.shape[1])
+    return Context(
+        exchange,
+        spec,
+        PartCalls.of(spec, q.shape[1], whole, options, operator.tensors),
+        whole.first_head,
+        queries,
+        keys,
+        reached(spec, queries.chunks, keys.chunks, sizes, scalars, tensors, heads),
+        operator.tensors,
+        summed,
+    )
 
 
 class Gradients(NamedTuple):

@@ -35,12 +35,12 @@ def forward(context: Context, operands: Operands) -> tuple[Tensor, Tensor]:
         runs = _runs(context, number, chunks)
         if len(runs) == 1:  # the call that one device would make
             keys = _joined(runs[0])
-            results.append(context.forward(context.operator, of_rows, number, keys))
+            results.append(context.forward(context.calls.whole, of_rows, number, keys))
             continue
         merged = context.no_parts()
         for run in runs:
-            merged.add(*context.forward(context.partial, of_rows, number, _joined(run)))
-        results.append(context.finished(merged, operands, q))
+            merged.add(*context.forward(context.calls.partial, of_rows, number, _joined(run)))
+        results.append(context.finished(merged, operands, number, q))
     out, lse = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 

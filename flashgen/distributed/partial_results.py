@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashgen.call import OutputGradients
+from flashgen.cpu.sinks import gradient_of, of_heads
 from flashgen.runtime.merge import merge
 
 Tensor = torch.Tensor
@@ -58,13 +59,14 @@ class Merged:
         return merge(out[None], lse[None], backend=self.backend, arch=self.arch, **options)
 
 
-def sink_gradient(sink: Tensor, results: OutputGradients) -> Tensor:
-    """The gradient of the sink from a rank's rows: float32, of the shape of the sink."""
+def sink_gradient(sink: Tensor, results: OutputGradients, first_head: int) -> Tensor:
+    """The gradient of the sink from a rank's rows and heads: float32, of the shape of the sink."""
     out, lse, dout, dlse = results
     delta = (dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    logits = sink.detach().float().reshape(1, -1, 1)
-    weight = torch.where(logits == -math.inf, 0.0, (logits - lse).exp())
-    of_heads = -(weight * delta).sum((0, 2))
-    return (of_heads if sink.numel() == len(of_heads) else of_heads.sum()).reshape(sink.shape)
+    logits = of_heads(sink.detach().float().flatten(), first_head, out.shape[1]).view(1, -1, 1)
+    # Neither a sink of -inf nor rows outside all packed sequences have a weight.
+    none = (logits == -math.inf) | (lse == -math.inf)
+    weight = torch.where(none, 0.0, (logits - lse).exp())
+    return gradient_of(sink, -(weight * delta).sum((0, 2)), first_head)

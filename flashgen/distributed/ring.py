@@ -30,10 +30,10 @@ def forward(context: Context, operands: Operands) -> tuple[Tensor, Tensor]:
             of_rows = operands._replace(q=operands.q[:, :, rows])
             for keys in chunks:
                 if context.reach[number, keys.number]:
-                    part = context.forward(context.partial, of_rows, number, keys)
+                    part = context.forward(context.calls.partial, of_rows, number, keys)
                     merged[number].add(*part)
     results = [
-        context.finished(merged[number], operands, operands.q[:, :, rows])
+        context.finished(merged[number], operands, number, operands.q[:, :, rows])
         for number, rows in context.mine
     ]
     out, lse = zip(*results, strict=True)

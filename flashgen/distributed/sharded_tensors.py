@@ -32,7 +32,7 @@ def check_local(operands: Mapping[str, Any]) -> None:
             )
 
 
-def whole(
+def gathered_tensor(
     exchange: Exchange, name: str, tensor: Any, dim: int, shardings: tuple[Sharding, ...]
 ) -> Tensor:
     """A captured tensor of all positions, from the parts of the ranks; its gradient is divided.

@@ -112,6 +112,8 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
     whole = tuple(map(Scalar.of_whole, WHOLE))
     first, *sizes = (scalar.expr for scalar in whole)
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
+    if spec.packed:  # each sequence has lengths of its own
+        del seen[SEQ_Q], seen[SEQ_K]
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
     return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
 

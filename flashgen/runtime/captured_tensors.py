@@ -99,7 +99,9 @@ def check_captured_sizes(
         _check_kind(tensor, value, q.device)
     check_packed(signature, q, captured)
     entries = entries_of(signature, q, captured)
-    wanted = {"batch": entries, "heads": heads or q.shape[1], "heads_kv": k.shape[1]}
+    wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
+    if heads is not None:
+        wanted |= {"heads": heads, "heads_kv": k.shape[1] * heads // max(q.shape[1], 1)}
     _check_equal_lengths(signature, captured, wanted)
     return wanted
 

@@ -132,7 +132,8 @@ SPEC = fg.AttentionSpec(lambda b, h, q, k: k <= q, head_dim=16, dtype="float32",
 ALIGNED = fg.AttentionSpec(
     lambda b, h, q, k: k <= q + (fg.seq_k - fg.seq_q), dtype="float32", head_dim=16
 )
-BLOCKS = fg.load(ROOT / "specs" / "block_sparse.py").replace(dtype="float32")
+ENDS = torch.tensor([0, 20, 32], dtype=torch.int32)
+CU_SEQLENS = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
 
 
 @pytest.mark.usefixtures("alone")
@@ -144,9 +145,9 @@ BLOCKS = fg.load(ROOT / "specs" / "block_sparse.py").replace(dtype="float32")
         (SPEC, {"shard": [[range(24)]]}, "rows of this rank's chunks"),
         (SPEC, {"q_offset": 16}, "q_offset cannot be given"),
         (SPEC, {"sharded": {"ids": 0}}, "an element for each of the rank's positions"),
-        (ALIGNED, {}, "does not know the lengths of the whole"),
-        (BLOCKS, {}, "a block layout"),
-        (SPEC.replace(packed=True), {}, "packed sequences"),
+        (ALIGNED.replace(packed=True), CU_SEQLENS, "does not know its length"),
+        (SPEC, {"whole": {"seq_q": 64}}, "lengths of the whole follow from the chunks"),
+        (SPEC.replace(packed=True), {**CU_SEQLENS, "dropout_p": 0.5}, "begin at multiples of 16"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import flashgen as fg
 from flashgen import distributed, reference
-from flashgen.distributed.sharding import Sharding, sharding_of
+from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from tests.support.examples import values_of
 from tests.support.paths import ROOT
 from tests.support.shapes import Case
@@ -44,10 +44,13 @@ class Problem:
         assert spec.head_dim_v is not None
         dims = (heads[0], spec.head_dim), (heads[1], spec.head_dim), (heads[1], spec.head_dim_v)
         # As models have them: views of [batch, seq, heads, head_dim].
-        shapes = [(2, seq, count, dim) for count, dim in dims]
+        batch = 1 if spec.packed else 2
+        shapes = [(batch, seq, count, dim) for count, dim in dims]
         self.qkv = [torch.randn(x, generator=generator).to(dtype).transpose(1, 2) for x in shapes]
-        self.dout = torch.randn(2, heads[0], seq, spec.head_dim_v, generator=generator).to(dtype)
-        self.dlse = torch.randn(2, heads[0], seq, generator=generator)
+        self.dout = torch.randn(batch, heads[0], seq, spec.head_dim_v, generator=generator).to(
+            dtype
+        )
+        self.dlse = torch.randn(batch, heads[0], seq, generator=generator)
         self.captures = captures or {}
 
     def mine(self, whole: Tensor) -> Tensor:
@@ -144,6 +147,80 @@ def heads_are_exchanged() -> None:
     heads = 2 * dist.get_world_size(), dist.get_world_size()
     Problem(causal_spec(), 192, "head_tail", heads).compare("all_to_all")
     Problem(window_spec(), 192, "contiguous", heads).compare("all_to_all")
+    rng = torch.tensor([11, 7])
+    problem = Problem(sizes_spec(), 192, "head_tail", heads, sizes_captures(heads[0]))
+    problem.compare("all_to_all", dropout_p=0.3, rng=rng, one={"dropout_p": 0.3, "rng": rng})
+
+
+def sizes_spec() -> fg.AttentionSpec:
+    """Reads the numbers of heads and positions and the head; with a sink, dropout and blocks."""
+    slopes = fg.Tensor("slopes", ("heads",), "float32", grad=True)
+    return fg.AttentionSpec(
+        lambda b, h, q, k: (q - k < 16 * (h + 1) + fg.heads) & (k < fg.seq_k - h),
+        lambda score, b, h, q, k: score + slopes[h] * (q - k) / fg.seq_q,
+        head_dim=16,
+        dtype="float32",
+        name="sizes",
+        sink=True,
+        dropout=True,
+        block_sparse=fg.BlockSparse(lambda b, h, i, j: (i + j + h) % 3 != 0, 32, 16),
+    )
+
+
+def sizes_captures(heads: int) -> dict[str, Tensor]:
+    return {"slopes": torch.linspace(-1, 1, heads), "sink": torch.linspace(-2, 2, heads)}
+
+
+def the_whole_is_seen() -> None:
+    """Lengths and heads of the whole, in calls on parts of its positions."""
+    rng = torch.tensor([11, 7])
+    seq = 64 * dist.get_world_size()
+    for method, shard in (("all_gather", "head_tail"), ("ring", "contiguous")):
+        problem = Problem(sizes_spec(), seq, shard, captures=sizes_captures(4))
+        problem.compare(method, dropout_p=0.3, rng=rng, one={"dropout_p": 0.3, "rng": rng})
+
+
+def some_heads_of_a_whole() -> None:
+    """Ranks that have the last heads, as beside tensor parallelism."""
+    spec = sizes_spec().replace(dropout=False)
+    captures = sizes_captures(6)
+    place = {"h_offset": 2, "whole": {"heads": 6}}
+    for method in ("all_gather", "ring"):
+        problem = Problem(spec, 64 * dist.get_world_size(), captures=captures)
+        problem.compare(method, one=place, **place)
+
+
+def layouts_are_given() -> None:
+    spec = causal_spec(block_sparse=fg.BlockSparse(block_q=32, block_k=16))
+    seq = 96 * dist.get_world_size()
+    live = torch.rand(1, 4, seq // 32, seq // 16, generator=torch.Generator().manual_seed(1)) < 0.4
+    live[..., seq // 32 :] &= torch.arange(seq // 32)[:, None] % 2 == 0
+    for method, shard in (("all_gather", "contiguous"), ("ring", "head_tail")):
+        Problem(spec, seq, shard, captures={"layout": live}).compare(method)
+
+
+def packed_sequences() -> None:
+    """Chunks begin inside of sequences, and hold several; some sequences are empty."""
+    bias = fg.Tensor("bias", ("batch", "distance"), "float32", grad=True)
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: (k <= q) & (q - k < 50),
+        lambda score, b, h, q, k: score + bias[b, fg.minimum(q - k, 7)],
+        head_dim=16,
+        dtype="float32",
+        name="packed_window",
+        packed=True,
+        sink=True,
+    )
+    seq = 96 * dist.get_world_size()
+    ends = torch.tensor([0, 5, 5, seq // 2 + 9, seq - 20, seq - 3], dtype=torch.int32)
+    captures = {"bias": torch.linspace(-1, 1, 40).view(5, 8), "sink": torch.linspace(-1, 1, 4)}
+    captures |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    for method in ("all_gather", "ring"):
+        for shard in ("contiguous", "head_tail"):
+            Problem(spec, seq, shard, captures=captures).compare(method)
+    heads = 2 * dist.get_world_size(), dist.get_world_size()
+    captures["sink"] = torch.linspace(-1, 1, heads[0])
+    Problem(spec, seq, "head_tail", heads, captures).compare("all_to_all")
 
 
 def gathered_chunks_are_equal_bits() -> None:
@@ -264,7 +341,7 @@ def specs_of_the_tree() -> Iterator[str]:
     for path in sorted((ROOT / "specs").glob("*.py")):
         spec = fg.load(path)
         read = {s.name for s in spec.mask.free_symbols | spec.score.free_symbols}
-        if not spec.packed and spec.block_sparse is None and not {"seq_q", "seq_k"} & read:
+        if not (spec.packed and {"seq_q", "seq_k"} & read):
             yield path.stem
 
 
@@ -274,10 +351,12 @@ def every_spec() -> list[str]:
         path = ROOT / "specs" / f"{name}.py"
         spec = fg.load(path).replace(dtype="float32", head_dim=16, dropout=False)
         seq = 32 * dist.get_world_size()
-        values = values_of(path, Case(seq, seq, 2, 4, 2))
+        heads = 2 * dist.get_world_size(), dist.get_world_size()
+        values = values_of(path, Case(seq, seq, 1 if spec.packed else 2, *heads))
         captures = {**values["scalars"], **values["tensors"]}
-        problem = Problem(spec, seq, ("contiguous", "head_tail")[number % 2], captures=captures)
-        for method in ("all_gather", "ring"):
+        shard = ("contiguous", "head_tail")[number % 2]
+        problem = Problem(spec, seq, shard, heads, captures)
+        for method in METHODS:
             problem.compare(method)
     return names
 

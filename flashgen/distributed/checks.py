@@ -1,0 +1,154 @@
+"""Checks of a distributed call, and what the ranks agree on before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from flashgen.distributed.exchange import Exchange
+from flashgen.distributed.sharding import Sharding
+from flashgen.dropout import BLOCK
+from flashgen.errors import InputError
+from flashgen.language import SEQ_K, SEQ_Q
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import Attention
+from flashgen.ops.registration import operator_of
+from flashgen.runtime.number_arguments import check_names, draw_rng
+
+Tensor = torch.Tensor
+
+WHERE = "flashgen.distributed.attention"
+
+
+def check_spec(
+    op: Any, method: str, whole: Mapping[str, int] | None, captures: Mapping[str, Any]
+) -> None:
+    """Refuses what cannot be computed on parts, and captures that are not those of the spec."""
+    if not isinstance(op, Attention):
+        refuse("no operator is given", "op", f"a {type(op).__name__}", "fg.attention(spec)")
+    for name in ("q_offset", "k_offset", "deterministic"):
+        if captures.get(name):
+            refuse(f"{name} cannot be given to a distributed call yet", name, f"{captures[name]}")
+    if whole is not None and set(whole) != {"heads"}:
+        refuse(
+            "the lengths of the whole follow from the chunks",
+            "whole",
+            f"given {whole!r:.200}",
+            'whole={"heads": ...}, where this group has some of the heads',
+        )
+    spec = op.spec
+    read = {SEQ_Q: "fg.seq_q", SEQ_K: "fg.seq_k"}
+    found = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
+    if found and spec.packed and method != "all_to_all":
+        refuse(
+            "a call on a part of a packed sequence does not know its length, which the spec reads",
+            "op",
+            f"spec {spec.name} reads {', '.join(sorted(found))}",
+            'method="all_to_all"',
+        )
+    check_names(operator_of(spec).signature, dict(captures))
+
+
+def shared_rng(
+    exchange: Exchange,
+    spec: AttentionSpec,
+    method: str,
+    shardings: tuple[Sharding, Sharding],
+    dropout_p: float,
+    rng: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """The seed and offset of rank 0, with which all ranks drop the elements of one call."""
+    divided = method != "all_to_all"
+    if spec.packed and divided:
+        refuse(
+            f"with dropout, parts of sequences begin at multiples of {BLOCK}",
+            "dropout_p",
+            f"{dropout_p}; spec {spec.name} has packed sequences, which begin anywhere in a chunk",
+            'method="all_to_all", or dropout_p=0',
+        )
+    starts = [chunk.start for sharding in shardings for chunk in sharding.chunks]
+    if divided and any(start % BLOCK for start in starts):
+        refuse(
+            f"with dropout, chunks begin at multiples of {BLOCK}",
+            "shard",
+            f"a chunk begins at {next(start for start in starts if start % BLOCK)}",
+            f"chunks whose lengths are multiples of {BLOCK}, or dropout_p=0",
+        )
+    drawn = draw_rng(dropout_p, device) if rng is None else rng.clone()
+    assert drawn is not None, "dropout_p is above 0"
+    exchange.from_first(drawn, "seed and offset of dropout")
+    return drawn
+
+
+def check_rows(exchange: Exchange, each: Any) -> None:
+    for name, sharding, tensor in each:
+        rows = sharding.rows(exchange.rank)
+        if tensor.shape[2] != rows:
+            refuse(
+                f"{name} does not have the rows of this rank's chunks",
+                name,
+                f"rank {exchange.rank}: {tensor.shape[2]} rows, its chunks have {rows}",
+                "the rows of the rank's chunks, one chunk behind the other",
+            )
+
+
+_agreed: set[Any] = set()
+
+
+def compare(
+    exchange: Exchange,
+    facts: tuple[Any, ...],
+    operands: tuple[Tensor, ...],
+    captures: Mapping[str, Any],
+    sharded: Mapping[str, int] | None,
+) -> None:
+    """Compares the call with those of the other ranks, once for each kind of call.
+
+    Raises:
+        InputError: the ranks call different operators, or with tensors that do not fit together.
+    """
+    sharded = sharded or {}
+    shapes = {
+        name: _shape(x, sharded.get(name)) if isinstance(x, Tensor) else x
+        for name, x in (*zip("qkv", operands, strict=True), *captures.items())
+    }
+    if not isinstance(facts[2], str):  # rows may differ, and are those of the chunks
+        shapes |= {n: _shape(x, 2) for n, x in zip("qkv", operands, strict=True)}
+    said = (*facts[:2], repr(facts[2]), facts[3], repr(sorted(sharded.items())), repr(shapes))
+    key = id(exchange.group), said
+    if key in _agreed:
+        return
+    everyone = exchange.everyones(said, "comparison of the arguments")
+    for rank, theirs in enumerate(everyone):
+        if theirs != said:
+            names = ("spec", "method", "shard", "reduce_learned", "sharded", "shapes")
+            name, mine, other = next(
+                (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b
+            )
+            refuse(
+                "the ranks call with different arguments",
+                name,
+                f"rank {exchange.rank}: {mine!s:.300}\nrank {rank}: {other!s:.300}",
+                "the same operator, options and captured tensors on every rank",
+            )
+    _agreed.add(key)
+
+
+def _shape(tensor: Tensor, divided: int | None) -> tuple[Any, ...]:
+    """Shape and dtype of a tensor, without the dimension along which it is divided."""
+    shape: list[Any] = list(tensor.shape)
+    if divided is not None:
+        shape[divided] = "divided"
+    return (*shape, str(tensor.dtype))
+
+
+def refuse(what: str, argument: str, numbers: str, way_out: str = "") -> NoReturn:
+    raise InputError(
+        what,
+        where=f"argument {argument} of {WHERE}",
+        numbers=numbers,
+        way_out=way_out or "the operator itself, on one device",
+    )
