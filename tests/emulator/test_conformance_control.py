@@ -371,6 +371,23 @@ def test_exit_ends_a_thread_from_inside_a_function() -> None:
     assert out.tolist() == [1] * 10 + [0] * 22
 
 
+@pytest.mark.parametrize(
+    ("kind", "want"), [("u8", 0xC8), ("s8", 0xFFC8), ("u16", 0x1C8), ("b8", 0xC8)]
+)
+def test_a_parameter_is_read_narrower_than_it_was_written(kind: str, want: int) -> None:
+    """As NVRTC passes a bool: 32 bits are written, of which the function reads the lowest 8."""
+    ptx = f""".func (.param .b32 r) low(.param .b32 v) {{ .reg .b16 %h; .reg .b32 %w;
+            ld.param.{kind} %h, [v]; cvt.u32.u16 %w, %h; st.param.b32 [r+0], %w; ret; }}
+        .visible .entry k(.param .u64 out) {{ .reg .b32 %t; .reg .b64 %p;
+            ld.param.u64 %p, [out]; mov.u32 %t, 0x1C8;
+            {{ .param .b32 v; .param .b32 r; st.param.b32 [v+0], %t;
+               call.uni (r), low, (v); ld.param.b32 %t, [r+0]; }}
+            st.global.u32 [%p], %t; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    run_ptx(ptx, "k", 1, 1, out)
+    assert out.tolist() == [want]
+
+
 def test_spellings_of_other_compilers() -> None:
     """Spaces inside brackets and braces, comments, .loc and .pragma between instructions."""
     body = """.loc 1 2 3

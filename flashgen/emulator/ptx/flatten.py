@@ -176,11 +176,16 @@ class _Inliner:
                 wide = kind if TYPE_BYTES[kind] > 1 else "b16"
                 self.flat.registers.append((f"{name}+{offset}", wide))
                 self.slots[name, offset] = slot
-            if TYPE_BYTES[self.flat.registers[slot.index][1]] != max(2, TYPE_BYTES[kind]):
+            width, most = TYPE_BYTES[kind], TYPE_BYTES[self.flat.registers[slot.index][1]]
+            # The low bytes of what was written: a bool is written as 32 bits and read as 8.
+            narrowed = load and width < most and not kind.startswith("f")
+            if most != max(2, width) and not narrowed:
                 raise _unknown(ins, "a call parameter read with a different width than written")
             to, source = (item, slot) if load else (slot, item)
-            if TYPE_BYTES[kind] == 1:
-                made = replace(ins, op="cvt", mods=("u16", "u8"), operands=[to, source])
+            if width == 1 or narrowed:
+                sign = "s" if kind.startswith("s") else "u"
+                kinds = (f"{sign}{max(16, 8 * width)}", f"{sign}{8 * width}")
+                made = replace(ins, op="cvt", mods=kinds, operands=[to, source])
             else:
                 made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
                 made.operands = [to, source]
