@@ -48,8 +48,15 @@ class Transfer(NamedTuple):
 class Pending:
     """Transfers that are under way."""
 
-    def __init__(self, works: list[tuple[Any, str]], group: Any, step: str) -> None:
+    def __init__(
+        self, works: list[tuple[Any, str]], group: Any, step: str, transfers: Sequence[Transfer]
+    ) -> None:
+        """
+        Args:
+            transfers: those under way; their tensors live as long as this object.
+        """
         self._works = works
+        self._transfers = transfers
         self._group = group
         self._step = step
 
@@ -99,14 +106,15 @@ class Exchange:
                     )
                     what.append(f"{verb} rank {peer}, {tensor.numel() * tensor.itemsize:,} B")
         if not operations:
-            return Pending([], self.group, step)
+            return Pending([], self.group, step, ())
         try:
             works = dist.batch_isend_irecv(operations)
         except (RuntimeError, ValueError) as error:
             raise failed(self.group, step, what[0], error) from error
         if len(works) != len(what):  # NCCL has one work for all
             what = ["; ".join(what)] * len(works)
-        return Pending(list(zip(works, what, strict=True)), self.group, step)
+        named = list(zip(works, what, strict=True))
+        return Pending(named, self.group, step, (*sent, *received))
 
     def sum(self, tensors: Sequence[Tensor], step: str) -> None:
         """Replaces each tensor by its sum over the ranks."""

@@ -3,8 +3,9 @@
 In step s a rank computes with the chunks of the rank that is s places before it, while they travel
 on to the next rank. A chunk travels only as far as the last rank that needs it, so that a window
 ends the ring early. In the backward pass they travel again, and each rank sends the gradients of a
-step to the owner of the keys. Memory: a rank's own keys and values and those of at most three
-others, whatever the number of ranks.
+step to the owner of the keys while it computes the next step. Memory: a rank's own keys and values
+and those of at most three others, whatever the number of ranks; in the backward pass the float32
+gradients of two steps, made and arriving, too.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
 """
@@ -12,12 +13,13 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinit
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from flashgen.call import Operands, OutputGradients
 from flashgen.distributed.context import Chunk, Context, add_learned, room_for, rows_of, zeros_for
-from flashgen.distributed.exchange import Transfer
+from flashgen.distributed.exchange import Pending, Transfer
 
 Tensor = torch.Tensor
 
@@ -50,6 +52,7 @@ def backward(
         chunk.number: [zeros_for(x) for x in chunk.tensors]
         for chunk in context.own_chunks(operands.k, operands.v)
     }
+    returning: _Returning | None = None
     for step, chunks in _steps(context, operands):
         made = {
             chunk.number: [zeros_for(x) for x in chunk.tensors]
@@ -66,7 +69,12 @@ def backward(
                     add_learned(learned, found.learned)
                     for total, more in zip(made[keys.number], (found.dk, found.dv), strict=True):
                         total += more
-        _return(context, step, made, own)
+        # They travel while the next step is computed.
+        if returning is not None:
+            returning.add_to(own)
+        returning = _return(context, step, made, own)
+    assert returning is not None, "a ring has a step"
+    returning.add_to(own)
     dk, dv = (torch.cat([totals[place] for totals in own.values()], 2) for place in (0, 1))
     return dq, dk, dv, learned
 
@@ -103,15 +111,27 @@ def _travelling(context: Context, owner: int, distance: int) -> list[int]:
     return [n for n in numbers if context.needed[ranks, n].any()]
 
 
-def _return(
-    context: Context, step: int, made: dict[int, list[Tensor]], own: dict[int, list[Tensor]]
-) -> None:
-    """Sends the gradients of a step to the owner of its keys, and adds those for own keys."""
-    if step == 0:
-        for number, gradients in made.items():
+class _Returning(NamedTuple):
+    """Gradients of own keys that travel here, by the number of the chunk."""
+
+    pending: Pending | None
+    gradients: dict[int, list[Tensor]]
+
+    def add_to(self, own: dict[int, list[Tensor]]) -> None:
+        """Waits for the gradients, and adds them."""
+        if self.pending is not None:
+            self.pending.wait()
+        for number, gradients in self.gradients.items():
             for total, more in zip(own[number], gradients, strict=True):
                 total += more
-        return
+
+
+def _return(
+    context: Context, step: int, made: dict[int, list[Tensor]], own: dict[int, list[Tensor]]
+) -> _Returning:
+    """Sends the gradients of a step to the owner of its keys; those of own keys come back."""
+    if step == 0:
+        return _Returning(None, made)
     world, rank = context.exchange.world, context.rank
     owner, peer = (rank - step) % world, (rank + step) % world
     coming = {
@@ -121,7 +141,5 @@ def _return(
     }
     sent = [Transfer(owner, x) for gradients in made.values() for x in gradients]
     taken = [Transfer(peer, x) for gradients in coming.values() for x in gradients]
-    context.exchange.start(sent, taken, f"gradients of step {step} of the ring").wait()
-    for number, gradients in coming.items():
-        for total, more in zip(own[number], gradients, strict=True):
-            total += more
+    pending = context.exchange.start(sent, taken, f"gradients of step {step} of the ring")
+    return _Returning(pending, coming)

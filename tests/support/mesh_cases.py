@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flashgen as fg
 from flashgen import distributed
-from flashgen.distributed.sharding import sharding_of
+from flashgen.distributed.sharding import METHODS, sharding_of
 from tests.support.distributed_cases import causal_spec, rich_spec
 
 Tensor = torch.Tensor
@@ -136,19 +136,19 @@ def fsdp_over_cp() -> float:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
     every = init_device_mesh("cpu", (world,))
-    calls = [(every, "ring", True), (every, "all_gather", True), (every, "all_to_all", False)]
+    calls = [(every, method) for method in METHODS]
     if world > 2:  # replicated over dp, sharded over cp
-        calls.append((mesh, "ring", True))
+        calls.append((mesh, "ring"))
     differences = []
-    for sharded, method, learned in calls:
+    for sharded, method in calls:
         options = {"group": mesh["cp"], "method": method, "shard": "head_tail"}
-        model = Transformer(learned, {**options, "reduce_learned": False})
+        model = Transformer(True, {**options, "reduce_learned": False})
         for layer in model.layers:
             fully_shard(layer, mesh=sharded)
         fully_shard(model, mesh=sharded)
         loss = model(*own(batch(), mesh))
         loss.backward()
-        differences.append(compare(loss, whole_gradients(model), learned))
+        differences.append(compare(loss, whole_gradients(model), True))
     return max(differences)
 
 
@@ -191,11 +191,11 @@ def tensor_parallel_heads() -> float:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("cp", "tp"))
     tp = mesh["tp"]
     differences = []
-    for method, learned in (("ring", True), ("all_gather", True), ("all_to_all", False)):
+    for method in METHODS:
         options = {"group": mesh["cp"], "method": method, "shard": "head_tail"}
         if method == "all_to_all" and HEADS_KV // tp.size() % mesh["cp"].size():
             continue
-        model = Transformer(learned, {**options, "reduce_learned": False})
+        model = Transformer(True, {**options, "reduce_learned": False})
         plan = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel()}
         for layer in model.layers:
             parallelize_module(layer, tp, {**plan, "wo": RowwiseParallel()})
@@ -216,7 +216,7 @@ def tensor_parallel_heads() -> float:
                 gradient = gradient.full_tensor()
             dist.all_reduce(gradient, group=mesh["cp"].get_group())
             found[name] = gradient / mesh["cp"].size()
-        differences.append(compare(loss, found, learned))
+        differences.append(compare(loss, found, True))
     return max(differences)
 
 

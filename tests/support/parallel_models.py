@@ -120,7 +120,7 @@ def packed_sequences_in_two_chunks() -> float:
 
 
 def heads_exchanged() -> float:
-    return compare("llama", inputs(), method="all_to_all")
+    return compare("gpt_oss", inputs(), method="all_to_all")
 
 
 def fsdp_and_sinks() -> float:
