@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -336,19 +336,16 @@ def a_rank_that_ends() -> str:
     return "no error"
 
 
-def specs_of_the_tree() -> Iterator[str]:
-    """The specs that a distributed call takes."""
-    for path in sorted((ROOT / "specs").glob("*.py")):
-        spec = fg.load(path)
-        read = {s.name for s in spec.mask.free_symbols | spec.score.free_symbols}
-        if not (spec.packed and {"seq_q", "seq_k"} & read):
-            yield path.stem
+def methods_of(spec: fg.AttentionSpec) -> tuple[str, ...]:
+    """The methods that can compute the spec."""
+    read = {s.name for s in spec.mask.free_symbols | spec.score.free_symbols}
+    reads_length = not read.isdisjoint(("seq_q", "seq_k"))
+    return ("all_to_all",) if spec.packed and reads_length else METHODS
 
 
-def every_spec() -> list[str]:
-    names = list(specs_of_the_tree())
-    for number, name in enumerate(names):
-        path = ROOT / "specs" / f"{name}.py"
+def every_spec() -> int:
+    paths = sorted((ROOT / "specs").glob("*.py"))
+    for number, path in enumerate(paths):
         spec = fg.load(path).replace(dtype="float32", head_dim=16, dropout=False)
         seq = 32 * dist.get_world_size()
         heads = 2 * dist.get_world_size(), dist.get_world_size()
@@ -356,13 +353,21 @@ def every_spec() -> list[str]:
         captures = {**values["scalars"], **values["tensors"]}
         shard = ("contiguous", "head_tail")[number % 2]
         problem = Problem(spec, seq, shard, heads, captures)
-        for method in METHODS:
+        for method in methods_of(spec):
             problem.compare(method)
-    return names
+    return len(paths)
 
 
-def peak_of_a_ring() -> int:
-    """Bytes of K and V that this rank holds at most, in shares of its own."""
+def peak_of_a_ring() -> float:
+    return _held(causal_spec(), "ring")
+
+
+def peak_of_a_gather() -> float:
+    return _held(window_spec(), "all_gather")
+
+
+def _held(spec: fg.AttentionSpec, method: str) -> float:
+    """Keys and values of other ranks that this rank holds at most, in shares of its own."""
     from flashgen.distributed import context
 
     live: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -378,10 +383,10 @@ def peak_of_a_ring() -> int:
 
     context.Context.room = counted  # type: ignore[method-assign]
     try:
-        problem = Problem(causal_spec(), 32 * dist.get_world_size(), "head_tail")
+        problem = Problem(spec, 64 * dist.get_world_size(), "head_tail")
         q, k, v = map(problem.mine, problem.qkv)
         with torch.no_grad():
-            distributed.attention(problem.op, q, k, v, method="ring", shard="head_tail")
+            distributed.attention(problem.op, q, k, v, method=method, shard="head_tail")
     finally:
         context.Context.room = room  # type: ignore[method-assign]
-    return most // (k.numel() + v.numel())
+    return most / (k.numel() + v.numel())
