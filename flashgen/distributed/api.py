@@ -102,6 +102,7 @@ def attention(
     if isinstance(op, Attention):
         captures = {**with_layout(op._operator.signature, captures)}
     check_spec(op, method, whole, captures)
+    first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
     queries = sharding_of(shard, exchange.world, q.shape[2])
     keys = sharding_of(shard, exchange.world, k.shape[2])
     check_rows(exchange, (("q", queries, q), ("k", keys, k)))
@@ -111,20 +112,19 @@ def attention(
         captures[name] = gathered_tensor(exchange, name, captures.get(name), dim, (keys, queries))
     if dropout_p:
         rng = shared_rng(exchange, op.spec, method, (queries, keys), dropout_p, rng, q.device)
+    numbers: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
+    numbers |= {"backend": backend, "arch": arch}
     if exchange.world == 1:
-        numbers = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
-        given = {**numbers, "h_offset": h_offset, "whole": whole, **captures}
-        given |= {"backend": backend, "arch": arch}
-        return op(q, k, v, return_lse=return_lse, **given)  # type: ignore[call-overload,no-any-return]
-    options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
+        numbers |= {"h_offset": h_offset, "whole": whole, **captures}
+        return op(q, k, v, return_lse=return_lse, **numbers)  # type: ignore[call-overload,no-any-return]
     summed = frozenset(captures if reduce_learned else sharded or ())
-    first, heads, *_ = scalars_of(h_offset, whole, q, k).values()
-    of_whole = Whole(first, heads, queries.length, keys.length)
     if method == "all_to_all":
-        result = _by_heads(
-            exchange, op, (q, k, v), (queries, keys), of_whole, options, rng, captures, summed
-        )
+        first = first_head + exchange.rank * (q.shape[1] // exchange.world)
+        numbers |= {"h_offset": first, "whole": {"heads": heads}}
+        result = _by_heads(exchange, op, (q, k, v), (queries, keys), numbers, captures, summed)
     else:
+        options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
+        of_whole = Whole(first_head, heads, queries.length, keys.length)
         context = context_of(exchange, op, q, (queries, keys), of_whole, options, captures, summed)
         tensors = [captures[name] for name in context.names]
         result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
@@ -165,14 +165,12 @@ def _by_heads(
     op: Attention,
     operands: tuple[Tensor, Tensor, Tensor],
     shardings: tuple[Sharding, Sharding],
-    of_whole: Whole,
-    options: CallOptions,
-    rng: Tensor | None,
+    numbers: dict[str, Any],
     captures: dict[str, Any],
     summed: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
-    world = exchange.world
-    heads, heads_kv = operands[0].shape[1], operands[1].shape[1]
+    """The method "all_to_all"; ``numbers`` are the keyword arguments of the rank's call."""
+    world, heads_kv = exchange.world, operands[1].shape[1]
     if heads_kv % world:
         refuse(
             "all_to_all gives each rank some of the key heads",
@@ -190,11 +188,7 @@ def _by_heads(
         else x
         for name, x in captures.items()
     }
-    numbers = {"scale": options.scale, "dropout_p": options.dropout_p, "rng": rng}
-    first = of_whole.first_head + exchange.rank * (heads // world)
-    place = {"h_offset": first, "whole": {"heads": of_whole.heads}}
-    where = {"backend": options.backend, "arch": options.arch}
-    out, lse = op(q, k, v, return_lse=True, **numbers, **place, **where, **given)
+    out, lse = op(q, k, v, return_lse=True, **numbers, **given)
     results = (
         Exchanged.apply(exchange, shardings[0], False, x)  # type: ignore[no-untyped-call]
         for x in (out, lse[..., None])

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import ranking
 from tests.support.profiles import loaded
-from tests.support.tiers import one_in
 
 
 def test_spearman_is_of_ranks_alone() -> None:
@@ -24,7 +23,8 @@ def test_equal_values_share_their_rank() -> None:
     assert ranking.spearman([5, 5, 7], [1, 2, 3]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
 
 
-@pytest.mark.parametrize("head_dim", one_in(2, ranking.HEAD_DIMS))
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", ranking.HEAD_DIMS)
 def test_a_sample_of_tiles_is_ranked_as_its_work(head_dim: int) -> None:
     spec = loaded("causal").replace(head_dim=head_dim)
     rows = ranking.rows_of(spec, 160, every=16)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_once
 from tests.support.tiers import slow
 
 CASES = "tests.support.distributed_cases"
+REFUSED = "tests.support.mesh_cases:what_is_refused"
 WORLDS = [2, slow(4), slow(8)]
 
 # Executed by one group of processes for each number of ranks: their imports take seconds.
@@ -28,22 +31,35 @@ COMPARED = (
 )
 TOGETHER = (*COMPARED, "sent_chunks", "ranks_that_disagree", "peak_of_a_ring", "peak_of_a_gather")
 
-_done: dict[int, list[dict[str, tuple[Any, str]]]] = {}
+Returned = Callable[[int, str], list[Any]]
 
 
-def returned(world: int, case: str) -> list[Any]:
-    """What each rank returned; fails with the traceback of a rank."""
-    if world not in _done:
-        _done[world] = run_ranks(world, [f"{CASES}:{name}" for name in TOGETHER])
-    results = [rank[f"{CASES}:{case}"] for rank in _done[world]]
-    for number, (_, error) in enumerate(results):
-        assert not error, f"rank {number}: {error}"
-    return [value for value, _ in results]
+def _full(case: str) -> str:
+    return case if ":" in case else f"{CASES}:{case}"
+
+
+@pytest.fixture(scope="module")
+def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
+    """What each rank of a group returned for a case; fails with the traceback of a rank."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of the run, which its workers share
+        folder = folder.parent
+
+    def of(world: int, case: str) -> list[Any]:
+        cases = [*map(_full, TOGETHER), *([REFUSED] if world == 2 else [])]
+        results = [rank[_full(case)] for rank in run_ranks_once(folder, world, cases)]
+        for number, (_, error) in enumerate(results):
+            assert not error, f"rank {number}: {error}"
+        return [value for value, _ in results]
+
+    return of
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", COMPARED)
-def test_the_ranks_compute_what_one_call_computes(case: str, world: int) -> None:
+def test_the_ranks_compute_what_one_call_computes(
+    returned: Returned, case: str, world: int
+) -> None:
     returned(world, case)
 
 
@@ -57,7 +73,7 @@ def test_every_spec_agrees_with_one_call(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_window_ends_the_ring_early(world: int) -> None:
+def test_a_window_ends_the_ring_early(returned: Returned, world: int) -> None:
     """A window of 40 reaches the chunk of 64 positions before: keys travel one step."""
     chunk = 2 * (2 * 2 * 64 * 16) * 4  # K and V: batch, heads, rows, head dim, bytes
     for rank, sent in enumerate(returned(world, "sent_chunks")):
@@ -67,13 +83,13 @@ def test_a_window_ends_the_ring_early(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_memory_of_a_ring_does_not_grow_with_the_ranks(world: int) -> None:
+def test_the_memory_of_a_ring_does_not_grow_with_the_ranks(returned: Returned, world: int) -> None:
     """Beside its own, a rank holds the keys of three ranks: computed, travelling and arriving."""
     assert max(returned(world, "peak_of_a_ring")) <= 3
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_gather_holds_the_keys_that_its_queries_reach(world: int) -> None:
+def test_a_gather_holds_the_keys_that_its_queries_reach(returned: Returned, world: int) -> None:
     """A window of 40 reaches the two chunks of 32 before each of a rank's two, if there are."""
     chunks = [(rank, 2 * world - 1 - rank) for rank in range(world)]
     for own, held in zip(chunks, returned(world, "peak_of_a_gather"), strict=True):
@@ -81,7 +97,19 @@ def test_a_gather_holds_the_keys_that_its_queries_reach(world: int) -> None:
         assert held == len(reached) / 2
 
 
-def test_ranks_that_disagree_are_refused_before_anything_is_computed() -> None:
+def test_dtensors_and_meshes_of_two_dimensions_are_refused(returned: Returned) -> None:
+    for messages in returned(2, REFUSED):
+        first, second, third, mesh = messages
+        assert "argument q of flashgen.distributed.attention" in first
+        assert "placements (Shard(dim=2),) of the mesh ('cp',)" in first
+        assert "q.to_local()" in first
+        assert "v.to_local()" in second
+        assert "table.to_local()" in third
+        assert "a mesh has one dimension here" in mesh
+        assert 'mesh["cp"]' in mesh
+
+
+def test_ranks_that_disagree_are_refused_before_anything_is_computed(returned: Returned) -> None:
     for message in returned(2, "ranks_that_disagree"):
         assert "the ranks call with different arguments" in message
         assert "rank 0: {'q': (1, 4, 64, 16" in message

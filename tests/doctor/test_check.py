@@ -23,7 +23,7 @@ TRIAL = [problem for problem in PROBLEMS if problem.trial]
 ON_PATHS = [(arch, each.name) for arch in ("sm_80", "sm_90a") for each in PROBLEMS]
 
 
-@pytest.mark.parametrize(("arch", "problem"), one_in(len(PROBLEMS) + 3, ON_PATHS))
+@pytest.mark.parametrize(("arch", "problem"), one_in(2 * len(PROBLEMS), ON_PATHS))
 def test_every_problem_is_right_in_the_emulator(arch: str, problem: str) -> None:
     found = check.run(named(problem), arch, CPU, emulate=False)
     assert found.ok, found.text

@@ -25,6 +25,7 @@ needs_transformers = pytest.mark.skipif(
 
 
 @needs_model
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_minilm_embeds_the_same_with_the_emitted_kernel() -> None:
     done = run_python(FOLDER / "minilm.py")

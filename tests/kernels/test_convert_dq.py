@@ -87,7 +87,7 @@ def run(build: Build, dq: Tensor, sums: Tensor, **more: Any) -> Any:
         ("sm_80", "float16", 64, 200),
         slow("sm_80", "bfloat16", 40, 37),
         slow("sm_80", "float16", 256, 70),
-        ("sm_80", "float32", 32, 50),
+        slow("sm_80", "float32", 32, 50),
         slow("sm_80", "float32", 64, 40),
         slow("sm_90a", "float16", 64, 200),
         ("sm_90a", "bfloat16", 40, 37),

@@ -68,7 +68,7 @@ def check(spec: fg.AttentionSpec, q_offset: int, k_offset: int, **how: Any) -> N
                 ("sm_80", "sm_90a"), ((0, 16), (-16, 0), (2**28 - 64, 80))
             )
         ),
-        ("sm_90a", (-48, 2**20)),
+        pytest.param("sm_90a", (-48, 2**20), marks=pytest.mark.slow),
     ],
 )
 def test_kernels_drop_the_elements_at_global_positions(arch: str, offsets: tuple[int, int]) -> None:

@@ -168,7 +168,7 @@ def test_dropout_offsets_and_another_length_of_v_compose(dtype: str) -> None:
     check(spec, "mixed", "emulator", dropout_p=0.3, rng=RNG, q_offset=32, k_offset=16)
 
 
-@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("backend", [slow("emulator"), "tiled"])
 @pytest.mark.parametrize("lengths", ["mixed", "none"])
 def test_a_sink_joins_every_sequence(lengths: str, backend: str) -> None:
     check(spec_of("bottom_right", sink=True), lengths, backend)
@@ -294,6 +294,7 @@ def test_no_value_of_a_sequence_reaches_another(
         assert not torch.equal(got[:, :, ~others].nan_to_num(), expected[:, :, ~others])
 
 
+@pytest.mark.slow
 def test_gradients_of_the_tiled_path_agree_with_finite_differences() -> None:
     from flashgen import cpu
 

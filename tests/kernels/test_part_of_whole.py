@@ -13,7 +13,7 @@ from flashgen.language.signature import in_whole
 from flashgen.reference import attention
 from flashgen.signature import WHOLE
 from tests.support.judged import normal
-from tests.support.tiers import one_in
+from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
@@ -86,13 +86,20 @@ def computed(
     return Results(out.detach(), lse.detach(), *gradients[:3], gradients[3:])
 
 
+# The kernels of each path that `make test` executes.
+FAST = {("dropout_and_sink", "sm_80"), ("sizes", "sm_90a"), *((name, "tiled") for name in SPECS)}
 WHERE = {"tiled": {"backend": "tiled"}} | {
     arch: {"backend": "emulator", "arch": arch} for arch in ("sm_80", "sm_90a")
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), one_in(2, [(name, where) for name in SPECS for where in WHERE])
+    ("name", "where"),
+    [
+        pytest.param(name, where, marks=[] if (name, where) in FAST else pytest.mark.slow)
+        for name in SPECS
+        for where in WHERE
+    ],
 )
 def test_some_heads_are_those_of_the_whole(name: str, where: str) -> None:
     """torch.equal for each head; learned gradients are sums over the parts."""
@@ -120,7 +127,7 @@ def test_some_heads_are_those_of_the_whole(name: str, where: str) -> None:
             assert not gradient[others].any()
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ["tiled", slow("sm_80"), slow("sm_90a")])
 def test_some_queries_see_the_lengths_of_the_whole(where: str) -> None:
     """Rows of the whole's results, within the error that another cut of tiles makes."""
     spec = SPECS["sizes"]

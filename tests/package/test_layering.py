@@ -47,7 +47,7 @@ BESIDE = {
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
     "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
     "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
-    "distributed": {*PIPELINE, "runtime", "ops"},
+    "distributed": {*PIPELINE, "cpu", "runtime", "ops"},
     "doctor": {*PIPELINE, "emulator", "reference", "runtime", "ops", "tune"},
 }
 # These may import everything.

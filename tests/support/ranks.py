@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib
 import os
 import pickle
@@ -44,6 +46,19 @@ def run_ranks(
         for rank in ranks:
             rank.wait(seconds * 2)
         return [results_of(folder, number) for number in range(world)]
+
+
+def run_ranks_once(
+    folder: Path, world: int, functions: Sequence[str]
+) -> list[dict[str, tuple[Any, str]]]:
+    """The result of `run_ranks`, for all processes of a test run that have the folder."""
+    file = folder / f"ranks-{world}-{hashlib.sha256(repr(functions).encode()).hexdigest()}.pickle"
+    with (folder / "ranks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            file.write_bytes(pickle.dumps(run_ranks(world, functions)))
+    found: list[dict[str, tuple[Any, str]]] = pickle.loads(file.read_bytes())
+    return found
 
 
 def results_of(folder: Path, rank: int) -> dict[str, tuple[Any, str]]:
