@@ -87,7 +87,7 @@ class FloorDiv(sympy.Function):  # type: ignore[misc]
             return cls(-a, -b)
         if b == 1:
             return a
-        if isinstance(a, cls) and a.args[1].is_Integer and a.args[1] > 0:
+        if isinstance(a, cls) and a.args[1].is_Integer and 0 < a.args[1] * b < 2**62:
             return cls(a.args[0], a.args[1] * b)
         whole, rest, common = [], [], b
         for term in sympy.Add.make_args(a):
