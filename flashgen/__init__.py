@@ -71,8 +71,10 @@ if TYPE_CHECKING:
     from flashgen.language.spec_file import load
     from flashgen.language.tensor import Tensor
     from flashgen.ops import Layout, attention
+    from flashgen.ops.append_kv import append_kv
     from flashgen.pipeline import build, emit
     from flashgen.planner import plan
+    from flashgen.runtime.page_tables import page_table
 
 __all__ = [
     "AttentionSpec",
@@ -91,6 +93,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "abs",
+    "append_kv",
     "atan2",
     "attention",
     "batch",
@@ -116,6 +119,7 @@ __all__ = [
     "log2",
     "maximum",
     "minimum",
+    "page_table",
     "plan",
     "popcount",
     "round",
@@ -138,6 +142,7 @@ _HOME = {
     "Scalar": "language.scalar",
     "Tensor": "language.tensor",
     "abs": "language.mod_functions:absolute",
+    "append_kv": "ops.append_kv",
     "attention": "ops",
     "batch": "language.scalar",
     "build": "pipeline",
@@ -146,6 +151,7 @@ _HOME = {
     "flex_attention": "flex",
     "heads": "language.scalar",
     "load": "language.spec_file",
+    "page_table": "runtime.page_tables",
     "plan": "planner",
     "seq_k": "language.scalar",
     "seq_q": "language.scalar",

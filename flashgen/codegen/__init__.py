@@ -6,6 +6,7 @@ the same bytes: no timestamp, no path of a machine, everything in a fixed order.
 
 from __future__ import annotations
 
+from flashgen.codegen.append_kv import append_kv
 from flashgen.codegen.backward import backward, walk_of_kernel
 from flashgen.codegen.forward import forward
 from flashgen.codegen.integer_ranges import CallRanges, beyond_int32
@@ -17,6 +18,7 @@ __all__ = [
     "CallRanges",
     "Param",
     "Source",
+    "append_kv",
     "backward",
     "beyond_int32",
     "forward",

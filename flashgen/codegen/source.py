@@ -131,7 +131,7 @@ ELEMENTS = {
 }
 
 
-WITHOUT_SPEC = ("delta", "convert_dq", "merge")
+WITHOUT_SPEC = ("delta", "convert_dq", "merge", "append_kv")
 """The kernels that read neither mask nor score: specs share their names and their text."""
 
 

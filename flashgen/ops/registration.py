@@ -43,7 +43,10 @@ _SCHEMA = {
     "deterministic": "bool? deterministic=None",
 }
 _library: Any = None  # torch's Library has no types
-_names: set[str] = set()
+_OTHERS = ("append_kv",)
+"""The operators of torch.ops.flashgen that are made from no spec."""
+
+_names: set[str] = {*_OTHERS}
 _operators: dict[AttentionSpec, Operator] = {}
 _lock = threading.RLock()
 

@@ -7,6 +7,7 @@ predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 from flashgen.planner.api import (
     feasible,
     plan,
+    plan_append_kv,
     plan_backward,
     plan_forward,
     plan_merge,
@@ -39,6 +40,7 @@ __all__ = [
     "feasible",
     "forward_traffic",
     "plan",
+    "plan_append_kv",
     "plan_backward",
     "plan_forward",
     "plan_merge",

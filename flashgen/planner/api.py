@@ -150,6 +150,19 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
     return streaming_kernels.plan_merge(spec, facts(arch))
 
 
+def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that appends to a paged cache.
+
+    Args:
+        spec: nothing of it is read: the kernel copies bytes.
+        access_bytes: the bytes that a lane copies at once.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    return streaming_kernels.plan_append_kv(spec, facts(arch), access_bytes)
+
+
 def feasible(
     spec: AttentionSpec, arch: str = "sm_80", *, kernel: str = "forward", sram: int | None = None
 ) -> tuple[Plan, ...]:

@@ -24,8 +24,9 @@ class Plan:
         kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
             "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"), "captured"
             (gradients of learned tensors) and "captured_exact" (the same with order-independent
-            sums); "minmax_table" (min/max tables of captured tensors, before all other kernels); or
-            "merge" (partial results, after all other kernels).
+            sums); "minmax_table" (min/max tables of captured tensors, before all other kernels);
+            "merge" (partial results, after all other kernels); or "append_kv" (new keys and values,
+            written to a paged cache).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.

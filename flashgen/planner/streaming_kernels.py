@@ -41,6 +41,12 @@ PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
 MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
 
+# The kernel that appends to a paged cache: a lane has a few vectors in flight.
+APPEND_WARPS = 4
+APPEND_BLOCKS = 8
+APPEND_REGISTERS = 40
+MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes
+
 # The kernel for min/max tables: a block makes the table of one line of the tensor.
 MINMAX_WARPS = 8
 MINMAX_BLOCKS = 4
@@ -126,6 +132,26 @@ def plan_merge(spec: AttentionSpec, arch: Arch) -> Plan:
     )
     plan = _plan("merge", spec, arch, at, formulas, MERGE_REGISTERS, note)
     return replace(plan, block_q=plan.threads // lanes_of_row(PART_BYTES * d_v // 16))
+
+
+def plan_append_kv(spec: AttentionSpec, arch: Arch, access_bytes: int) -> Plan:
+    """The plan of the kernel that copies new keys and values to the pages of a cache."""
+    at: dict[str, Number] = {
+        "R": arch.registers_per_sm,
+        "warps": APPEND_WARPS,
+        "blocks": APPEND_BLOCKS,
+    }
+    note = (
+        f"{arch.name}: R {arch.registers_per_sm:,}. Bound by memory: each byte of a new row is "
+        f"read once and written once. The call decides how many lanes share a row."
+    )
+    plan = _plan("append_kv", spec, arch, at, (REGISTER_LIMIT,), APPEND_REGISTERS, note)
+    return replace(plan, access_bytes=access_bytes)
+
+
+def lane_bits_of_append(vectors: int) -> int:
+    """Logarithm to base 2 of the lanes that copy a row, given its length in vectors."""
+    return lanes_of_row(min(vectors, MOST_VECTORS_AT_ONCE)).bit_length() - 1
 
 
 def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:

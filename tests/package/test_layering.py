@@ -36,6 +36,7 @@ PIPELINE = (
     "launch",
     "trust",
     "pipeline",
+    "append_pipeline",
 )
 # Those beside it, and all that they may import of flashgen.
 BESIDE = {
@@ -75,6 +76,7 @@ OUTSIDE = {
     "launch": {"cuda"},
     "trust": set(),
     "pipeline": set(),
+    "append_pipeline": set(),
     "emulator": {"numpy"},
     "reference": {"torch", "numpy", "sympy"},
     "cpu": {"torch", "numpy", "sympy"},
@@ -242,6 +244,7 @@ PUBLIC = {
     "flashgen.flex:flex_attention",
     "flashgen.integrations.transformers.attention:attention",
     "flashgen.ops.api:Attention.__call__",
+    "flashgen.ops.append_kv:append_kv",
     "flashgen.pipeline:emit",
     "flashgen.runtime.calls:check",
     "flashgen.runtime.calls:run_backward",

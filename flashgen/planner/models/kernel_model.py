@@ -34,7 +34,7 @@ KEY_KERNELS = ("dkdv", "fused")
 LEARNED_KERNELS = ("captured", "captured_exact")
 """The kernels for the gradients of learned tensors."""
 
-STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table", "merge")
+STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table", "merge", "append_kv")
 """The kernels without score elements, which are bound by memory."""
 
 # ---- formulas that several kernels share ---------------------------------------------------------

@@ -1,0 +1,37 @@
+"""From the width of its copies to the compiled kernel that appends to a paged cache."""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen import codegen
+from flashgen.compile import compile
+from flashgen.language.spec import AttentionSpec
+from flashgen.pipeline import Build, analysed
+from flashgen.planner import plan_append_kv
+
+__all__ = ["build_append_kv"]
+
+
+@functools.lru_cache(maxsize=64)
+def build_append_kv(access_bytes: int, arch: str = "sm_80") -> Build:
+    """The kernel that appends to a paged cache, compiled; it serves all dtypes and head dims.
+
+    Args:
+        access_bytes: the bytes that a lane copies at once: 2, 4, 8 or 16.
+
+    Raises:
+        PlanError: the architecture is unknown.
+        RenderError: the template and the plan disagree.
+        CompileError: NVRTC is missing or rejects the source.
+    """
+    spec = AttentionSpec(head_dim=64, name="append_kv")
+    source = codegen.append_kv(spec, plan_append_kv(spec, access_bytes, arch))
+    binary = compile(
+        source.text,
+        filename=source.filename,
+        kernel=source.name,
+        arch=arch,
+        options=source.options,
+    )
+    return Build(analysed(spec, codegen.walk_of_kernel(source.role)), source, binary)

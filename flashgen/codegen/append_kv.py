@@ -1,0 +1,64 @@
+"""The kernel that writes new keys and values to the pages of a cache."""
+
+from __future__ import annotations
+
+from flashgen.codegen.kernel import rendered
+from flashgen.codegen.source import Param, Source
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import Plan
+
+_VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
+"""The types of CUDA that a lane copies at once, by their bytes."""
+
+
+def _strides(tensor: str, first: str, third: str) -> tuple[Param, ...]:
+    axes = {"b": first, "h": "head", "n": third}
+    return tuple(
+        Param(f"{tensor}_stride_{axis}", "long long", f"vectors to the next {what}")
+        for axis, what in axes.items()
+    )
+
+
+_PARAMS = (
+    Param("k", "const Vector*", "[batch, heads, rows, vectors_k], the new keys"),
+    Param("v", "const Vector*", "[batch, heads, rows, vectors_v], the new values"),
+    Param("k_cache", "Vector*", "[pages, heads, page_size, vectors_k]"),
+    Param("v_cache", "Vector*", "[pages, heads, page_size, vectors_v]"),
+    Param("page_table", "const int*", "[sequences, max_pages]"),
+    Param("cache_seqlens", "const int*", "[sequences]: keys, with the new ones"),
+    Param("slot_mapping", "const long long*", "[tokens], -1: skip; null: by the page table"),
+    Param("cu_seqlens", "const int*", "[sequences + 1], first rows; null: `rows` each"),
+    *_strides("k", "batch entry", "row"),
+    *_strides("v", "batch entry", "row"),
+    *_strides("k_cache", "page", "slot"),
+    *_strides("v_cache", "page", "slot"),
+    Param("page_table_stride_b", "long long", "elements to the next sequence"),
+    Param("page_table_stride_n", "long long", "elements to the next page"),
+    Param("cache_seqlens_stride", "long long"),
+    Param("slot_mapping_stride", "long long"),
+    Param("cu_seqlens_stride", "long long"),
+    Param("tokens", "int", "batch * rows"),
+    Param("heads", "int", "of keys and values"),
+    Param("rows", "int", "of a batch entry of k and v"),
+    Param("sequences", "int", "of the page table"),
+    Param("pages", "int", "of the caches"),
+    Param("page_size", "int", "slots of a page"),
+    Param("max_pages", "int", "of a sequence, in the page table"),
+    Param("vectors_k", "int", "of a row"),
+    Param("vectors_v", "int", "of a row"),
+    Param("lane_bits", "int", "2^lane_bits lanes copy a row of K and one of V"),
+)
+
+
+def append_kv(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the kernel that appends to a paged cache.
+
+    Args:
+        spec: nothing of it is read but its name.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    name = f"append_kv_{plan.access_bytes}_bytes"
+    vector = _VECTORS[plan.access_bytes]
+    return rendered("common/append_kv.cu.j2", spec, plan, name, _PARAMS, vector=vector)

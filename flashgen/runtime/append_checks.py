@@ -1,0 +1,301 @@
+"""Checks of a call of `flashgen.append_kv`: all of them before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.dtypes import INT32_MAX, OPERAND_DTYPES
+from flashgen.runtime.check_basics import check_dense, known, refuse
+
+Tensor = torch.Tensor
+
+DIM_STEP = 8
+"""A head dim is a multiple of this number, so that every row consists of 16-byte vectors."""
+
+MOST_ROWS = 2**30
+"""The largest number of tokens times heads of a call: kernels count rows in 32 bits."""
+
+BY_SLOT = "slot_mapping"
+BY_TABLE = "page_table and cache_seqlens"
+
+
+class AppendOperands(NamedTuple):
+    """The tensors of a call. `flashgen.append_kv` describes them."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of the page table; 0 where slots are given."""
+        return 0 if self.cache_seqlens is None else self.cache_seqlens.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[0] * self.k.shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """True where there is nothing to write."""
+        no_sequence = self.slot_mapping is None and not self.sequences
+        return no_sequence or not self.tokens or not self.k_cache.numel()
+
+
+def check_append(given: AppendOperands) -> None:
+    """Checks everything but the contents of tensors, whose sizes may be symbols.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    _check_ways(given)
+    for name, tensor in zip(given._fields, given, strict=True):
+        if tensor is not None:
+            _check_kind(name, tensor, given.k)
+    _check_shapes(given)
+    for name, tensor in zip(given._fields[:4], given, strict=False):
+        _check_memory(name, tensor)
+
+
+def _check_ways(given: AppendOperands) -> None:
+    """The places of tokens are given in one way."""
+    names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
+    there = [name for name in names if getattr(given, name) is not None]
+    table = {"page_table", "cache_seqlens"}
+    if there != ["slot_mapping"] and not (table <= set(there) <= table | {"cu_seqlens"}):
+        refuse(
+            "the places of the new rows are given in no way or in more than one way",
+            "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
+            f"given: {', '.join(there) or 'none of them'}",
+            f"{BY_TABLE}, with cu_seqlens where sequences are packed; or {BY_SLOT} alone",
+        )
+
+
+def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
+    where = f"argument {name} of append_kv"
+    if not isinstance(tensor, Tensor):
+        refuse(
+            f"{name} is not a torch tensor",
+            where,
+            f"given a {type(tensor).__name__}",
+            f"torch.as_tensor({name}), on the device of the caches",
+        )
+    check_dense(name, tensor)
+    dtypes = {
+        "k": tuple(getattr(torch, each) for each in OPERAND_DTYPES),
+        **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
+        "slot_mapping": (torch.int64,),
+    }.get(name, (torch.int32,))
+    if tensor.dtype not in dtypes:
+        refuse(
+            f"{name} has a dtype that append_kv does not take",
+            where,
+            f"{tensor.dtype}; k is {k.dtype}",
+            f"{name}.to({dtypes[0]})" if len(dtypes) == 1 else f"one of {', '.join(OPERAND_DTYPES)}",
+        )
+    if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
+        refuse(
+            "the tensors of a call are not on one CUDA GPU or all on the CPU",
+            where,
+            f"{name} is on {tensor.device}, k on {k.device}",
+            "all tensors on the device of the caches",
+        )
+
+
+def _check_shapes(given: AppendOperands) -> None:
+    k, v, k_cache, v_cache = given[:4]
+    for name, tensor in zip(given._fields[:4], given, strict=False):
+        if tensor is None or tensor.dim() != 4:
+            _refuse_shapes(given, name)
+    for name, tensor, axes in (
+        ("v", v, ((0, k, 0), (1, k, 1), (2, k, 2))),
+        ("k_cache", k_cache, ((1, k, 1), (3, k, 3))),
+        ("v_cache", v_cache, ((0, k_cache, 0), (1, k, 1), (2, k_cache, 2), (3, v, 3))),
+    ):
+        if any(known(tensor.shape[axis] != of.shape[other]) for axis, of, other in axes):
+            _refuse_shapes(given, name)
+    for name, tensor in (("k", k), ("v", v)):
+        dim = tensor.shape[3]
+        if known(dim % DIM_STEP != 0) or known(dim == 0):
+            refuse(
+                f"the head dim of {name} is not a multiple of {DIM_STEP}",
+                f"argument {name} of append_kv",
+                f"{name} {tuple(tensor.shape)}",
+                "rows padded with zeros, as torch.nn.functional.pad makes them",
+            )
+    sequences = k.shape[0]
+    if given.cu_seqlens is not None:
+        if known(k.shape[0] != 1):
+            refuse(
+                "packed sequences are stored one after another in one batch entry",
+                "argument k of append_kv",
+                f"k {tuple(k.shape)}, and cu_seqlens is given",
+                "k.transpose(0, 1)[None] of k [tokens, heads, head_dim], and v likewise",
+            )
+        _check_index(given, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
+        sequences = given.cu_seqlens.shape[0] - 1
+    if given.slot_mapping is None:
+        _check_index(given, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
+        _check_index(given, "page_table", 2, sequences, "[sequences, pages of the longest]")
+    else:
+        tokens = k.shape[0] * k.shape[2]
+        _check_index(given, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
+
+
+def _check_index(
+    given: AppendOperands, name: str, dims: int, length: int | None, wanted: str
+) -> None:
+    tensor = getattr(given, name)
+    right = tensor.dim() == dims
+    if right and length is None:
+        right = not known(tensor.shape[0] == 0)
+    elif right:
+        right = not known(tensor.shape[0] != length)
+    if not right:
+        expected = "" if length is None else f", expected {length:,} along dimension 0"
+        refuse(
+            f"{name} does not fit the new rows",
+            f"argument {name} of append_kv",
+            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(given.k.shape)}",
+            f"{name} {wanted}",
+        )
+
+
+def _refuse_shapes(given: AppendOperands, name: str) -> None:
+    shapes = zip(given._fields[:4], given, strict=False)
+    refuse(
+        "the shapes of new rows and caches do not fit together",
+        f"argument {name} of append_kv",
+        ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in shapes if tensor is not None),
+        "k [batch, heads, rows, d], v [batch, heads, rows, d_v], k_cache [pages, heads, page, d], "
+        "v_cache [pages, heads, page, d_v]; views such as cache.transpose(1, 2) cost nothing",
+    )
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    where = f"argument {name} of append_kv"
+    if known(tensor.stride(3) != 1):
+        refuse(
+            f"the last dimension of {name} is not contiguous",
+            where,
+            f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            f"{name}.contiguous()" if name in "kv" else "a cache whose rows are contiguous",
+        )
+    if name in "kv":
+        return
+    steps = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    if any(known(size > 1) and known(step == 0) for size, step in steps):
+        refuse(
+            f"{name} is expanded: its rows share memory",
+            where,
+            f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            f"{name}.clone()",
+        )
+
+
+def check_limits(given: AppendOperands) -> None:
+    """Checks that the numbers of a call, which are no symbols, fit the kernel's integers.
+
+    Raises:
+        InputError: there are too many rows, or too many slots.
+    """
+    pages, heads, page, _ = given.k_cache.shape
+    if page == 0:
+        refuse(
+            "the pages of the caches have no slots",
+            "argument k_cache of append_kv",
+            f"k_cache {tuple(given.k_cache.shape)}",
+            "a page size of 1 or more",
+        )
+    for what, name, count, most in (
+        ("new rows", "k", given.tokens * heads, MOST_ROWS),
+        ("slots of the caches", "k_cache", pages * page, INT32_MAX),
+    ):
+        if count > most:
+            refuse(
+                f"there are too many {what}",
+                f"argument {name} of append_kv",
+                f"{count:,}; at most {most:,}",
+                "several calls, or several caches",
+            )
+
+
+def slots_of(given: AppendOperands) -> Tensor:
+    """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
+
+    It reads the contents of tensors, which are on the CPU.
+
+    Raises:
+        InputError: a length, a position, a page or a slot is impossible.
+    """
+    pages, _, page, _ = given.k_cache.shape
+    if given.slot_mapping is not None:
+        slots = given.slot_mapping
+        _check_range(slots, (-1, pages * page), "slot", "slot_mapping", "slots of the caches")
+        return slots
+    table, lengths = given.page_table, given.cache_seqlens
+    assert table is not None and lengths is not None, "one of the two ways is given"
+    token = torch.arange(given.tokens)
+    if given.cu_seqlens is None:
+        rows = given.k.shape[2]
+        ends = torch.arange(given.sequences + 1) * rows
+    else:
+        ends = given.cu_seqlens.long()
+        _check_ends(ends.tolist(), given.tokens)
+    new, lengths = ends.diff(), lengths.long()
+    bad = (lengths < new).nonzero()
+    if bad.numel():
+        b = int(bad[0])
+        refuse(
+            "a sequence has fewer keys than are appended to it",
+            f"argument cache_seqlens of append_kv, sequence {b}",
+            f"cache_seqlens[{b}] is {int(lengths[b]):,}; {int(new[b]):,} new rows",
+            "cache_seqlens counts the keys of each sequence after the call, the new ones included",
+        )
+    sequence = torch.searchsorted(ends, token, right=True) - 1
+    inside = token < ends[-1]  # the rows behind the last sequence are of none
+    token, sequence = token[inside], sequence[inside]
+    position = lengths[sequence] - ends[sequence + 1] + token
+    entry = position // page
+    _check_range(
+        entry, (0, table.shape[1]), "page of a position", "page_table", "pages of a sequence"
+    )
+    number = table[sequence, entry].long()
+    _check_range(number, (0, pages), "page", "page_table", "pages of the caches")
+    slots = torch.full((given.tokens,), -1, dtype=torch.int64)
+    slots[inside] = number * page + position % page
+    return slots
+
+
+def _check_range(
+    values: Tensor, bounds: tuple[int, int], what: str, argument: str, counted: str
+) -> None:
+    low, high = bounds
+    bad = ((values < low) | (values >= high)).nonzero()
+    if bad.numel():
+        token = int(bad[0])
+        refuse(
+            f"a {what} lies outside",
+            f"argument {argument} of append_kv, new row {token}",
+            f"{what} {int(values[token]):,}; {high:,} {counted}",
+            f"{what}s from {low} to {high - 1:,}" if high else f"caches or tables that hold a {what}",
+        )
+
+
+def _check_ends(ends: list[int], tokens: int) -> None:
+    smallest = min((after - before for before, after in itertools.pairwise(ends)), default=0)
+    if ends[0] != 0 or ends[-1] > tokens or smallest < 0:
+        refuse(
+            "cu_seqlens does not ascend from 0 to the number of new rows",
+            "argument cu_seqlens of append_kv",
+            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {smallest:,}; {tokens:,} new rows",
+            "torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
+        )
