@@ -137,7 +137,8 @@ def _refuse_gradients(given: AppendOperands) -> None:
 
 def _operands(tensors: tuple[Any, ...], named: dict[str, Any]) -> AppendOperands:
     """The tensors from the arguments of the operator, without those that have their defaults."""
-    return AppendOperands(*tensors, **{name: named.get(name) for name in _TENSORS[len(tensors) :]})
+    rest = [named.get(name) for name in _TENSORS[len(tensors) :]]
+    return AppendOperands(*tensors, *rest)
 
 
 def _compute(*tensors: Any, **named: Any) -> None:
@@ -160,7 +161,7 @@ def _in_place(keyset: Any, *tensors: Any, **named: Any) -> None:
 
 
 def _register() -> Any:
-    library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     index = ", ".join(f"Tensor? {name}=None" for name in _TENSORS[4:])
     library.define(
         f"{_NAME}(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, *, {index}, "
@@ -175,6 +176,6 @@ def _register() -> Any:
     return library
 
 
-# Registered with the first use of the name `flashgen.append_kv`, which torch.compile may be tracing.
+# Registered with the first use of the name flashgen.append_kv, which torch.compile may be tracing.
 _library = _register()
 _overload = torch.ops.flashgen.append_kv.default

@@ -61,7 +61,7 @@ def check_append(given: AppendOperands) -> None:
         if tensor is not None:
             _check_kind(name, tensor, given.k)
     _check_shapes(given)
-    for name, tensor in zip(given._fields[:4], given, strict=False):
+    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
         _check_memory(name, tensor)
 
 
@@ -99,7 +99,9 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
             f"{name} has a dtype that append_kv does not take",
             where,
             f"{tensor.dtype}; k is {k.dtype}",
-            f"{name}.to({dtypes[0]})" if len(dtypes) == 1 else f"one of {', '.join(OPERAND_DTYPES)}",
+            f"{name}.to({dtypes[0]})"
+            if len(dtypes) == 1
+            else f"one of {', '.join(OPERAND_DTYPES)}",
         )
     if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(
@@ -112,8 +114,8 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
 
 def _check_shapes(given: AppendOperands) -> None:
     k, v, k_cache, v_cache = given[:4]
-    for name, tensor in zip(given._fields[:4], given, strict=False):
-        if tensor is None or tensor.dim() != 4:
+    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
+        if tensor.dim() != 4:
             _refuse_shapes(given, name)
     for name, tensor, axes in (
         ("v", v, ((0, k, 0), (1, k, 1), (2, k, 2))),
@@ -170,11 +172,11 @@ def _check_index(
 
 
 def _refuse_shapes(given: AppendOperands, name: str) -> None:
-    shapes = zip(given._fields[:4], given, strict=False)
+    shapes = zip(given._fields[:4], given[:4], strict=True)
     refuse(
         "the shapes of new rows and caches do not fit together",
         f"argument {name} of append_kv",
-        ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in shapes if tensor is not None),
+        ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in shapes),
         "k [batch, heads, rows, d], v [batch, heads, rows, d_v], k_cache [pages, heads, page, d], "
         "v_cache [pages, heads, page, d_v]; views such as cache.transpose(1, 2) cost nothing",
     )
@@ -242,7 +244,8 @@ def slots_of(given: AppendOperands) -> Tensor:
         _check_range(slots, (-1, pages * page), "slot", "slot_mapping", "slots of the caches")
         return slots
     table, lengths = given.page_table, given.cache_seqlens
-    assert table is not None and lengths is not None, "one of the two ways is given"
+    assert table is not None, "slots or a page table are given"
+    assert lengths is not None, "a page table has lengths"
     token = torch.arange(given.tokens)
     if given.cu_seqlens is None:
         rows = given.k.shape[2]
@@ -286,7 +289,9 @@ def _check_range(
             f"a {what} lies outside",
             f"argument {argument} of append_kv, new row {token}",
             f"{what} {int(values[token]):,}; {high:,} {counted}",
-            f"{what}s from {low} to {high - 1:,}" if high else f"caches or tables that hold a {what}",
+            f"{what}s from {low} to {high - 1:,}"
+            if high
+            else f"caches or tables that hold a {what}",
         )
 
 

@@ -121,15 +121,15 @@ def _bound(given: AppendOperands, arch: str) -> BoundKernel:
     from flashgen.planner.streaming_kernels import lane_bits_of_append
 
     width = access_bytes(given)
-    k, v, k_cache, v_cache, table = given[:5]
+    k, v, k_cache, _, table = given[:5]
     vector = width // k.element_size()  # elements at once
     numbers: dict[str, int] = {}
-    for name, tensor in zip(given._fields[:4], given, strict=False):
+    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
         for axis, size, step in zip(_AXES, tensor.shape, tensor.stride(), strict=False):
             numbers[f"{name}_stride_{axis}"] = step // vector if size > 1 else 0
     for name in ("cache_seqlens", "slot_mapping", "cu_seqlens"):
-        tensor = getattr(given, name)
-        numbers[f"{name}_stride"] = 0 if tensor is None else tensor.stride(0)
+        index = getattr(given, name)
+        numbers[f"{name}_stride"] = 0 if index is None else index.stride(0)
     pages, heads, page_size, _ = k_cache.shape
     numbers |= {
         "page_table_stride_b": 0 if table is None else table.stride(0),

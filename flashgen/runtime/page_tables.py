@@ -70,15 +70,13 @@ def page_table(
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """True for a tensor without contents: torch.compile traces the call, or a mode of fakes is on."""
+    """True for a tensor without contents: torch.compile traces the call, or it is a fake."""
     from torch._subclasses.fake_tensor import is_fake
 
     return torch.compiler.is_compiling() or is_fake(tensor)
 
 
-def _check(
-    indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pages: Any
-) -> None:
+def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pages: Any) -> None:
     given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):

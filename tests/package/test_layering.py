@@ -42,7 +42,7 @@ PIPELINE = (
 BESIDE = {
     "emulator": {"errors", "tensormap"},
     "reference": {"errors", "dtypes", "signature", "dropout", "language"},
-    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "trust", "pipeline"},
+    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "trust", "pipeline", "append_pipeline"},
     "runtime": {*PIPELINE, "emulator", "reference", "cpu"},
     "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
