@@ -70,8 +70,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
     from flashgen.language.spec_file import load
     from flashgen.language.tensor import Tensor
-    from flashgen.ops import Layout, attention
-    from flashgen.ops.append_kv import append_kv
+    from flashgen.ops import Layout, append_kv, attention
     from flashgen.pipeline import build, emit
     from flashgen.planner import plan
     from flashgen.runtime.page_tables import page_table
@@ -142,7 +141,7 @@ _HOME = {
     "Scalar": "language.scalar",
     "Tensor": "language.tensor",
     "abs": "language.mod_functions:absolute",
-    "append_kv": "ops.append_kv",
+    "append_kv": "ops",
     "attention": "ops",
     "batch": "language.scalar",
     "build": "pipeline",

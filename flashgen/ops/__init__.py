@@ -1,10 +1,12 @@
 """Attention as operators of PyTorch: `attention` makes one from a spec.
 
-`run_forward` and `run_backward` run one pass without autograd and report how it ran.
+`append_kv` is an operator that writes to a paged cache. `run_forward` and `run_backward` run one
+pass without autograd and report how it ran.
 """
 
 from flashgen.call import CheckedCall
 from flashgen.ops.api import Attention, attention
+from flashgen.ops.append import append_kv
 from flashgen.runtime.block_layouts import Layout
 from flashgen.runtime.calls import check, run_backward, run_forward
 from flashgen.runtime.number_arguments import scalar_value
@@ -17,6 +19,7 @@ __all__ = [
     "ForwardRun",
     "Layout",
     "Report",
+    "append_kv",
     "attention",
     "check",
     "run_backward",

@@ -256,6 +256,7 @@ def test_each_byte_of_a_row_is_read_once_and_written_once() -> None:
     lanes = 8  # of a row, each of which reads the slot
     written = 2 * 5 * HEADS * sum(dims)
     assert counters.global_write_bytes == written
+    assert counters.global_write_sectors == written // 32
     assert counters.global_read_bytes == written + 8 * lanes * 6 * HEADS
 
 

@@ -10,12 +10,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
+import flashgen.ops  # registers the operator
 from tests.support.opchecks import passes_opcheck
 from tests.support.paged_caches import Appended, Cache, append_in_a_loop, cache_of, rows_of
 from tests.support.processes import run_python
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor
+OVERLOAD = torch.ops.flashgen.append_kv.default
 SHAPE, DIMS = (12, 2, 4), (16, 16)
 
 
@@ -34,16 +36,14 @@ def rows_and_cache(layout: str = "hnd", **options: Any) -> tuple[Appended, Cache
 @pytest.mark.parametrize("packed", [True, slow(False)])
 def test_torch_finds_nothing_wrong_with_the_operator(layout: str, packed: bool) -> None:
     rows, cache = rows_and_cache(layout, packed=packed)
-    overload = torch.ops.flashgen.append_kv.default
     for given in (rows.by_table, rows.by_slots):
-        assert passes_opcheck(overload, (rows.k, rows.v, cache.k, cache.v), **given)
+        assert passes_opcheck(OVERLOAD, (rows.k, rows.v, cache.k, cache.v), **given)
 
 
 def test_torch_finds_nothing_wrong_with_the_emulated_kernel() -> None:
     rows, cache = rows_and_cache()
     given = rows.by_table | {"backend": "emulator"}
-    overload = torch.ops.flashgen.append_kv.default
-    assert passes_opcheck(overload, (rows.k, rows.v, cache.k, cache.v), **given)
+    assert passes_opcheck(OVERLOAD, (rows.k, rows.v, cache.k, cache.v), **given)
 
 
 def written(rows: Appended, layout: str) -> tuple[Tensor, ...]:
@@ -154,6 +154,30 @@ def test_inference_mode_writes_caches_made_inside_and_outside_of_it() -> None:
         for each in (cache, other):
             fg.append_kv(rows.k, rows.v, each.k, each.v, **rows.by_slots)
             assert torch.equal(each.k, written(rows, "hnd")[0])
+
+
+def test_a_mapped_call_is_refused_with_what_replaces_it() -> None:
+    k, cache = torch.ones(2, 1, 2, 3, 8), torch.zeros(2, 2, 4, 2, 4, 8)
+
+    def write(k, cache, slots):
+        fg.append_kv(k, k, cache[0], cache[1], slot_mapping=slots)
+
+    with pytest.raises(fg.InputError, match="cannot map a call") as error:
+        torch.vmap(write)(k, cache, torch.arange(6).reshape(2, 3))
+    assert "k and v [batch, heads, rows, head dim]" in error.value.way_out
+
+
+@pytest.mark.slow
+def test_an_exported_program_writes_in_place() -> None:
+    class Write(torch.nn.Module):
+        def forward(self, k, v, k_cache, v_cache, slots):
+            fg.append_kv(k, v, k_cache, v_cache, slot_mapping=slots)
+            return k_cache.sum()
+
+    rows, cache = rows_and_cache()
+    given = rows.k, rows.v, cache.k, cache.v, rows.slots
+    assert torch.export.export(Write(), given).module()(*given) == cache.k.sum()
+    assert all(map(torch.equal, cache.storage, written(rows, "hnd")))
 
 
 def test_a_spec_may_have_the_name_of_the_operator() -> None:

@@ -244,7 +244,7 @@ PUBLIC = {
     "flashgen.flex:flex_attention",
     "flashgen.integrations.transformers.attention:attention",
     "flashgen.ops.api:Attention.__call__",
-    "flashgen.ops.append_kv:append_kv",
+    "flashgen.ops.append:append_kv",
     "flashgen.pipeline:emit",
     "flashgen.runtime.calls:check",
     "flashgen.runtime.calls:run_backward",

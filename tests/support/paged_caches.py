@@ -29,8 +29,9 @@ def cache_of(
     dims: tuple[int, int],
     dtype: torch.dtype,
     pad: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Cache:
-    """A cache of random numbers.
+    """A cache of random numbers, the same on every device.
 
     Args:
         layout: one of `LAYOUTS`; "pairs" and "halves" are for equal head dims.
@@ -42,7 +43,7 @@ def cache_of(
     generator = torch.Generator().manual_seed(pages)
 
     def stored(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
+        return torch.randn(sizes, generator=generator).to(device, dtype)
 
     if layout in ("hnd", "nhd"):
         by_head = layout == "hnd"

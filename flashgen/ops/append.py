@@ -160,6 +160,15 @@ def _in_place(keyset: Any, *tensors: Any, **named: Any) -> None:
     _overload.redispatch(keyset & _C._after_ADInplaceOrView_keyset, *tensors, **named)
 
 
+def _mapped(*_: Any, **__: Any) -> None:
+    refuse(
+        "torch.vmap cannot map a call that writes in place",
+        "append_kv inside of torch.vmap",
+        "one cache serves all sequences",
+        "one call for all of them: k and v [batch, heads, rows, head dim]",
+    )
+
+
 def _register() -> Any:
     library: Any = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     index = ", ".join(f"Tensor? {name}=None" for name in _TENSORS[4:])
@@ -170,12 +179,13 @@ def _register() -> Any:
     )
     for device in ("CPU", "CUDA"):
         library.impl(_NAME, _compute, device)
+    library.impl(_NAME, _mapped, "FuncTorchBatched")
     library.impl(_NAME, _autograd, "Autograd", with_keyset=True)
     library.impl(_NAME, _in_place, "ADInplaceOrView", with_keyset=True)
     torch.library.register_fake(f"flashgen::{_NAME}", _fake, lib=library)
     return library
 
 
-# Registered with the first use of the name flashgen.append_kv, which torch.compile may be tracing.
+# Registered with the import, and not by the first call, which torch.compile may be tracing.
 _library = _register()
 _overload = torch.ops.flashgen.append_kv.default

@@ -1,0 +1,81 @@
+"""On a GPU: rows appended to a paged cache, in place and without a synchronisation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.runtime.append_checks import AppendOperands
+from flashgen.runtime.append_kv import prepare
+from tests.support import gpu_device as gpu
+from tests.support.paged_caches import LAYOUTS, Appended, Cache, append_in_a_loop, cache_of, rows_of
+
+Tensor = torch.Tensor
+SHAPE, DIMS = (40, 4, 16), (128, 128)
+
+
+def moved(rows: Appended) -> Appended:
+    fields = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    return rows.change(**{n: x.to(gpu.DEVICE) for n, x in fields.items() if x is not None})
+
+
+def on_device(layout: str, dtype: torch.dtype, pad: int = 0) -> tuple[Cache, Cache]:
+    """A cache on the CPU, and the same on the device."""
+    given = layout, SHAPE, DIMS, dtype, pad
+    return cache_of(*given), cache_of(*given, gpu.DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS[: gpu.pick(5, 3)])
+def test_rows_are_written_to_caches_of_any_layout(
+    layout: str, pad: int, dtype: torch.dtype
+) -> None:
+    rows = rows_of((0, 7, 1), (3, 40, 130), SHAPE, DIMS, dtype, packed=True, behind=2)
+    there = moved(rows)
+    for given in (there.by_table, there.by_slots):
+        expected, cache = on_device(layout, dtype, pad)
+        append_in_a_loop(rows, expected)
+        fg.append_kv(there.k, there.v, cache.k, cache.v, **given, backend=gpu.BACKEND)
+        for one, other in zip(cache.storage, expected.storage, strict=True):
+            assert torch.equal(one.cpu(), other)
+
+
+def test_rows_without_a_place_are_skipped() -> None:
+    rows = rows_of((3, 3, 3), (3, 40, 130), SHAPE, DIMS, torch.float16)
+    rows.table[1, 2], rows.table[2] = 40, -1
+    rows.lengths[0] = 2
+    expected, cache = on_device("nhd", torch.float16)
+    there = moved(rows)
+    given = AppendOperands(there.k, there.v, cache.k, cache.v, **there.by_table)
+    prepare(given, gpu.BACKEND, None).run(given)
+    rows.slots[2] = rows.slots[1]  # the last two rows of a sequence of two keys
+    rows.slots[1] = rows.slots[0]
+    rows.slots[[0, 3, 4, 5, 6, 7, 8]] = -1
+    append_in_a_loop(rows, expected)
+    for one, other in zip(cache.storage, expected.storage, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+def test_a_call_waits_for_nothing_and_a_replayed_graph_reads_tables_anew() -> None:
+    rows = moved(rows_of((1, 1), (3, 40), SHAPE, DIMS, torch.float16))
+    _, cache = on_device("split", torch.float16)
+
+    def call() -> tuple[Tensor, ...]:
+        fg.append_kv(rows.k, rows.v, cache.k, cache.v, **rows.by_table, backend=gpu.BACKEND)
+        return (cache.k,)
+
+    call()
+    gpu.synchronize()
+    with gpu.no_waiting():
+        call()
+    graph = gpu.Graph(call)
+    for length in (7, 12):
+        rows.lengths.fill_(length)
+        rows.k.fill_(length)
+        graph.replay()
+        pages = rows.table[:, 0].long()
+        assert (cache.k[pages, :, length - 1] == length).all()
