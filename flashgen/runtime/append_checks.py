@@ -241,7 +241,14 @@ def slots_of(given: AppendOperands) -> Tensor:
     pages, _, page, _ = given.k_cache.shape
     if given.slot_mapping is not None:
         slots = given.slot_mapping
-        _check_range(slots, (-1, pages * page), "slot", "slot_mapping", "slots of the caches")
+        wrong = _first((slots < -1) | (slots >= pages * page))
+        if wrong is not None:
+            refuse(
+                "a slot lies outside of the caches",
+                f"argument slot_mapping of append_kv, token {wrong}",
+                f"slot {int(slots[wrong]):,}; {pages:,} pages of {page:,}",
+                f"from 0 to {pages * page - 1:,}; -1 skips a token",
+            )
         return slots
     table, lengths = given.page_table, given.cache_seqlens
     assert table is not None, "slots or a page table are given"
@@ -254,9 +261,8 @@ def slots_of(given: AppendOperands) -> Tensor:
         ends = given.cu_seqlens.long()
         _check_ends(ends.tolist(), given.tokens)
     new, lengths = ends.diff(), lengths.long()
-    bad = (lengths < new).nonzero()
-    if bad.numel():
-        b = int(bad[0])
+    b = _first(lengths < new)
+    if b is not None:
         refuse(
             "a sequence has fewer keys than are appended to it",
             f"argument cache_seqlens of append_kv, sequence {b}",
@@ -268,31 +274,33 @@ def slots_of(given: AppendOperands) -> Tensor:
     token, sequence = token[inside], sequence[inside]
     position = lengths[sequence] - ends[sequence + 1] + token
     entry = position // page
-    _check_range(
-        entry, (0, table.shape[1]), "page of a position", "page_table", "pages of a sequence"
-    )
+    wrong = _first(entry >= table.shape[1])
+    if wrong is not None:
+        refuse(
+            "a position lies behind the pages of the table",
+            f"argument page_table of append_kv, sequence {int(sequence[wrong])}",
+            f"position {int(position[wrong]):,}; {table.shape[1]:,} pages of {page:,}",
+            "a page table with a column for each page of the longest sequence",
+        )
     number = table[sequence, entry].long()
-    _check_range(number, (0, pages), "page", "page_table", "pages of the caches")
+    wrong = _first((number < 0) | (number >= pages))
+    if wrong is not None:
+        b, column = int(sequence[wrong]), int(entry[wrong])
+        refuse(
+            "a page of a new row lies outside of the caches",
+            f"argument page_table of append_kv, sequence {b}",
+            f"page_table[{b}, {column}] is {int(number[wrong]):,}, for position "
+            f"{int(position[wrong]):,}; {pages:,} pages of {page:,}",
+            "a page of the caches for every position up to cache_seqlens",
+        )
     slots = torch.full((given.tokens,), -1, dtype=torch.int64)
     slots[inside] = number * page + position % page
     return slots
 
 
-def _check_range(
-    values: Tensor, bounds: tuple[int, int], what: str, argument: str, counted: str
-) -> None:
-    low, high = bounds
-    bad = ((values < low) | (values >= high)).nonzero()
-    if bad.numel():
-        token = int(bad[0])
-        refuse(
-            f"a {what} lies outside",
-            f"argument {argument} of append_kv, new row {token}",
-            f"{what} {int(values[token]):,}; {high:,} {counted}",
-            f"{what}s from {low} to {high - 1:,}"
-            if high
-            else f"caches or tables that hold a {what}",
-        )
+def _first(bad: Tensor) -> int | None:
+    """The index of the first true element; None without one."""
+    return int(bad.int().argmax()) if bool(bad.any()) else None
 
 
 def _check_ends(ends: list[int], tokens: int) -> None:

@@ -146,12 +146,12 @@ def test_a_call_without_rows_writes_nothing() -> None:
 
 TABLE = torch.tensor([[3, 5, 1], [7, 2, 0]], dtype=torch.int32)
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"page_table": TABLE - 4}, "a page lies outside", "page_table"),
-    ({"page_table": TABLE + 10}, "a page lies outside", "page_table"),
-    ({"page_table": TABLE[:, :1]}, "a page of a position lies outside", "page_table"),
-    ({"page_table": TABLE[:, :0]}, "a page of a position lies outside", "page_table"),
-    ({"cache_seqlens": [3, 13]}, "a page of a position lies outside", "page_table"),
-    ({"cache_seqlens": [2**31 - 1, 12]}, "a page of a position lies outside", "page_table"),
+    ({"page_table": TABLE - 4}, "a page of a new row lies outside", "page_table"),
+    ({"page_table": TABLE + 10}, "a page of a new row lies outside", "page_table"),
+    ({"page_table": TABLE[:, :1]}, "a position lies behind the pages", "page_table"),
+    ({"page_table": TABLE[:, :0]}, "a position lies behind the pages", "page_table"),
+    ({"cache_seqlens": [3, 13]}, "a position lies behind the pages", "page_table"),
+    ({"cache_seqlens": [2**31 - 1, 12]}, "a position lies behind the pages", "page_table"),
     ({"cache_seqlens": [3, 2]}, "fewer keys than are appended", "cache_seqlens"),
     ({"cache_seqlens": [-(2**31), 12]}, "fewer keys than are appended", "cache_seqlens"),
     ({"slot_mapping": [0, 1, 2, 3, 4, 48]}, "a slot lies outside", "slot_mapping"),
@@ -192,7 +192,7 @@ def test_contents_that_no_cache_has_are_refused_before_anything_is_written(
     cache, before = caches(2, "hnd", SHAPE, DIMS, HALF)
     with pytest.raises(fg.InputError, match=what) as error:
         fg.append_kv(rows.k, rows.v, *cache[1:], **given, **how)  # type: ignore[arg-type]
-    assert f"argument {argument} " in error.value.where
+    assert f"argument {argument} of append_kv" in error.value.where
     assert error.value.numbers
     assert error.value.way_out
     assert same(cache, before)
