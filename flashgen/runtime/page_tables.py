@@ -59,12 +59,13 @@ def page_table(
     if width is None:
         width = int(counts.max()) if counts.shape[0] else 0
     column = torch.arange(width, dtype=torch.int32, device=indptr.device)
-    inside = column < counts[:, None]
+    inside = column < counts.unsqueeze(1)
     table = torch.full_like(inside, -1, dtype=torch.int32)
     if indices.shape[0]:
         # In 64 bits: the sums of a padded indptr may be anything.
-        place = (indptr[:-1, None].long() + column).clamp(0, indices.shape[0] - 1)
-        table = torch.where(inside, indices[place], table)
+        first = indptr.narrow(0, 0, counts.shape[0]).unsqueeze(1).long()
+        place = (first + column).clamp(0, indices.shape[0] - 1)
+        table = torch.where(inside, indices.take(place), table)
     lengths = torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0)
     return table, lengths.int()
 

@@ -32,7 +32,7 @@ def rows_and_cache(layout: str = "hnd", **options: Any) -> tuple[Appended, Cache
     return rows, cache_of(layout, SHAPE, DIMS, torch.float32)
 
 
-@pytest.mark.parametrize("layout", ["hnd", slow("nhd")])
+@pytest.mark.parametrize("layout", ["split", slow("nhd")])
 @pytest.mark.parametrize("packed", [True, slow(False)])
 def test_torch_finds_nothing_wrong_with_the_operator(layout: str, packed: bool) -> None:
     rows, cache = rows_and_cache(layout, packed=packed)

@@ -54,8 +54,10 @@ def test_with_a_given_width_it_compiles_in_a_full_graph_and_takes_fakes() -> Non
     check(compiled(INDPTR, INDICES, LAST, 4, max_pages=4), 4)
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(each) for each in (INDPTR, INDICES, LAST)]
-        table, lengths = fg.page_table(*given, 4, max_pages=7)
-    assert (table.shape, lengths.shape) == ((4, 7), (4,))
+        for device in ("cpu", "cuda"):  # on a GPU no contents are read
+            moved = [torch.empty_like(each, device=device) for each in given]
+            table, lengths = fg.page_table(*moved, 4, max_pages=7)
+            assert (table.shape, lengths.shape) == ((4, 7), (4,))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
