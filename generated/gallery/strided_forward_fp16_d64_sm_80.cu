@@ -510,7 +510,9 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
   return __any_sync(0xffffffffu, exceeds);
 }
 
-// Updates the running maxima and the row sums; `factor` becomes the rescale factor of O.
+// Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
+// decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
+// by no more than MAX_LAG stays, and the factor is exactly 1.
 template <int GROUPS>
 __device__ __forceinline__ void update_maxima(float (&row_max)[GROUPS][2],
                                               float (&row_sum)[GROUPS][2],
@@ -520,7 +522,8 @@ __device__ __forceinline__ void update_maxima(float (&row_max)[GROUPS][2],
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float new_max = fmaxf(row_max[g][r], quad_max(tile_max[g][r]));
+      const float top = quad_max(tile_max[g][r]);
+      const float new_max = exceeds_lag(row_max[g][r], top, scale) ? top : row_max[g][r];
       factor[g][r] = rescale_factor(row_max[g][r], new_max, scale);
       row_max[g][r] = new_max;
       row_sum[g][r] *= factor[g][r];
@@ -660,7 +663,7 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
     }
 
     // 5e. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
-    //     true one: O and the sums are rescaled when some row of the warp exceeds it by 2^8.
+    //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
     float tile_max[ROW_GROUPS][2];
     if (find_maxima(tile_max, s, row_max, exp_scale)) {
       float factor[ROW_GROUPS][2];
