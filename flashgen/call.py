@@ -98,6 +98,7 @@ class CheckedCall:
         batch: the number of batch entries. Where sequences are packed, batch is their number, and
             seq_q and seq_k are the totals of all sequences.
         scalars: values of the run-time scalars, by name.
+        splits: the splits in which a batch entry can have keys; 1 where they are not split.
     """
 
     batch: int
@@ -112,6 +113,7 @@ class CheckedCall:
     scale: float
     scalars: Mapping[str, Number]
     dropout_p: float = 0.0
+    splits: int = 1
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

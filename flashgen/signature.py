@@ -22,6 +22,10 @@ WHOLE = ("h_offset", "whole_heads", "whole_seq_q", "whole_seq_k")
 """Run-time scalars of a spec whose calls compute a part of a whole: the number of the first query
 head, and the numbers of query heads, queries and keys of the whole, which mods see."""
 
+SPLIT = "split_size"
+"""Run-time scalar of a spec whose calls split the keys: the number of keys between the global
+positions at which splits begin."""
+
 LAYOUT = "layout"
 LAYOUT_NAMES = (
     LAYOUT,
@@ -116,6 +120,7 @@ class CallSignature:
         reads_batch: whether the mask or the score depends on the batch index or the batch size.
         zero_divisions: divisions that a call must not make divisions by 0.
         offsets: those of `OFFSETS` that are captured tensors.
+        split: whether the keys are split, by the scalar `SPLIT`.
     """
 
     name: str
@@ -133,6 +138,7 @@ class CallSignature:
     reads_batch: bool
     zero_divisions: tuple[ZeroDivision, ...] = ()
     offsets: tuple[str, ...] = ()
+    split: bool = False
 
     @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:

@@ -56,10 +56,11 @@ def banner(
         again = f'flashgen.append_pipeline.build_append_kv({plan.access_bytes}, "{plan.arch}")'
     elif shared:
         again = f"flashgen emit SPEC --arch {plan.arch}, with any spec of this dtype and head dim"
-    elif plan.heads_per_tile > 1 or plan.partial:
+    elif plan.heads_per_tile > 1 or plan.partial or spec.split:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
-        if plan.partial:
-            loaded = f"flashgen.language.signature.partial({loaded})"
+        if plan.partial or spec.split:
+            variant = "split" if spec.split else "partial"
+            loaded = f"flashgen.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
     elif spec.file is not None:
@@ -104,7 +105,8 @@ def banner(
         heads += f" / {plan.heads_per_tile}"
     if plan.owns_keys:
         axis, block, heads = ("k", plan.block_k, "heads_kv")
-    grid = f"ceil(seq_{axis} / {block}), {heads}, batch"
+    entries = "batch * splits" if spec.split and plan.kernel == "forward" else "batch"
+    grid = f"ceil(seq_{axis} / {block}), {heads}, {entries}"
     if spec.packed and plan.kernel != "delta":  # the delta kernel reads rows of one batch entry
         grid = f"seq_{axis} / {block} + batch, {heads}, 1"
     if plan.kernel == "minmax_table":
@@ -147,7 +149,7 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         "slope": " * score_mod'" if spec.score_line is not None else "",
     }
     words |= {"lse": "log(sum(exp(S)))", "dsink": ""}
-    if spec.sink is not None:
+    if spec.sink is not None and not spec.split:
         name = spec.sink.name
         words["masked"] = "{kept}exp(S - LSE){end}".format(**words)
         words["lse"] = f"log(exp({name}) + sum(exp(S)))"
@@ -163,6 +165,10 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         )
     if spec.partial and kernel == "forward":
         lines.append("O in float32: a partial result, to be merged with those over other keys")
+    if spec.split and kernel == "forward":
+        lines.append(
+            "for the keys of each split: O in float32 and LSE without a sink, to be merged"
+        )
     if spec.offsets and kernel not in STREAMING_KERNELS:
         begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)
         lines.append(f"positions of batch entry b count {begin}")

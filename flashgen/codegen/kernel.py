@@ -80,6 +80,7 @@ def kernel(
     if packed and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
     offsets = spec.offsets if code else ()
+    split = spec.split and plan.kernel == "forward"
     params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
@@ -109,8 +110,9 @@ def kernel(
         heads_of_whole=heads_of_whole(spec),
         packed=packed,
         offsets=[tensor.name for tensor in offsets],
+        split=split,
         position_limit=POSITION_LIMIT,
-        parameter="packed" if packed else "call" if offsets else "p",
+        parameter="packed" if packed else "call" if offsets or split else "p",
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,

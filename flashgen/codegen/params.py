@@ -83,6 +83,11 @@ _MERGE_ROWS = (
     Param("sink_stride", "int", "elements to the logit of the next head"),
     Param("parts_o_stride_s", "long long", "elements to the next part"),
 )
+_SPLITS = (
+    Param("splits", "int", "splits of the keys"),
+    Param("o_stride_s", "long long", "elements to the next split"),
+)
+_OF_SPLITS = "[splits, {}"
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
 # The first tensors of a kernel, operands and O, and its fields with a value per row.
 _FIRST = {
@@ -120,6 +125,9 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     ]
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
+    if role == "forward" and spec.split:
+        params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
+        rows = (Param("lse", "float*", _OF_SPLITS.format(_LSE[1:])), *_SPLITS)
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))

@@ -11,7 +11,7 @@ from flashgen.language.capture_names import check_name
 from flashgen.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.language.traced import Capture, Traced
 from flashgen.language.user_source import refuse
-from flashgen.signature import WHOLE
+from flashgen.signature import SPLIT, WHOLE
 
 
 class Scalar(Capture):
@@ -48,7 +48,7 @@ class Scalar(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        if self.name in WHOLE:
+        if self.name in (*WHOLE, SPLIT):
             return Scalar.of_whole, (self.name,)
         return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
@@ -58,11 +58,14 @@ class Scalar(Capture):
 
     @staticmethod
     def of_whole(name: str) -> Scalar:
-        """One of `flashgen.signature.WHOLE`, whose names no capture of a mod has."""
-        made = Scalar("number", "int32", minimum=1 if name == "whole_heads" else 0)
+        """One of `flashgen.signature.WHOLE`, or `SPLIT`: names that no capture of a mod has."""
+        made = Scalar("number", "int32", minimum=_LEAST.get(name, 0))
         made.name = name
         Traced.__init__(made, _symbol(name, "int32", made.minimum), (made,))
         return made
+
+
+_LEAST = {"whole_heads": 1, SPLIT: 16}
 
 
 class Size(Scalar):

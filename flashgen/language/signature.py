@@ -1,7 +1,7 @@
 """What calls need of a spec: its signature as plain values, and variants of the spec.
 
 A variant has another dtype, no dropout, fewer gradients, offsets that are tensors, or an output in
-float32, with the same traced expressions; or its calls are inside a whole.
+float32, with the same traced expressions; or its calls are inside a whole, or split the keys.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flashgen.language.lets import Let, substituted
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import (
     LAYOUT_NAMES,
+    SPLIT,
     WHOLE,
     CallSignature,
     ScalarArgument,
@@ -47,6 +48,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         reads_batch=bool({B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)),
         zero_divisions=_zero_divisions(spec),
         offsets=tuple(tensor.name for tensor in spec.offsets),
+        split=spec.split,
     )
 
 
@@ -131,8 +133,39 @@ def partial(spec: AttentionSpec) -> AttentionSpec:
     return _with(spec, partial=True, name=f"{spec.name}_partial")
 
 
+@functools.lru_cache(maxsize=1024)
+def split(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` for calls whose keys are split at the global positions 0, S, 2S, and so on.
+
+    A thread block computes the result over the keys of one split, in float32 and without the sink;
+    `flashgen.runtime.merge` merges these results. The calls are inside a whole, because the length
+    that mods see is not that of a split. S is the last scalar, `flashgen.signature.SPLIT`. There is
+    no backward pass.
+
+    Raises:
+        SpecError: the spec has packed sequences.
+    """
+    if spec.packed:
+        raise SpecError(
+            "packed sequences cannot have split keys",
+            where="argument split_size",
+            numbers=f"spec {spec.name} has packed=True",
+            way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
+        )
+    whole = in_whole(spec)
+    scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
+    return _with(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
+
+
 def refuse_backward(spec: AttentionSpec) -> None:
     """Raises SpecError for a variant that has no backward pass."""
+    if spec.split:
+        raise SpecError(
+            "a call with split_size has no backward pass",
+            where="argument split_size",
+            numbers=f"spec {spec.name}: kernels with split keys are for inference",
+            way_out="split_size=None where gradients are needed, or torch.no_grad()",
+        )
     if spec.partial:
         raise SpecError(
             "a partial result has no backward pass",

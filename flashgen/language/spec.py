@@ -77,6 +77,8 @@ class AttentionSpec:
         file: the spec file that it was loaded from; None if it was made otherwise.
         partial: whether out is float32, to be merged with the results over other keys
             (`flashgen.language.signature.partial`).
+        split: whether the keys of a call are split, and the results over each split merged
+            (`flashgen.language.signature.split`).
 
     Raises:
         SpecError: an option is outside its range, or a mod cannot be traced. One error reports
@@ -104,6 +106,7 @@ class AttentionSpec:
     named: bool = field(init=False, repr=False)
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
+    split: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         where = user_location()
@@ -193,6 +196,7 @@ class AttentionSpec:
             None if self.sink is None else self.sink.name,
             self.block_sparse,
             *(("partial",) if self.partial else ()),
+            *(("split",) if self.split else ()),
         )
 
     @property

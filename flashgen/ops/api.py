@@ -30,8 +30,9 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import Report
+from flashgen.runtime.split_size import scalar_of
 from flashgen.runtime.wholes import is_part_of_whole, scalars_of
-from flashgen.signature import LAYOUT_NAMES, WHOLE
+from flashgen.signature import LAYOUT_NAMES, SPLIT, WHOLE
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -139,6 +140,7 @@ class Attention:
         k_offset: int | Tensor = 0,
         h_offset: int = 0,
         whole: Mapping[str, int] | None = None,
+        split_size: int | None = None,
         return_lse: bool = False,
         dropout_p: float | Tensor = 0.0,
         rng: Tensor | None = None,
@@ -171,6 +173,13 @@ class Attention:
                 than those of the call: {"heads": ..., "seq_q": ..., "seq_k": ...}, each of them
                 optional. Mods see them as fg.heads, fg.seq_q and fg.seq_k, and captured tensors
                 with a dimension "heads" have all heads. Packed sequences have lengths of their own.
+            split_size: number of keys after which another thread block continues with the keys of a
+                row, a multiple of 16. Splits begin at the global key positions 0, split_size, 2 *
+                split_size, and so on; a kernel merges their results. This computes few queries over
+                many keys on all SMs, and the bits of a row then depend on its own query and keys,
+                not on the number of queries or of batch entries. None and 0: all keys of a row in
+                one thread block. For inference: the call has no backward pass. Not for packed
+                sequences.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
@@ -214,8 +223,7 @@ class Attention:
             offsets = given_offsets(q_offset, k_offset)
             numbers = numbers_of(q_offset, k_offset)
             options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
-            is_part = is_part_of_whole(h_offset, whole)
-            part = scalars_of(h_offset, whole, q, k) if is_part else {}
+            part = self._part(h_offset, whole, split_size, q, k)
             operands = Operands(q, k, v, (), rng)
             result = self._traced(operands, options, captures, offsets, part)
             return result if return_lse else result[0]
@@ -226,16 +234,16 @@ class Attention:
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
                 operator = self._variant(dtype)
-        if is_part_of_whole(h_offset, whole):
-            part = scalars_of(h_offset, whole, q, k)
+        if split_size is not None or is_part_of_whole(h_offset, whole):
+            part = self._part(h_offset, whole, split_size, q, k)
             captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
             offsets = given_offsets(q_offset, k_offset)
-            operator = self._variant(dtype, dtypes_of(offsets), bool(part))
+            operator = self._variant(dtype, dtypes_of(offsets), bool(part), SPLIT in part)
             q_offset, k_offset = numbers_of(q_offset, k_offset)
             captures |= offsets
         elif part:
-            operator = self._variant(dtype, (), True)
+            operator = self._variant(dtype, (), True, SPLIT in part)
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
@@ -275,28 +283,39 @@ class Attention:
             result = operator.compute(Operands(q, k, v, captured, rng), options)
         return result if return_lse else result[0]
 
+    @staticmethod
+    def _part(
+        h_offset: int, whole: Mapping[str, int] | None, split_size: int | None, q: Tensor, k: Tensor
+    ) -> dict[str, int]:
+        """The scalars of a call on a part of a whole, and of one with split keys; else empty."""
+        size = scalar_of(split_size)
+        inside = size or is_part_of_whole(h_offset, whole)
+        return scalars_of(h_offset, whole, q, k) | size if inside else {}
+
     def _variant(
         self,
         dtype: torch.dtype | None,
         offsets: tuple[tuple[str, str], ...] = (),
         part: bool = False,
+        splits: bool = False,
     ) -> Operator:
         """The operator for a dtype of autocast, offsets that are tensors, and a part of a whole.
 
         Args:
             offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
+            splits: whether the keys are split; such a call is a part of a whole.
         """
-        from flashgen.language.signature import at_offsets, in_whole, with_dtype
+        from flashgen.language.signature import at_offsets, in_whole, split, with_dtype
 
-        spec = in_whole(self.spec) if part else self.spec
+        spec = split(self.spec) if splits else in_whole(self.spec) if part else self.spec
         if dtype is not None:
             spec = with_dtype(spec, str(dtype).removeprefix("torch."))
         return operator_of(at_offsets(spec, offsets))
 
     def _name_of_variant(
-        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...], part: bool
+        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...], *kind: bool
     ) -> str:
-        return self._variant(dtype, offsets, part).name
+        return self._variant(dtype, offsets, *kind).name
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -329,7 +348,7 @@ class Attention:
         else:
             check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
         if dtype is not None or offsets or part:
-            name = self._name_of_variant(dtype, dtypes_of(offsets), bool(part))
+            name = self._name_of_variant(dtype, dtypes_of(offsets), bool(part), SPLIT in part)
             overload = getattr(torch.ops.flashgen, name).default
             # A block layout comes last.
             place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flashgen.arch import facts
 from flashgen.language.spec import AttentionSpec
@@ -24,7 +25,14 @@ from flashgen.planner.requests import (
     PlanRequest,
 )
 from flashgen.planner.schedule import why_walks_differ
-from flashgen.planner.search import cheapest, is_feasible, obstacles_to_sharing, shapes, tiles_of
+from flashgen.planner.search import (
+    cheapest,
+    cost,
+    is_feasible,
+    obstacles_to_sharing,
+    shapes,
+    tiles_of,
+)
 from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 
@@ -91,6 +99,10 @@ def plan_forward(request: PlanRequest) -> Plan:
         if not is_feasible(problem, tile):
             raise tile_does_not_fit(problem, tile, spec)
         return plan_of_tile(problem, tile, "given")
+    if spec.split and request.policy == "derived":
+        shared = cheapest(replace(problem, heads_per_tile=2))
+        if shared is not None and problem.path == "sm_90a":
+            return plan_of_tile(problem, shared, "given", _cost_of_one_arithmetic(problem, shared))
     notes: tuple[str, ...] = ()
     if request.policy == "paper":
         chosen, notes = paper_policy.tile_of_paper(problem)
@@ -179,6 +191,19 @@ def feasible(
     problem = problem_of(spec, facts(arch), sram, 16, 0, kernel)
     plans = (plan_of_tile(problem, tile, "given") for tile in tiles_of(problem))
     return tuple(sorted(plans, key=lambda plan: (plan.cost, plan.tile)))
+
+
+def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]:
+    """The note on the tile that all calls with split keys have, however many heads share it.
+
+    The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
+    """
+    best = cheapest(replace(problem, heads_per_tile=1))
+    assert best is not None, "the tile itself can have one head"
+    return (
+        f"split keys: one tile for every call, which 2^n heads can share: "
+        f"{cost(problem, tile):.4f} clk against {cost(problem, best):.4f} of the best one",
+    )
 
 
 def _check_heads(spec: AttentionSpec, problem: TileProblem) -> None:

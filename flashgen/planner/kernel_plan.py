@@ -227,6 +227,7 @@ class Plan:
         *,
         packed: bool = False,
         head_bits: int = 0,
+        splits: int = 1,
     ) -> tuple[int, int, int]:
         """Thread blocks of a launch, or work tiles of a persistent kernel, in three dimensions.
 
@@ -235,6 +236,7 @@ class Plan:
                 sums of their lengths.
             head_bits: logarithm to base 2 of the number of interleaved heads, from
                 `flashgen.planner.schedule.head_bits`; 0: head by head.
+            splits: splits of the keys, which count as batch entries.
 
         Returns:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
@@ -247,7 +249,8 @@ class Plan:
             length, block, heads = seq_k, self.block_k, heads_kv
         if packed and self.kernel != "delta":
             return (length // block + batch) << head_bits, heads >> head_bits, 1
-        return -(-length // block) << head_bits, heads >> head_bits, 1 if packed else batch
+        entries = 1 if packed else batch * splits
+        return -(-length // block) << head_bits, heads >> head_bits, entries
 
     def elements_of_sums(
         self, batch: int, heads_q: int, seq_q: int, *, packed: bool = False

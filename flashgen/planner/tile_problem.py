@@ -176,6 +176,7 @@ def problem_of(
     limit = arch.smem_per_block if sram is None else sram
     path, path_note = _path(spec, arch, access_bytes)
     pending, searching = 0.0, 0
+    sink = None if spec.split else spec.sink  # the sink of split keys counts once, in the merge
     if kernel == "forward" or path == "sm_80":  # a spec adds the same to both forward kernels
         extra = spec_terms.extra_sm80(spec, arch, kernel)
     else:
@@ -203,11 +204,11 @@ def problem_of(
         searching=searching,
         score_ops=spec_terms.score_instructions(spec, kernel),
         dropout_ops=spec_terms.dropout_instructions(spec, kernel),
-        sink_bytes=0 if spec.sink is None or kernel != "forward" else ITEMSIZE[spec.sink.dtype],
+        sink_bytes=0 if sink is None or kernel != "forward" else ITEMSIZE[sink.dtype],
         block_layout=spec.block_sparse.described if spec.block_sparse else "",
         heads_per_tile=heads_per_tile,
         learned=added_by_scores(spec, kernel),
-        partial=spec.partial,
+        partial=spec.partial or (spec.split and ITEMSIZE[spec.dtype] == 2),
     )
 
 

@@ -58,7 +58,7 @@ def bind(
     grouped = any(param.name == "head_bits" for param in params)
     bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
-    grid = plan.grid(*call.sizes, packed=packed, head_bits=bits)
+    grid = plan.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
     vectors = elements_of_sums(plan, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None
@@ -131,7 +131,8 @@ def blocks_of_call(
     """
     from flashgen.planner.schedule import blocks_of
 
-    return blocks_of(plan, math.prod(plan.grid(*call.sizes, packed=packed)), sms, given)
+    grid = plan.grid(*call.sizes, packed=packed, splits=call.splits)
+    return blocks_of(plan, math.prod(grid), sms, given)
 
 
 def heads_of_call(

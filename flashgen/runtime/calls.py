@@ -16,6 +16,8 @@ from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.number_arguments import check_names, draw_rng
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
+from flashgen.runtime.split_size import scalar_of
+from flashgen.runtime.wholes import scalars_of
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -39,6 +41,7 @@ def run_forward(
     rng: Tensor | None = None,
     backend: str | None = None,
     arch: str | None = None,
+    split_size: int | None = None,
     sram: int | None = None,
     tiles: Mapping[str, Tile] | None = None,
     blocks: int | None = None,
@@ -48,7 +51,7 @@ def run_forward(
     """Computes the forward pass of ``spec`` without autograd, and reports how it ran.
 
     Args:
-        q, k, v, scale, q_offset, k_offset, dropout_p, rng, backend, arch: as in
+        q, k, v, scale, q_offset, k_offset, dropout_p, rng, backend, arch, split_size: as in
             `flashgen.attention`.
         scalars, tensors: a number for each run-time scalar and a tensor for each captured tensor,
             by name; "layout" as in `flashgen.attention`.
@@ -62,8 +65,13 @@ def run_forward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
+    from flashgen.language.signature import split
+
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
+    size = scalar_of(split_size)
+    if size:
+        spec, scalars = split(spec), {**(scalars or {}), **scalars_of(0, None, q, k), **size}
     spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     operands = Operands(q, k, v, captured, rng)

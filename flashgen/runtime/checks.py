@@ -24,6 +24,7 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import check_offsets, refuse_static_layout
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
+from flashgen.runtime.split_size import splits_of
 from flashgen.runtime.zero_divisions import check_divisors
 from flashgen.signature import CallSignature
 
@@ -61,6 +62,8 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     if captured:
         ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
         check_captured(signature, captured, q, k, ends, call.heads)
+    if signature.split:
+        call = replace(call, splits=splits_of(signature, call))
     return replace(call, batch=entries_of(signature, q, captured)) if signature.packed else call
 
 

@@ -23,6 +23,7 @@ from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.runtime.reports import Report
+from flashgen.runtime.splits import Splits
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -87,6 +88,9 @@ class PreparedForward(PreparedCall):
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
+        self._splits: Splits | None = None
+        if self.signature.split and not call.is_empty:
+            self._splits = Splits(self.signature, call, target)
 
     def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardRecord]:
         """Returns out, lse, and a record for `report`."""
@@ -106,14 +110,17 @@ class PreparedForward(PreparedCall):
         if self.signature.packed:  # rows outside all sequences are rows without keys
             out.zero_()
             lse.fill_(-math.inf)
-        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        to_out, to_lse = out, lse  # what the kernel writes
+        if self._splits is not None:
+            to_out, to_lse = self._splits.parts(out, lse)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
         kernel = self._kernels.get(width)
         if kernel is None:
-            kernel = self._kernel(width, {"q": q, "k": k, "v": v, "o": out}, by_name)
+            kernel = self._kernel(width, {"q": q, "k": k, "v": v, "o": to_out}, by_name)
         bound = kernel.bound
         built, self._built = self._built, 0.0
         start = perf_counter()
@@ -132,8 +139,8 @@ class PreparedForward(PreparedCall):
                 "q": q,
                 "k": k,
                 "v": v,
-                "o": out,
-                "lse": lse,
+                "o": to_out,
+                "lse": to_lse,
                 "rng": rng,
                 "tile_counter": tile_counter,
             }
@@ -143,6 +150,8 @@ class PreparedForward(PreparedCall):
                 tensors |= made
                 start = perf_counter()
             counters = bound.run(self.target, tensors, self.launch)
+        if self._splits is not None:
+            self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
         seconds = perf_counter() - start
         return (
             out,
@@ -158,7 +167,9 @@ class PreparedForward(PreparedCall):
 
         start = perf_counter()
         target, call = self.target, self.call
-        launch = self._tuned("forward") if width == 16 else self.launch
+        splits = self._splits
+        # With split keys a tuned tile would give a row other bits than a call of another length.
+        launch = self._tuned("forward") if width == 16 and splits is None else self.launch
         options: dict[str, Any] = {
             "sram": launch.sram,
             "tile": launch.tiles.get("forward"),
@@ -170,11 +181,18 @@ class PreparedForward(PreparedCall):
         options |= {"heads_per_tile": heads.heads, "ranges": ranges}
         built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start
+        numbers: Mapping[str, int] = {}
+        if splits is not None:
+            parts_out = tensors["o"]
+            assert parts_out is not None, "the kernel writes it"
+            numbers = {"o_stride_s": parts_out.stride(0)}
+            tensors = {**tensors, "o": parts_out[0]}
         bound = bind(
             built,
             call,
             tensors,
             captured,
+            numbers=numbers,
             packed=self.signature.packed,
             sms=target.sms if built.plan.is_persistent else None,
             blocks=launch.blocks,

@@ -24,6 +24,10 @@ from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 Tensor = torch.Tensor
 
 _TENSORS = ("pointer", "tensormap")
+_OF_CALL = (
+    *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
+    "splits",
+)
 
 
 def numbers_of(
@@ -39,8 +43,7 @@ def numbers_of(
             elements, 0 for an axis of length 1.
         captured: the captured tensors by name.
     """
-    names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale")
-    numbers: dict[str, int | float] = {name: getattr(call, name) for name in names}
+    numbers: dict[str, int | float] = {name: getattr(call, name) for name in _OF_CALL}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 4:
             for axis, size, stride in zip("bhn", tensor.shape, tensor.stride(), strict=False):

@@ -14,6 +14,7 @@ import torch
 from flashgen.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import bind
+from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.check_basics import check_dense, refuse
 from flashgen.runtime.memory_layout import empty_rows
 
@@ -86,24 +87,38 @@ def run_merge(
     Raises:
         InputError: the kernel cannot read a tensor in its memory layout.
     """
-    from flashgen.pipeline import build_merge
-
-    (parts_out, parts_lse), (out, lse) = parts, results
-    _check_layout("parts_out", parts_out)
+    _check_layout("parts_out", parts[0])
     if merged is not None:
         _check_layout("merged", merged[0])
-    batch, heads, rows, dim = out.shape
-    tensors = {
-        "o": out,
-        "lse": lse,
-        "parts_o": parts_out,
-        "parts_lse": parts_lse.contiguous(),
+    given = parts, results, merged, sink
+    return bind_merge(target.arch, *given).run(target, tensors_of_merge(*given), launch)
+
+
+def tensors_of_merge(
+    parts: Results, results: Results, merged: Results | None, sink: Tensor | None
+) -> dict[str, Tensor | None]:
+    """The tensors of `run_merge` by the names that the kernel uses."""
+    return {
+        "o": results[0],
+        "lse": results[1],
+        "parts_o": parts[0],
+        "parts_lse": parts[1].contiguous(),
         "merged_o": None if merged is None else merged[0],
         "merged_lse": None if merged is None else merged[1].contiguous(),
         "sink": sink,
     }
-    bound = bind(
-        build_merge(dim, str(out.dtype).removeprefix("torch."), target.arch),
+
+
+def bind_merge(
+    arch: str, parts: Results, results: Results, merged: Results | None, sink: Tensor | None
+) -> BoundKernel:
+    """The merge kernel for tensors of these sizes and strides."""
+    from flashgen.pipeline import build_merge
+
+    parts_out, out = parts[0], results[0]
+    batch, heads, rows, dim = out.shape
+    return bind(
+        build_merge(dim, str(out.dtype).removeprefix("torch."), arch),
         CheckedCall(batch, heads, heads, rows, 0, dim, dim, 0, 0, 1.0, {}),
         # The strides of a part; those of an earlier result that there is not are never used.
         {"o": out, "parts_o": parts_out[0], "merged_o": out if merged is None else merged[0]},
@@ -113,7 +128,6 @@ def run_merge(
             "sink_stride": 0 if sink is None else sink.stride(0),
         },
     )
-    return bound.run(target, tensors, launch)
 
 
 def _on_cpu(

@@ -27,6 +27,7 @@ _OPTIONS = (
     "rng",
     "return_lse",
     "h_offset",
+    "split_size",
     "whole",
 )
 """The arguments of every operator that are no operands and no captures."""

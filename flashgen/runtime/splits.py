@@ -1,0 +1,61 @@
+"""Split keys: the results of a call over the keys of each split, and their merge.
+
+Splits begin at the global key positions 0, S, 2S, and so on, so that the keys of a split do not
+depend on the number of queries or on the other batch entries. A call with split_size is a call of a
+variant of its spec, which has S as a scalar (`flashgen.language.signature.split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from flashgen.call import CheckedCall, LaunchOptions
+from flashgen.runtime.backends import Target
+from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.runtime.merge import Results, bind_merge, tensors_of_merge
+from flashgen.signature import CallSignature
+
+Tensor = torch.Tensor
+
+
+class Splits:
+    """The results over the keys of each split, in calls of the same sizes."""
+
+    def __init__(self, signature: CallSignature, call: CheckedCall, target: Target) -> None:
+        self._signature, self._call, self._target = signature, call, target
+        self._merge: BoundKernel | None = None
+
+    def parts(self, out: Tensor, lse: Tensor) -> Results:
+        """Uninitialised results over the keys of each split, for results over all keys."""
+        batch, heads, rows, dim = out.shape
+        if out.stride(1) < out.stride(2):
+            order = out.new_empty(self._call.splits, batch, rows, heads, dim, dtype=torch.float32)
+            parts_out = order.transpose(2, 3)
+        else:
+            parts_out = out.new_empty(
+                self._call.splits, batch, heads, rows, dim, dtype=torch.float32
+            )
+        return parts_out, lse.new_empty(self._call.splits, *lse.shape)
+
+    def merge(
+        self,
+        parts: Results,
+        results: Results,
+        captured: Mapping[str, Tensor],
+        launch: LaunchOptions,
+    ) -> None:
+        """Writes the results over all keys and the sink."""
+        given = parts, results, None, self._sink(captured)
+        if self._merge is None:
+            self._merge = bind_merge(self._target.arch, *given)
+        self._merge.run(self._target, tensors_of_merge(*given), launch)
+
+    def _sink(self, captured: Mapping[str, Tensor]) -> Tensor | None:
+        """The logits of the call's heads, float32 [heads]."""
+        if self._signature.sink is None:
+            return None
+        first, heads = self._call.first_head, self._call.heads_q
+        sink = captured[self._signature.sink.name].float().reshape(-1)
+        return sink[first : first + heads] if len(sink) > 1 else sink.expand(heads)

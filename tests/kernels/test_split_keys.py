@@ -1,0 +1,251 @@
+"""Calls with split_size: the keys of a row in several blocks, and the merge of their results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.language.signature import split
+from flashgen.ops import ForwardRun, run_forward
+from flashgen.runtime.splits import Splits
+from tests.support.examples import spec_path
+from tests.support.judged import Call, check_gates, dropping, example, judge_forward, normal
+from tests.support.planted import planted
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+Tensor = torch.Tensor
+
+CAUSAL = fg.load(spec_path("causal"))
+SINK = fg.load(spec_path("sink"))
+ARCHS = ("sm_80", "sm_90a")
+HOW: dict[str, Any] = {"backend": "emulator"}
+
+
+def equal(found: ForwardRun, expected: ForwardRun) -> bool:
+    return torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "split_size", "offset", "dropout_p", "arch"),
+    [
+        ("causal", Case(70, 300, 2, 4, 2, layout="sequence_major"), 128, 230, 0.0, "sm_80"),
+        ("sliding_window", Case(5, 300, 1, 8, 2), 112, 295, 0.0, "sm_90a"),
+        ("sink", Case(33, 217, 1, 4, 2, "bfloat16"), 64, 180, 0.0, "sm_90a"),
+        slow("sink", Case(33, 217, 1, 4, 2), 64, 180, 0.0, "sm_80"),
+        slow("alibi", Case(40, 230, 2, 4, 2, "bfloat16", 40, 96, "gaps"), 48, 190, 0.0, "sm_80"),
+        slow("alibi", Case(40, 230, 2, 4, 2, "float16", 40, 96), 48, 190, 0.0, "sm_90a"),
+        slow("relative_bias", Case(17, 250, 1, 4, 1), 80, 200, 0.0, "sm_90a"),
+        slow("document", Case(113, 239, 2, 4, 2), 32, 0, 0.0, "sm_80"),
+        slow("document", Case(113, 239, 2, 4, 2), 32, 0, 0.0, "sm_90a"),
+        slow("block_sparse", Case(64, 200, 1, 4, 2), 96, 128, 0.0, "sm_80"),
+        slow("causal_offset", Case(20, 200, 1, 2, 2), 96, 0, 0.0, "sm_90a"),
+        slow("full", Case(50, 200, 1, 2, 1, "float32"), 64, 0, 0.0, "sm_80"),
+        slow("softcap", Case(64, 200, 1, 4, 2, "bfloat16", 128), 64, 128, 0.17, "sm_80"),
+        slow("causal", Case(64, 200, 1, 4, 2), 48, 128, 0.17, "sm_90a"),
+    ],
+)
+def test_results_are_those_of_the_whole_row(
+    name: str, case: Case, split_size: int, offset: int, dropout_p: float, arch: str
+) -> None:
+    call = example(spec_path(name), case, dropout_p, {"q_offset": offset}, arch=arch)
+    run = call.judged_forward(split_size=split_size)
+    check_gates(run.report.kernel)
+    assert run.out.dtype == call.qkv[0].dtype
+    assert run.out.stride() == call.forward(backend="tiled").out.stride()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["causal", slow("alibi"), slow("document"), slow("softcap")])
+def test_one_split_equals_unsplit(name: str, arch: str) -> None:
+    call = example(spec_path(name), Case(40, 203, 1, 4, 2), offsets={"q_offset": 163}, arch=arch)
+    found = call.forward(split_size=208)
+    assert found.plan is not None
+    assert equal(found, call.forward(tiles={"forward": found.plan.tile}))
+
+
+def test_one_split_equals_unsplit_in_float32() -> None:
+    case = Case(40, 120, 1, 2, 2, "float32")
+    call = example(spec_path("causal"), case, offsets={"q_offset": 80}, arch="sm_80")
+    assert equal(call.forward(split_size=128), call.forward())
+
+
+def test_tiled_algorithms_compute_the_same_with_and_without_splits() -> None:
+    call = example(spec_path("alibi"), Case(40, 203, 1, 4, 2), backend="tiled")
+    assert equal(call.forward(split_size=32), call.forward())
+
+
+# ---- bits ---------------------------------------------------------------------------------------
+
+
+BIAS = fg.Tensor("bias", ("heads", "positions"), "float32")
+
+
+def before(b, h, q, k):  # type: ignore[no-untyped-def]
+    return k <= q
+
+
+SERVED = {
+    "causal": CAUSAL,
+    "window": fg.load(spec_path("sliding_window")),
+    "alibi": fg.load(spec_path("alibi")).replace(mask_mod=before),
+    "softcap": fg.load(spec_path("softcap")).replace(mask_mod=before),
+    "sink": SINK,
+    "bias": fg.AttentionSpec(before, lambda s, b, h, q, k: s + BIAS[h, k], sink=True, name="bias"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("causal", "sm_80"),
+        ("causal", "sm_90a"),
+        ("bias", "sm_90a"),
+        ("window", "sm_80"),
+        *(slow(name, arch) for name in SERVED for arch in ARCHS if name != "causal"),
+    ],
+)
+def test_decoding_gives_the_bits_of_the_row_in_a_prefill(name: str, arch: str) -> None:
+    """One query over p + 1 keys, alone, is row p of many queries over more keys in a batch."""
+    case, size = Case(250, 250, 2, 4, 1), 80
+    spec, numbers = SERVED[name], {}
+    if name == "window":
+        numbers = {"scalars": {"window": 100}}
+    values = {"sink": torch.linspace(-1, 2, 4), "bias": normal((4, 250), torch.float32, 1)}
+    numbers["tensors"] = {tensor.name: values[tensor.name] for tensor in spec.tensors}
+    q, k, v = case.tensors(seed=5)
+    k[..., 0], q[..., 0] = torch.linspace(0, 40, case.seq_k), 0.7
+    q[:, :, ::2, 0] = 20  # neighbours whose maxima grow in each tile
+    how = {**HOW, **numbers, "arch": arch, "split_size": size}
+    prefill = run_forward(spec, q, k, v, **how)
+    assert prefill.plan is not None
+    for p in (0, 79, 81, 249):
+        row, keys = (1, slice(None), slice(p, p + 1)), (1, slice(None), slice(p + 1))
+        alone = (q[row][None], k[keys][None], v[keys][None])
+        some = run_forward(spec, *alone, q_offset=p, **how)
+        assert torch.equal(some.out[0], prefill.out[row]), p
+        assert torch.equal(some.lse[0], prefill.lse[row]), p
+        assert some.plan is not None
+        assert arch == "sm_80" or some.plan.heads_per_tile > prefill.plan.heads_per_tile
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_positions_in_tensors_split_each_entry_at_the_same_global_positions(arch: str) -> None:
+    case = Case(1, 150, 3, 4, 2)
+    q, k, v = case.tensors(seed=2)
+    firsts = torch.tensor([0, 37, 160], dtype=torch.int32)
+    how = {**HOW, "arch": arch, "split_size": 64}
+    found = run_forward(CAUSAL, q, k, v, q_offset=firsts + 149, k_offset=firsts, **how)
+    for b, first in enumerate(firsts.tolist()):
+        alone = [tensor[b : b + 1] for tensor in (q, k, v)]
+        expected = run_forward(CAUSAL, *alone, q_offset=first + 149, k_offset=first, **how)
+        assert torch.equal(found.out[b : b + 1], expected.out)
+        assert torch.equal(found.lse[b : b + 1], expected.lse)
+        judge_forward(
+            (expected.out, expected.lse), CAUSAL, *alone, q_offset=first + 149, k_offset=first
+        )
+
+
+# ---- splits without keys ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parts_that_are_not_written_are_not_read(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Splits.parts
+
+    def with_nan(*arguments: Any) -> Any:
+        made = parts(*arguments)
+        for tensor in made:
+            tensor.fill_(math.nan)
+        return made
+
+    case = Case(3, 200, 1, 4, 2)
+    call = example(spec_path("sliding_window"), case, offsets={"q_offset": 150}, arch=arch)
+    expected = call.forward(split_size=32)
+    monkeypatch.setattr(Splits, "parts", with_nan)
+    found = call.judged_forward(split_size=32)
+    assert equal(found, expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
+    case = Case(16, 512, 1, 2, 2)
+    call = example(spec_path("sliding_window"), case, offsets={"q_offset": 300}, arch=arch)
+    runs = [call.forward(split_size=size) for size in (128, 16384)]
+    few, one = (run.counters for run in runs)
+    rows = 16 * 2
+    assert few.global_write_bytes - one.global_write_bytes <= rows * (64 * 4 + 4 * 4)
+
+
+def test_rows_without_keys_and_calls_with_one_key() -> None:
+    spec = fg.AttentionSpec(lambda b, h, q, k: k < q - 1, head_dim=64, name="strictly_before")
+    q, k, v = Case(20, 1, 1, 1, 1).tensors()
+    run = run_forward(spec, q, k, v, split_size=16, **HOW)
+    assert not run.out[:, :, :2].any()
+    assert (run.lse[:, :, :2] == -math.inf).all()
+    judge_forward((run.out, run.lse), spec, q, k, v)
+    none = run_forward(CAUSAL, q, k[:, :, :0], v[:, :, :0], split_size=16, **HOW)
+    assert not none.out.any()
+    assert (none.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [
+        ("merge", "if (has_keys)", "if (true)"),
+        ("merge", "lse == minus_infinity() ? lse : lse - top", "lse - top"),
+        ("forward", "p.o += split * p.o_stride_s;", ""),
+        ("forward", "min(begin + size, call.seq_k)", "call.seq_k"),
+    ],
+)
+def test_bugs_of_splits_are_seen(
+    kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that nothing wrote, no guard for -inf, parts in one place, keys that count twice."""
+    parts = Splits.parts
+
+    def with_nan(*arguments: Any) -> Any:
+        made = parts(*arguments)
+        made[0].fill_(math.nan)
+        return made
+
+    monkeypatch.setattr(Splits, "parts", with_nan)
+    spec = fg.AttentionSpec(lambda b, h, q, k: k + 3 < q, head_dim=64, name="some_before")
+    call = Call(spec, Case(30, 40, 1, 1, 1).tensors(), arch="sm_80")
+    with planted(kernel, old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        call.judged_forward(split_size=16)
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def test_a_sink_counts_once() -> None:
+    call = example(spec_path("sink"), Case(20, 100, 1, 4, 2), offsets={"q_offset": 80})
+    run = call.judged_forward(split_size=16)
+    exact = reference.attention(call.spec, *call.qkv, **call.numbers)
+    torch.testing.assert_close(run.lse.double(), exact[1], rtol=0, atol=1e-4)
+
+
+def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
+    case = Case(32, 96, 1, 2, 1)
+    call = example(spec_path("full"), case, 0.3, arch="sm_80")
+    assert dropping(0.3)
+    call.judged_forward(split_size=32)
+
+
+def test_the_variant_has_a_name_of_its_own_and_other_kernels_stay() -> None:
+    kernel = fg.emit(split(CAUSAL), "sm_90a").forward
+    assert kernel.name == "causal_split_forward_fp16_d64"
+    assert "flashgen.language.signature.split(flashgen.load(" in kernel.text
+    assert "split keys: one tile for every call" in kernel.text
+    assert "split" not in fg.emit(CAUSAL, "sm_90a").forward.text
