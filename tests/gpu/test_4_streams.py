@@ -187,6 +187,25 @@ def test_a_graph_replayed_after_new_offsets_uses_them() -> None:
             assert same_bits(found[i : i + 1], wanted)
 
 
+def test_a_graph_of_decoding_with_split_keys_uses_new_positions() -> None:
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, name="causal")
+    batch, heads_q, heads_kv = 2, *SIZES[3:]
+    q, k, v = (
+        x.to(gpu.DEVICE) for x in Case(1, SIZES[1], batch, heads_q, heads_kv, "float16").tensors()
+    )
+    places = torch.zeros(batch, dtype=torch.int32, device=gpu.DEVICE)
+    attend = fg.attention(spec)
+    how = {"split_size": 64, "backend": gpu.BACKEND}
+    graph = gpu.Graph(lambda: (attend(q, k, v, q_offset=places, **how),))
+    for first in (0, 63, SIZES[1] - batch):
+        places.copy_(torch.arange(first, first + batch))
+        (found,) = graph.replay()
+        for i in range(batch):
+            keys = (x[i : i + 1, :, : first + i + 1] for x in (k, v))
+            wanted = attend(q[i : i + 1], *keys, q_offset=first + i, **how)
+            assert same_bits(found[i : i + 1], wanted)
+
+
 def test_a_graph_in_which_the_operator_draws_follows_torch_generator() -> None:
     """The same seed gives the same replays, and each replay drops other elements.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.language.signature import split
 from flashgen.ops import ForwardRun, run_forward
+from flashgen.pipeline import build
 from flashgen.runtime.splits import Splits
-from tests.support.examples import spec_path
+from tests.support.examples import SPEC_IDS, SPECS, spec_path
 from tests.support.judged import Call, check_gates, dropping, example, judge_forward, normal
 from tests.support.planted import planted
 from tests.support.shapes import Case
@@ -249,3 +251,13 @@ def test_the_variant_has_a_name_of_its_own_and_other_kernels_stay() -> None:
     assert "flashgen.language.signature.split(flashgen.load(" in kernel.text
     assert "split keys: one tile for every call" in kernel.text
     assert "split" not in fg.emit(CAUSAL, "sm_90a").forward.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_kernels_of_split_keys_do_not_spill(path: Path, arch: str, head_dim: int) -> None:
+    spec = fg.load(path).replace(head_dim=head_dim, head_dim_v=head_dim)
+    if not spec.packed:
+        check_gates(build(split(spec), arch))
