@@ -16,7 +16,7 @@ from flashgen.ops import ForwardRun, run_forward
 from flashgen.pipeline import build
 from flashgen.runtime.splits import Splits
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
-from tests.support.judged import Call, check_gates, dropping, example, judge_forward, normal
+from tests.support.judged import Call, check_gates, example, judge_forward, normal
 from tests.support.planted import planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
@@ -156,6 +156,12 @@ def test_positions_in_tensors_split_each_entry_at_the_same_global_positions(arch
         )
 
 
+def test_the_bits_do_not_depend_on_the_number_of_blocks_and_their_order() -> None:
+    call = example(spec_path("sliding_window"), Case(70, 300, 1, 4, 2), offsets={"q_offset": 230})
+    how = {"arch": "sm_90a", "split_size": 64}
+    assert equal(call.forward(**how, blocks=3, order_seed=4), call.forward(**how))
+
+
 # ---- splits without keys ------------------------------------------------------------------------
 
 
@@ -181,12 +187,25 @@ def test_parts_that_are_not_written_are_not_read(
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
-    case = Case(16, 512, 1, 2, 2)
-    call = example(spec_path("sliding_window"), case, offsets={"q_offset": 300}, arch=arch)
-    runs = [call.forward(split_size=size) for size in (128, 16384)]
-    few, one = (run.counters for run in runs)
-    rows = 16 * 2
-    assert few.global_write_bytes - one.global_write_bytes <= rows * (64 * 4 + 4 * 4)
+    path, case = spec_path("sliding_window"), Case(1, 896, 1, 2, 2)
+    call = example(path, case, offsets={"q_offset": 440}, arch=arch)
+    call.numbers["scalars"] = {"window": 30}
+    run = call.forward(split_size=112)  # 8 splits, of which the window reaches the fourth alone
+    assert run.counters.global_write_bytes == 2 * (64 * 4 + 8 * 4)
+    tile = 224 if arch == "sm_90a" else 2 * 96  # whole boxes; a tile, and its cut successor
+    assert run.counters.global_read_bytes <= 2 * (tile * 2 + 1) * 64 * 2 + 4096
+
+
+@pytest.mark.parametrize(("arch", "reads"), [("sm_80", 4), ("sm_90a", 1)])
+def test_decoding_reads_each_key_once_per_group_of_heads_that_share_a_tile(
+    arch: str, reads: int
+) -> None:
+    call = example(spec_path("causal"), Case(1, 896, 1, 4, 1), offsets={"q_offset": 895}, arch=arch)
+    run = call.forward(split_size=448)
+    assert run.plan is not None
+    assert arch == "sm_80" or 448 % run.plan.block_k == 0
+    keys = 896 * 64 * 2 * 2
+    assert run.counters.global_read_bytes == pytest.approx(reads * keys, rel=0.02)
 
 
 def test_rows_without_keys_and_calls_with_one_key() -> None:
@@ -239,10 +258,8 @@ def test_a_sink_counts_once() -> None:
 
 
 def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
-    case = Case(32, 96, 1, 2, 1)
-    call = example(spec_path("full"), case, 0.3, arch="sm_80")
-    assert dropping(0.3)
-    call.judged_forward(split_size=32)
+    """The oracle drops by position, whatever the splits."""
+    example(spec_path("full"), Case(32, 96, 1, 2, 1), 0.3).judged_forward(split_size=32)
 
 
 def test_the_variant_has_a_name_of_its_own_and_other_kernels_stay() -> None:
