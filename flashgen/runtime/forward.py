@@ -60,6 +60,7 @@ class ForwardRecord(NamedTuple):
     build_seconds: float = 0.0
     run_seconds: float = 0.0
     tables: list[KernelRun] | tuple[KernelRun, ...] = ()
+    merge: KernelRun | None = None
 
 
 class PreparedForward(PreparedCall):
@@ -150,13 +151,14 @@ class PreparedForward(PreparedCall):
                 tensors |= made
                 start = perf_counter()
             counters = bound.run(self.target, tensors, self.launch)
-        if self._splits is not None:
-            self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
         seconds = perf_counter() - start
+        merge = None
+        if self._splits is not None:
+            merge = self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
         return (
             out,
             lse,
-            ForwardRecord(self, width, reason, kernel, counters, built, seconds, tables),
+            ForwardRecord(self, width, reason, kernel, counters, built, seconds, tables, merge),
         )
 
     def _kernel(
@@ -240,6 +242,11 @@ def report(record: ForwardRecord) -> Report:
     if kernel is None:
         seconds = record.run_seconds
         return Report(backend, arch, width, reason, run_seconds=seconds, arch_reason=why)
+    merge = None
+    if record.merge is not None:
+        build, counters, seconds, _ = record.merge
+        aligned = (backend, arch, 16, memory_layout.ALIGNED)
+        merge = Report(*aligned, build, counters, run_seconds=seconds, arch_reason=why)
     return Report(
         backend,
         arch,
@@ -267,6 +274,7 @@ def report(record: ForwardRecord) -> Report:
         blocks=kernel.bound.blocks,
         arch_reason=why,
         integers=kernel.integers,
+        merge=merge,
     )
 
 

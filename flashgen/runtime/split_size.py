@@ -11,7 +11,7 @@ import torch
 
 from flashgen.call import CheckedCall
 from flashgen.dtypes import POSITION_LIMIT
-from flashgen.runtime.check_basics import known, refuse
+from flashgen.runtime.check_basics import refuse
 from flashgen.signature import OFFSETS, SPLIT, CallSignature
 
 Tensor = torch.Tensor
@@ -24,7 +24,8 @@ def scalar_of(split_size: object) -> dict[str, int]:
     """The value of `flashgen.signature.SPLIT`; empty where the keys are not split.
 
     Raises:
-        InputError: the argument is neither None nor a multiple of 16.
+        InputError: the argument is neither None nor a multiple of 16. While a graph is traced, a
+            number may be a symbol: it is checked when the graph runs.
     """
     if split_size is None or (type(split_size) is int and split_size == 0):
         return {}
@@ -36,7 +37,8 @@ def scalar_of(split_size: object) -> dict[str, int]:
         found = -1
     if isinstance(split_size, bool | Tensor):
         found = -1
-    _check(found, split_size)
+    if not torch.compiler.is_compiling():
+        _check(found, split_size)
     return {SPLIT: found}
 
 
@@ -44,7 +46,7 @@ def splits_of(signature: CallSignature, call: CheckedCall) -> int:
     """The splits in which a batch entry can have keys.
 
     Raises:
-        InputError: split_size is wrong; `scalar_of` has not seen that of a traced call as a number.
+        InputError: split_size is not a number of keys that kernels can split.
     """
     size, first = int(call.scalars[SPLIT]), call.k_offset
     _check(size, size)
@@ -54,7 +56,7 @@ def splits_of(signature: CallSignature, call: CheckedCall) -> int:
 
 
 def _check(found: int, given: object) -> None:
-    if known(found % STEP != 0) or known(found < STEP) or known(found > POSITION_LIMIT):
+    if found % STEP or not STEP <= found <= POSITION_LIMIT:
         refuse(
             "split_size is not a number of keys that kernels can split",
             "argument split_size",

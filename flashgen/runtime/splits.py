@@ -8,6 +8,7 @@ variant of its spec, which has S as a scalar (`flashgen.language.signature.split
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 
 import torch
 
@@ -15,6 +16,7 @@ from flashgen.call import CheckedCall, LaunchOptions
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.merge import Results, bind_merge, tensors_of_merge
+from flashgen.runtime.minmax_tables import KernelRun
 from flashgen.signature import CallSignature
 
 Tensor = torch.Tensor
@@ -45,12 +47,14 @@ class Splits:
         results: Results,
         captured: Mapping[str, Tensor],
         launch: LaunchOptions,
-    ) -> None:
+    ) -> KernelRun:
         """Writes the results over all keys and the sink."""
+        start = perf_counter()
         given = parts, results, None, self._sink(captured)
         if self._merge is None:
             self._merge = bind_merge(self._target.arch, *given)
-        self._merge.run(self._target, tensors_of_merge(*given), launch)
+        counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
+        return KernelRun(self._merge.build, counters, perf_counter() - start)
 
     def _sink(self, captured: Mapping[str, Tensor]) -> Tensor | None:
         """The logits of the call's heads, float32 [heads]."""

@@ -206,6 +206,10 @@ def test_decoding_reads_each_key_once_per_group_of_heads_that_share_a_tile(
     assert arch == "sm_80" or 448 % run.plan.block_k == 0
     keys = 896 * 64 * 2 * 2
     assert run.counters.global_read_bytes == pytest.approx(reads * keys, rel=0.02)
+    assert run.report.merge is not None
+    launches = (run.counters, run.report.merge.counters)
+    moved = sum(each.global_read_bytes + each.global_write_bytes for each in launches)
+    assert moved <= 1.05 * (reads * keys + 2 * 4 * 64 * 2)  # with q and out, once each
 
 
 def test_rows_without_keys_and_calls_with_one_key() -> None:

@@ -102,3 +102,16 @@ def test_autocast_and_parts_of_a_whole_work_with_split_keys() -> None:
         q[:, 1:], k, v, q_offset=64, h_offset=1, whole={"heads": 2}, split_size=32, **EMULATED
     )
     assert torch.equal(heads, expected[:, 1:])
+
+
+def test_one_compiled_graph_serves_several_sizes_and_checks_them() -> None:
+    q, k, v = operands()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> torch.Tensor:
+        return ATTEND(q, k, v, q_offset=64, split_size=size, **EMULATED)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in (32, 48, 80):
+        assert torch.equal(compiled(q, k, v, size), call(q, k, v, size))
+    with pytest.raises(InputError, match="split_size is not a number of keys"):
+        compiled(q, k, v, 40)
