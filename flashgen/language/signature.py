@@ -109,13 +109,15 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
 def in_whole(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
 
-    The scalars of `flashgen.signature.WHOLE` come last.
+    Packed sequences keep lengths of their own. The scalars of `flashgen.signature.WHOLE` come last.
     """
     whole = tuple(map(Scalar.of_whole, WHOLE))
     first, *sizes = (scalar.expr for scalar in whole)
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
     if spec.packed:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
+    own = (HEADS,) if spec.packed else (HEADS, SEQ_Q, SEQ_K)
+    seen = {H: H + first, **dict(zip(own, sizes, strict=False))}
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
     return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
 

@@ -12,6 +12,7 @@ import flashgen as fg
 from flashgen.language.signature import in_whole
 from flashgen.reference import attention
 from flashgen.signature import WHOLE
+from tests.support.examples import spec_path
 from tests.support.judged import normal
 from tests.support.tiers import slow
 
@@ -128,6 +129,22 @@ def test_some_heads_are_those_of_the_whole(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["tiled", slow("sm_80"), slow("sm_90a")])
+@pytest.mark.parametrize(
+    "where", ["tiled", "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
+)
+def test_packed_sequences_keep_their_lengths(where: str) -> None:
+    """The mask compares the lengths of each sequence, which are not those of the call."""
+    op = fg.attention(fg.load(spec_path("variable_length")))
+    q, k, v = (normal((1, 2, n, 64), torch.float16, i) for i, n in enumerate((50, 90, 90)))
+    ends = {"cu_seqlens_q": [0, 20, 50], "cu_seqlens_k": [0, 50, 90]}
+    tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in ends.items()}
+    expected = op(q, k, v, **tensors, **WHERE[where])
+    part = {"h_offset": 1, "whole": {"heads": 2}}
+    found = op(q[:, 1:], k[:, 1:], v[:, 1:], **tensors, **part, **WHERE[where])
+    assert torch.equal(found, expected[:, 1:])
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_some_queries_see_the_lengths_of_the_whole(where: str) -> None:
     """Rows of the whole's results, within the error that another cut of tiles makes."""
     spec = SPECS["sizes"]
