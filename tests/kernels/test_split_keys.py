@@ -261,6 +261,13 @@ def test_a_sink_counts_once() -> None:
     torch.testing.assert_close(run.lse.double(), exact[1], rtol=0, atol=1e-4)
 
 
+def test_a_sink_that_counts_in_each_split_is_seen() -> None:
+    once, twice = "= weight_of(sink, top);", "= p.splits * weight_of(sink, top);"
+    call = example(spec_path("sink"), Case(20, 100, 1, 4, 2), offsets={"q_offset": 80})
+    with planted("merge", once, twice), pytest.raises(AssertionError):
+        call.judged_forward(split_size=64)
+
+
 def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
     """The oracle drops by position, whatever the splits."""
     example(spec_path("full"), Case(32, 96, 1, 2, 1), 0.3).judged_forward(split_size=32)
