@@ -116,8 +116,6 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
     if spec.packed:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
-    own = (HEADS,) if spec.packed else (HEADS, SEQ_Q, SEQ_K)
-    seen = {H: H + first, **dict(zip(own, sizes, strict=False))}
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
     return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
 

@@ -129,9 +129,6 @@ def test_some_heads_are_those_of_the_whole(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["tiled", slow("sm_80"), slow("sm_90a")])
-@pytest.mark.parametrize(
-    "where", ["tiled", "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
-)
 def test_packed_sequences_keep_their_lengths(where: str) -> None:
     """The mask compares the lengths of each sequence, which are not those of the call."""
     op = fg.attention(fg.load(spec_path("variable_length")))
@@ -144,7 +141,7 @@ def test_packed_sequences_keep_their_lengths(where: str) -> None:
     assert torch.equal(found, expected[:, 1:])
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ["tiled", slow("sm_80"), slow("sm_90a")])
 def test_some_queries_see_the_lengths_of_the_whole(where: str) -> None:
     """Rows of the whole's results, within the error that another cut of tiles makes."""
     spec = SPECS["sizes"]
