@@ -75,7 +75,9 @@ def context_parallel(
     of the losses and of the gradients, which FSDP and DDP compute, is that of one process.
 
     Args:
-        group, method, shard: as for `flashgen.distributed.attention`.
+        group: as for `flashgen.distributed.attention`.
+        method: as for `flashgen.distributed.attention`.
+        shard: as for `flashgen.distributed.attention`.
 
     Raises:
         InputError: there is no such group, method or sharding; in the context also for whatever

@@ -249,7 +249,9 @@ def context_parallel(
     make; their mean over the ranks, which FSDP and DDP compute, is the gradient of one process.
 
     Args:
-        group, method, shard: as for `flashgen.distributed.attention`.
+        group: as for `flashgen.distributed.attention`.
+        method: as for `flashgen.distributed.attention`.
+        shard: as for `flashgen.distributed.attention`.
 
     Yields:
         The ranks, whose `own` gives the inputs of each forward pass.
