@@ -20,7 +20,7 @@ from flashgen.language import (
     elements_of,
     is_condition,
 )
-from flashgen.language.lets import Let, contains, direct_lets, lets_of, named
+from flashgen.language.lets import Let, contains, direct_lets, lets_of, named, replaced
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Ex
 def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
     """The derivative by a Let or an element, with all other parts constant."""
     stand_in = sympy.Symbol(".part", real=True)  # no scalar has this name
-    found = _differentiated(value.xreplace({part: stand_in}), stand_in)
-    return _in_and_or(found.xreplace({stand_in: part}))
+    found = _differentiated(replaced(value, {part: stand_in}), stand_in)
+    return _in_and_or(replaced(found, {stand_in: part}))
 
 
 def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
@@ -145,8 +145,12 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     def unknown(expr: sympy.Basic) -> bool:
         return isinstance(expr, sympy.Pow) and not expr.exp.is_number and by in expr.free_symbols
 
-    found = sympy.diff(score.replace(unknown, lambda power: _Power(*power.args)), by)
-    return found.replace(_Power, sympy.Pow)
+    # Conditions are hidden behind names, because sympy would rewrite them.
+    choices = score.atoms(sympy.Piecewise)
+    names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
+    hidden = replaced(score, names)
+    found = sympy.diff(hidden.replace(unknown, lambda power: _Power(*power.args)), by)
+    return replaced(found.replace(_Power, sympy.Pow), {let: c for c, let in names.items()})
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
@@ -155,14 +159,15 @@ def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
         inner = [ite for ite in expr.atoms(sympy.ITE) if not ite.args[0].has(sympy.ITE)]
         if not inner:
             return expr
-        expr = expr.xreplace(
+        expr = replaced(
+            expr,
             {
                 ite: sympy.Or(
                     sympy.And(ite.args[0], ite.args[1]),
                     sympy.And(sympy.Not(ite.args[0]), ite.args[2]),
                 )
                 for ite in inner
-            }
+            },
         )
 
 

@@ -160,8 +160,23 @@ def substituted(expr: sympy.Basic, values: Mapping[sympy.Symbol, sympy.Basic]) -
     found: dict[sympy.Basic, sympy.Basic] = dict(values)
     for let in lets_of(expr):
         if not let.free_symbols.isdisjoint(values):
-            found[let] = Let(let.value.xreplace(found))
-    return expr.xreplace(found)
+            found[let] = Let(replaced(let.value, found))
+    return replaced(expr, found)
+
+
+def replaced(expr: sympy.Basic, values: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """``expr.xreplace(values)`` with the conditions of choices as they are written.
+
+    sympy would divide both sides of a comparison by a coefficient, which makes quotients of floats
+    of a comparison of integers.
+    """
+    if expr in values:
+        return values[expr]
+    args = [replaced(arg, values) for arg in expr.args]
+    if all(new is old for new, old in zip(args, expr.args, strict=True)):
+        return expr
+    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
+    return expr.func(*args, **options)
 
 
 def nodes_of(*exprs: sympy.Basic) -> Iterator[sympy.Basic]:

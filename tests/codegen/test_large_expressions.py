@@ -16,7 +16,8 @@ from flashgen.codegen.spec_function import MOST_SINES
 from flashgen.errors import PlanError
 from flashgen.language import SCORE, K, Q, elements_of
 from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
-from flashgen.language.signature import signature_of
+from flashgen.language.signature import in_whole, signature_of
+from flashgen.language.symbols import is_int
 from flashgen.planner import plan_errors
 from tests.support.tiers import one_in
 
@@ -123,6 +124,19 @@ def test_derivatives_of_choices_inside_choices_stay_choices_of_numbers() -> None
     found = derivatives(score, elements_of(score))
     assert lets_of(*found)
     assert not any(contains(each, sympy.ITE) for each in found)
+
+
+def test_variants_and_derivatives_compare_what_the_user_compares() -> None:
+    """sympy would divide by 3, and compare floats of which no decision is exact."""
+    ids = fg.Tensor("ids", ("seq_k",), "int32")
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return fg.where(ids[k] - ids[q] != 3 * h, score * score, score)
+
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16")
+    for expr in (derivative(spec.score), in_whole(spec).score, derivative(in_whole(spec).score)):
+        (compared,) = expr.atoms(sympy.Ne)
+        assert all(is_int(side) for side in compared.args)
 
 
 def test_a_division_inside_a_large_mask_is_checked_at_the_call() -> None:
