@@ -11,6 +11,7 @@ from flashgen.call import CallOptions, Operands, OutputGradients
 from flashgen.distributed import gathered, ring
 from flashgen.distributed.checks import (
     WHERE,
+    check_operands,
     check_rows,
     check_spec,
     compare,
@@ -99,8 +100,8 @@ def attention(
     if method not in METHODS:
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
-    if isinstance(op, Attention):
-        captures = {**with_layout(op._operator.signature, captures)}
+    check_operands(op, {"q": q, "k": k, "v": v})
+    captures = {**with_layout(op._operator.signature, captures)}
     check_spec(op, method, whole, captures)
     first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
     queries = sharding_of(shard, exchange.world, q.shape[2])

@@ -22,16 +22,25 @@ Tensor = torch.Tensor
 WHERE = "flashgen.distributed.attention"
 
 
-def check_spec(
-    op: Any, method: str, whole: Mapping[str, int] | None, captures: Mapping[str, Any]
-) -> None:
-    """Refuses what cannot be computed on parts, and captures that are not those of the spec."""
+def check_operands(op: Any, operands: Mapping[str, Any]) -> None:
+    """Refuses what is no operator, and operands that have no rows to compare with the chunks."""
     if not isinstance(op, Attention):
         refuse("no operator is given", "op", f"a {type(op).__name__}", "fg.attention(spec)")
+    for name, x in operands.items():
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            axes = "[batch, heads, own rows, head_dim]"
+            refuse(f"{name} is not a tensor of 4 dimensions", name, given, f"a tensor {axes}")
+
+
+def check_spec(
+    op: Attention, method: str, whole: Mapping[str, int] | None, captures: Mapping[str, Any]
+) -> None:
+    """Refuses what cannot be computed on parts, and captures that are not those of the spec."""
     for name in ("q_offset", "k_offset", "deterministic"):
         if captures.get(name):
             refuse(f"{name} cannot be given to a distributed call yet", name, f"{captures[name]}")
-    if whole is not None and set(whole) != {"heads"}:
+    if whole is not None and not (isinstance(whole, Mapping) and set(whole) == {"heads"}):
         refuse(
             "the lengths of the whole follow from the chunks",
             "whole",

@@ -44,9 +44,10 @@ def scalars_of(h_offset: object, whole: object, q: Tensor, k: Tensor) -> dict[st
             'whole={"heads": 32}, with the sizes in which the whole is larger than the call',
         )
     first = _integer("h_offset", h_offset)
-    if len(q.shape) != 4 or len(k.shape) != 4:  # the checks of operands name the mistake
+    of_q, of_k = (tuple(getattr(x, "shape", ())) for x in (q, k))
+    if len(of_q) != 4 or len(of_k) != 4:  # the checks of operands name the mistake
         return dict.fromkeys(WHOLE, 0)
-    own = dict(zip(SIZES, (q.shape[1], q.shape[2], k.shape[2]), strict=True))
+    own = dict(zip(SIZES, (of_q[1], of_q[2], of_k[2]), strict=True))
     sizes = {name: _integer(f"whole[{name!r}]", given.get(name, own[name])) for name in SIZES}
     if known(first < 0) or known(first + own["heads"] > sizes["heads"]):
         refuse(

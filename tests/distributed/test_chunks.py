@@ -147,6 +147,8 @@ CU_SEQLENS = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
         (SPEC, {"sharded": {"ids": 0}}, "an element for each of the rank's positions"),
         (ALIGNED.replace(packed=True), CU_SEQLENS, "does not know its length"),
         (SPEC, {"whole": {"seq_q": 64}}, "lengths of the whole follow from the chunks"),
+        (SPEC, {"whole": 4}, "lengths of the whole follow from the chunks"),
+        (SPEC, {"h_offset": 2}, "are not among those of the whole"),
         (SPEC.replace(packed=True), {**CU_SEQLENS, "dropout_p": 0.5}, "begin at multiples of 16"),
     ],
 )
@@ -157,6 +159,16 @@ def test_what_cannot_be_distributed_is_refused(
     with pytest.raises(InputError, match=what) as error:
         distributed.attention(fg.attention(spec), q, k, v, **options)
     assert error.value.way_out
+
+
+@pytest.mark.usefixtures("alone")
+def test_operands_that_are_no_tensors_of_four_dimensions_are_refused() -> None:
+    x, op = torch.zeros(1, 2, 32, 16), fg.attention(SPEC)
+    for operands, name in (((x[0], x, x), "q"), ((x, [1.0], x), "k"), ((x, x, None), "v")):
+        with pytest.raises(InputError, match=f"{name} is not a tensor of 4 dimensions"):
+            distributed.attention(op, *operands)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="q is not a torch tensor"):
+        op([1.0], x, x, h_offset=1, whole={"heads": 4})  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("alone")
