@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 from flashgen import codegen
-from flashgen.compile import compile
 from flashgen.language.spec import AttentionSpec
-from flashgen.pipeline import Build, analysed
+from flashgen.pipeline import Build, analysed, compiled
 from flashgen.planner import plan_append_kv
 
 __all__ = ["build_append_kv"]
@@ -27,11 +26,4 @@ def build_append_kv(access_bytes: int, arch: str = "sm_80") -> Build:
     """
     spec = AttentionSpec(head_dim=64, name="append_kv")
     source = codegen.append_kv(spec, plan_append_kv(spec, access_bytes, arch))
-    binary = compile(
-        source.text,
-        filename=source.filename,
-        kernel=source.name,
-        arch=arch,
-        options=source.options,
-    )
-    return Build(analysed(spec, codegen.walk_of_kernel(source.role)), source, binary)
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))

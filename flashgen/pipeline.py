@@ -267,7 +267,7 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
             if best is None:
                 raise
             break  # no tile leaves these registers free; the best build has warnings on spills
-        made = _compiled(source, analysis)
+        made = compiled(source, analysis)
         if best is None or _spilled(made) < _spilled(best):
             best = made
         if not _spilled(made):
@@ -287,7 +287,7 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
         PlanError, RenderError, CompileError: as ``build``.
     """
     analysis = analysed(spec, codegen.walk_of_kernel("forward"))
-    return tuple(_compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
+    return tuple(compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
 
 
 @functools.lru_cache(maxsize=64)
@@ -300,7 +300,7 @@ def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80") -> Build:
     """
     spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name="merge")
     source = codegen.merge(spec, plan_merge(spec, arch))
-    return _compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 
 def build_backward(
@@ -338,7 +338,7 @@ def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ..
                 raise
             break  # there is no smaller tile; the best kernels have warnings on spills
         made = tuple(
-            _compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)))
+            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)))
             for source in sources
         )
         if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
@@ -368,13 +368,13 @@ def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
     )
 
 
-def _compiled(source: Source, analysis: Analysis) -> Build:
-    arch = source.plan.arch
+def compiled(source: Source, analysis: Analysis) -> Build:
+    """The kernel of an emitted file."""
     binary = compile(
         source.text,
         filename=source.filename,
         kernel=source.name,
-        arch=arch,
+        arch=source.plan.arch,
         options=source.options,
     )
     return Build(analysis, source, binary)
