@@ -110,8 +110,6 @@ SERVED = {
     [
         ("causal", "sm_80"),
         ("causal", "sm_90a"),
-        ("bias", "sm_90a"),
-        ("window", "sm_80"),
         *(slow(name, arch) for name in SERVED for arch in ARCHS if name != "causal"),
     ],
 )
