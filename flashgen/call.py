@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.dtypes import Number
-from flashgen.signature import WHOLE
+from flashgen.signature import heads_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,12 +133,12 @@ class CheckedCall:
     @property
     def first_head(self) -> int:
         """The number of the first query head among those of the whole."""
-        return int(self.scalars.get(WHOLE[0], 0))
+        return heads_of(self.scalars, self.heads_q)[0]
 
     @property
     def heads(self) -> int:
         """The query heads of the whole of which the call computes a part, or of the call."""
-        return int(self.scalars.get(WHOLE[1], self.heads_q))
+        return heads_of(self.scalars, self.heads_q)[1]
 
     @property
     def is_empty(self) -> bool:

@@ -6,9 +6,10 @@ expressions, so that running a call needs no sympy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 """Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
@@ -25,6 +26,17 @@ head, and the numbers of query heads, queries and keys of the whole, which mods 
 SPLIT = "split_size"
 """Run-time scalar of a spec whose calls split the keys: the number of keys between the global
 positions at which splits begin."""
+
+
+def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
+    """The number of a call's first query head, and the number of query heads, of its whole.
+
+    Args:
+        scalars: the scalars of the call, by name.
+        heads: the query heads of the call.
+    """
+    return int(scalars.get(WHOLE[0], 0)), int(scalars.get(WHOLE[1], heads))
+
 
 LAYOUT = "layout"
 LAYOUT_NAMES = (

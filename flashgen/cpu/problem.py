@@ -26,7 +26,7 @@ from flashgen.language import TensorSymbol
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import plan, plan_backward
-from flashgen.signature import LAYOUT, LAYOUT_LISTS, WHOLE
+from flashgen.signature import LAYOUT, LAYOUT_LISTS, heads_of
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,8 @@ class Products(NamedTuple):
     power_of_2: bool
 
 
-def _array(tensor: Tensor) -> Any:
+def array(tensor: Tensor) -> Any:
+    """The elements of a CPU tensor as NumPy has them: wide floats, or int64."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return tensor.to(wide if tensor.is_floating_point() else torch.int64).numpy()
 
@@ -177,8 +178,7 @@ class SequenceProblem:
         self.dropout_scale = keep_scale(dropout_p) if dropout_p else None
         self.arguments = arguments
         self.spec = spec
-        self.first_head = int(arguments.scalars.get(WHOLE[0], 0))
-        self.heads = int(arguments.scalars.get(WHOLE[1], q.shape[1]))
+        self.first_head, self.heads = heads_of(arguments.scalars, q.shape[1])
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.room = 0
         unread = LAYOUT_LISTS if spec.block_sparse is not None else ()
@@ -213,9 +213,7 @@ class SequenceProblem:
     def walked(self) -> tuple[tuple[TensorSymbol, Any], ...]:
         """The captured tensors on which the class of tiles depends, as NumPy arrays."""
         decisive = self.programs.decisive
-        return tuple(
-            (symbol, _array(x)) for symbol, x in self.tensors.items() if symbol in decisive
-        )
+        return tuple((symbol, array(x)) for symbol, x in self.tensors.items() if symbol in decisive)
 
     @property
     def is_empty(self) -> bool:

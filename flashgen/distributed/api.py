@@ -24,6 +24,7 @@ from flashgen.distributed.heads import Exchanged, Replicated
 from flashgen.distributed.part_calls import Whole
 from flashgen.distributed.sharded_tensors import check_local, gathered_tensor
 from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.language.signature import signature_of
 from flashgen.ops import Attention
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.wholes import scalars_of
@@ -101,7 +102,7 @@ def attention(
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
     check_operands(op, {"q": q, "k": k, "v": v})
-    captures = {**with_layout(op._operator.signature, captures)}
+    captures = {**with_layout(signature_of(op.spec), captures)}
     check_spec(op, method, whole, captures)
     first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
     queries = sharding_of(shard, exchange.world, q.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,21 +70,9 @@ class PartCalls:
         lengths = set() if spec.packed else {SEQ_Q, SEQ_K}
         reads_lengths = not lengths.isdisjoint(spec.mask.free_symbols | spec.score.free_symbols)
         inside = reads_lengths or heads != sizes.heads
-
-        def variant(each: AttentionSpec) -> AttentionSpec:
-            made = in_whole(each) if inside else each
-            dtypes = tuple((name, "int32") for name in OFFSETS)
-            return at_offsets(made, dtypes) if each.packed else made
-
         if inside:
             options = options._replace(scalars=(*options.scalars, *sizes))
-        sinkless = variant(spec if spec.sink is None else spec.replace(sink=None))
-        operators = (
-            operator_of(variant(spec)),
-            operator_of(partial(sinkless)),
-            operator_of(sinkless),
-        )
-        return PartCalls(*operators, options, names, spec.packed)
+        return PartCalls(*_operators(spec, inside), options, names, spec.packed)
 
     def options_at(self, queries: range, keys: range) -> CallOptions:
         """The options of the call on these rows of the whole."""
@@ -102,3 +91,22 @@ class PartCalls:
                 by_name[boundary] = (ends - rows.start).clamp_(0, len(rows))
                 by_name[offset] = (rows.start - ends[:-1]).clamp_(min=0)
         return tuple(by_name[name] for name in operator.tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _operators(spec: AttentionSpec, inside: bool) -> tuple[Operator, Operator, Operator]:
+    """The attributes whole, partial and sinkless of `PartCalls`.
+
+    They are made once, because a spec without its sink is traced anew.
+
+    Args:
+        inside: whether the calls are inside a whole.
+    """
+
+    def variant(each: AttentionSpec) -> AttentionSpec:
+        made = in_whole(each) if inside else each
+        dtypes = tuple((name, "int32") for name in OFFSETS)
+        return at_offsets(made, dtypes) if each.packed else made
+
+    sinkless = variant(spec if spec.sink is None else spec.replace(sink=None))
+    return operator_of(variant(spec)), operator_of(partial(sinkless)), operator_of(sinkless)

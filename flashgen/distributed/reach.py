@@ -11,6 +11,7 @@ import torch
 from flashgen.analysis import analyse
 from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.tile_walk import exact, numbers_of
+from flashgen.cpu.problem import array
 from flashgen.distributed.sharding import Sharding
 from flashgen.dtypes import Number
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H
@@ -164,8 +165,5 @@ def needed_by(queries: Sharding, reach: Array) -> Array:
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    data = tensor.detach().cpu()
-    wide = torch.promote_types(data.dtype, torch.float32)
     # A copy: a tensor that numpy has seen cannot be freed by FSDP.
-    data = data.to(wide if data.is_floating_point() else torch.int64, copy=True)
-    return np.asarray(data.numpy())
+    return np.asarray(array(tensor.detach().cpu().clone()))

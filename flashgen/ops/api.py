@@ -239,11 +239,11 @@ class Attention:
             captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
             offsets = given_offsets(q_offset, k_offset)
-            operator = self._variant(dtype, dtypes_of(offsets), bool(part), SPLIT in part)
+            operator = self._variant(dtype, dtypes_of(offsets), tuple(part))
             q_offset, k_offset = numbers_of(q_offset, k_offset)
             captures |= offsets
         elif part:
-            operator = self._variant(dtype, (), True, SPLIT in part)
+            operator = self._variant(dtype, (), tuple(part))
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
@@ -296,26 +296,25 @@ class Attention:
         self,
         dtype: torch.dtype | None,
         offsets: tuple[tuple[str, str], ...] = (),
-        part: bool = False,
-        splits: bool = False,
+        part: tuple[str, ...] = (),
     ) -> Operator:
         """The operator for a dtype of autocast, offsets that are tensors, and a part of a whole.
 
         Args:
             offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
-            splits: whether the keys are split; such a call is a part of a whole.
+            part: the names of the scalars of `_part`.
         """
         from flashgen.language.signature import at_offsets, in_whole, split, with_dtype
 
-        spec = split(self.spec) if splits else in_whole(self.spec) if part else self.spec
+        spec = self.spec
+        if part:
+            spec = split(spec) if SPLIT in part else in_whole(spec)
         if dtype is not None:
             spec = with_dtype(spec, str(dtype).removeprefix("torch."))
         return operator_of(at_offsets(spec, offsets))
 
-    def _name_of_variant(
-        self, dtype: torch.dtype | None, offsets: tuple[tuple[str, str], ...], *kind: bool
-    ) -> str:
-        return self._variant(dtype, offsets, *kind).name
+    def _name_of_variant(self, *variant: Any) -> str:
+        return self._variant(*variant).name
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -348,7 +347,7 @@ class Attention:
         else:
             check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
         if dtype is not None or offsets or part:
-            name = self._name_of_variant(dtype, dtypes_of(offsets), bool(part), SPLIT in part)
+            name = self._name_of_variant(dtype, dtypes_of(offsets), tuple(part))
             overload = getattr(torch.ops.flashgen, name).default
             # A block layout comes last.
             place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)

@@ -21,7 +21,7 @@ from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.reference.dropout_state import State, state_of
 from flashgen.reference.interpret import evaluate
-from flashgen.signature import LAYOUT_LISTS, WHOLE
+from flashgen.signature import LAYOUT_LISTS, heads_of
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -294,7 +294,7 @@ def problem_of(
     q_offset, k_offset = call.get("q_offset", 0), call.get("k_offset", 0)
     scale, dropout_p = call.get("scale"), call.get("dropout_p", 0.0)
     batch, _, _, head_dim = q.shape
-    first_head, heads = int(scalars.get(WHOLE[0], 0)), int(scalars.get(WHOLE[1], q.shape[1]))
+    first_head, heads = heads_of(scalars, q.shape[1])
     work = torch.float64 if exact else q.dtype
     real = torch.promote_types(work, torch.float32)
     factor = scale if scale is not None else spec.scale

@@ -15,6 +15,7 @@ import torch
 from flashgen.call import CheckedCall, LaunchOptions
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.runtime.memory_layout import rows_before_heads
 from flashgen.runtime.merge import Results, bind_merge, tensors_of_merge
 from flashgen.runtime.minmax_tables import KernelRun
 from flashgen.signature import CallSignature
@@ -32,7 +33,7 @@ class Splits:
     def parts(self, out: Tensor, lse: Tensor) -> Results:
         """Uninitialised results over the keys of each split, for results over all keys."""
         batch, heads, rows, dim = out.shape
-        if out.stride(1) < out.stride(2):
+        if rows_before_heads(out):
             order = out.new_empty(self._call.splits, batch, rows, heads, dim, dtype=torch.float32)
             parts_out = order.transpose(2, 3)
         else:
@@ -60,6 +61,8 @@ class Splits:
         """The logits of the call's heads, float32 [heads]."""
         if self._signature.sink is None:
             return None
+        from flashgen.cpu.sinks import of_heads
+
         first, heads = self._call.first_head, self._call.heads_q
         sink = captured[self._signature.sink.name].float().reshape(-1)
-        return sink[first : first + heads] if len(sink) > 1 else sink.expand(heads)
+        return of_heads(sink, first, heads).expand(heads)
