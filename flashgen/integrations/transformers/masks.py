@@ -12,13 +12,13 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
-    packed_sequence_compatibility_function,
     padding_mask_function,
     prepare_padding_mask,
 )
 
 from flashgen.errors import InputError
 from flashgen.integrations.transformers.layers import FULL, name_of_mask
+from flashgen.integrations.transformers.packed import packed
 from flashgen.integrations.transformers.ranks import Ranks, current
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
@@ -245,6 +245,6 @@ def _expect_packed(
         return
     _packed.add(name)
     positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
-    packed = packed_sequence_compatibility_function(function, positions, sequences)
+    function = packed(function, positions, sequences)
     with suppress(Exception):  # a mask that only packed sequences need
-        name_of_mask(record(packed, device), packed, device)
+        name_of_mask(record(function, device), function, device)

@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from transformers.masking_utils import (
-    find_packed_sequence_indices,
-    packed_sequence_compatibility_function,
-)
+from transformers.masking_utils import find_packed_sequence_indices
 
 from flashgen import distributed
 from flashgen.distributed.exchange import Exchange, group_of
 from flashgen.distributed.sharding import METHODS, sharding_of
 from flashgen.errors import InputError
 from flashgen.integrations.transformers.layers import closure
+from flashgen.integrations.transformers.packed import packed
 from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 from flashgen.ops import Attention
 
@@ -212,9 +210,7 @@ class Ranks:
                     f"{name} {tuple(tensor.shape)}, beside padding and packed sequences",
                 )
         if packs and whole.packed is not None:
-            mask_function = packed_sequence_compatibility_function(
-                mask_function, whole.positions, whole.packed
-            )
+            mask_function = packed(mask_function, whole.positions, whole.packed)
         return mask_function, whole
 
     def attention(self, op: Attention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
