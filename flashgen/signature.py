@@ -15,6 +15,10 @@ BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 """Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
 after the last one."""
 
+PAGE_NAMES = ("page_table", "cache_seqlens")
+"""Captured tensors of a spec with a paged cache: int32 [batch, max_pages], the pages of each
+sequence, and int32 [batch], its number of keys."""
+
 OFFSETS = ("q_offset", "k_offset")
 """Arguments of every operator: the global positions of the first query and of the first key. Where
 a call gives a tensor, its spec has a captured tensor of that name, of dims (batch)."""
@@ -133,6 +137,8 @@ class CallSignature:
         zero_divisions: divisions that a call must not make divisions by 0.
         offsets: those of `OFFSETS` that are captured tensors.
         split: whether the keys are split, by the scalar `SPLIT`.
+        paged: whether keys and values are in the pages of a cache. Where packed is true too, only
+            the queries are packed.
     """
 
     name: str
@@ -151,6 +157,12 @@ class CallSignature:
     zero_divisions: tuple[ZeroDivision, ...] = ()
     offsets: tuple[str, ...] = ()
     split: bool = False
+    paged: bool = False
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """Those of `BOUNDARIES` that calls give."""
+        return BOUNDARIES[: 1 if self.paged else 2] if self.packed else ()
 
     @cached_property
     def learned(self) -> tuple[TensorArgument, ...]:

@@ -25,13 +25,13 @@ from flashgen.analysis import (
 )
 from flashgen.codegen.conditions import returned
 from flashgen.codegen.expressions import CPrinter
-from flashgen.codegen.params import multiplier_field
+from flashgen.codegen.params import is_set_by_kernel, multiplier_field
 from flashgen.codegen.readers import extreme, reader
 from flashgen.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import DeviceFunction, comment, comments
 from flashgen.language import python_text
-from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.language.spec import BOUNDARIES, PAGES, AttentionSpec
 from flashgen.language.tensor import MOST_DIMS
 from flashgen.language.user_source import SourceLines
 
@@ -140,10 +140,12 @@ class SpecFunctions:
         self.printer.multipliers = {
             scalar.expr: f"p.{multiplier_field(scalar)}"
             for scalar in spec.scalars
-            if scalar.dtype == "int32"
+            if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar)
         }
-        if spec.packed:
-            self.printer.tensors |= {tensor.symbol for tensor in BOUNDARIES}
+        # The tensors that the kernel itself reads.
+        own = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
+        given = {tensor.symbol for tensor in spec.tensors}
+        self.printer.tensors |= {tensor.symbol for tensor in own} & given
         self.printer.tensors |= {tensor.symbol for tensor in spec.offsets}
 
     @property

@@ -17,6 +17,7 @@ import sympy
 from flashgen.dtypes import INT32_MAX, POSITION_LIMIT
 from flashgen.language import python_text
 from flashgen.language.integer_limits import Limits, limits
+from flashgen.signature import WHOLE
 
 # Threads compute positions past the end of their tile, which they do not use.
 _PAST_THE_END = 1024
@@ -46,14 +47,13 @@ class CallRanges(NamedTuple):
         sizes: Mapping[str, int],
         offsets: Mapping[str, int | None],
         scalars: Mapping[str, int | float],
-        *,
-        packed: bool = False,
+        of_sequences: bool = False,
     ) -> CallRanges:
         """
         Args:
             sizes: batch, heads, seq_q, seq_k.
             offsets: q_offset and k_offset; None where only the device knows them.
-            packed: whether the lengths are those of all sequences together.
+            of_sequences: whether sequences have lengths of their own, up to these.
         """
         found: dict[str, Limits] = {name: (size, size) for name, size in sizes.items()}
         found |= {"b": (0, sizes["batch"] - 1), "h": (0, sizes["heads"] - 1)}
@@ -64,9 +64,11 @@ class CallRanges(NamedTuple):
             found[f"{axis}_offset"] = first, last
             ends = first - _PAST_THE_END, last + length + _PAST_THE_END
             found |= dict.fromkeys((axis, f"{axis}_lo", f"{axis}_hi"), ends)
-            if packed:
+            if of_sequences:
                 found[f"seq_{axis}"] = 0, length
         found |= {n: (int(x), int(x)) for n, x in scalars.items() if not isinstance(x, float)}
+        if of_sequences and WHOLE[3] in found:
+            found[WHOLE[3]] = found["seq_k"]
         return CallRanges(tuple(found), tuple(found.values()))
 
     def rounded(self) -> CallRanges:

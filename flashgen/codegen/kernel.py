@@ -10,7 +10,14 @@ from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.integer_ranges import AssumedBlock
-from flashgen.codegen.params import SINK_SUMS, WORK_TILES, head_in_whole, heads_of_whole, params_of
+from flashgen.codegen.params import (
+    SINK_SUMS,
+    WORK_TILES,
+    head_in_whole,
+    heads_of_whole,
+    is_set_by_kernel,
+    params_of,
+)
 from flashgen.codegen.readers import (
     param_of_table,
     params_of_gradient,
@@ -25,6 +32,7 @@ from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode
 from flashgen.dtypes import POSITION_LIMIT
+from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.planner import Plan
 from flashgen.tensormap import RAGGED_ROWS
@@ -80,7 +88,8 @@ def kernel(
     if packed and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
     offsets = spec.offsets if code else ()
-    split = spec.split and plan.kernel == "forward"
+    split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
+    by_entry = bool(offsets) or paged
     params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
@@ -111,8 +120,13 @@ def kernel(
         packed=packed,
         offsets=[tensor.name for tensor in offsets],
         split=split,
+        paged=paged,
+        by_entry=by_entry,
+        sets_length=any(
+            is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars
+        ),
         position_limit=POSITION_LIMIT,
-        parameter="packed" if packed else "call" if offsets or split else "p",
+        parameter="packed" if packed else "call" if by_entry or split else "p",
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,
@@ -154,6 +168,11 @@ def rendered(
     return Source(
         name, filename, tidy(text), kept, plan, spec_section, outlined, assumptions=assumptions
     )
+
+
+def reads(spec: AttentionSpec, scalar: Scalar) -> bool:
+    """Whether the mask or the score reads a scalar."""
+    return scalar.expr in spec.mask.free_symbols | spec.score.free_symbols
 
 
 def head_of(plan: Plan) -> str:

@@ -17,8 +17,19 @@ _SHAPES = {
     "k": "[batch, heads_kv, seq_k, HEAD_DIM]",
     "v": "[batch, heads_kv, seq_k, HEAD_DIM_V]",
     "o": "[batch, heads_q, seq_q, HEAD_DIM_V]",
+    "k_cache": "[pages, heads_kv, page_size, HEAD_DIM]",
+    "v_cache": "[pages, heads_kv, page_size, HEAD_DIM_V]",
 }
+_CACHES = {"k": "k_cache", "v": "v_cache"}
+"""The names of keys and values in memory, where tensors have pages instead of batch entries."""
+
 _AXES = {"b": "batch entry", "h": "head", "n": "row"}
+_PAGES = (
+    Param("pages", "int", "pages of a cache"),
+    Param("page_size", "int", "keys of a page"),
+    Param("page_divisor", "long long", "multiplier and shift of a division by page_size"),
+    Param("box_rows", "int", "rows of a page that TMA copies at once; 0: TMA copies no keys"),
+)
 _NUMBERS = (
     Param("batch", "int"),
     Param("heads_q", "int"),
@@ -86,6 +97,7 @@ _MERGE_ROWS = (
 _SPLITS = (
     Param("splits", "int", "splits of the keys"),
     Param("o_stride_s", "long long", "elements to the next split"),
+    Param("lse_stride_s", "long long", "elements to the next split"),
 )
 _OF_SPLITS = "[splits, {}"
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
@@ -123,6 +135,11 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     params = [
         _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
     ]
+    paged = spec.paged and role == "forward"
+    if paged:
+        # TMA cannot copy all rows: a kernel for Hopper has the addresses of the caches too.
+        params = [_of_pages(param) for param in params if by_tma or param.name not in _CACHES]
+        params[-1:-1] = [_tensor(name, written=False) for name in _CACHES.values()]
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split:
@@ -131,14 +148,17 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))
-    params += _strides(*(name for name in (*first, *gradients) if name not in mapped))
+    in_memory = [name for name in (*first, *gradients) if name not in mapped]
+    if paged:
+        in_memory = [*(name for name in in_memory if name not in _CACHES), *_CACHES.values()]
+    params += _strides(*in_memory)
     if role == "merge":
         params += _strides("parts_o", "merged_o")
-    params += [*_NUMBERS, *(_DROPOUT if spec.dropout else ())]
+    params += [*_NUMBERS, *(_PAGES if paged else ()), *(_DROPOUT if spec.dropout else ())]
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
         params.append(Param(f"s_{scalar.name}", c_type, f"the spec's {scalar.name}"))
-        if scalar.dtype == "int32":
+        if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar):
             what = f"multiplier and shift of a division by {scalar.name}"
             params.append(Param(multiplier_field(scalar), "long long", what))
     if spec.packed and role != "delta":
@@ -156,6 +176,11 @@ def heads_of_whole(spec: AttentionSpec) -> str:
     return "p.heads_q" if spec.head == H else f"p.s_{WHOLE[1]}"
 
 
+def is_set_by_kernel(spec: AttentionSpec, scalar: Scalar) -> bool:
+    """Whether kernels set a scalar for each sequence: the length of a paged one with split keys."""
+    return spec.paged and spec.split and scalar.name == WHOLE[3]
+
+
 def multiplier_field(scalar: Scalar) -> str:
     """The field by which kernels divide by a scalar; `runtime.fast_division` makes its value."""
     return f"d_{scalar.name}"
@@ -168,6 +193,13 @@ def _of_all_sequences(param: Param) -> Param:
     if param.ctype == "tensormap":
         what += ", with ragged rows"
     return dataclasses.replace(param, what=what)
+
+
+def _of_pages(param: Param) -> Param:
+    """The field with the comment that it has where keys and values are in pages."""
+    if param.name not in _CACHES:
+        return param
+    return dataclasses.replace(param, what=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
 
 
 def _map(name: str) -> Param:
@@ -189,7 +221,7 @@ def _strides(*tensors: str) -> list[Param]:
             f"{_cpp_name(tensor)}_stride_{axis}",
         )
         for tensor in tensors
-        for axis, what in _AXES.items()
+        for axis, what in (_AXES | ({"b": "page"} if tensor in _CACHES.values() else {})).items()
     ]
 
 

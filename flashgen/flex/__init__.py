@@ -18,7 +18,7 @@ from flashgen.flex.checks import (
 )
 from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, read, trace
 from flashgen.flex.tracer import DTYPES
-from flashgen.language.spec import HEAD_DIM_STEP
+from flashgen.language.spec_options import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
 __all__ = ["TracedMods", "as_argument", "flex_attention", "padded", "trace"]

@@ -23,7 +23,8 @@ from flashgen.language.capture_names import BUILT_IN_NAMES
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.mod_functions import where
 from flashgen.language.operators import as_condition
-from flashgen.language.spec import GENERIC_NAMES, AttentionSpec
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec_options import GENERIC_NAMES
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path, user_line_in

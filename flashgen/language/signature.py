@@ -15,9 +15,12 @@ from flashgen.errors import SpecError
 from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, Scalar, Tensor, python_text
 from flashgen.language.divisors import divisions_by_zero
 from flashgen.language.lets import Let, substituted
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.signature import (
     LAYOUT_NAMES,
+    OFFSETS,
+    PAGE_NAMES,
     SPLIT,
     WHOLE,
     CallSignature,
@@ -49,6 +52,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         zero_divisions=_zero_divisions(spec),
         offsets=tuple(tensor.name for tensor in spec.offsets),
         split=spec.split,
+        paged=spec.paged,
     )
 
 
@@ -61,8 +65,8 @@ def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:
             _plain(reached),
         )
         for division, reached in found
-        # The lengths of packed sequences are data.
-        if not (spec.packed and {SEQ_Q, SEQ_K} & reached.free_symbols)
+        # The lengths of packed and of paged sequences are data.
+        if not ((spec.packed or spec.paged) and {SEQ_Q, SEQ_K} & reached.free_symbols)
     )
 
 
@@ -98,23 +102,43 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
     if not dtypes:
         return spec
     offsets = tuple(Tensor.of_offset(name, dtype) for name, dtype in dtypes)
-    # The tensors of a block layout are the last ones.
-    layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
-    others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
     name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
-    return _with(spec, tensors=(*others, *offsets, *layout), name=name)
+    return _with(spec, tensors=_before_layout(spec, offsets), name=name)
+
+
+@functools.lru_cache(maxsize=1024)
+def packed_queries(spec: AttentionSpec) -> AttentionSpec:
+    """A spec with a paged cache for calls with the queries of all sequences one after another."""
+    tensors = _before_layout(spec, BOUNDARIES[:1])
+    return _with(spec, packed=True, tensors=tensors, name=f"{spec.name}_packed")
+
+
+@functools.lru_cache(maxsize=1024)
+def contiguous(spec: AttentionSpec) -> AttentionSpec:
+    """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
+
+    The CPU path and the reference compute it. Queries have positions in a tensor.
+    """
+    paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
+    own = {Scalar.of_whole(WHOLE[3]).expr: SEQ_K}  # split keys
+    changed = {name: substituted(getattr(spec, name), own) for name in ("mask", "score")}
+    whole = _with(spec, paged=False, packed=True, split=False, tensors=others, **changed)
+    added = (*BOUNDARIES, Tensor.of_offset(OFFSETS[0], "int32"))
+    return _with(whole, tensors=_before_layout(whole, added), name=f"{spec.name}_contiguous")
 
 
 @functools.lru_cache(maxsize=1024)
 def in_whole(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
 
-    Packed sequences keep lengths of their own. The scalars of `flashgen.signature.WHOLE` come last.
+    Packed and paged sequences keep lengths of their own. The scalars of `flashgen.signature.WHOLE`
+    come last.
     """
     whole = tuple(map(Scalar.of_whole, WHOLE))
     first, *sizes = (scalar.expr for scalar in whole)
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
-    if spec.packed:  # each sequence has lengths of its own
+    if spec.packed or spec.paged:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
     changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
     return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
@@ -140,12 +164,12 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     A thread block computes the result over the keys of one split, in float32 and without the sink;
     `flashgen.runtime.merge` merges these results. The calls are inside a whole, because the length
     that mods see is not that of a split. S is the last scalar, `flashgen.signature.SPLIT`. There is
-    no backward pass.
+    no backward pass. Kernels set the length of the whole for each paged sequence.
 
     Raises:
         SpecError: the spec has packed sequences.
     """
-    if spec.packed:
+    if spec.packed and not spec.paged:
         raise SpecError(
             "packed sequences cannot have split keys",
             where="argument split_size",
@@ -153,12 +177,23 @@ def split(spec: AttentionSpec) -> AttentionSpec:
             way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
         )
     whole = in_whole(spec)
+    if spec.paged:
+        length = {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}
+        changed = {name: substituted(getattr(whole, name), length) for name in ("mask", "score")}
+        whole = _with(whole, **changed)
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
     return _with(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
 
 
 def refuse_backward(spec: AttentionSpec) -> None:
     """Raises SpecError for a variant that has no backward pass."""
+    if spec.paged:
+        raise SpecError(
+            "a call with a paged cache has no backward pass",
+            where="argument page_table",
+            numbers=f"spec {spec.name}: kernels with paged caches are for inference",
+            way_out="torch.no_grad(), or a spec with packed=True and contiguous keys for training",
+        )
     if spec.split:
         raise SpecError(
             "a call with split_size has no backward pass",
@@ -188,6 +223,13 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     }
     sink = None if spec.sink is None else tensors[spec.sink.name]
     return _with(spec, tensors=tuple(tensors.values()), sink=sink)
+
+
+def _before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a spec with more of them; those of a block layout are the last ones."""
+    layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
+    return (*others, *added, *layout)
 
 
 def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:

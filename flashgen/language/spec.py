@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import sympy
 
-from flashgen.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.dtypes import dtype_name
 from flashgen.errors import SpecError
 from flashgen.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
+from flashgen.language.spec_options import name_of, option_mistakes
 from flashgen.language.tensor import sink_of
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
 from flashgen.language.user_source import SourceLines, user_location
 from flashgen.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.signature import LAYOUT_NAMES, OFFSETS, WHOLE
-
-HEAD_DIM_STEP = 8
-HEAD_DIM_MAX = 256
+from flashgen.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE
 
 Mod = Callable[..., object]
 
 BOUNDARIES = tuple(Tensor(name, ("boundaries",), "int32") for name in BOUNDARY_NAMES)
 """The tensors of a spec with packed sequences: the first row of each sequence, and the end."""
 
-GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+PAGES = tuple(
+    Tensor(name, dims, "int32")
+    for name, dims in zip(PAGE_NAMES, (("batch", "max_pages"), ("batch",)), strict=True)
+)
+"""The tensors of a spec with a paged cache: the pages and the number of keys of each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +64,17 @@ class AttentionSpec:
         block_sparse: which blocks of scores are computed (Algorithm 5 of FlashAttention, Dao et
             al., 2022); if None, all that the mask keeps. Scores outside the block layout are masked
             out, whatever mask_mod returns.
+        paged: whether keys and values are in the pages of a cache, with ``page_table`` and
+            ``cache_seqlens`` in each call. Mods see the number of the sequence as b, positions in
+            the sequence, and its number of keys as ``fg.seq_k``. For inference.
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
         score: sympy expression over SCORE and the same symbols.
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
-            then the boundaries of packed sequences, the sink unless mods read it, q_offset and
+            then the boundaries of packed sequences, the page table and the lengths of a paged
+            cache, the sink unless mods read it, q_offset and
             k_offset where calls give them as tensors (`flashgen.language.signature.at_offsets`),
             and a block layout that is not a function.
         mask_line: the Python lines of mask_mod; None without one.
@@ -96,6 +101,7 @@ class AttentionSpec:
     name: str | None = None
     sink: Any = None  # a Tensor or None once the spec is made
     block_sparse: BlockSparse | None = None
+    paged: bool = False
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
@@ -110,7 +116,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         where = user_location()
-        mistakes = _option_mistakes(self, where)
+        mistakes = option_mistakes(self, where)
 
         def attempt(make: Callable[..., Any], *arguments: object) -> Any:
             try:
@@ -124,6 +130,7 @@ class AttentionSpec:
         score = attempt(_traced, self.score_mod, trace_score)
         used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
+        used += PAGES if self.paged is True else ()
         used += [] if sink is None else [sink]
         captures, clashes = _distinct(used, where)
         sparse = self.block_sparse
@@ -145,7 +152,7 @@ class AttentionSpec:
             "sink": sink,
             "dtype": dtype_name(self.dtype),
             "name": self.name
-            or _name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
+            or name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
@@ -197,6 +204,7 @@ class AttentionSpec:
             self.block_sparse,
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
+            *(("paged",) if self.paged else ()),
         )
 
     @property
@@ -275,98 +283,6 @@ def _restored(state: dict[str, Any]) -> AttentionSpec:
     for name, value in {**state, **exprs}.items():
         object.__setattr__(spec, name, value)
     return spec
-
-
-def _option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
-    mistakes: list[SpecError] = []
-
-    def mistake(what: str, numbers: str, way_out: str) -> None:
-        mistakes.append(SpecError(what, where=where, numbers=numbers, way_out=way_out))
-
-    for option, value in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if value is None and option == "head_dim_v":
-            continue
-        nearest = _nearest_head_dim(value)
-        if value is not nearest:
-            mistake(
-                f"{option} is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}",
-                f"{option} {value!r}",
-                f"{option}={nearest}",
-            )
-    if dtype_name(spec.dtype) not in OPERAND_DTYPES:
-        mistake(
-            "kernels do not support this dtype",
-            f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",
-            f'dtype="{_nearest_dtype(str(spec.dtype))}"',
-        )
-    scale = spec.scale
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and 0 < scale < 2.0**127):
-        mistake(
-            "scale is a positive, finite number",
-            f"scale {scale!r}",
-            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
-        )
-    if not isinstance(spec.dropout, bool):
-        mistake(
-            "dropout is True or False; the probability is an argument of the call",
-            f"dropout {spec.dropout!r}",
-            "dropout=True, and op(..., dropout_p=0.1)",
-        )
-    if not isinstance(spec.packed, bool):
-        mistake(
-            "packed is True or False; the boundaries of the sequences are arguments of the call",
-            f"packed {spec.packed!r}",
-            "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
-        )
-    sparse = spec.block_sparse
-    if sparse is not None and not isinstance(sparse, BlockSparse):
-        mistake(
-            "block_sparse is a BlockSparse layout or None",
-            f"given a {type(sparse).__name__}",
-            "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
-        )
-    if spec.name is not None and not _is_name(spec.name):
-        mistake(
-            "name is not an identifier, from which kernels and files are named",
-            f"name {spec.name!r}",
-            f"name={as_name(str(spec.name))!r}",
-        )
-    return mistakes
-
-
-def _nearest_head_dim(value: object) -> int:
-    """``value`` itself if it is a valid head dim, else the nearest valid one."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return 64
-    rounded = -(-value // HEAD_DIM_STEP) * HEAD_DIM_STEP
-    nearest = max(HEAD_DIM_STEP, min(HEAD_DIM_MAX, rounded))
-    return value if nearest == value else nearest
-
-
-def _nearest_dtype(text: str) -> str:
-    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    for name in ("bfloat16", "float16", "float32"):
-        if name in text:
-            return name
-    return short.get(text, "float32" if "64" in text else "float16")
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is not None
-
-
-def as_name(text: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
-    return name if _is_name(name) else f"spec_{name}".rstrip("_")
-
-
-def _name_of(*mods: Mod | None) -> str:
-    for mod in mods:
-        name = getattr(mod, "__name__", "")
-        if name and name not in GENERIC_NAMES and _is_name(name):
-            return str(name)
-    return "attention"
 
 
 def _distinct(captures: list[Capture], where: str) -> tuple[tuple[Capture, ...], list[SpecError]]:

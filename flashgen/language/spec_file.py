@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.errors import FlashgenError, SpecError
-from flashgen.language.spec import AttentionSpec, as_name
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec_options import as_name
 from flashgen.language.user_source import shown_path
 
 

@@ -12,8 +12,15 @@ from torch.autograd import forward_ad
 from flashgen.call import CallOptions, Operands
 from flashgen.errors import SpecError
 from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
-from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
+from flashgen.ops.variants import (
+    Variant,
+    check_positions_of_pages,
+    operator_of_variant,
+    packs_queries,
+    planned_split,
+    scalars_of_part,
+)
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import check_learned
@@ -30,9 +37,8 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import Report
-from flashgen.runtime.split_size import scalar_of
-from flashgen.runtime.wholes import is_part_of_whole, scalars_of
-from flashgen.signature import LAYOUT_NAMES, SPLIT, WHOLE
+from flashgen.runtime.wholes import is_part_of_whole
+from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -87,6 +93,7 @@ class Attention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self._operator = operator_of(spec)
+        self._paged = spec.paged
         self._used = self._operator
 
     def __repr__(self) -> str:
@@ -136,7 +143,7 @@ class Attention:
         v: Tensor,
         *,
         scale: float | None = None,
-        q_offset: int | Tensor = 0,
+        q_offset: int | Tensor | None = None,
         k_offset: int | Tensor = 0,
         h_offset: int = 0,
         whole: Mapping[str, int] | None = None,
@@ -219,31 +226,41 @@ class Attention:
         """
         if type(return_lse) is not bool:
             refuse_return_lse(return_lse)
+        packs = False
+        if self._paged:
+            check_positions_of_pages(q_offset, k_offset)
+            packs = packs_queries(captures)
+            if split_size is None:
+                # The sum is a new constant, whose type a traced graph need not guard.
+                split_size = 0 + self._planned_split(str(q.device), k.shape[1], backend, arch)
+        if q_offset is None:
+            q_offset = 0
         if torch.compiler.is_compiling():
             offsets = given_offsets(q_offset, k_offset)
             numbers = numbers_of(q_offset, k_offset)
             options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
-            part = self._part(h_offset, whole, split_size, q, k)
+            part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
             operands = Operands(q, k, v, (), rng)
             result = self._traced(operands, options, captures, offsets, part)
             return result if return_lse else result[0]
-        operator = self._operator
+        offset_dtypes: tuple[tuple[str, str], ...] = ()
         dtype, part = None, {}
         if _C._is_any_autocast_enabled():
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-                operator = self._variant(dtype)
         if split_size is not None or is_part_of_whole(h_offset, whole):
-            part = self._part(h_offset, whole, split_size, q, k)
+            part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
             captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
             offsets = given_offsets(q_offset, k_offset)
-            operator = self._variant(dtype, dtypes_of(offsets), tuple(part))
+            offset_dtypes = dtypes_of(offsets)
             q_offset, k_offset = numbers_of(q_offset, k_offset)
             captures |= offsets
-        elif part:
-            operator = self._variant(dtype, (), tuple(part))
+        operator = self._operator
+        if dtype is not None or offset_dtypes or part or packs:
+            variant = Variant(dtype, offset_dtypes, tuple(part), packs)
+            operator = operator_of_variant(self.spec, variant)
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
@@ -283,41 +300,15 @@ class Attention:
             result = operator.compute(Operands(q, k, v, captured, rng), options)
         return result if return_lse else result[0]
 
-    @staticmethod
-    def _part(
-        h_offset: int, whole: Mapping[str, int] | None, split_size: int | None, q: Tensor, k: Tensor
-    ) -> dict[str, int]:
-        """The scalars of a call on a part of a whole, and of one with split keys; else empty."""
-        size = scalar_of(split_size)
-        inside = size or is_part_of_whole(h_offset, whole)
-        return scalars_of(h_offset, whole, q, k) | size if inside else {}
-
-    def _variant(
-        self,
-        dtype: torch.dtype | None,
-        offsets: tuple[tuple[str, str], ...] = (),
-        part: tuple[str, ...] = (),
-    ) -> Operator:
-        """The operator for a dtype of autocast, offsets that are tensors, and a part of a whole.
-
-        Args:
-            offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
-            part: the names of the scalars of `_part`.
-        """
-        from flashgen.language.signature import at_offsets, in_whole, split, with_dtype
-
-        spec = self.spec
-        if part:
-            spec = split(spec) if SPLIT in part else in_whole(spec)
-        if dtype is not None:
-            spec = with_dtype(spec, str(dtype).removeprefix("torch."))
-        return operator_of(at_offsets(spec, offsets))
-
     def _name_of_variant(self, *variant: Any) -> str:
-        return self._variant(*variant).name
+        return operator_of_variant(self.spec, Variant(*variant)).name
+
+    def _planned_split(self, device: str, heads_kv: int, *where: str | None) -> int:
+        return planned_split(self.spec, device, heads_kv, *where)
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _planned_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _traced(
         self,
@@ -331,6 +322,10 @@ class Attention:
         q, k, v, _, rng = operands
         operator, signature = self._operator, self._operator.signature
         overload = operator.overload
+        added = tuple(offsets.values())  # tensors that the spec itself does not have
+        packs = self._paged and packs_queries(captures)
+        if packs:
+            added = (captures.pop(BOUNDARIES[0]), *added)
         if operator.takes_layout:
             captures = {**with_layout(signature, captures)}
         if operator.tensors or len(captures) != len(operator.scalars):
@@ -344,14 +339,14 @@ class Attention:
         dtype = autocast_dtype(q)
         if dtype is not None:
             q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-        else:
+        elif not packs:
             check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
-        if dtype is not None or offsets or part:
-            name = self._name_of_variant(dtype, dtypes_of(offsets), tuple(part))
+        if dtype is not None or added or part:
+            name = self._name_of_variant(dtype, dtypes_of(offsets), tuple(part), packs)
             overload = getattr(torch.ops.flashgen, name).default
             # A block layout comes last.
             place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)
-            captured[place:place] = offsets.values()
+            captured[place:place] = added
         p = self._traced_probability(options.dropout_p)
         check_rng(rng, q.device)
         if p is not None and rng is None:

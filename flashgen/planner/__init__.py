@@ -17,6 +17,7 @@ from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.planner.schedule import HeadsPerTile, choose_heads
+from flashgen.planner.split_keys import SplitPlan, plan_splits
 from flashgen.planner.tile_problem import Tile
 from flashgen.planner.traffic import (
     BackwardTraffic,
@@ -34,6 +35,7 @@ __all__ = [
     "HeadsPerTile",
     "Plan",
     "PlanRequest",
+    "SplitPlan",
     "Tile",
     "backward_traffic",
     "choose_heads",
@@ -46,4 +48,5 @@ __all__ = [
     "plan_merge",
     "plan_minmax_table",
     "plan_schemes",
+    "plan_splits",
 ]

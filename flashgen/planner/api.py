@@ -99,7 +99,7 @@ def plan_forward(request: PlanRequest) -> Plan:
         if not is_feasible(problem, tile):
             raise tile_does_not_fit(problem, tile, spec)
         return plan_of_tile(problem, tile, "given")
-    if spec.split and request.policy == "derived":
+    if (spec.split or spec.paged) and request.policy == "derived":
         shared = cheapest(replace(problem, heads_per_tile=2))
         if shared is not None and problem.path == "sm_90a":
             return plan_of_tile(problem, shared, "given", _cost_of_one_arithmetic(problem, shared))

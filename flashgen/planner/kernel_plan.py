@@ -242,13 +242,13 @@ class Plan:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
             or, where `owns_keys`, key tiles and key heads. With interleaved heads: (tiles times the
             interleaved heads, heads divided by their number, batch entries). With packed sequences:
-            (the largest possible number of tiles of all sequences, heads, 1).
+            (the largest possible number of tiles of all sequences, heads, splits).
         """
         length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
         if packed and self.kernel != "delta":
-            return (length // block + batch) << head_bits, heads >> head_bits, 1
+            return (length // block + batch) << head_bits, heads >> head_bits, splits
         entries = 1 if packed else batch * splits
         return -(-length // block) << head_bits, heads >> head_bits, entries
 

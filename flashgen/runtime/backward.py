@@ -104,7 +104,7 @@ class PreparedBackward(PreparedCall):
         dlse = gradients.dlse
         if dlse is not None and dlse.is_neg():
             dlse = dlse.resolve_neg()
-        by_name = self._named(captured) if captured or self._layout else {}
+        by_name = self._named(captured, operands.k) if captured or self._layout else {}
         if self.target.backend == "tiled" and not self.call.is_empty:
             of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
             return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)

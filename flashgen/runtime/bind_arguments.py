@@ -13,6 +13,7 @@ from flashgen.call import CheckedCall
 from flashgen.errors import PlanError
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
+from flashgen.runtime.paged_caches import box_rows_of
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.tensormap import TensorMapSpec
 
@@ -78,7 +79,8 @@ def bind(
             numbers=f"given {blocks!r} for {build.source.name} on path {plan.path}",
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
-    maps = maps_of(plan, tensors, packed=packed)
+    paged = any(param.name == "page_size" for param in params)
+    maps = maps_of(plan, tensors, packed=packed, paged=paged)
     rest = None
     for first_head, first_batch, part in reversed(list(_parts(grid))):
         firsts = {"first_head_group": first_head, "first_batch": first_batch}
@@ -96,8 +98,9 @@ def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
     from flashgen.pipeline import CallRanges
 
     offsets = {"q_offset": call.q_offset, "k_offset": call.k_offset}
-    known = {name: None if name in signature.offsets else x for name, x in offsets.items()}
-    return CallRanges.of(call.named_sizes, known, call.scalars, packed=signature.packed)
+    data = ("q_offset", *signature.offsets) if signature.paged else signature.offsets
+    known = {name: None if name in data else x for name, x in offsets.items()}
+    return CallRanges.of(call.named_sizes, known, call.scalars, signature.packed or signature.paged)
 
 
 def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> int:
@@ -151,7 +154,9 @@ def heads_of_call(
     return choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
 
 
-def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, TensorMapSpec]:
+def maps_of(
+    plan: Plan, tensors: Tensors, *, packed: bool = False, paged: bool = False
+) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
     Args:
@@ -159,6 +164,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
             strides of multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
+        paged: whether keys and values are in pages, from which boxes of some rows are copied.
     """
     if plan.path != "sm_90a" or plan.streams:
         return {}
@@ -167,6 +173,9 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
         tensor = tensors[name]
         assert tensor is not None, "operands of a kernel are never null"
         size, width = tensor.shape, tensor.element_size()
+        in_pages = paged and name in ("k", "v")
+        if in_pages:
+            rows = box_rows_of(size[2], rows)
         steps = (
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )
@@ -177,7 +186,7 @@ def maps_of(plan: Plan, tensors: Tensors, *, packed: bool = False) -> dict[str, 
             (columns, rows, heads, 1),
             columns * width,
         )
-        found[name] = made.ragged() if packed else made
+        found[name] = made.ragged() if packed and not in_pages else made
     return found
 
 

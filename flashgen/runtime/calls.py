@@ -18,6 +18,7 @@ from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
 from flashgen.runtime.split_size import scalar_of
 from flashgen.runtime.wholes import scalars_of
+from flashgen.signature import BOUNDARIES, PAGE_NAMES
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -65,13 +66,17 @@ def run_forward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    from flashgen.language.signature import split
+    from flashgen.language.signature import packed_queries, split
 
+    if spec.paged and BOUNDARIES[0] in (tensors or {}):
+        spec = packed_queries(spec)
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
     size = scalar_of(split_size)
     if size:
-        spec, scalars = split(spec), {**(scalars or {}), **scalars_of(0, None, q, k), **size}
+        pages = tensors[PAGE_NAMES[0]].shape[1] if spec.paged and tensors else 1
+        whole = scalars_of(0, None, q, k, pages)
+        spec, scalars = split(spec), {**(scalars or {}), **whole, **size}
     spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     operands = Operands(q, k, v, captured, rng)

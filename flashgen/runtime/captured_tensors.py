@@ -14,6 +14,7 @@ from flashgen.dtypes import INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
 from flashgen.runtime.check_basics import check_dense, known, refuse
 from flashgen.runtime.packed_sequences import check_packed, entries_of
+from flashgen.runtime.paged_caches import check_table
 from flashgen.signature import CallSignature, TensorArgument
 
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ def check_captured(
     """
     wanted = check_captured_sizes(signature, captured, q, k, heads)
     nothing_runs = 0 in (*q.shape[:3], k.shape[2])
-    lengths = q.shape[2], k.shape[2]
+    lengths = q.shape[2], ends[1] if signature.paged else k.shape[2]
     for tensor, value in zip(signature.tensors, captured, strict=True):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]
@@ -46,7 +47,7 @@ def check_captured(
             along = (*wanted, "seq_q", "seq_k")
             if size == 0 and dim not in along and not nothing_runs:
                 _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
-    if signature.packed or signature.offsets:
+    if signature.packed or signature.offsets or signature.paged:
         # Positions are data: `flashgen.runtime.checks.check_contents` reads them on the CPU.
         check_positions(signature, captured, (1, 1), (1, 1))
         check_layout(signature, captured, lengths, (1, 1))
@@ -98,6 +99,8 @@ def check_captured_sizes(
     for tensor, value in zip(signature.tensors, captured, strict=True):
         _check_kind(tensor, value, q.device)
     check_packed(signature, q, captured)
+    if signature.paged:
+        check_table(signature, q, captured)
     entries = entries_of(signature, q, captured)
     wanted = {"batch": entries, "heads": q.shape[1], "heads_kv": k.shape[1]}
     if heads is not None:

@@ -24,9 +24,10 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import check_offsets, refuse_static_layout
 from flashgen.runtime.packed_sequences import check_boundaries, entries_of
+from flashgen.runtime.paged_caches import capacity_of, check_caches, check_pages, longest_of
 from flashgen.runtime.split_size import splits_of
 from flashgen.runtime.zero_divisions import check_divisors
-from flashgen.signature import CallSignature
+from flashgen.signature import OFFSETS, CallSignature
 
 Tensor = torch.Tensor
 
@@ -42,19 +43,23 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     for name, value in by_name.items():
         _check_limits(name, value)
     scalars = zip(signature.scalars, options.scalars, strict=True)
+    seq_k = k.shape[2]
+    if signature.paged:
+        check_captured_sizes(signature, captured, q, k)
+        seq_k = capacity_of(signature, k, captured)
     call = CheckedCall(
         batch=q.shape[0],
         heads_q=q.shape[1],
         heads_kv=k.shape[1],
         seq_q=q.shape[2],
-        seq_k=k.shape[2],
+        seq_k=seq_k,
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         scale=scale_of(signature, options.scale),
         scalars={scalar.name: scalar_value(scalar, value) for scalar, value in scalars},
         dropout_p=dropout_of(signature, options.dropout_p, rng, q.device),
         q_offset=offset_of("q_offset", options.q_offset, q.shape[2]),
-        k_offset=offset_of("k_offset", options.k_offset, k.shape[2]),
+        k_offset=offset_of("k_offset", options.k_offset, seq_k),
     )
     check_dropout_positions(signature, call)
     check_divisors(signature, call)
@@ -88,7 +93,7 @@ def check_contents(
     signature: CallSignature,
     captured: Mapping[str, Tensor],
     call: CheckedCall,
-    device: torch.device,
+    k: Tensor,
 ) -> None:
     """Checks the values of offsets, of boundaries and of lists of blocks, on the CPU only.
 
@@ -99,12 +104,17 @@ def check_contents(
         InputError: offsets out of range, boundaries that do not ascend, or lists of other blocks
             than the live ones.
     """
-    if device.type != "cpu":
+    if k.device.type != "cpu":
         return
-    if signature.offsets:
+    if signature.paged:
+        check_pages(captured, call, k)
+    if signature.offsets or signature.paged:
         ends = check_offsets(signature, captured, call)
         given, lengths = tuple(captured.values()), (call.seq_q, call.seq_k)
-        if not signature.packed:  # `check_boundaries` compares with the longest sequence
+        if signature.paged and OFFSETS[0] not in signature.offsets:
+            ends = longest_of(captured), call.seq_k
+        # `check_boundaries` compares with the longest sequence.
+        if signature.paged or not signature.packed:
             check_positions(signature, given, lengths, ends)
             check_layout(signature, given, lengths, ends)
     if signature.packed:
@@ -230,7 +240,9 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
                 f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
                 f"spec.replace({option}={tensor.shape[3]})",
             )
-    for name, tensor in (("k", k), ("v", v)):
+    if signature.paged:
+        check_caches(k, v)
+    for name, tensor in () if signature.paged else (("k", k), ("v", v)):
         if known(tensor.shape[0] != q.shape[0]):
             refuse(
                 f"{name} does not have the batch of q",

@@ -21,6 +21,7 @@ from flashgen.runtime.checks import check
 from flashgen.runtime.learned_gradients import lse_without_keys
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.runtime.paged_caches import contiguous_call, numbers_of_pages
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.runtime.reports import Report
 from flashgen.runtime.splits import Splits
@@ -101,7 +102,7 @@ class PreparedForward(PreparedCall):
         if self._is_empty:
             return self._without_scores(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
-        by_name = self._named(captured) if captured or self._layout else {}
+        by_name = self._named(captured, k) if captured or self._layout else {}
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
         out = torch.empty_like(self._out_model)
@@ -114,6 +115,8 @@ class PreparedForward(PreparedCall):
         to_out, to_lse = out, lse  # what the kernel writes
         if self._splits is not None:
             to_out, to_lse = self._splits.parts(out, lse)
+            if self.signature.packed:
+                to_lse.fill_(-math.inf)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
             width, reason = 16, self._aligned_reason
@@ -121,7 +124,8 @@ class PreparedForward(PreparedCall):
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
         kernel = self._kernels.get(width)
         if kernel is None:
-            kernel = self._kernel(width, {"q": q, "k": k, "v": v, "o": to_out}, by_name)
+            known = {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v}
+            kernel = self._kernel(width, {**known, "o": to_out, "lse": to_lse}, by_name)
         bound = kernel.bound
         built, self._built = self._built, 0.0
         start = perf_counter()
@@ -140,6 +144,8 @@ class PreparedForward(PreparedCall):
                 "q": q,
                 "k": k,
                 "v": v,
+                "k_cache": k,
+                "v_cache": v,
                 "o": to_out,
                 "lse": to_lse,
                 "rng": rng,
@@ -170,8 +176,9 @@ class PreparedForward(PreparedCall):
         start = perf_counter()
         target, call = self.target, self.call
         splits = self._splits
-        # With split keys a tuned tile would give a row other bits than a call of another length.
-        launch = self._tuned("forward") if width == 16 and splits is None else self.launch
+        # With split keys or pages a tuned tile would give a row other bits than another call.
+        serving = splits is not None or self.signature.paged
+        launch = self._tuned("forward") if width == 16 and not serving else self.launch
         options: dict[str, Any] = {
             "sram": launch.sram,
             "tile": launch.tiles.get("forward"),
@@ -183,12 +190,16 @@ class PreparedForward(PreparedCall):
         options |= {"heads_per_tile": heads.heads, "ranges": ranges}
         built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start
-        numbers: Mapping[str, int] = {}
+        numbers: dict[str, int] = {}
+        parts_out, parts_lse, k = tensors["o"], tensors["lse"], tensors["k"]
+        assert parts_out is not None, "the kernel writes it"
+        assert parts_lse is not None, "the kernel writes it"
+        assert k is not None, "an operand"
         if splits is not None:
-            parts_out = tensors["o"]
-            assert parts_out is not None, "the kernel writes it"
-            numbers = {"o_stride_s": parts_out.stride(0)}
+            numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
             tensors = {**tensors, "o": parts_out[0]}
+        if self.signature.paged:
+            numbers |= numbers_of_pages(k, built.plan)
         bound = bind(
             built,
             call,
@@ -227,11 +238,27 @@ class PreparedForward(PreparedCall):
         start = perf_counter()
         q, k, v, _, rng = operands
         with without_autocast():
-            tiles = self._tiles(q, k, captured, rng, backward=False)
-            out, lse = cpu.forward(self.spec, q, k, v, *tiles)
+            if self.signature.paged:
+                out, lse = self._of_contiguous(operands, captured)
+            else:
+                tiles = self._tiles(q, k, captured, rng, backward=False)
+                out, lse = cpu.forward(self.spec, q, k, v, *tiles)
             out = memory_layout.in_memory_order_of(q, out)
         seconds = perf_counter() - start
         return out, lse, ForwardRecord(self, 0, CPU_REASON, run_seconds=seconds)
+
+    def _of_contiguous(
+        self, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The results of a call with a paged cache, from copies of its keys and values."""
+        from flashgen import cpu
+        from flashgen.language.signature import contiguous
+
+        spec = contiguous(self.spec)
+        copied = contiguous_call(*operands[:3], captured)
+        arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
+        out, lse = cpu.forward(spec, *copied[:3], arguments)
+        return copied.of_queries(out, operands.q), copied.of_queries(lse, operands.q)
 
 
 def report(record: ForwardRecord) -> Report:

@@ -15,7 +15,15 @@ from flashgen.call import CallOptions, CheckedCall
 from flashgen.dropout import BLOCK, kept_levels
 from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
 from flashgen.runtime.check_basics import refuse
-from flashgen.signature import LAYOUT_LISTS, OFFSETS, CallSignature, ScalarArgument, TensorArgument
+from flashgen.signature import (
+    LAYOUT_LISTS,
+    OFFSETS,
+    SPLIT,
+    WHOLE,
+    CallSignature,
+    ScalarArgument,
+    TensorArgument,
+)
 
 if TYPE_CHECKING:
     from flashgen.language import Scalar
@@ -104,7 +112,7 @@ def check_names(
         unknown = f"is not a {' or '.join(accepted)} of the spec"
         meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
         misspelled = next((name for name in extra if meant[name]), None)
-        computed = LAYOUT_LISTS if signature.block_sparse is not None else ()
+        computed = (*WHOLE, SPLIT, *(LAYOUT_LISTS if signature.block_sparse is not None else ()))
         expected = [name for name in kinds if name not in computed]
         call = "".join(f", {name}=..." for name in expected)
         if misspelled is not None:

@@ -18,7 +18,7 @@ def entries_of(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> 
     """The number of batch entries that mods see: of sequences, where these are packed."""
     if not signature.packed:
         return q.shape[0]
-    return _given(signature, captured)[0].shape[0] - 1
+    return given(signature, captured, signature.boundaries)[0].shape[0] - 1
 
 
 def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
@@ -33,11 +33,11 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
         refuse(
             "packed sequences are stored one after another in one batch entry",
             "argument q",
-            f"q {tuple(q.shape)}; spec {signature.name} has packed=True",
+            f"q {tuple(q.shape)}; spec {signature.name} has packed=True, or cu_seqlens_q is given",
             "q.transpose(0, 1)[None] of q [total, heads, head_dim], and k and v likewise",
         )
-    ends = _given(signature, captured)
-    count, other = (tensor.shape[0] for tensor in ends)
+    ends = given(signature, captured, signature.boundaries)
+    count, other = (tensor.shape[0] for tensor in (ends[0], ends[-1]))
     if known(count != other):
         refuse(
             "cu_seqlens_q and cu_seqlens_k have different numbers of sequences",
@@ -59,7 +59,7 @@ def check_boundaries(
             tensor that is shorter than the longest sequence.
     """
     longest = {}
-    for boundary, total in zip(BOUNDARIES, (seq_q, seq_k), strict=True):
+    for boundary, total in zip(signature.boundaries, (seq_q, seq_k), strict=False):
         ends = captured[boundary].tolist()
         steps = [after - before for before, after in itertools.pairwise(ends)]
         if ends[0] != 0 or ends[-1] > total or min(steps, default=0) < 0:
@@ -90,6 +90,7 @@ def rows_outside(captured: Mapping[str, Tensor], seq_q: int) -> Tensor:
     return (row < ends[0]) | (row >= ends[-1])
 
 
-def _given(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any, ...]:
-    names = [tensor.name for tensor in signature.tensors]
-    return tuple(captured[names.index(boundary)] for boundary in BOUNDARIES)
+def given(signature: CallSignature, captured: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Captured tensors of a call by their names."""
+    all_names = [tensor.name for tensor in signature.tensors]
+    return [captured[all_names.index(name)] for name in names]

@@ -53,10 +53,10 @@ class PreparedCall:
         self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
         self._built = 0.0  # seconds of building kernels for the call that runs
 
-    def _named(self, captured: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _named(self, captured: tuple[Tensor, ...], k: Tensor) -> dict[str, Tensor]:
         """The captured tensors and those of a static block layout by name, contents checked."""
         by_name = named(self.signature, captured)
-        check_contents(self.signature, by_name, self.call, self.target.device)
+        check_contents(self.signature, by_name, self.call, k)
         return by_name | self._layout
 
     def _tuned(self, which: str) -> LaunchOptions:

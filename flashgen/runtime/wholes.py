@@ -25,12 +25,15 @@ def is_part_of_whole(h_offset: object, whole: object) -> bool:
     return whole is not None or type(h_offset) is not int or h_offset != 0
 
 
-def scalars_of(h_offset: object, whole: object, q: Tensor, k: Tensor) -> dict[str, int]:
+def scalars_of(
+    h_offset: object, whole: object, q: Tensor, k: Tensor, pages: int = 1
+) -> dict[str, int]:
     """The values of `flashgen.signature.WHOLE`; sizes that are not given are those of the call.
 
     Args:
         h_offset: the number of the first query head.
         whole: {"heads": ..., "seq_q": ..., "seq_k": ...}, each of them optional; None for {}.
+        pages: the pages of a sequence, each with the keys of an entry of k.
 
     Raises:
         InputError: a value is not a whole number, or the part is not inside the whole.
@@ -47,7 +50,7 @@ def scalars_of(h_offset: object, whole: object, q: Tensor, k: Tensor) -> dict[st
     of_q, of_k = (tuple(getattr(x, "shape", ())) for x in (q, k))
     if len(of_q) != 4 or len(of_k) != 4:  # the checks of operands name the mistake
         return dict.fromkeys(WHOLE, 0)
-    own = dict(zip(SIZES, (of_q[1], of_q[2], of_k[2]), strict=True))
+    own = dict(zip(SIZES, (of_q[1], of_q[2], of_k[2] * pages), strict=True))
     sizes = {name: _integer(f"whole[{name!r}]", given.get(name, own[name])) for name in SIZES}
     if known(first < 0) or known(first + own["heads"] > sizes["heads"]):
         refuse(

@@ -190,7 +190,7 @@ def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
     call.numbers["scalars"] = {"window": 30}
     run = call.forward(split_size=112)  # 8 splits, of which the window reaches the fourth alone
     assert run.counters.global_write_bytes == 2 * (64 * 4 + 8 * 4)
-    tile = 224 if arch == "sm_90a" else 2 * 96  # whole boxes; a tile, and its cut successor
+    tile = 208 if arch == "sm_90a" else 2 * 96  # whole boxes; a tile, and its cut successor
     assert run.counters.global_read_bytes <= 2 * (tile * 2 + 1) * 64 * 2 + 4096
 
 
@@ -198,11 +198,11 @@ def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
 def test_decoding_reads_each_key_once_per_group_of_heads_that_share_a_tile(
     arch: str, reads: int
 ) -> None:
-    call = example(spec_path("causal"), Case(1, 896, 1, 4, 1), offsets={"q_offset": 895}, arch=arch)
-    run = call.forward(split_size=448)
+    call = example(spec_path("causal"), Case(1, 832, 1, 4, 1), offsets={"q_offset": 831}, arch=arch)
+    run = call.forward(split_size=416)
     assert run.plan is not None
-    assert arch == "sm_80" or 448 % run.plan.block_k == 0
-    keys = 896 * 64 * 2 * 2
+    assert arch == "sm_80" or 416 % run.plan.block_k == 0
+    keys = 832 * 64 * 2 * 2
     assert run.counters.global_read_bytes == pytest.approx(reads * keys, rel=0.02)
     assert run.report.merge is not None
     launches = (run.counters, run.report.merge.counters)

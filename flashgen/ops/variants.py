@@ -1,0 +1,121 @@
+"""The operator that computes a call: that of the spec, or of a variant of it.
+
+Arguments of a call such as `split_size` or offsets in tensors change the kernels. The call is then
+one of a variant of the spec (`flashgen.language.signature`), with more scalars and tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.ops.operator import Operator
+from flashgen.ops.registration import operator_of
+from flashgen.runtime.backends import target_of
+from flashgen.runtime.check_basics import refuse
+from flashgen.runtime.split_size import scalar_of
+from flashgen.runtime.wholes import is_part_of_whole, scalars_of
+from flashgen.signature import BOUNDARIES, PAGE_NAMES, SPLIT
+
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+class Variant(NamedTuple):
+    """What makes a call one of a variant, in constants of a traced graph.
+
+    Attributes:
+        dtype: the dtype of autocast; None outside of it.
+        offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
+        part: the names of the scalars of `scalars_of_part`.
+        packs: whether a call with a paged cache has packed queries.
+    """
+
+    dtype: torch.dtype | None = None
+    offsets: tuple[tuple[str, str], ...] = ()
+    part: tuple[str, ...] = ()
+    packs: bool = False
+
+
+PLAIN = Variant()
+
+
+def operator_of_variant(spec: AttentionSpec, variant: Variant) -> Operator:
+    from flashgen.language.signature import at_offsets, in_whole, packed_queries, split, with_dtype
+
+    dtype, offsets, part, packs = variant
+    if packs:
+        spec = packed_queries(spec)
+    if part:
+        spec = split(spec) if SPLIT in part else in_whole(spec)
+    if dtype is not None:
+        spec = with_dtype(spec, str(dtype).removeprefix("torch."))
+    return operator_of(at_offsets(spec, offsets))
+
+
+def scalars_of_part(
+    h_offset: int,
+    whole: Mapping[str, int] | None,
+    split_size: int | None,
+    q: Tensor,
+    k: Tensor,
+    captures: Mapping[str, Any],
+) -> dict[str, int]:
+    """The scalars of a call on a part of a whole, and of one with split keys; else empty.
+
+    Args:
+        captures: the captures of the call; a page table among them tells the number of keys.
+    """
+    size = scalar_of(split_size)
+    if not size and not is_part_of_whole(h_offset, whole):
+        return {}
+    table = captures.get(PAGE_NAMES[0])
+    pages = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 1
+    return scalars_of(h_offset, whole, q, k, pages) | size
+
+
+@functools.lru_cache(maxsize=1024)
+def planned_split(
+    spec: AttentionSpec, device: str, heads_kv: int, backend: str | None, arch: str | None
+) -> int:
+    """The split_size of a call with a paged cache that gives none.
+
+    It depends on the spec, the architecture, its number of SMs and the number of key heads alone,
+    so that the bits of a row depend on nothing else of the call.
+    """
+    from flashgen.planner import plan_splits
+
+    target = target_of(backend, arch, torch.device(device))
+    return plan_splits(spec, target.arch, heads_kv, sms=target.sms).size
+
+
+def check_positions_of_pages(q_offset: object, k_offset: object) -> None:
+    """Checks the offsets of a call with a paged cache.
+
+    Raises:
+        InputError: q_offset is a number, or k_offset is given.
+    """
+    if q_offset is not None and not isinstance(q_offset, Tensor):
+        refuse(
+            "the queries of a call with a paged cache have no common position",
+            "argument q_offset",
+            f"given {q_offset!r:.200}; queries without it are the last positions of their sequence",
+            "no q_offset, or an int32 tensor with the first position of each sequence",
+        )
+    if isinstance(k_offset, Tensor) or k_offset != 0:
+        refuse(
+            "the keys of a paged cache are counted from 0 in each sequence",
+            "argument k_offset",
+            f"given {k_offset!r:.200}",
+            "no k_offset",
+        )
+
+
+def packs_queries(captures: Mapping[str, Any]) -> bool:
+    """Whether the captures of a call with a paged cache have the boundaries of its queries."""
+    return BOUNDARIES[0] in captures

@@ -1,0 +1,88 @@
+"""The keys of a split in calls with a paged cache: as many as keep the SMs busy.
+
+Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
+splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
+the architecture, its SMs and the number of key heads alone. It cannot depend on the batch or on
+lengths, because the bits of a row, and a CUDA graph, depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from flashgen.arch import facts
+from flashgen.language.signature import split
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner.api import plan_forward
+from flashgen.planner.requests import PlanRequest
+
+LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
+"""Numbers of keys of one sequence for which the SMs are kept busy."""
+
+LEAST_BUSY = 0.9
+"""The least share of the time in which an SM has work, for each of `LENGTHS`."""
+
+_STEPS = tuple(sorted({1 << i for i in range(9)} | {3 << i for i in range(8)}))
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The splits of a call with one sequence and one query.
+
+    Attributes:
+        size: the keys of a split, a multiple of the plan's block_k.
+        heads_kv: key heads, whose splits are work tiles each.
+        slots: blocks that run at the same time.
+    """
+
+    size: int
+    heads_kv: int
+    slots: int
+
+    def busy(self, keys: int) -> float:
+        """The share of the time in which slots have work, for work tiles of equal duration."""
+        work_tiles = self.heads_kv * math.ceil(keys / self.size)
+        return work_tiles / (math.ceil(work_tiles / self.slots) * self.slots)
+
+    def __str__(self) -> str:
+        lines = [
+            f"split_size = {self.size:,} keys: the most with which {self.slots} slots are busy for "
+            f"{LEAST_BUSY:.0%} of the time"
+        ]
+        for keys in LENGTHS:
+            tiles = self.heads_kv * math.ceil(keys / self.size)
+            lines.append(
+                f"  {keys:>9,} keys   work_tiles = {self.heads_kv}*ceil({keys}/{self.size}) = "
+                f"{tiles:,}   busy = {self.busy(keys):.1%}"
+            )
+        return "\n".join(lines)
+
+
+def plan_splits(
+    spec: AttentionSpec, arch: str, heads_kv: int, *, sms: int | None = None
+) -> SplitPlan:
+    """The split_size of calls of a spec with a paged cache that give none.
+
+    Args:
+        spec: a spec with ``paged=True``.
+        arch: the architecture, as in `flashgen.plan`.
+        heads_kv: the key heads of the caches, 1 or more.
+        sms: SMs of the GPU; None for those of the product that the architecture's facts name.
+
+    Raises:
+        PlanError: the architecture is unknown, or no tile fits.
+    """
+    return _plan_splits(spec, arch, max(heads_kv, 1), sms or facts(arch).sms)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
+    plan = plan_forward(PlanRequest(split(spec), arch))
+    slots = sms * plan.blocks_per_sm
+    sizes = [plan.block_k * step for step in _STEPS]
+    candidates = [SplitPlan(size, heads_kv, slots) for size in sizes]
+    busy = [c for c in candidates if min(map(c.busy, LENGTHS)) >= LEAST_BUSY]
+    # A product with so many SMs that none suffices: the one that comes nearest.
+    return busy[-1] if busy else max(candidates, key=lambda c: min(map(c.busy, LENGTHS)))
