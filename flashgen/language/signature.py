@@ -117,15 +117,15 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
-    The CPU path and the reference compute it. Queries have positions in a tensor.
+    The CPU path and the reference compute it (`flashgen.paged`).
     """
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     own = {Scalar.of_whole(WHOLE[3]).expr: SEQ_K}  # split keys
     changed = {name: substituted(getattr(spec, name), own) for name in ("mask", "score")}
     whole = _with(spec, paged=False, packed=True, split=False, tensors=others, **changed)
-    added = (*BOUNDARIES, Tensor.of_offset(OFFSETS[0], "int32"))
-    return _with(whole, tensors=_before_layout(whole, added), name=f"{spec.name}_contiguous")
+    tensors = _before_layout(whole, BOUNDARIES)
+    return _with(whole, tensors=tensors, name=f"{spec.name}_contiguous")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import register_flop_formula
 
-from flashgen.signature import BOUNDARIES, CallSignature
+from flashgen.signature import PAGE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
@@ -44,10 +44,17 @@ def register_flops(signature: CallSignature, packet: Any, packet_backward: Any) 
 def _pairs(signature: CallSignature, q: Tensor, k: Tensor, captured: tuple[Any, ...]) -> int:
     """Pairs of a query and a key of the same sequence, over all heads."""
     batch, heads, seq_q, _ = q.shape
-    pairs = batch * seq_q * k.shape[2]
-    if signature.packed:
-        names = [tensor.name for tensor in signature.tensors]
-        ends = [captured[names.index(boundary)] for boundary in BOUNDARIES]
-        if not isinstance(ends[0], FakeTensor):
-            pairs = int((ends[0].long().diff() * ends[1].long().diff()).sum())
-    return int(heads * pairs)
+    tensors = dict(zip((tensor.name for tensor in signature.tensors), captured, strict=False))
+    keys: Any = k.shape[2]
+    if signature.paged:
+        keys = tensors[PAGE_NAMES[0]].shape[1] * keys  # what the page table has room for
+    if not (signature.packed or signature.paged) or any(map(_is_fake, tensors.values())):
+        return int(heads * batch * seq_q * keys)
+    ends = [tensors[name].long().diff() for name in signature.boundaries]
+    rows = ends[0] if ends else seq_q
+    keys = tensors[PAGE_NAMES[1]].long() if signature.paged else ends[1]
+    return int(heads * (rows * keys).sum())
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)

@@ -14,7 +14,7 @@ import torch
 
 from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.backends import target_of
+from flashgen.runtime.backends import TAKES, target_of
 from flashgen.runtime.check_basics import refuse
 from flashgen.runtime.split_size import scalar_of
 from flashgen.runtime.wholes import is_part_of_whole, scalars_of
@@ -90,6 +90,8 @@ def planned_split(
     """
     from flashgen.planner import plan_splits
 
+    if torch.device(device).type not in TAKES.values():
+        return 0  # the checks of operands name the mistake
     target = target_of(backend, arch, torch.device(device))
     return plan_splits(spec, target.arch, heads_kv, sms=target.sms).size
 

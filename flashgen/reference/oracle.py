@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen.language.signature import contiguous, packed_queries
 from flashgen.language.spec import AttentionSpec
+from flashgen.paged import contiguous_call
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
+from flashgen.signature import OFFSETS
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -34,8 +37,9 @@ def attention(
     Args:
         spec: any spec; its mask and score are interpreted, without the compiler.
         q: [batch, heads_q, seq_q, head_dim], any floating dtype, any strides.
-        k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv.
-        v: [batch, heads_kv, seq_k, head_dim_v].
+        k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. For a spec with
+            paged=True, a cache [pages, heads_kv, page_size, head_dim].
+        v: [batch, heads_kv, seq_k, head_dim_v], or a cache.
         call: the other arguments of the call.
 
     Returns:
@@ -47,7 +51,7 @@ def attention(
         InputError: a scalar or tensor is missing, superfluous or of another rank; dropout_p is not
             a probability, or is above 0 for a spec without dropout or without an rng.
     """
-    return _attend(problem_of(spec, q, k, v, exact=True, **call))
+    return _attend_call(spec, q, k, v, exact=True, **call)
 
 
 def same_dtype(
@@ -68,7 +72,28 @@ def same_dtype(
     Returns:
         out in the dtype of q, lse in float32 (float64 for operands in float64).
     """
-    return _attend(problem_of(spec, q, k, v, exact=False, **call))
+    return _attend_call(spec, q, k, v, exact=False, **call)
+
+
+def _attend_call(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    exact: bool,
+    **call: Unpack[OracleArguments],
+) -> tuple[Tensor, Tensor]:
+    if not spec.paged:
+        return _attend(problem_of(spec, q, k, v, exact=exact, **call))
+    captured = dict(call.get("tensors") or {})
+    if isinstance(call.get("q_offset"), Tensor):
+        captured[OFFSETS[0]] = call["q_offset"]  # type: ignore[assignment]
+    copied = contiguous_call(q, k, v, captured)
+    call["q_offset"], call["tensors"] = copied.tensors.pop(OFFSETS[0]), copied.tensors
+    own = contiguous(packed_queries(spec))
+    out, lse = _attend(problem_of(own, *copied[:3], exact=exact, **call))
+    return copied.of_queries(out, q), copied.of_queries(lse, q)
 
 
 def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,8 @@ def check_captured(
         heads: the number of query heads of the whole.
     """
     wanted = check_captured_sizes(signature, captured, q, k, heads)
-    nothing_runs = 0 in (*q.shape[:3], k.shape[2])
     lengths = q.shape[2], ends[1] if signature.paged else k.shape[2]
+    nothing_runs = 0 in (*q.shape[:3], lengths[1])
     for tensor, value in zip(signature.tensors, captured, strict=True):
         for axis, dim in enumerate(tensor.dims):
             size = value.shape[axis]

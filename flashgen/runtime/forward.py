@@ -12,6 +12,7 @@ import torch
 
 from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
 from flashgen.errors import InputError
+from flashgen.paged import contiguous_call
 from flashgen.runtime import memory_layout
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import bind, heads_of_call, ranges_of
@@ -21,7 +22,7 @@ from flashgen.runtime.checks import check
 from flashgen.runtime.learned_gradients import lse_without_keys
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.runtime.paged_caches import contiguous_call, numbers_of_pages
+from flashgen.runtime.paged_caches import numbers_of_pages
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.runtime.reports import Report
 from flashgen.runtime.splits import Splits

@@ -14,7 +14,7 @@ import torch
 from flashgen.call import CheckedCall
 from flashgen.runtime.check_basics import refuse
 from flashgen.runtime.number_arguments import offset_of
-from flashgen.signature import OFFSETS, CallSignature
+from flashgen.signature import OFFSETS, PAGE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
@@ -58,10 +58,11 @@ def _checked(name: str, offset: Tensor) -> Tensor:
 
 def refuse_static_layout(signature: CallSignature) -> None:
     """Raises InputError where a block layout would be evaluated up to an unknown position."""
-    if signature.offsets and signature.static_layout is not None:
+    by_device = (*signature.offsets, *(PAGE_NAMES[1:] if signature.paged else ()))
+    if by_device and signature.static_layout is not None:
         refuse(
             "a block layout that is a function needs positions that the host knows",
-            f"argument {signature.offsets[0]}",
+            f"argument {by_device[0]}",
             f"a tensor; spec {signature.name} has block_sparse with a function",
             "offsets that are Python ints, or fg.BlockSparse() without a function and layout= with "
             "a block for every position",

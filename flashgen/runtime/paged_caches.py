@@ -1,4 +1,4 @@
-"""Calls with keys and values in the pages of a cache: their checks and numbers, and the CPU path.
+"""Calls with keys and values in the pages of a cache: their checks and their numbers.
 
 Paging changes addresses only: masks and scores see positions in the sequence.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from flashgen.dtypes import POSITION_LIMIT
 from flashgen.runtime.check_basics import known, refuse
 from flashgen.runtime.fast_division import multiplier_of
 from flashgen.runtime.packed_sequences import given
-from flashgen.signature import BOUNDARIES, OFFSETS, PAGE_NAMES, CallSignature
+from flashgen.signature import PAGE_NAMES, CallSignature
 
 if TYPE_CHECKING:
     from flashgen.planner import Plan
@@ -139,58 +139,3 @@ def numbers_of_pages(k: Tensor, plan: Plan) -> dict[str, int]:
 def box_rows_of(page_size: int, block_k: int) -> int:
     """The largest number of rows that divides a page and a tile of keys."""
     return math.gcd(page_size, block_k)
-
-
-class Contiguous(NamedTuple):
-    """A call with a paged cache as one with packed sequences.
-
-    Attributes:
-        q, k, v: [1, heads, rows of all sequences, head_dim].
-        tensors: the captured tensors, with boundaries and positions instead of pages and lengths.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    tensors: dict[str, Tensor]
-
-    def of_queries(self, result: Tensor, like: Tensor) -> Tensor:
-        """A result [1, heads, rows, ...] with the batch entries of the queries ``like``."""
-        if like.shape[0] == 1:
-            return result
-        batch, heads, rows = like.shape[:3]
-        return result.view(heads, batch, rows, *result.shape[3:]).transpose(0, 1)
-
-
-def contiguous_call(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, captured: Mapping[str, Tensor]
-) -> Contiguous:
-    """Copies the keys and values of all sequences out of their pages.
-
-    Args:
-        captured: the captured tensors by name, with cu_seqlens_q where the queries are packed.
-    """
-    table, lengths = (captured[name] for name in PAGE_NAMES)
-    tensors = {name: x for name, x in captured.items() if name not in PAGE_NAMES}
-    if BOUNDARIES[0] not in captured:
-        rows = torch.full((len(lengths),), q.shape[2], dtype=torch.int32)
-        q = q.transpose(0, 1).flatten(1, 2)[None]
-    else:
-        rows = captured[BOUNDARIES[0]].diff()
-    ends_q, ends_k = (
-        torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (rows, lengths)
-    )
-    tensors |= zip(BOUNDARIES, (captured.get(BOUNDARIES[0], ends_q), ends_k), strict=True)
-    tensors.setdefault(OFFSETS[0], lengths - rows)
-    k, v = (_out_of_pages(cache, table, lengths.tolist()) for cache in (k_cache, v_cache))
-    return Contiguous(q, k, v, tensors)
-
-
-def _out_of_pages(cache: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
-    """[1, heads_kv, keys of all sequences, head_dim]."""
-    page_size = cache.shape[2]
-    found = []
-    for pages, length in zip(table, lengths, strict=True):
-        used = pages[: -(-length // page_size)].long()
-        found.append(cache[used].transpose(0, 1).flatten(1, 2)[:, :length])
-    return torch.cat(found, 1)[None]

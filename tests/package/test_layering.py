@@ -24,6 +24,7 @@ PIPELINE = (
     "dtypes",
     "signature",
     "call",
+    "paged",
     "tensormap",
     "config",
     "arch",
@@ -41,7 +42,7 @@ PIPELINE = (
 # Those beside it, and all that they may import of flashgen.
 BESIDE = {
     "emulator": {"errors", "tensormap"},
-    "reference": {"errors", "dtypes", "signature", "dropout", "language"},
+    "reference": {"errors", "dtypes", "signature", "paged", "dropout", "language"},
     "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "trust", "pipeline", "append_pipeline"},
     "runtime": {*PIPELINE, "emulator", "reference", "cpu"},
     "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
@@ -64,6 +65,7 @@ OUTSIDE = {
     "dtypes": set(),
     "signature": set(),
     "call": {"torch"},
+    "paged": {"torch"},
     "tensormap": set(),
     "config": set(),
     "arch": set(),
