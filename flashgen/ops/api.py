@@ -165,7 +165,8 @@ class Attention:
         Args:
             q: [batch, heads_q, seq_q, head_dim], of the spec's dtype, on the CPU or a CUDA device.
                 Any strides with a contiguous last dimension; expanded tensors are allowed.
-            k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv.
+            k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. With
+                paged=True, k and v are caches [pages, heads_kv, page_size, head dim].
             v: [batch, heads_kv, seq_k, head_dim_v].
             scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
             q_offset: global position of the first query, which mods see: an int, or an int32 or
@@ -173,6 +174,7 @@ class Attention:
                 batch entry. Kernels read the tensor, so that no call waits for the device and a
                 replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
                 CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of 16.
+                None: 0, or for paged=True the position with which the queries come last.
             k_offset: global position of the first key, likewise.
             h_offset: number of the first query head, for mods, dropout, the sink and block layouts,
                 where the call has some of the heads of a whole.
@@ -184,9 +186,9 @@ class Attention:
                 row, a multiple of 16. Splits begin at the global key positions 0, split_size, 2 *
                 split_size, and so on; a kernel merges their results. This computes few queries over
                 many keys on all SMs, and the bits of a row then depend on its own query and keys,
-                not on the number of queries or of batch entries. None and 0: all keys of a row in
-                one thread block. For inference: the call has no backward pass. Not for packed
-                sequences.
+                not on the number of queries or of batch entries. 0 and None: all keys of a row in
+                one thread block; None for paged=True: `flashgen.planner.plan_splits`. For
+                inference: the call has no backward pass. Not for packed keys.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
@@ -204,10 +206,13 @@ class Attention:
                 of torch.use_deterministic_algorithms.
             captures: a number for each scalar and a tensor for each captured tensor of the spec, by
                 name. Tensors have the declared rank and dtype, lie on the device of q and may have
-                any strides. If the spec's block_sparse has no function, ``layout`` too: a bool
-                tensor [batch or 1, heads or 1, row blocks, column blocks] counted from global
-                position 0, a flashgen.Layout, or a PyTorch BlockMask with the spec's block size,
-                whose blocks are used and whose mask_mod is not.
+                any strides. With paged=True: page_table, int32 [sequences, pages], cache_seqlens,
+                int32 [sequences], the keys of each; and cu_seqlens_q, int32 [sequences + 1], where
+                the queries of all sequences are one batch entry of q. If the spec's block_sparse
+                has no function, ``layout`` too: a bool tensor [batch or 1, heads or 1, row blocks,
+                column blocks] counted from global position 0, a flashgen.Layout, or a PyTorch
+                BlockMask with the spec's block size, whose blocks are used and whose mask_mod is
+                not.
 
         Returns:
             out: [batch, heads_q, seq_q, head_dim_v], of q's dtype and with its axes in the memory

@@ -24,7 +24,13 @@ LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
 LEAST_BUSY = 0.9
 """The least share of the time in which an SM has work, for each of `LENGTHS`."""
 
-_STEPS = tuple(sorted({1 << i for i in range(9)} | {3 << i for i in range(8)}))
+STEP = 16
+"""A split is a multiple of the keys of one matrix product."""
+
+SHORTER = 0.9
+"""How much shorter than the longest that keeps SMs busy a split may be to fill its tiles better."""
+
+_SIZES = range(4 * STEP, 1 << 14, STEP)
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,21 @@ class SplitPlan:
     """The splits of a call with one sequence and one query.
 
     Attributes:
-        size: the keys of a split, a multiple of the plan's block_k.
+        size: the keys of a split, a multiple of 16.
+        block_k: keys of a tile; the last tile of a split is cut at its border.
         heads_kv: key heads, whose splits are work tiles each.
         slots: blocks that run at the same time.
     """
 
     size: int
+    block_k: int
     heads_kv: int
     slots: int
+
+    @property
+    def waste(self) -> float:
+        """The keys of the tiles of a split over the keys of the split."""
+        return math.ceil(self.size / self.block_k) * self.block_k / self.size
 
     def busy(self, keys: int) -> float:
         """The share of the time in which slots have work, for work tiles of equal duration."""
@@ -48,7 +61,8 @@ class SplitPlan:
 
     def __str__(self) -> str:
         lines = [
-            f"split_size = {self.size:,} keys: the most with which {self.slots} slots are busy for "
+            f"split_size = {self.size:,} keys, {math.ceil(self.size / self.block_k)} tiles of "
+            f"{self.block_k}: about the most with which {self.slots} slots are busy for "
             f"{LEAST_BUSY:.0%} of the time"
         ]
         for keys in LENGTHS:
@@ -81,8 +95,10 @@ def plan_splits(
 def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
     plan = plan_forward(PlanRequest(split(spec), arch))
     slots = sms * plan.blocks_per_sm
-    sizes = [plan.block_k * step for step in _STEPS]
-    candidates = [SplitPlan(size, heads_kv, slots) for size in sizes]
-    busy = [c for c in candidates if min(map(c.busy, LENGTHS)) >= LEAST_BUSY]
-    # A product with so many SMs that none suffices: the one that comes nearest.
-    return busy[-1] if busy else max(candidates, key=lambda c: min(map(c.busy, LENGTHS)))
+    all_sizes = [SplitPlan(size, plan.block_k, heads_kv, slots) for size in _SIZES]
+    least_busy = {each: min(map(each.busy, LENGTHS)) for each in all_sizes}
+    busy = [each for each in all_sizes if least_busy[each] >= LEAST_BUSY]
+    if not busy:  # so many SMs that no split suffices
+        return max(all_sizes, key=lambda each: least_busy[each])
+    long = [each for each in busy if each.size >= SHORTER * busy[-1].size]
+    return min(long, key=lambda each: (each.waste, -each.size))
