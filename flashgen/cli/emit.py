@@ -17,6 +17,7 @@ from flashgen.cli.ending import MISMATCH
 from flashgen.cli.inputs import check_folder
 from flashgen.codegen import Source
 from flashgen.errors import InputError, RenderError, SpecError
+from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.spec_file import load
 from flashgen.pipeline import emit as emit_kernels
@@ -103,10 +104,16 @@ def _sources(
 
 
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
-    """Min/max tables, forward, and the backward kernels with free and with fixed order of sums."""
+    """Min/max tables, forward, and the backward kernels with free and with fixed order of sums.
+
+    With a paged cache there are no backward kernels, and a forward kernel for split keys.
+    """
     free = emit_kernels(spec, arch, sram=sram)
     yield from free.minmax_tables
     yield free.forward
+    if spec.paged:
+        yield emit_kernels(split(spec), arch, sram=sram).forward
+        return
     yield from free.backward
     files = {source.filename for source in free.backward}
     for source in emit_kernels(spec, arch, sram=sram, deterministic=True).backward:

@@ -11,6 +11,7 @@ from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.cli.inputs import Shape, load_spec, parse_shape
+from flashgen.errors import SpecError
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ SMALL_SEQ = 333
 def tune(arguments: TuneArguments) -> None:
     """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
     spec = load_spec(arguments)
+    if spec.paged:
+        raise SpecError(
+            "tuned tiles do not apply to calls with a paged cache",
+            where=f"{arguments.path}, AttentionSpec(paged=True)",
+            numbers="all calls of a spec have one tile, so that the bits of a row are the same",
+            way_out="flashgen plan, which shows the tile; or the spec without paged=True",
+        )
     sizes = parse_shape(arguments.shape)
     which = _pass(arguments)
     with busy("loading torch"):

@@ -48,6 +48,13 @@ def check_spec(
             'whole={"heads": ...}, where this group has some of the heads',
         )
     spec = op.spec
+    if spec.paged:
+        refuse(
+            "the pages of a cache cannot be divided over ranks",
+            "op",
+            f"spec {spec.name} has paged=True",
+            "the operator itself on each rank, for some of the heads: h_offset= and whole=",
+        )
     read = {SEQ_Q: "fg.seq_q", SEQ_K: "fg.seq_k"}
     found = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
     if found and spec.packed and method != "all_to_all":

@@ -132,3 +132,12 @@ def test_different_specs_of_one_name_are_refused(tmp_path, windowed):
     result = flashgen("emit", windowed, str(other / "windowed.py"), "-o", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "into the same file" in result.stderr
+
+
+def test_a_paged_cache_has_kernels_for_whole_rows_and_for_split_keys(tmp_path):
+    path = tmp_path / "cached.py"
+    path.write_text("import flashgen as fg\n\nspec = fg.AttentionSpec(paged=True)\n")
+    run = flashgen("emit", str(path), "-o", str(tmp_path / "out"))
+    assert run.exit_code == 0, run.output
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert names == {f"cached{kind}_forward_fp16_d64_sm_80.cu" for kind in ("", "_split")}

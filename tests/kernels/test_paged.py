@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from flashgen.language.signature import packed_queries, split
 from flashgen.ops import ForwardRun, run_forward
 from flashgen.pipeline import build
 from flashgen.runtime.splits import Splits
-from tests.support.examples import SPEC_IDS, SPECS, spec_path
-from tests.support.judged import check_gates, normal
+from tests.support.examples import SPECS, spec_path
+from tests.support.judged import check_gates, example, normal
 from tests.support.paged_caches import LAYOUTS, cache_of
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.planted import planted
+from tests.support.shapes import Case
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor
@@ -187,6 +189,37 @@ def test_any_permutation_of_pages_of_any_size_equals_contiguous_keys(
         assert torch.equal(lse, expected.lse)
 
 
+def is_served(spec: fg.AttentionSpec) -> bool:
+    """Whether a spec may have paged=True, and positions that only the device knows."""
+    layout = spec.block_sparse
+    return not spec.packed and (layout is None or not layout.is_static)
+
+
+SERVED_PATHS = [path for path in SPECS if is_served(fg.load(path))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
+def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
+    case = Case(8, 208, 2, 4, 2)
+    call = example(path, case, offsets={"q_offset": 200}, arch=arch)
+    expected = call.judged_forward(split_size=64)
+    q, k, v = call.qkv
+    table = torch.randperm(26, generator=torch.Generator().manual_seed(1)).view(2, 13).int()
+    caches = [torch.empty(26, 2, 16, 64, dtype=k.dtype) for _ in "kv"]
+    for cache, keys in zip(caches, (k, v), strict=True):
+        for b in range(2):
+            cache[table[b].long()] = keys[b].unflatten(1, (13, 16)).transpose(0, 1)
+    lengths = torch.full((2,), 208, dtype=torch.int32)
+    tables = {"page_table": table, "cache_seqlens": lengths}
+    numbers = {**call.numbers, "tensors": {**call.numbers.get("tensors", {}), **tables}}
+    del numbers["q_offset"]
+    spec = call.spec.replace(paged=True)
+    run = run_forward(spec, q, *caches, **numbers, **call.how, split_size=64)
+    assert equal(run, expected)
+
+
 PREFILL = Sequences.of((217,), (217,))
 
 
@@ -216,13 +249,11 @@ def test_one_split_equals_unsplit(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
 def test_kernels_with_pages_have_the_tile_of_split_keys_and_do_not_spill(
-    path: Any, arch: str
+    path: Path, arch: str
 ) -> None:
     spec = fg.load(path)
-    if spec.packed or (spec.block_sparse is not None and spec.block_sparse.is_static):
-        return
     serving = spec.replace(paged=True, dropout=False)
     of_pages = build(split(serving), arch)
     check_gates(of_pages)
