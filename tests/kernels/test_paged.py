@@ -104,6 +104,8 @@ def equal(found: ForwardRun, expected: ForwardRun) -> bool:
         slow("alibi", VERIFYING, 16, 256),
         slow("bias", DECODING, 16, 112),
         slow("causal", Sequences.of((40, 40), (17, 90)), 16, None),  # more queries than keys
+        slow("causal", Sequences.of((2, 2, 2), (0, 1, 33)), 16, 16),
+        *(slow("tree", Sequences.of((n, n), (150, 8)), 16, 64) for n in range(1, 8)),
     ],
 )
 def test_results_are_those_of_contiguous_keys(
