@@ -176,5 +176,7 @@ def reads(spec: AttentionSpec, scalar: Scalar) -> bool:
 
 
 def head_of(plan: Plan) -> str:
-    """C++ of the query head of a warp's rows; h is the first head of the tile."""
+    """C++ of the query head of row group g of a warp; h is the first head of the tile."""
+    if plan.heads_per_warp > 1:
+        return "head + g"
     return "head" if plan.heads_per_tile > 1 else "h"

@@ -65,8 +65,7 @@ def plan(
             `flashgen.build` raises it if the compiler spills.
         tile: a tile to plan with, whatever its cost, instead of the tile that the policy chooses.
         heads_per_tile: number of query heads that share K and V and one tile, of which each has an
-            equal share of the rows. For "sm_90a", and a mask and block layout that are the same
-            for all heads.
+            equal share of the rows. For a mask and block layout that are the same for all heads.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -100,15 +99,17 @@ def plan_forward(request: PlanRequest) -> Plan:
             raise tile_does_not_fit(problem, tile, spec)
         return plan_of_tile(problem, tile, "given")
     if (spec.split or spec.paged) and request.policy == "derived":
-        shared = cheapest(replace(problem, heads_per_tile=2))
-        if shared is not None and problem.path == "sm_90a":
-            return plan_of_tile(problem, shared, "given", _cost_of_one_arithmetic(problem, shared))
+        return _plan_of_split_keys(problem, request)
     notes: tuple[str, ...] = ()
     if request.policy == "paper":
         chosen, notes = paper_policy.tile_of_paper(problem)
     else:
         chosen = cheapest(problem)
     if chosen is None:
+        if cheapest(replace(problem, heads_per_tile=1)) is not None:
+            raise heads_cannot_share(
+                problem, spec, "no tile that fits has 16 rows for each of them"
+            )
         raise no_tile_fits(problem, spec, given_sram=request.sram is not None)
     return plan_of_tile(problem, chosen, request.policy, notes)
 
@@ -193,6 +194,22 @@ def feasible(
     return tuple(sorted(plans, key=lambda plan: (plan.cost, plan.tile)))
 
 
+def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
+    """The plan with the tile that all calls with split keys have, however many heads share it.
+
+    Raises:
+        PlanError: no tile fits, or this number of heads cannot share the one of all calls.
+    """
+    tile = cheapest(replace(problem, heads_per_tile=2))
+    if tile is None:
+        raise no_tile_fits(problem, request.spec, given_sram=request.sram is not None)
+    if not is_feasible(problem, tile):
+        raise tile_does_not_fit(problem, tile, request.spec)
+    if problem.path == "sm_80":  # two heads can share all tiles of more than 16 rows
+        return plan_of_tile(problem, tile, request.policy)
+    return plan_of_tile(problem, tile, "given", _cost_of_one_arithmetic(problem, tile))
+
+
 def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]:
     """The note on the tile that all calls with split keys have, however many heads share it.
 
@@ -214,9 +231,9 @@ def _check_heads(spec: AttentionSpec, problem: TileProblem) -> None:
     """
     heads = problem.heads_per_tile
     why = why_walks_differ(spec)
-    if not why and problem.path != "sm_90a":
-        why = "the kernels of path sm_80 have tiles of one head"
-    if not why and all(any(obstacles_to_sharing(t.owned, heads)) for t in shapes(problem)):
-        why = "no tile has 16, 32 or a multiple of 64 rows for each of them"
+    tiles = {tile.owned for tile in shapes(problem)}
+    if not why and all(any(obstacles_to_sharing(problem.path, rows, heads)) for rows in tiles):
+        able = "16, 32 or a multiple of 64" if problem.path == "sm_90a" else "a multiple of 16"
+        why = f"no tile has {able} rows for each of them"
     if why:
         raise heads_cannot_share(problem, spec, why)

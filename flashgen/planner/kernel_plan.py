@@ -122,6 +122,12 @@ class Plan:
         return self.block_q // self.heads_per_tile
 
     @property
+    def heads_per_warp(self) -> int:
+        """Query heads whose rows a warp computes: one of all its row groups, or one of each."""
+        rows = MMA_ROWS * self.row_groups
+        return max(1, rows // self.queries_per_tile) if self.heads_per_tile > 1 else 1
+
+    @property
     def owns_keys(self) -> bool:
         """Whether a thread block owns block_k keys rather than block_q queries."""
         return self.kernel in KEY_KERNELS

@@ -84,7 +84,7 @@ def choose_heads(
         layout_heads: heads of a run-time block layout: 1 where it is the same for all heads.
     """
     group = heads_q // heads_kv
-    if group == 1 or plan.path != "sm_90a":
+    if group == 1:
         return HeadsPerTile(1, "")
     of = f"of {group} that share K and V"
     obstacle = why_walks_differ(spec, layout_heads)
@@ -128,7 +128,7 @@ def _rows_to_share(plan: Plan, heads: int) -> int:
         (
             rows
             for rows in (plan.block_q * warps // plan.warps for warps in counts)
-            if rows <= plan.block_q and not any(obstacles_to_sharing(rows, heads))
+            if rows <= plan.block_q and not any(obstacles_to_sharing(plan.path, rows, heads))
         ),
         default=0,
     )

@@ -78,21 +78,21 @@ def excesses(
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
     if of.copies_rows and tile.warps < problem.copy_warps:
         yield Excess("warps to copy a row", problem.copy_warps, tile.warps, "")
-    yield from obstacles_to_sharing(tile.owned, problem.heads_per_tile)
+    yield from obstacles_to_sharing(problem.path, tile.owned, problem.heads_per_tile)
 
 
-def obstacles_to_sharing(block_q: int, heads: int) -> Iterator[Excess]:
+def obstacles_to_sharing(path: str, block_q: int, heads: int) -> Iterator[Excess]:
     """Why a tile of ``block_q`` rows cannot be shared by this number of heads.
 
-    A warp computes rows of one head, and one TMA box of Q has the rows of a warpgroup: all rows of
-    several heads, or some rows of one.
+    A row group, the 16 rows of an mma, belongs to one head. On "sm_90a" one TMA box of Q has the
+    rows of a warpgroup: all rows of several heads, or some rows of one.
     """
     if heads == 1:
         return
     queries = Fraction(block_q, heads)
     if queries % MMA_ROWS:
-        yield Excess("heads per warp", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
-    elif queries % GROUP_ROWS and GROUP_ROWS % queries:
+        yield Excess("heads per row group", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
+    elif path == "sm_90a" and queries % GROUP_ROWS and GROUP_ROWS % queries:
         boxes = GROUP_ROWS // math.gcd(GROUP_ROWS, int(queries))
         yield Excess("boxes of Q per warpgroup", boxes, 1, "")
 

@@ -178,7 +178,7 @@ def forward_traffic(
     kv_touched = _rows(set(chain(*walks)), plan.block_k, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
     logits = heads_q * plan.sink_bytes
-    lanes = WARP * plan.warps  # each reads the logit of its row's head
+    lanes = WARP * plan.warps * plan.heads_per_warp  # each reads the logits of its rows' heads
     return ForwardTraffic(
         q=q,
         k=shared * k_rows * qk_row,

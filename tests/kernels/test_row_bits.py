@@ -53,7 +53,7 @@ def check(spec: fg.AttentionSpec, arch: str, case: Case, **numbers: Any) -> None
         assert torch.equal(lse[:, :, ROWS], others[1][:, :, ROWS])
     if spec.packed:
         return
-    for row in ROWS:  # on sm_90a in a tile that the heads share
+    for row in ROWS:  # in a tile that the heads share
         numbers["q_offset"] = FIRST + row
         alone = run(spec, arch, q[:, :, row : row + 1], k, v, **numbers)
         assert torch.equal(out[:, :, row : row + 1], alone[0])

@@ -62,11 +62,11 @@ def test_none_and_0_are_the_ordinary_call() -> None:
     ordinary = ATTEND.report
     assert ordinary is not None
     assert ordinary.kernel is not None
-    assert ordinary.kernel.source.name == "causal_forward_fp16_d64"
+    assert ordinary.kernel.source.name.startswith("causal_forward_fp16_d64")
     ATTEND(*operands(), split_size=32, **EMULATED)
     assert ATTEND.report is not None
     assert ATTEND.report.kernel is not None
-    assert ATTEND.report.kernel.source.name == "causal_split_forward_fp16_d64"
+    assert ATTEND.report.kernel.source.name.startswith("causal_split_forward_fp16_d64")
 
 
 def test_compile_fake_and_vmap_accept_split_keys() -> None:

@@ -74,7 +74,8 @@ def test_the_emulator_counts_exactly_the_predicted_bytes(head_dim_v):
     v = torch.randn(2, 1, 260, head_dim_v).half()
     run = run_forward(spec, q, k, v, backend="emulator", check_memory=False)
     plan = run.plan
-    ends = [min((tile + 1) * plan.block_q, 150) for tile in range(-(-150 // plan.block_q))]
+    rows = plan.queries_per_tile
+    ends = [min((tile + 1) * rows, 150) for tile in range(-(-150 // rows))]
     got = forward_traffic(plan, *shape, [range(-(-end // plan.block_k)) for end in ends])
     assert run.counters.global_read_bytes == got.q + got.k + got.v
     assert run.counters.global_write_bytes == got.o + got.lse

@@ -32,10 +32,10 @@ DONE_WITH_DO = "very warp is done with dO"
 
 
 @functools.cache
-def call(head_dim: int = 16, head_dim_v: int = 16) -> Call:
+def call(head_dim: int = 16, head_dim_v: int = 16, heads_kv: int = 1) -> Call:
     """Two tiles of queries and of keys, the last of both ragged."""
     spec = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim_v)
-    return Call(spec, Case(150, 150, 1, 2, 1, "float16", head_dim, head_dim_v).tensors())
+    return Call(spec, Case(150, 150, 1, 2, heads_kv, "float16", head_dim, head_dim_v).tensors())
 
 
 def run(kernel: str, of: Call, seed: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -52,8 +52,9 @@ def check(
 ) -> fg.EmulatorError:
     """A bug is what it stands behind, what is replaced, and by what."""
     after, old, new = bug
+    one_head_per_tile = call(heads_kv=2) if kernel == "forward" else call()
     with planted(kernel, old, new, after), caught(kind) as error:
-        run(kernel, of or call(), seed)
+        run(kernel, of or one_head_per_tile, seed)
     found: fg.EmulatorError = error.value
     assert kernel in found.where
     return found

@@ -1,4 +1,4 @@
-"""Query heads that share K and V share a tile of Hopper's forward kernel where that fills it.
+"""Query heads that share K and V share a tile of the forward kernel where that fills it.
 
 With K and V repeated for every query head, no heads share them: the same call then has a tile for
 each head, and must give the same results. `make test` has a case of each kind; every spec, and all
@@ -15,16 +15,20 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.signature import signature_of
+from flashgen.language.signature import partial, signature_of, split
 from flashgen.ops import run_forward
+from flashgen.pipeline import build
 from flashgen.runtime.block_layouts import with_layout
 from tests.support.examples import SPEC_IDS, SPECS, spec_path, values_of
 from tests.support.judged import Call, check_gates, example
+from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import random_layout
+from tests.support.tiers import slow
 
 ARCH = "sm_90a"
+ARCHS = ("sm_80", ARCH)
 CAUSAL = fg.load(spec_path("causal"))
 WIDE = CAUSAL.replace(head_dim=128)  # its tile has 128 rows, which heads can share
 HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH}
@@ -41,7 +45,7 @@ def judged(call: Call, heads: int | None) -> None:
     check_gates(run.report.kernel)
     q, k, v = call.qkv
     repeated = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    alone = Call(call.spec, (q, *repeated), call.numbers, arch=ARCH)
+    alone = Call(call.spec, (q, *repeated), call.numbers, **call.how)
     other = alone.forward(tiles={"forward": run.plan.tile})
     assert other.plan is not None
     assert other.plan.heads_per_tile == 1
@@ -50,46 +54,90 @@ def judged(call: Call, heads: int | None) -> None:
 
 
 def of_file(
-    name: str, case: Case, heads: int | None, dropout_p: float = 0.0, q_offset: int = 0
+    name: str,
+    case: Case,
+    heads: int | None,
+    dropout_p: float = 0.0,
+    q_offset: int = 0,
+    arch: str = ARCH,
 ) -> None:
-    judged(example(spec_path(name), case, dropout_p, {"q_offset": q_offset}, arch=ARCH), heads)
+    judged(example(spec_path(name), case, dropout_p, {"q_offset": q_offset}, arch=arch), heads)
 
 
 # ---- results ------------------------------------------------------------------------------------
 
 
-def shared(name: str, *rest: object, slow: bool = False) -> Any:
-    """An example by name, with a case, heads per tile, dropout and the offset of queries."""
-    return pytest.param(name, *rest, id=name, marks=pytest.mark.slow if slow else [])
-
-
 @pytest.mark.parametrize(
-    ("name", "case", "heads", "dropout_p", "q_offset"),
+    ("name", "case", "heads", "dropout_p", "q_offset", "arch"),
     [
         # A few new queries behind a cache of keys.
-        shared("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295),
+        ("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_90a"),
+        slow("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_80"),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
-        shared(
-            "alibi",
-            Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major"),
-            2,
-            0.17,
-            0,
-            slow=True,
+        ("alibi", Case(9, 90, 2, 8, 1), 8, 0.17, 64, "sm_80"),
+        slow(
+            *("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major")),
+            *(2, 0.17, 0, "sm_90a"),
         ),
-        shared("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, slow=True),
+        slow("alibi", Case(30, 128, 1, 8, 2, "bfloat16", 40, 96, "gaps"), 4, 0.17, 0, "sm_80"),
+        *(
+            slow("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, arch)
+            for arch in ARCHS
+        ),
+        slow("sink", Case(7, 90, 2, 8, 1, "bfloat16"), 8, 0.0, 0, "sm_80"),
+        slow("relative_bias", Case(9, 90, 1, 8, 1), 8, 0.17, 64, "sm_80"),
         # The batch entry's own keys, skipped by tables; a layout that all heads have.
-        shared("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, slow=True),
-        shared("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150, slow=True),
+        *(
+            slow("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, arch)
+            for arch in ARCHS
+        ),
+        *(slow("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150, arch) for arch in ARCHS),
+        # float32 has the kernels of sm_80 on every GPU.
+        slow("alibi", Case(9, 60, 1, 4, 1, "float32"), 4, 0.0, 50, "sm_80"),
+        slow("causal", Case(9, 60, 1, 8, 1, "float32", 16), 8, 0.1, 32, "sm_90a"),
     ],
 )
 def test_heads_that_share_a_tile_give_the_results_of_separate_tiles(
-    name: str, case: Case, heads: int, dropout_p: float, q_offset: int
+    name: str, case: Case, heads: int, dropout_p: float, q_offset: int, arch: str
 ) -> None:
-    of_file(name, case, heads, dropout_p, q_offset)
+    of_file(name, case, heads, dropout_p, q_offset, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_unaligned_tensors_are_shared_too(arch: str) -> None:
+    call = example(spec_path("causal"), Case(5, 90, 1, 8, 1), offsets={"q_offset": 85}, arch=arch)
+    flat = torch.zeros(call.qkv[0].numel() + 1, dtype=torch.float16)
+    q = flat[1:].view_as(call.qkv[0])
+    q.copy_(call.qkv[0])
+    call.qkv = (q, *call.qkv[1:])
+    judged(call, 8)
+    run = call.forward()
+    assert run.plan is not None
+    assert run.plan.access_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "after"),
+    [
+        ("i * p.q_stride_h", "0 * p.q_stride_h", "const char* q_source"),
+        slow("score_head_values(p, head + g)", "score_head_values(p, head)", ""),
+        slow("of_head.pair += g;", "", ""),
+        slow("row / 16 * p.o_stride_h", "0", ""),
+        slow("+ (head + g)) * p.seq_q", "+ head) * p.seq_q", ""),
+        slow("h + warp_row / TILE_QUERIES", "h", ""),
+        slow("h = HEADS_PER_TILE *", "h =", ""),
+    ],
+)
+def test_a_head_that_is_computed_as_another_one_is_seen(old: str, new: str, after: str) -> None:
+    """Each is a place of the sm_80 kernel that reads the head of a row group."""
+    call = example(spec_path("alibi"), Case(20, 90, 1, 16, 2), 0.17, {"q_offset": 64}, arch="sm_80")
+    tile = fg.plan(call.spec, "sm_80").tile
+    with planted("forward", old, new, after), pytest.raises((AssertionError, fg.EmulatorError)):
+        call.judged_forward(tiles={"forward": tile})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("seq_q", [1, 5, 17, 64, 130])
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 1), (8, 4), (4, 2), (6, 3)])
 @pytest.mark.parametrize(
@@ -97,7 +145,7 @@ def test_heads_that_share_a_tile_give_the_results_of_separate_tiles(
     [("causal", 0.0), ("alibi", 0.17), ("sink", 0.0), ("document", 0.0), ("bigbird", 0.1)],
 )
 def test_shared_tiles_give_those_results_for_all_heads_and_lengths(
-    name: str, dropout_p: float, heads_q: int, heads_kv: int, seq_q: int
+    name: str, dropout_p: float, heads_q: int, heads_kv: int, seq_q: int, arch: str
 ) -> None:
     turn = seq_q + heads_q
     dtype, layout = ("float16", "bfloat16")[turn % 2], ("sequence_major", "gaps")[turn // 2 % 2]
@@ -105,25 +153,32 @@ def test_shared_tiles_give_those_results_for_all_heads_and_lengths(
     heads = {1: 8, 5: 8, 17: 4, 64: 2, 130: 8}[seq_q] if heads_q == 8 * heads_kv else 2
     # Where a tile of one head has 192 rows, it holds 130 queries, and two heads need not share one.
     holds_all = seq_q == 130 and case.head_dim == 64 and heads == 2
-    of_file(name, case, None if holds_all else heads, dropout_p, q_offset=(203 - seq_q) // 16 * 16)
+    some = None if holds_all or arch == "sm_80" else heads
+    of_file(name, case, some, dropout_p, (203 - seq_q) // 16 * 16, arch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("seq_q", [3, 50])
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_shared_tiles_give_those_results_for_every_spec(path: Path, seq_q: int) -> None:
+def test_shared_tiles_give_those_results_for_every_spec(path: Path, seq_q: int, arch: str) -> None:
     spec = fg.load(path)
     if not spec.packed:
         heads = 1 if path.stem in BY_HEAD else {3: 4, 50: 2}[seq_q]
-        of_file(path.stem, Case(seq_q, 330, 2, 8, 2, "float16", (64, 96)[seq_q % 2]), heads)
+        case = Case(seq_q, 330, 2, 8, 2, "float16", (64, 96)[seq_q % 2])
+        of_file(path.stem, case, heads, arch=arch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", [8, 40, 104, 192, 248])
 @pytest.mark.parametrize("seq_q", [16, 30])
-def test_shared_tiles_give_those_results_at_padded_head_dims(head_dim: int, seq_q: int) -> None:
+def test_shared_tiles_give_those_results_at_padded_head_dims(
+    head_dim: int, seq_q: int, arch: str
+) -> None:
     case = Case(seq_q, 150, 1, 8, 1, "float16", head_dim, None, "gaps")
-    of_file("causal", case, 8 if seq_q == 16 else 4, q_offset=100)
+    heads = 8 if seq_q == 16 else 4
+    of_file("causal", case, heads if arch == ARCH else None, q_offset=100, arch=arch)
 
 
 def test_groups_that_no_power_of_two_divides_have_a_tile_for_each_head() -> None:
@@ -143,12 +198,14 @@ def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     assert "5 tiles of 128 rows instead of 4 of 192" in runs[2].report.heads_reason
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int) -> None:
-    spec = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim)
+@pytest.mark.parametrize(
+    ("head_dim", "arch"), [(64, ARCH), slow(128, ARCH), slow(64, "sm_80"), slow(256, "sm_80")]
+)
+def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int, arch: str) -> None:
+    spec, how = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim), HOW | {"arch": arch}
     q, k, v = Case(20, 500, 1, 4, 1, "float16", head_dim).tensors(seed=1)
-    plain = run_forward(spec, q, k, v, q_offset=400, **HOW)
-    shuffled = run_forward(spec, q, k, v, q_offset=400, order_seed=3, **HOW)
+    plain = run_forward(spec, q, k, v, q_offset=400, **how)
+    shuffled = run_forward(spec, q, k, v, q_offset=400, order_seed=3, **how)
     assert plain.plan is not None
     assert plain.plan.heads_per_tile == 4
     assert torch.equal(plain.out, shuffled.out)
@@ -191,17 +248,14 @@ def test_a_layout_by_head_that_is_a_function_is_not_shared() -> None:
     assert "the block layout depends on the head" in run.report.heads_reason
 
 
-def test_the_sm80_path_has_one_head_per_tile_and_reports_no_reason() -> None:
-    run = run_forward(CAUSAL, *Case(5, 40, 1, 4, 1).tensors(), backend="emulator", arch="sm_80")
-    assert run.plan is not None
-    assert run.plan.heads_per_tile == 1
-    assert run.report.heads_reason == ""
-
-
 # ---- what is emitted ----------------------------------------------------------------------------
 
 
-def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns() -> None:
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns(
+    arch: str, heads: int
+) -> None:
     spec = fg.AttentionSpec(
         lambda b, h, q, k: k <= q,
         lambda score, b, h, q, k: score + h * (k - q),
@@ -210,39 +264,79 @@ def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns() -> No
         dropout=True,
         name="all_that_reads_the_head",
     )
-    source = fg.emit(spec, ARCH, heads_per_tile=8).forward
-    assert source.name == "all_that_reads_the_head_forward_fp16_d64_heads8"
-    assert max(map(len, source.text.splitlines())) <= 100
-    again = 'flashgen.emit(spec, arch="sm_90a", heads_per_tile=8)'
+    source = fg.emit(spec, arch, heads_per_tile=heads).forward
+    assert source.name == f"all_that_reads_the_head_forward_fp16_d64_heads{heads}"
+    for text in (source.text, fg.emit(partial(spec), arch, heads_per_tile=heads).forward.text):
+        assert max(map(len, text.splitlines())) <= 100
+    again = f'flashgen.emit(spec, arch="{arch}", heads_per_tile={heads})'
     assert again in source.text
     assert eval(again, {"flashgen": fg, "spec": spec}).forward.text == source.text
-    assert "tiles     (ceil(seq_q / 16), heads_q / 8, batch)" in source.text
+    launch = "tiles    " if arch == ARCH else "launch    grid"
+    assert f"{launch} (ceil(seq_q / {128 // heads}), heads_q / {heads}, batch)" in source.text
     # What computes takes the head of its rows: h is that of the block's first rows.
-    computing = source.text.partition("  // 5. This lane's elements")[2].splitlines()
+    computing = source.text.partition("This lane's elements")[2].splitlines()
     read = [line.split("//")[0].strip() for line in computing if re.search(r"\bh\b", line)]
-    assert read == ["const int head = h + first_row / TILE_QUERIES;"]
+    first_row = "first_row" if arch == ARCH else "warp_row"
+    assert read == [f"const int head = h + {first_row} / TILE_QUERIES;"]
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "heads"),
+    ("name", "head_dim", "heads", "arch"),
     [
-        ("causal", 64, 8),
+        ("causal", 64, 8, ARCH),
         *(
-            pytest.param(name, head_dim, heads, marks=pytest.mark.slow)
+            slow(name, head_dim, heads, arch)
             for name in ("causal", "full", "alibi", "sink", "document", "softcap", "bigbird")
             for head_dim in (64, 128, 256)
             for heads in (2, 4, 8)
+            for arch in ARCHS
+        ),
+        *(
+            slow(name, head_dim, 8, "sm_80")
+            for name in ("relative_bias", "t5_bias")
+            for head_dim in (64, 128)
         ),
     ],
 )
-@pytest.mark.parametrize("dropout", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_no_kernel_spills(name: str, head_dim: int, heads: int, dropout: bool) -> None:
+@pytest.mark.parametrize("dropout", [False, slow(True)])
+def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, dropout: bool) -> None:
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout)
-    built = fg.build(spec, ARCH, heads_per_tile=heads)
+    built = fg.build(spec, arch, heads_per_tile=heads)
     assert built.plan.heads_per_tile == heads
     # Nor does finding the head of a row cost the tile much. Beside dropout the first plan spills a
     # few bytes, and the one that does not has as little as half of the keys: see NOTES.md.
     share = 0.5 if dropout else 0.8
-    assert built.plan.block_k >= share * fg.build(spec, ARCH).plan.block_k
+    assert built.plan.block_k >= share * fg.build(spec, arch).plan.block_k
     assert built.binary.resources.clean
     assert built.binary.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim"),
+    [
+        *(
+            slow(name, dtype, head_dim)
+            for name in ("causal", "alibi", "relative_bias", "softcap", "document")
+            for dtype in ("float16", "float32")
+            for head_dim in (64, 128, 256)
+        ),
+    ],
+)
+@pytest.mark.parametrize("access_bytes", [16, None])
+def test_the_tile_of_split_keys_spills_for_no_number_of_heads(
+    name: str, dtype: str, head_dim: int, access_bytes: int | None
+) -> None:
+    spec = split(loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype))
+    access_bytes = access_bytes or {"float16": 2, "float32": 4}[dtype]
+    one = build(spec, "sm_80", access_bytes=access_bytes)
+    for heads in (2, 4, 8):
+        if one.plan.block_q % (16 * heads) == 0:
+            made = build(
+                spec,
+                "sm_80",
+                access_bytes=access_bytes,
+                tile=one.plan.tile,
+                heads_per_tile=heads,
+            )
+            assert made.binary.resources.clean
+            assert made.binary.warnings == ()

@@ -12,18 +12,20 @@ from typer.testing import CliRunner
 import flashgen as fg
 from flashgen.cli import app
 from flashgen.errors import PlanError
+from flashgen.language.signature import split
 from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
 from flashgen.planner.schedule import head_bits
 from flashgen.profile import profile_forward
-from tests.kernels.sm90.test_heads_per_tile import ARCH, CAUSAL, WIDE
+from tests.kernels.test_heads_per_tile import ARCH, ARCHS, CAUSAL, WIDE
 from tests.support.profiles import forward, loaded, random_operands
 
 # ---- the choice ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
-def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int) -> None:
-    plan = fg.plan(WIDE, ARCH)
+def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int, arch: str) -> None:
+    plan = fg.plan(WIDE, arch)
     taken = set()
     for seq_q in (*range(1, 300, 7), 512, 1000, 4097):
         able = [heads for heads in (1, 2, 4, 8) if group % heads == 0]
@@ -55,9 +57,10 @@ def test_a_given_tile_that_heads_cannot_share_has_one_head_and_a_derived_one_is_
     assert fg.plan(CAUSAL, ARCH, heads_per_tile=8).block_q == 128
 
 
-def test_the_plan_prints_the_heads_and_rows_of_a_tile() -> None:
-    plan = fg.plan(WIDE, ARCH, heads_per_tile=4)
-    alone = fg.plan(WIDE, ARCH)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_plan_prints_the_heads_and_rows_of_a_tile(arch: str) -> None:
+    plan = fg.plan(WIDE, arch, heads_per_tile=4)
+    alone = fg.plan(WIDE, arch)
     assert plan.tile == alone.tile
     assert plan.queries_per_tile == 32
     assert plan.grid(3, 8, 2, 65, 70) == (3, 2, 3)
@@ -83,7 +86,7 @@ def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason()
     assert fg.plan(spec, ARCH, tile=wide.tile).block_q == 192
     with pytest.raises(PlanError, match="boxes of Q per warpgroup: 4 against 1"):
         fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=4)
-    with pytest.raises(PlanError, match="heads per warp: 2 against 1"):
+    with pytest.raises(PlanError, match="heads per row group: 2 against 1"):
         fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=8)
     shared = fg.plan(spec, ARCH, tile=wide.tile, heads_per_tile=6)
     assert shared.queries_per_tile == 32
@@ -92,8 +95,9 @@ def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason()
 @pytest.mark.parametrize(
     ("changes", "arch", "heads", "why"),
     [
-        ({}, "sm_80", 2, "path sm_80 have tiles of one head"),
-        ({"dtype": "float32"}, ARCH, 2, "path sm_80 have tiles of one head"),
+        ({}, "sm_80", 5, "no tile has a multiple of 16 rows"),
+        ({"dtype": "float32"}, ARCH, 5, "no tile has a multiple of 16 rows"),
+        ({"head_dim": 256, "head_dim_v": 256}, "sm_80", 16, "no tile that fits has 16 rows"),
         ({}, ARCH, 16, "no tile has 16, 32 or a multiple of 64 rows"),
         ({}, ARCH, 5, "no tile has 16, 32 or a multiple of 64 rows"),
         ({}, ARCH, 0, "it is a number of query heads"),
@@ -110,6 +114,16 @@ def test_heads_that_cannot_share_a_tile_are_refused(
         fg.plan(CAUSAL.replace(**changes), arch, heads_per_tile=heads)
 
 
+def test_one_tile_of_split_keys_is_shared_by_as_many_heads_as_it_has_row_groups() -> None:
+    spec = split(CAUSAL)
+    tile = fg.plan(spec, "sm_80").tile
+    assert tile == fg.plan(CAUSAL, "sm_80").tile
+    for heads in (2, 4, 8):
+        assert fg.plan(spec, "sm_80", heads_per_tile=heads).tile == tile
+    with pytest.raises(PlanError, match="heads per row group: 2 against 1"):
+        fg.plan(spec, "sm_80", heads_per_tile=16)
+
+
 def test_traffic_of_heads_that_do_not_share_k_and_v_is_refused() -> None:
     plan = fg.plan(CAUSAL, ARCH, heads_per_tile=4)
     with pytest.raises(ValueError, match="6 heads, 2 of K and V"):
@@ -121,9 +135,11 @@ def test_traffic_of_heads_that_do_not_share_k_and_v_is_refused() -> None:
 SIZES = (1, 4, 1, 17, 300)
 
 
-def bytes_of(spec: fg.AttentionSpec, **options: Any) -> tuple[Plan, dict[str, int]]:
+def bytes_of(
+    spec: fg.AttentionSpec, arch: str = ARCH, **options: Any
+) -> tuple[Plan, dict[str, int]]:
     """Counted, where they are as the plan predicts them."""
-    _, (profile,) = profile_forward(spec, *random_operands(spec, SIZES), arch=ARCH, **options)
+    _, (profile,) = profile_forward(spec, *random_operands(spec, SIZES), arch=arch, **options)
     for tensor in profile.tensors:
         if "_row_" not in tensor.name:  # the lists of a layout, of which Hopper's plan says nothing
             assert tensor.issued.counted == tensor.issued.predicted, tensor.name
@@ -131,14 +147,15 @@ def bytes_of(spec: fg.AttentionSpec, **options: Any) -> tuple[Plan, dict[str, in
     return profile.plan, {tensor.name: tensor.issued.counted for tensor in profile.tensors}
 
 
-def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts(arch: str) -> None:
     spec = loaded("full")
-    plan, moved = bytes_of(spec)
+    plan, moved = bytes_of(spec, arch)
     assert plan.heads_per_tile == 4
     batch, heads_q, heads_kv, seq_q, seq_k = SIZES
     once = batch * heads_kv * seq_k * spec.head_dim * 2
     assert moved["k"] == moved["v"] == once
-    alone = forward(spec, (batch, heads_q, heads_q, seq_q, seq_k), ARCH)
+    alone = forward(spec, (batch, heads_q, heads_q, seq_q, seq_k), arch)
     assert alone.plan.heads_per_tile == 1
     of_alone = {tensor.name: tensor.issued.counted for tensor in alone.tensors}
     assert of_alone["k"] == of_alone["v"] == 4 * once
@@ -147,6 +164,7 @@ def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts() 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -158,10 +176,10 @@ def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts() 
     ],
 )
 def test_predicted_bytes_are_exact_for_specs_that_read_the_head_or_skip_tiles(
-    name: str, options: dict[str, Any]
+    name: str, options: dict[str, Any], arch: str
 ) -> None:
     spec = loaded(name).replace(dropout="dropout_p" in options)
-    plan, _ = bytes_of(spec, **options)
+    plan, _ = bytes_of(spec, arch, **options)
     assert plan.heads_per_tile == 4
 
 
@@ -195,4 +213,6 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     assert "plan block_q 128 heads_per_tile 4 block_k" in text
     assert "tiles 4 for 4 blocks" in text
     assert "makespan*slots/(steps + begun*work_tiles) = 2.253*132/(4 + 1.253*4)" in text
-    assert "heads_per_tile" not in said("plan", "specs/causal.py", *shape)
+    text = said("plan", "specs/causal.py", *shape)
+    assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
+    assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,1000")
