@@ -79,6 +79,8 @@ def choose_heads(
     of `HEADS_PER_TILE_GAIN` of the fewest rows is chosen. Heads that cannot share the plan's tile
     may share one of fewer warps, unless the tile was given.
 
+    The lengths of packed sequences are known at the launch only: they count as equally long.
+
     Args:
         plan: the plan of the forward kernel with one head per tile.
         layout_heads: heads of a run-time block layout: 1 where it is the same for all heads.
@@ -87,6 +89,8 @@ def choose_heads(
     if group == 1:
         return HeadsPerTile(1, "")
     of = f"of {group} that share K and V"
+    if spec.packed:
+        seq_q = -(-seq_q // max(batch, 1))
     obstacle = why_walks_differ(spec, layout_heads)
     if obstacle:
         return HeadsPerTile(1, f"{of}: {obstacle}")
@@ -113,6 +117,8 @@ def choose_heads(
     if chosen == 1:
         return HeadsPerTile(1, "")
     made = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
+    if spec.packed:
+        of += f", for {batch} sequences of about {seq_q} queries"
     saved = f"{made} instead of {tiles[1]:,}"
     if rows[chosen] != plan.block_q:
         saved = f"{made} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
@@ -136,8 +142,6 @@ def _rows_to_share(plan: Plan, heads: int) -> int:
 
 def why_walks_differ(spec: AttentionSpec, layout_heads: int = 1) -> str:
     """Why the heads of a group visit different key tiles; "" where they visit the same ones."""
-    if spec.packed:
-        return "each packed sequence starts a new tile, which has one head"
     if H in spec.mask.free_symbols:
         return "the mask depends on the head"
     by_head = spec.block_sparse is not None and spec.block_sparse.by_head

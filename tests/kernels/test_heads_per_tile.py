@@ -19,8 +19,9 @@ from flashgen.language.signature import partial, signature_of, split
 from flashgen.ops import run_forward
 from flashgen.pipeline import build
 from flashgen.runtime.block_layouts import with_layout
+from tests.kernels.test_packed import ends, spec_of
 from tests.support.examples import SPEC_IDS, SPECS, spec_path, values_of
-from tests.support.judged import Call, check_gates, example
+from tests.support.judged import Call, check_gates, dropping, example
 from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
@@ -116,6 +117,41 @@ def test_unaligned_tensors_are_shared_too(arch: str) -> None:
     assert run.plan.access_bytes == 2
 
 
+SHORT, LONG = ([1, 3, 0, 20, 1, 2], [90, 30, 5, 150, 0, 2]), ([17, 140, 5, 1], [39, 40, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("mods", "lengths", "heads", "options", "arch"),
+    [
+        ("bottom_right", SHORT, 4, {}, "sm_80"),
+        slow("bottom_right", SHORT, 4, {}, "sm_90a"),
+        *(slow("biased", LONG, 8, {"sink": True}, arch) for arch in ARCHS),
+        *(slow("same_part", LONG, 2, {"dropout": True}, arch) for arch in ARCHS),
+        slow("full", SHORT, 4, {"dtype": "float32", "sink": True}, "sm_90a"),
+        slow("full", SHORT, 8, {"dtype": "bfloat16", "sink": True}, "sm_90a"),
+    ],
+)
+def test_heads_share_the_tiles_of_each_packed_sequence(
+    mods: str, lengths: tuple[list[int], list[int]], heads: int, options: Any, arch: str
+) -> None:
+    spec = spec_of(mods, **{"head_dim": 64} | options)
+    of_q, of_k = lengths
+    case = Case(sum(of_q), sum(of_k), 1, 2 * heads, 2, spec.dtype)
+    values = torch.Generator().manual_seed(3)
+    known = {
+        "cu_seqlens_q": ends(of_q),
+        "cu_seqlens_k": ends(of_k),
+        "ids": torch.randint(3, (len(of_q), 160), generator=values, dtype=torch.int32).sort(1)[0],
+        "gate": torch.rand(len(of_q), 2 * heads, generator=values) + 0.5,
+        "bias": torch.randn(200, generator=values),
+        "sink": torch.randn(2 * heads, generator=values),
+    }
+    numbers = {"tensors": {tensor.name: known[tensor.name] for tensor in spec.tensors}}
+    if spec.dropout:
+        numbers |= dropping(0.3)
+    judged(Call(spec, case.tensors(), numbers, arch=arch), heads)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "after"),
     [
@@ -163,10 +199,9 @@ def test_shared_tiles_give_those_results_for_all_heads_and_lengths(
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_shared_tiles_give_those_results_for_every_spec(path: Path, seq_q: int, arch: str) -> None:
     spec = fg.load(path)
-    if not spec.packed:
-        heads = 1 if path.stem in BY_HEAD else {3: 4, 50: 2}[seq_q]
-        case = Case(seq_q, 330, 2, 8, 2, "float16", (64, 96)[seq_q % 2])
-        of_file(path.stem, case, heads, arch=arch)
+    heads = 1 if path.stem in BY_HEAD else {3: 4, 50: 2}[seq_q]
+    case = Case(seq_q, 330, 2, 8, 2, "float16", (64, 96)[seq_q % 2])
+    of_file(path.stem, case, None if spec.packed else heads, arch=arch)
 
 
 @pytest.mark.slow

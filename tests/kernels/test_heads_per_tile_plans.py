@@ -45,6 +45,16 @@ def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int, ar
     assert taken == set(able)
 
 
+def test_packed_sequences_count_as_equally_long() -> None:
+    spec = CAUSAL.replace(packed=True)
+    got = choose_heads(spec, fg.plan(spec, "sm_80"), 3, 8, 1, 50)
+    assert got.heads == 4
+    why = "for 3 sequences of about 17 queries: 6 tiles instead of 24"
+    assert got.reason == f"of 8 that share K and V, {why}"
+    plan = fg.plan(spec, "sm_80", heads_per_tile=4)
+    assert plan.grid(3, 8, 1, 50, 90, packed=True) == (50 // 32 + 3, 2, 1)
+
+
 def test_a_given_tile_that_heads_cannot_share_has_one_head_and_a_derived_one_is_replaced() -> None:
     plan = fg.plan(CAUSAL, ARCH)
     assert plan.block_q == 192
@@ -103,7 +113,6 @@ def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason()
         ({}, ARCH, 0, "it is a number of query heads"),
         ({}, ARCH, 2.0, "it is a number of query heads"),
         ({}, ARCH, True, "it is a number of query heads"),
-        ({"packed": True}, ARCH, 2, "each packed sequence starts a new tile"),
         ({"mask_mod": lambda b, h, q, k: k < h}, ARCH, 2, "the mask depends on the head"),
     ],
 )
