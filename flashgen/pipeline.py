@@ -211,7 +211,8 @@ def build(
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
 
     If the compiler spills registers, the plan is made again with more spare registers, which gives
-    a smaller tile; the derivation shows them. A given tile is kept, and spills are in the warnings.
+    a smaller tile; the derivation shows them. A given tile is kept, as is that of calls with split
+    keys or pages, which all have one; spills are in the warnings.
 
     Args:
         spec: the variant to build.
@@ -273,8 +274,8 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
         if not _spilled(made):
             break
         spare = _after_spill(made, spare)
-        if request.tile is not None:
-            break  # a given tile is kept
+        if request.tile is not None or request.spec.is_served:
+            break  # a given tile is kept, and so is that of all calls which serve
     assert best is not None, "the first round gives a build or raises"
     return _asynchronous(best)
 

@@ -181,6 +181,11 @@ class AttentionSpec:
         return tuple(tensor for tensor in self.tensors if tensor.name in OFFSETS)
 
     @property
+    def is_served(self) -> bool:
+        """Whether calls are those of a server, whose rows have the same bits in every call."""
+        return self.split or self.paged
+
+    @property
     def out_dtype(self) -> str:
         """The dtype of the output."""
         return "float32" if self.partial else self.dtype

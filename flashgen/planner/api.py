@@ -11,6 +11,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import paper_policy, streaming_kernels
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.models import fitted_sm80
 from flashgen.planner.plan_errors import (
     check_size,
     heads_cannot_share,
@@ -98,7 +99,7 @@ def plan_forward(request: PlanRequest) -> Plan:
         if not is_feasible(problem, tile):
             raise tile_does_not_fit(problem, tile, spec)
         return plan_of_tile(problem, tile, "given")
-    if (spec.split or spec.paged) and request.policy == "derived":
+    if spec.is_served and request.policy == "derived":
         return _plan_of_split_keys(problem, request)
     notes: tuple[str, ...] = ()
     if request.policy == "paper":
@@ -205,9 +206,9 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
         raise no_tile_fits(problem, request.spec, given_sram=request.sram is not None)
     if not is_feasible(problem, tile):
         raise tile_does_not_fit(problem, tile, request.spec)
-    if problem.path == "sm_80":  # two heads can share all tiles of more than 16 rows
-        return plan_of_tile(problem, tile, request.policy)
-    return plan_of_tile(problem, tile, "given", _cost_of_one_arithmetic(problem, tile))
+    # On sm_80 two heads can share all tiles of more than 16 rows.
+    policy = request.policy if problem.path == "sm_80" else "given"
+    return plan_of_tile(problem, tile, policy, _cost_of_one_arithmetic(problem, tile))
 
 
 def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]:
@@ -215,7 +216,9 @@ def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]
 
     The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     """
-    best = cheapest(replace(problem, heads_per_tile=1))
+    kept = fitted_sm80.FORWARD_SERVED_REGISTERS if problem.path == "sm_80" else 0
+    extra = problem.extra_registers - kept
+    best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
     assert best is not None, "the tile itself can have one head"
     return (
         f"split keys: one tile for every call, which 2^n heads can share: "

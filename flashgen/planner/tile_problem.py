@@ -184,6 +184,8 @@ def problem_of(
     if kernel != "forward":  # its formulas have a constant of their own
         by_tile = spec_terms.pending_sm90(spec, kernel)
         pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
+    if spec.is_served and path == "sm_80":
+        extra += fitted_sm80.FORWARD_SERVED_REGISTERS
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(

@@ -185,15 +185,9 @@ class PreparedForward(PreparedCall):
             "tile": launch.tiles.get("forward"),
             "access_bytes": width,
         }
-        ranges = ranges_of(call, self.signature)
-        if splits is None:
-            one_head = plan(self.spec, self._kernel_arch, **options)
-        else:
-            one_head = build(self.spec, self._kernel_arch, ranges=ranges, **options).plan
+        one_head = plan(self.spec, self._kernel_arch, **options)
         heads = heads_of_call(self.spec, one_head, call, captured)
-        if splits is not None and heads.heads > 1:
-            # Registers that spill for one number of heads alone must not change the tile either.
-            options["tile"] = one_head.tile
+        ranges = ranges_of(call, self.signature)
         options |= {"heads_per_tile": heads.heads, "ranges": ranges}
         built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start

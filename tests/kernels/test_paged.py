@@ -128,8 +128,7 @@ def test_queries_of_different_numbers_are_packed(
     arch: str, name: str, split_size: int | None
 ) -> None:
     call = dataclasses.replace(paged(name, MIXED, arch, split_size=split_size), packed=True)
-    run = call.judged()
-    check_gates(run.report.kernel)
+    call.judged()
 
 
 @pytest.mark.parametrize(
@@ -249,18 +248,33 @@ def test_one_split_equals_unsplit(arch: str) -> None:
     assert equal(call.run(split_size=512), call.run(split_size=None))
 
 
+def variants_of(spec: fg.AttentionSpec) -> list[fg.AttentionSpec]:
+    """The kinds of calls with split keys: over pages, with packed queries, and contiguous."""
+    spec = spec.replace(dropout=False)
+    over_pages = spec.replace(paged=True)
+    return [split(over_pages), split(packed_queries(over_pages)), split(spec)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_calls_of_a_spec_have_one_tile(arch: str) -> None:
+    for path in SERVED_PATHS:
+        plans = [fg.plan(variant, arch) for variant in variants_of(fg.load(path))]
+        assert len({plan.tile for plan in plans}) == 1, path.stem
+
+
+FEW_BYTES = 32
+"""What a thread may spill: the tile of all calls is kept where the compiler spills in one."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
-def test_kernels_with_pages_have_the_tile_of_split_keys_and_do_not_spill(
-    path: Path, arch: str
-) -> None:
-    spec = fg.load(path)
-    serving = spec.replace(paged=True, dropout=False)
-    of_pages = build(split(serving), arch)
-    check_gates(of_pages)
-    check_gates(build(split(packed_queries(serving)), arch))
-    assert of_pages.plan.tile == build(split(spec.replace(dropout=False)), arch).plan.tile
+def test_kernels_with_the_tile_of_all_calls_spill_little(path: Path, arch: str) -> None:
+    for variant in variants_of(fg.load(path)):
+        built = build(variant, arch)
+        assert built.plan.tile == fg.plan(variant, arch).tile
+        assert built.binary.resources.spill_store_bytes <= FEW_BYTES
+        assert built.binary.resources.registers <= built.plan.registers
 
 
 # ---- slots and pages without effect -------------------------------------------------------------

@@ -26,6 +26,9 @@ FORWARD_SCORE_MOD_REGISTERS = 16
 FORWARD_MASK_REGISTERS = 4
 FORWARD_NEWER_ARCH_REGISTERS = 4
 FORWARD_DROPOUT_REGISTERS = 10
+# In calls with split keys or pages: addresses of pages, and room for the compiler, because all
+# these calls have one tile, with or without pages, packed queries and shared tiles.
+FORWARD_SERVED_REGISTERS = 16
 # Where rows of K are longer than rows of V, more loads of K are in flight than the size of O
 # suggests: one register for each of this number of elements.
 LONGER_K_ELEMENTS_PER_REGISTER = 16

@@ -165,14 +165,11 @@ def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     row, reads = row_interval(spec.mask), _reads_elements(spec)
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward":
-        if row is None or spare > fitted.SEARCH_BY_MASK_REGISTERS:
+        if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
         # A range with two ends that are made from quotients or from elements of tensors.
         two_costly = two_ends and (contains(spec.mask, FloorDiv, FloorMod) or reads)
-        # Pages need them, and all calls with split keys have the tile of calls with pages.
-        serves = spec.paged or spec.split
-        searches = spec.block_sparse or spec.packed or serves or two_costly
-        return fitted.SEARCH_REGISTERS if searches else 0
+        return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
     searches = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
     if (searches and reads) or spare > by_tensors or (spare and reads):
