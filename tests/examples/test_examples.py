@@ -57,6 +57,7 @@ def test_a_model_learns_and_writes_the_same_as_with_eager_attention(tmp_path: Pa
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # distributed/test_ranks.py executes its training
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     picture = tmp_path / "losses.png"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)

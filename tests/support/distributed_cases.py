@@ -7,6 +7,7 @@ the distributed results.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -318,6 +319,21 @@ def ranks_that_disagree() -> str:
     except fg.InputError as error:
         return str(error)
     return "no error"
+
+
+def the_example_learns() -> None:
+    """The training of `examples/long_context.py`, whose losses are those of one process."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import long_context as example
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    text = example.Text(example.TEXT.read_text(encoding="utf-8"))
+    sizes = example.Sizes(context=32 * dist.get_world_size(), batch=2, layers=1, heads=2)
+    places = example.own_positions(sizes.context, dist.get_rank(), dist.get_world_size())
+    one, many = (example.train(text, sizes, 3, "cpu", own) for own in (None, places))
+    apart = [abs(a - b) for a, b in zip(one, many, strict=True)]
+    assert max(apart) <= example.LARGEST_DIFFERENCE, apart
 
 
 def a_rank_that_ends() -> str:

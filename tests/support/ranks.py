@@ -1,4 +1,4 @@
-"""Functions on several processes of a gloo group: each is a rank, and imports the function anew."""
+"""Functions on several processes of a gloo group, each a rank."""
 
 from __future__ import annotations
 
@@ -12,40 +12,30 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.support.paths import ROOT
-
-
-def start_ranks(
-    world: int, functions: Sequence[str], folder: Path, seconds: float = 120
-) -> list[subprocess.Popen[bytes]]:
-    """Starts the ranks; each calls ``module:function`` by turns and writes what they return.
-
-    Args:
-        seconds: the time limit of the group.
-    """
-    names = ",".join(functions)
-    command = [sys.executable, "-m", "tests.support.ranks", str(world), str(folder), str(seconds)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen([*command, str(rank), names], cwd=ROOT, env=environment)
-        for rank in range(world)
-    ]
 
 
 def run_ranks(
     world: int, functions: Sequence[str], seconds: float = 120
 ) -> list[dict[str, tuple[Any, str]]]:
-    """For each rank and function what it returned, and the traceback of its exception or ""."""
+    """For each rank and function what it returned, and the traceback of its exception or "".
+
+    Each rank calls ``module:function`` by turns.
+
+    Args:
+        seconds: the time limit of the group.
+    """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ranks = start_ranks(world, functions, folder, seconds)
-        for rank in ranks:
-            rank.wait(seconds * 2)
-        return [results_of(folder, number) for number in range(world)]
+        command = [sys.executable, "-m", "tests.support.ranks", str(world), name, str(seconds)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        ranks = subprocess.Popen([*command, ",".join(functions)], cwd=ROOT, env=environment)
+        ranks.wait(seconds * 2)
+        return [results_of(Path(name), number) for number in range(world)]
 
 
 def run_ranks_once(
@@ -67,25 +57,44 @@ def results_of(folder: Path, rank: int) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _main(world: str, folder: str, seconds: str, rank: str, names: str) -> None:
+def _main(world: str, folder: str, seconds: str, names: str) -> None:
+    """Starts the ranks as copies of one process that has imported what all of them need."""
+    for name in names.split(","):
+        with suppress(Exception):  # each rank reports it
+            importlib.import_module(name.partition(":")[0])
+    ranks = []
+    for rank in range(int(world)):
+        child = os.fork()
+        if child == 0:
+            _be_rank(rank, int(world), Path(folder), float(seconds), names.split(","))
+        ranks.append(child)
+    for child in ranks:
+        os.waitpid(child, 0)
+
+
+def _be_rank(
+    rank: int, world: int, folder: Path, seconds: float, names: Sequence[str]
+) -> NoReturn:
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=float(seconds)),
-    )
-    results: dict[str, tuple[Any, str]] = {}
-    for name in names.split(","):
-        module, _, function = name.partition(":")
-        try:
-            results[name] = getattr(importlib.import_module(module), function)(), ""
-        except Exception:
-            results[name] = None, traceback.format_exc()
-        Path(folder, f"rank{rank}.pickle").write_bytes(pickle.dumps(results))
-    os._exit(0)  # without waiting for ranks that have ended
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
+        results: dict[str, tuple[Any, str]] = {}
+        for name in names:
+            module, _, function = name.partition(":")
+            try:
+                results[name] = getattr(importlib.import_module(module), function)(), ""
+            except Exception:
+                results[name] = None, traceback.format_exc()
+            (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(results))
+    finally:
+        os._exit(0)  # without waiting for ranks that have ended
 
 
 if __name__ == "__main__":
