@@ -142,7 +142,8 @@ def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) 
 def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
     """Reads the log, the PTX or the cubin; empty when there is none."""
     size_status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(handle)
-    if size_status != nvrtc.nvrtcResult.NVRTC_SUCCESS or size == 0:
+    # A size of 1 is that of an empty text, and all bytes objects of one space are the same object.
+    if size_status != nvrtc.nvrtcResult.NVRTC_SUCCESS or size < 2:
         return b""
     # The bindings write into the bytes object.
     buffer = b" " * size

@@ -126,6 +126,13 @@ def test_a_rejected_line_is_shown_with_its_neighbours() -> None:
     assert "FLASHGEN_OVERRIDE" in error.way_out
 
 
+def test_a_rejected_source_without_ptx_leaves_objects_of_the_interpreter_alone() -> None:
+    """NVRTC writes an end of text into a bytes object, and that of one space is shared by all."""
+    with pytest.raises(nvrtc.NvrtcRejection):
+        nvrtc.run("int x = ;", program="wrong.cu", arch="sm_80")
+    assert list(bytes([32])) == [32]
+
+
 def test_a_failed_static_assert_is_an_error_with_its_text() -> None:
     source = 'static_assert(1 + 1 == 3, "plan and code disagree");\n' + TOY
     with pytest.raises(CompileError, match="plan and code disagree") as caught:
