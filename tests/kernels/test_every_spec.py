@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.planner import Tile
+from flashgen.planner import Tile, plan_backward
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates, example
 from tests.support.shapes import LAYOUTS, Case
@@ -29,9 +29,10 @@ KINDS = {
     "sm_90a": (("float16", 16), ("bfloat16", 16)),
 }
 # Smaller than the planned tiles, so that these problems have empty, full and mixed ones, and a
-# kernel compiles in half of the time. The backward kernels, all other files of this folder and
+# kernel compiles in half of the time. All other files of this folder and
 # codegen/test_static_gates.py have planned tiles.
 TILES = {"sm_80": Tile(16, 2, 2, 2), "sm_90a": Tile(16, 8, 1, 1)}
+BACKWARD_TILES = {"sm_80": Tile(32, 4, 1, 2), "sm_90a": Tile(64, 8, 1, 1)}
 # The specs whose backward kernels are executed, and the path on which they are.
 BACKWARD = {
     "alibi": "sm_80",  # a score that reads positions, dropout
@@ -70,7 +71,9 @@ def test_the_kernels_of_every_spec_meet_the_error_rule_on_both_paths(path: Path,
     check_gates(forward.report.kernel)
     assert forward.report.kernel.plan.path == arch
     if BACKWARD.get(path.stem) == arch:
-        backward = call.judged_backward(forward, deterministic=deterministic)
+        plan = plan_backward(call.spec, arch, deterministic=deterministic)
+        tiles = {each.kernel: BACKWARD_TILES[arch] for each in plan.kernels if not each.streams}
+        backward = call.judged_backward(forward, deterministic=deterministic, tiles=tiles)
         for report in backward.reports:
             if report.kernel is not None:
                 check_gates(report.kernel)

@@ -156,6 +156,7 @@ def bytes_of(
     return profile.plan, {tensor.name: tensor.issued.counted for tensor in profile.tensors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts(arch: str) -> None:
     spec = loaded("full")

@@ -278,7 +278,7 @@ def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p
 # ---- what is emitted ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given_dlse", one_in(2, [False, True]))
+@pytest.mark.parametrize("given_dlse", [slow(False), slow(True)])
 def test_the_emulator_counts_exactly_the_predicted_bytes(given_dlse: bool) -> None:
     case = Case(150, 260, 1, 2, 1, "float16", 16)
     spec, (q, k, v) = sink_spec(case, None), case.tensors()

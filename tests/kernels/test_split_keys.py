@@ -41,7 +41,7 @@ def equal(found: ForwardRun, expected: ForwardRun) -> bool:
     [
         ("causal", Case(70, 300, 2, 4, 2, layout="sequence_major"), 128, 230, 0.0, "sm_80"),
         ("sliding_window", Case(5, 300, 1, 8, 2), 112, 295, 0.0, "sm_90a"),
-        ("sink", Case(33, 217, 1, 4, 2, "bfloat16"), 64, 180, 0.0, "sm_90a"),
+        slow("sink", Case(33, 217, 1, 4, 2, "bfloat16"), 64, 180, 0.0, "sm_90a"),
         slow("sink", Case(33, 217, 1, 4, 2), 64, 180, 0.0, "sm_80"),
         slow("alibi", Case(40, 230, 2, 4, 2, "bfloat16", 40, 96, "gaps"), 48, 190, 0.0, "sm_80"),
         slow("alibi", Case(40, 230, 2, 4, 2, "float16", 40, 96), 48, 190, 0.0, "sm_90a"),
@@ -74,6 +74,7 @@ def test_one_split_equals_unsplit(name: str, arch: str) -> None:
     assert equal(found, call.forward(tiles={"forward": found.plan.tile}))
 
 
+@pytest.mark.slow
 def test_one_split_equals_unsplit_in_float32() -> None:
     case = Case(40, 120, 1, 2, 2, "float32")
     call = example(spec_path("causal"), case, offsets={"q_offset": 80}, arch="sm_80")
@@ -109,7 +110,7 @@ SERVED = {
     ("name", "arch"),
     [
         ("causal", "sm_80"),
-        ("causal", "sm_90a"),
+        slow("causal", "sm_90a"),
         *(slow(name, arch) for name in SERVED for arch in ARCHS if name != "causal"),
     ],
 )
@@ -164,7 +165,7 @@ def test_the_bits_do_not_depend_on_the_number_of_blocks_and_their_order() -> Non
 # ---- splits without keys ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
 def test_parts_that_are_not_written_are_not_read(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,7 @@ def test_windows_fit_into_the_plan_without_spills(name: str, path: str, head_dim
 
 
 def of_planted(path: str) -> Call:
-    case = Case(40, 210, 1, 1, 1, "float16", 64)  # several steps
+    case = Case(40, 210, 1, 1, 1, "float16", 16)  # several steps
     return example(spec_path("relative_bias"), case, arch=path)
 
 

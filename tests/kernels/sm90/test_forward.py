@@ -53,7 +53,7 @@ def test_values_may_be_longer_or_shorter_than_keys(head_dim: int, head_dim_v: in
     judged(causal(Case(113, 203, 1, 2, 1, "float16", head_dim, head_dim_v)))
 
 
-@pytest.mark.parametrize("head_dim", [slow(8), slow(40), 104, slow(168), slow(248)])
+@pytest.mark.parametrize("head_dim", [slow(8), 40, slow(104), slow(168), slow(248)])
 def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(head_dim: int) -> None:
     judged(causal(Case(70, 90, 1, 2, 2, "float16", head_dim, None, "gaps")))
 
