@@ -26,7 +26,7 @@ from tests.support.expr_trees import (
 SETTINGS = settings(
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TILES = st.tuples(st.integers(-3, 20), st.integers(1, 5), st.integers(-3, 20), st.integers(1, 7))
@@ -82,7 +82,7 @@ def test_classification_is_never_wrong(tree: Any, values: dict[str, Any], tile: 
         assert all(flat)
 
 
-@settings(SETTINGS, max_examples=30)
+@settings(SETTINGS, max_examples=20)
 @given(tree=FLOAT_MASKS, values=VALUES, tile=TILES)
 def test_masks_of_floats_are_classified_with_room_for_rounding(
     tree: Any, values: dict[str, Any], tile: Any

@@ -50,6 +50,7 @@ def test_last(): pass
 """
 
 
+@pytest.mark.slow
 def test_each_outcome_is_written_at_once_and_a_lost_process_goes_on_behind_it(
     tmp_path: Path,
 ) -> None:

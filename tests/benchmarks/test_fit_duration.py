@@ -55,6 +55,7 @@ def test_every_series_names_its_source() -> None:
         assert 0 < max(series["tflops"]) < 989
 
 
+@pytest.mark.slow
 def test_the_script_prints_the_errors() -> None:
     done = run_python(str(ROOT / "benchmarks" / "fit_duration.py"), "--fit", "1")
     assert done.returncode == 0, done.stderr

@@ -29,14 +29,17 @@ SCRIPTS = {
     "transformers_overhead.py": "--calls 2 --rounds 2",
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
-# The parts of ranking.py have tests of their own, and the others measure times.
+# The parts of ranking.py and work_per_score.py have tests of their own, compile_all.py is the test
+# of every release of NVRTC, and the others measure times.
 SLOW = (
     "build.py",
+    "compile_all.py",
     "costly.py",
     "overhead.py",
     "paper.py",
     "ranking.py",
     "transformers_overhead.py",
+    "work_per_score.py",
 )
 ELSEWHERE = {
     "gpu.py": "test_dry.py",

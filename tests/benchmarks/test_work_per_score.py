@@ -45,7 +45,7 @@ def target(head_dim: int, loop: str, *, backward: bool = False) -> float:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("backward", [slow(False), True])
+@pytest.mark.parametrize("backward", [False, slow(True)])
 @pytest.mark.parametrize("head_dim", [slow(64), 128])
 def test_tiles_take_less_work_per_score_than_those_of_the_better_rival(
     head_dim: int, backward: bool
@@ -58,6 +58,7 @@ def test_tiles_take_less_work_per_score_than_those_of_the_better_rival(
     assert mixed <= target(head_dim, "mixed", backward=backward)
 
 
+@pytest.mark.slow
 @needs_nvdisasm
 def test_the_count_of_the_backward_pass_has_what_each_score_needs() -> None:
     causal = work("backward, causal", 128)

@@ -96,19 +96,19 @@ def test_the_call_that_is_changed_is_right():
     assert OP(**right_call()).shape == (2, 4, 5, HEAD_DIM)
 
 
-@settings(max_examples=80, suppress_health_check=QUIET)
+@settings(max_examples=50, suppress_health_check=QUIET)
 @given(CHANGES)
 def test_wrong_arguments_end_in_an_error(changes):
     call(changes)
 
 
-@settings(max_examples=80, suppress_health_check=QUIET)
+@settings(max_examples=50, suppress_health_check=QUIET)
 @given(PUBLIC_CALLS)
 def test_wrong_arguments_of_public_functions_end_in_an_error(named):
     call_public(*named)
 
 
-@settings(max_examples=80, suppress_health_check=QUIET)
+@settings(max_examples=50, suppress_health_check=QUIET)
 @given(spec_files())
 def test_wrong_spec_files_end_in_an_error(text):
     load(text)

@@ -15,7 +15,7 @@ from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates
 from tests.support.paths import ROOT
 from tests.support.shapes import DTYPES, HEAD_DIMS
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 LEARNED = [
     path
@@ -61,7 +61,7 @@ def test_backward_kernels_of_every_head_dim_pass_the_static_gates(head_dim: int)
 OF_LEARNED = itertools.product([path.stem for path in LEARNED], [16, 128])
 
 
-@pytest.mark.parametrize(("name", "head_dim"), one_in(14, OF_LEARNED))
+@pytest.mark.parametrize(("name", "head_dim"), [slow(*each) for each in OF_LEARNED])
 def test_kernels_of_exact_sums_pass_the_static_gates(name: str, head_dim: int) -> None:
     spec = fg.load(ROOT / f"specs/{name}.py").replace(head_dim=head_dim)
     (*_, exact) = build_backward(spec, deterministic=True)

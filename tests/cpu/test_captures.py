@@ -58,7 +58,7 @@ def test_gradients_are_the_derivative_along_random_directions(
     ("name", "options"),
     [
         ("relative bias", OFFSETS),
-        ("one tensor in a product", DROPOUT),
+        slow("one tensor in a product", DROPOUT),
         slow("document and looked up by its id", {}),
         slow("temperature", {}),
     ],

@@ -167,7 +167,7 @@ def test_masks_by_head_are_classified_for_all_heads_together(masks: list[int]) -
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@settings(SETTINGS, max_examples=50)
+@settings(SETTINGS, max_examples=30)
 @given(
     tree=MASKS,
     values=VALUES,

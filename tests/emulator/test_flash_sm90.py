@@ -13,7 +13,7 @@ from flashgen.emulator.errors import DeadlockError, FenceError, InFlight, OutOfB
 from flashgen.errors import EmulatorError
 from tests.support.emulator_kernels_sm90 import flash_forward, shared_bytes
 from tests.support.nvrtc_helper import compile_ptx
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 SEEDS = [None, 1, 2]
 
@@ -62,7 +62,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.n
     return p @ v / p.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, slow(128)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 65, 300])
 def test_forward_agrees_with_fp64(n: int, causal: bool, head_dim: int) -> None:
@@ -81,7 +81,7 @@ def test_checkers_do_not_change_the_result() -> None:
     assert with_checks.tobytes() == without.tobytes()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [slow(64), 128])
 def test_counters_agree_with_the_formulas_of_the_kernel(head_dim: int) -> None:
     heads, n = 3, 512
     _, counters = flash(heads, n, head_dim, True, profile=True)
@@ -103,6 +103,7 @@ def test_counters_agree_with_the_formulas_of_the_kernel(head_dim: int) -> None:
     assert conflicts == 0
 
 
+@pytest.mark.slow
 def test_speed_is_that_of_large_products() -> None:
     def seconds() -> float:
         begin = time.process_time()

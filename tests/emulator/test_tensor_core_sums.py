@@ -28,6 +28,7 @@ from tests.support.tensor_core_vectors import (
     emulated,
     vectors_of,
 )
+from tests.support.tiers import slow
 
 Array = np.ndarray[Any, Any]
 NAN = 0x7FFFFFFF
@@ -135,15 +136,18 @@ def same_bits(found: Array, wanted: Array) -> bool:
     return found.astype(np.float32).tobytes() == wanted.astype(np.float32).tobytes()
 
 
+@pytest.mark.parametrize("spreads", [(1, 14, 62), slow((6, 30, 70))], ids=["fast", "slow"])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("gpu", "kind"), OF_MMA)
-def test_sums_of_any_values_follow_the_rules(gpu: str, kind: str, half: bool) -> None:
+def test_sums_of_any_values_follow_the_rules(
+    gpu: str, kind: str, half: bool, spreads: tuple[int, ...]
+) -> None:
     """Exponents far apart, subnormal values, zeros, infinities, NaN and overflow."""
     if half and kind in ("bf16", "tf32"):
         return
     size = np.dtype(KINDS[kind][1]).itemsize
     accumulators = np.float16 if half else np.float32
-    for seed, spread in enumerate((1, 6, 14, 30, 62, 70)):
+    for seed, spread in enumerate(spreads):
         for k in (16 // size, 32 // size):
             a, b = (awkward(10 * seed + i, (96, k), kind, spread) for i in range(2))
             with np.errstate(over="ignore"):
@@ -248,7 +252,7 @@ extern "C" __global__ void sum(const uint4* a, const uint2* b, float* out, int n
 """
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90")])
 def test_a_sum_longer_than_the_accumulator_passes_only_if_it_is_rounded(arch: str) -> None:
     """All terms are positive, so that every truncation makes the sum smaller.
 

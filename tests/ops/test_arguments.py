@@ -15,6 +15,7 @@ from flashgen.ops import check, run_backward, run_forward
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from tests.support.fake_driver import Field, unpacked
+from tests.support.tiers import slow
 
 window, slope, on = (
     fg.Scalar("window", "int32"),
@@ -165,7 +166,7 @@ def test_a_forward_call_launches_with_the_addresses_of_its_tensors(gpu):
     assert gpu.driver.calls.count("cuLaunchKernel") == 1
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [slow(False), True])
 def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
     q, k, v = (torch.randn(2, 2, 40, 16).half() for _ in range(3))
     spec = SPEC.replace(name="launched_back")

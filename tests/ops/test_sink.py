@@ -121,6 +121,7 @@ def test_the_emulated_kernels_agree_with_the_tiled_algorithms_through_autograd()
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_required_is_not_computed() -> None:
     given = leaves()
     out = OP(*given[:3], sink=given[3].detach(), backend="emulator")
@@ -188,6 +189,7 @@ def test_gradients_of_a_vmapped_call_reach_each_sink() -> None:
         torch.testing.assert_close(gradient, torch.func.grad(loss)(sink), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_flashgen_run_checks_a_spec_with_a_sink() -> None:
     options = ["--shape", "1,2,40", "--head-dim", "16", "--backward", "--backend", "emulator"]
     result = CliRunner().invoke(app, ["run", str(spec_path("sink")), *options])

@@ -104,6 +104,7 @@ def test_autocast_and_parts_of_a_whole_work_with_split_keys() -> None:
     assert torch.equal(heads, expected[:, 1:])
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_several_sizes_and_checks_them() -> None:
     q, k, v = operands()
 

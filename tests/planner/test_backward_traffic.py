@@ -9,6 +9,7 @@ import flashgen as fg
 from flashgen.ops import run_backward, run_forward
 from flashgen.planner import backward_traffic, forward_traffic
 from tests.support.plan_problems import backward_of, plan_of
+from tests.support.tiers import slow
 
 SHAPES = [(1, 1, 1, 1, 1), (2, 4, 2, 113, 203), (1, 6, 1, 257, 257), (3, 4, 4, 17, 5)]
 
@@ -72,7 +73,7 @@ def test_each_kernel_reads_its_own_rows_once_and_the_others_at_each_visit(name, 
     assert (got.dk, got.dv) == (keys * 128, keys * 80)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [slow(False), True])
 def test_the_emulator_counts_exactly_the_predicted_bytes(deterministic):
     def mask_mod(b, h, q, k):
         return k <= q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import time
 import types
@@ -26,6 +27,7 @@ from tests.support.plan_problems import (
     spec_of,
     within_limits,
 )
+from tests.support.tiers import one_in
 
 KIB = 1024
 
@@ -81,8 +83,9 @@ def test_tiles_are_those_that_hand_written_kernels_use():
         assert each.block_k >= 64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), one_in(2, itertools.product([64, 128, 256], DTYPES))
+)
 def test_more_shared_memory_never_makes_the_predicted_cost_worse(head_dim, dtype):
     forward = functools.partial(plan_of, head_dim, dtype)
     backward = functools.partial(backward_of, head_dim, dtype)

@@ -25,7 +25,7 @@ from flashgen.planner.proofs import (
 )
 from flashgen.planner.proofs.certificate import Certificate
 from tests.support.examples import SPECS
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 t = fg.Tensor("t", ("n",), "float32", grad=True)
 
@@ -56,7 +56,7 @@ SCORES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", [slow(n) if n == "smooth" else n for n in SCORES])
 def test_a_score_function_has_its_derivative_certified_and_no_other(name: str) -> None:
     spec = fg.AttentionSpec(score_mod=SCORES[name], head_dim=64, name=name)
     right = analyse(spec)

@@ -260,6 +260,7 @@ def test_the_command_prints_everything(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "roof.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_counts_with_dropout():
     command = ["profile", str(ROOT / "specs/causal.py"), "--shape", "1,2,1,40,200"]
     plain, dropped = (
