@@ -72,9 +72,7 @@ def _main(world: str, folder: str, seconds: str, names: str) -> None:
         os.waitpid(child, 0)
 
 
-def _be_rank(
-    rank: int, world: int, folder: Path, seconds: float, names: Sequence[str]
-) -> NoReturn:
+def _be_rank(rank: int, world: int, folder: Path, seconds: float, names: Sequence[str]) -> NoReturn:
     import torch.distributed as dist
 
     try:
