@@ -36,6 +36,7 @@ from train_char_model import CharTransformer, Sizes, Tensor, Text
 import flashgen as fg
 
 TEXT = Path(__file__).resolve().parent / "coriolanus.txt"
+SIZES = Sizes(context=128, batch=8, layers=2, heads=2, head_dim=32)
 LEARNED = 2000  # characters; a model that knows them by heart has something to say
 BEGINNING = "First Citizen:\nBefore we proceed any further, hear me speak.\n\n"
 REQUESTS = (  # prompts, and how many characters follow
@@ -71,7 +72,7 @@ def train(text: Text, sizes: Sizes, steps: int, device: str) -> CharTransformer:
     torch.manual_seed(0)
     attention = causal_attention(sizes.head_dim, torch.float32)
     model = CharTransformer(len(text.characters), sizes, attention).to(device)
-    rate = 8e-3
+    rate = 8e-3  # after a warm-up, decreasing in proportion to the steps that remain
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99))
     for step, (pieces, following) in enumerate(text.batches(sizes, steps, seed=0)):
         optimizer.param_groups[0]["lr"] = rate * min((step + 1) / 20, 1.1 - step / steps)
@@ -116,6 +117,8 @@ def show(engines: dict[str, Engine], seconds: dict[str, float]) -> None:
         "that run at one time; accepted: drafts in each verification, beside the token that the\n"
         "call gives without drafts"
     )
+    name, engine = list(engines.items())[-1]
+    counts = engine.counts
     of_calls = " ".join(map(str, counts.tokens))
     of_drafts = " ".join(map(str, counts.accepted))
     for text in (f"Tokens of each call {name}: {of_calls}", f"Accepted drafts: {of_drafts}"):
@@ -140,8 +143,10 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     emulator = options.backend == "emulator"
     options.device = options.device or ("cuda" if gpu and not emulator else "cpu")
-    options.requests = options.requests or (3 if emulator else len(REQUESTS))
-    options.tokens = options.tokens or (8 if emulator else sizes_of().context)
+    if options.requests is None:
+        options.requests = 3 if emulator else len(REQUESTS)
+    if options.tokens is None:
+        options.tokens = 8 if emulator else SIZES.context
     if min(options.steps, options.requests, options.tokens) < 1:
         parser.error("--steps, --requests and --tokens are at least 1")
     if options.device == "cuda" and not gpu:
@@ -149,14 +154,10 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def sizes_of() -> Sizes:
-    return Sizes(context=128, batch=8, layers=2, heads=2, head_dim=32)
-
-
 def main(given: Sequence[str] | None = None) -> int:
     options = options_of(given)
     dtype = torch.float16 if options.backend == "emulator" else torch.float32
-    text, sizes = Text(TEXT.read_text(encoding="utf-8")[:LEARNED]), sizes_of()
+    text, sizes = Text(TEXT.read_text(encoding="utf-8")[:LEARNED]), SIZES
     print(
         f"text      {TEXT.name}, {LEARNED:,} characters\n"
         f"model     {sizes.layers} layers, {sizes.heads} heads of {sizes.head_dim}, "
@@ -164,7 +165,9 @@ def main(given: Sequence[str] | None = None) -> int:
         f"device    {options.device}, caches of {dtype}",
         flush=True,
     )
+    start = time.perf_counter()
     model = train(text, sizes, options.steps, options.device)
+    print(f"trained   {options.steps} steps in {time.perf_counter() - start:.0f} s", flush=True)
     for block in model.blocks:
         block.attention = causal_attention(sizes.head_dim, dtype)
 
@@ -178,17 +181,19 @@ def main(given: Sequence[str] | None = None) -> int:
 
     expected = [plain(model, request) for request in requests()]
     for request, tokens in zip(requests(), expected, strict=True):
-        start = len(request.tokens)
-        print(f"request   {text.decode(tokens[:start])!r}")
-        print(f"       -> {text.decode(tokens[start:])!r}")
+        prompt = len(request.tokens)
+        print(f"request   {text.decode(tokens[:prompt])!r}")
+        print(f"       -> {text.decode(tokens[prompt:])!r}")
 
-    engines, seconds, equal = {}, {}, True
+    engines: dict[str, Engine] = {}
+    seconds: dict[str, float] = {}
+    equal = True
     for name, how in ENGINES.items():
         engine = Engine(model, sizes, dtype, **how, backend=options.backend, arch=options.arch)
         served = requests()
-        start_time = time.perf_counter()
+        start = time.perf_counter()
         engine.serve(served)
-        engines[name], seconds[name] = engine, time.perf_counter() - start_time
+        engines[name], seconds[name] = engine, time.perf_counter() - start
         equal = equal and [request.tokens for request in served] == expected
     show(engines, seconds)
     verdict = "pass" if equal else "FAIL"

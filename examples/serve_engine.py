@@ -228,11 +228,19 @@ class Engine:
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
         """[1, heads, tokens of all requests, head_dim] -> the same shape."""
         k_cache, v_cache = self.cache[layer]
-        new = {name: self.tables[name] for name in ("page_table", "cache_seqlens")}
-        new["cu_seqlens"] = self.tables["cu_seqlens_q"]
-        dtype = self.cache.dtype
-        fg.append_kv(k.to(dtype), v.to(dtype), k_cache, v_cache, **new, **self.how)
-        return self.op(q.to(dtype), k_cache, v_cache, **self.tables, **self.how).to(q.dtype)
+        dtype, tables = self.cache.dtype, self.tables
+        fg.append_kv(
+            k.to(dtype),
+            v.to(dtype),
+            k_cache,
+            v_cache,
+            page_table=tables["page_table"],
+            cache_seqlens=tables["cache_seqlens"],
+            cu_seqlens=tables["cu_seqlens_q"],
+            **self.how,
+        )
+        out: Tensor = self.op(q.to(dtype), k_cache, v_cache, **tables, **self.how)
+        return out.to(q.dtype)
 
     def call(self, parts: Sequence[Part]) -> list[list[int]]:
         """The model's next token after each token of the parts."""

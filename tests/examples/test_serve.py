@@ -188,6 +188,6 @@ def test_a_wrong_option_is_reported_before_anything_is_trained(
     example: ModuleType, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        example.main([option, "-1"])
+        example.main([option, "0"])
     assert ended.value.code == 2
     assert "are at least 1" in capsys.readouterr().err
