@@ -5,7 +5,8 @@ steps: nothing overlaps the loads of the rows that its block owns, the products 
 its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
 run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
 numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
-through global memory once.
+through global memory once. A block of a kernel without score elements has an equal share of global
+memory's rate, however few blocks there are.
 
 `benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
 libraries with their published ones.
@@ -70,7 +71,11 @@ class Duration:
 
 
 def duration_of(
-    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool = False
+    plan: Plan,
+    walks: Sequence[tuple[LaunchSizes, Visited | None]],
+    *,
+    uneven: bool = False,
+    splits: int = 1,
 ) -> Duration:
     """The predicted duration of one launch of a kernel.
 
@@ -79,6 +84,7 @@ def duration_of(
             `forward_traffic` and `backward_traffic`. Interleaved heads are heads of one part.
         uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
             are interleaved.
+        splits: the parts of a row that a merge reads.
 
     Raises:
         ValueError: visited tiles are for another number of tiles.
@@ -93,7 +99,7 @@ def duration_of(
         rows += sizes.batch * sizes.heads_q * sizes.seq_q
     steps = sum(sum(part.lengths) * part.times for part in parts)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
-    scores = rows if streams else steps * plan.block_q * plan.block_k
+    scores = rows * splits if streams else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -105,7 +111,7 @@ def duration_of(
         "l2_rate": arch.l2_bytes_per_clock,
         "cost": plan.cost,
         "scores": scores,
-        "bytes": sum(_bytes(plan, sizes) for sizes, _ in walks),
+        "bytes": sum(_bytes(plan, sizes, splits) for sizes, _ in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     formulas = STREAMING_FORMULAS if streams else FORMULAS
@@ -178,9 +184,12 @@ def _edges(plan: Plan) -> int:
     return plan.itemsize * plan.block_q * (d_qk + d_v + gradient)
 
 
-def _bytes(plan: Plan, sizes: LaunchSizes) -> int:
+def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     """Bytes of all operands and results, each counted once."""
     queries = sizes.batch * sizes.heads_q * sizes.seq_q
+    if plan.kernel == "merge":
+        at = plan.quantities
+        return queries * int(splits * at["part_bytes"] + at["row_bytes"])
     keys = sizes.batch * sizes.heads_kv * sizes.seq_k
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     operands = queries * qk + keys * (qk + v)

@@ -60,11 +60,13 @@ class SplitPlan:
         return work_tiles / (math.ceil(work_tiles / self.slots) * self.slots)
 
     def __str__(self) -> str:
-        lines = [
-            f"split_size = {self.size:,} keys, {math.ceil(self.size / self.block_k)} tiles of "
-            f"{self.block_k}: about the most with which {self.slots} slots are busy for "
-            f"{LEAST_BUSY:.0%} of the time"
-        ]
+        tiles = math.ceil(self.size / self.block_k)
+        wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
+        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
+            why = f"about the most that keeps {wanted}"
+        else:
+            why = f"none keeps {wanted}, and this one comes nearest"
+        lines = [f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"]
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
             lines.append(

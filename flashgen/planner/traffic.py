@@ -52,7 +52,7 @@ def walks_of_head(
     return walks
 
 
-def _rows(tiles: Iterable[int], size: int, length: int) -> int:
+def rows_in(tiles: Iterable[int], size: int, length: int) -> int:
     """Rows of these tiles that exist."""
     return sum(max(0, min(size, length - tile * size)) for tile in tiles)
 
@@ -169,13 +169,13 @@ def forward_traffic(
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
     # A block that reaches no key loads nothing, and writes zeros.
     reaching = (place for place, tiles in enumerate(walks) if tiles)
-    q_rows = _rows(reaching, plan.queries_per_tile, seq_q)
-    k_rows = _rows(chain(*walks), plan.block_k, seq_k)
+    q_rows = rows_in(reaching, plan.queries_per_tile, seq_q)
+    k_rows = rows_in(chain(*walks), plan.block_k, seq_k)
     pairs = batch * heads_q
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
-    kv_touched = _rows(set(chain(*walks)), plan.block_k, seq_k)
+    kv_touched = rows_in(set(chain(*walks)), plan.block_k, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
     logits = heads_q * plan.sink_bytes
     lanes = WARP * plan.warps * plan.heads_per_warp  # each reads the logits of its rows' heads
@@ -240,7 +240,7 @@ def backward_traffic(
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
     count = -(-owned[1] // owned[0])
     reaching = (place for place in range(count) if any(map(len, walks[place::count])))
-    own_rows, walked_rows = _rows(reaching, *owned), _rows(chain(*walks), *walked)
+    own_rows, walked_rows = rows_in(reaching, *owned), rows_in(chain(*walks), *walked)
     times = pairs * count // len(walks)  # repetitions of these walks
     steps = times * sum(map(len, walks))
     scores = steps * plan.block_q * plan.block_k

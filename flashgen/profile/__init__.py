@@ -6,6 +6,7 @@ coalescing, bank conflicts, work by class, each by step and by line of the emitt
 roofline.
 """
 
+from flashgen.profile.decoding import DecodingPlan, plan_decoding
 from flashgen.profile.kernel_profile import (
     Phase,
     Profile,
@@ -22,6 +23,7 @@ from flashgen.profile.run import array_of, problem_of_call, profile_backward, pr
 from flashgen.profile.visited_tiles import walks_of
 
 __all__ = [
+    "DecodingPlan",
     "KernelStep",
     "Phase",
     "Profile",
@@ -34,6 +36,7 @@ __all__ = [
     "check_plot",
     "counted_cost",
     "expected_multiply_adds",
+    "plan_decoding",
     "plot",
     "problem_of_call",
     "profile_backward",

@@ -24,6 +24,7 @@ from flashgen.planner import (
 from flashgen.planner.duration import Duration, duration_of
 from flashgen.planner.quantities import Number
 from flashgen.profile.block_layout_traffic import bytes_of_layout
+from flashgen.profile.split_calls import SplitPrediction
 from flashgen.profile.visited_tiles import Array, HeadWalk, heads_of, joined
 from flashgen.runtime.bind_arguments import blocks_of_call
 
@@ -94,6 +95,29 @@ def predict(
         multiply_adds=multiply_adds_of(plan, moved.scores),
         clocks={term: float(at[term]) * moved.scores for term in TERMS if term in at},
         duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
+    )
+
+
+def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> LaunchPrediction:
+    """The predictions for a launch of a call with split keys or a paged cache.
+
+    Args:
+        found: the predictions for the call; None without any.
+    """
+    plan = build.plan
+    if found is None or plan.kernel == "minmax_table":
+        return LaunchPrediction()
+    if plan.kernel == "merge":
+        return LaunchPrediction(found.traffic.of_merge(), duration=found.merge)
+    bytes_ = found.traffic.of_forward()
+    if found.blocks is not None and found.blocks.persistent:
+        bytes_["tile_counter"] = COUNTER_BYTES * found.blocks.work_tiles
+    at = plan.quantities
+    return LaunchPrediction(
+        bytes=bytes_,
+        multiply_adds=multiply_adds_of(plan, found.scores),
+        clocks={term: float(at[term]) * found.scores for term in TERMS if term in at},
+        duration=found.forward,
     )
 
 

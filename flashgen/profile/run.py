@@ -20,12 +20,22 @@ from flashgen.pipeline import Build, build_minmax_tables
 from flashgen.planner import Plan
 from flashgen.profile.kernel_profile import Profile, Quantity, TensorTraffic
 from flashgen.profile.kernel_steps import lines_of, phases_of
-from flashgen.profile.prediction import TERMS, LaunchPrediction, predict
+from flashgen.profile.prediction import (
+    TERMS,
+    LaunchPrediction,
+    predict,
+    predict_launch_of_splits,
+)
 from flashgen.profile.roofline import clocks, roofline
+from flashgen.profile.split_calls import predict_splits
+from flashgen.runtime.calls import variant_of
 
 Tensor = torch.Tensor
 
-_CALL = ("scalars", "tensors", "scale", "q_offset", "k_offset", "dropout_p", "rng")
+_CALL = (
+    *("scalars", "tensors", "scale", "q_offset", "k_offset", "dropout_p", "rng"),
+    "split_size",
+)
 
 
 def profile_forward(
@@ -45,7 +55,10 @@ def profile_forward(
     with emulator.profiling() as launches:
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
     problem = problem_of_call(spec, (q, k, v), options, run.rng)
-    return run, _profiles(spec, launches, (run.report,), problem, options, dlse=False)
+    given = {name: options.get(name) for name in ("scalars", "tensors")}
+    spec, _ = variant_of(spec, q, k, options.get("split_size"), **given)
+    merge = () if run.report.merge is None else (run.report.merge,)
+    return run, _profiles(spec, launches, (run.report, *merge), problem, options, dlse=False)
 
 
 def profile_backward(
@@ -107,10 +120,18 @@ def _profiles(
     builds += build_minmax_tables(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}
     captured = {name: array_of(tensor) for name, tensor in (options.get("tensors") or {}).items()}
+    served = spec.split or spec.paged
+    splits = None
+    if served and launches:
+        forward = builds[0]
+        splits = predict_splits(spec, forward.analysis.mask, forward.plan, problem, captured)
     found = []
     for counters in launches:
         build = by_name[counters.kernel]
-        prediction = predict(spec, build, problem, captured, dlse)
+        if served:
+            prediction = predict_launch_of_splits(build, splits)
+        else:
+            prediction = predict(spec, build, problem, captured, dlse)
         found.append(profile_of(build, counters, prediction))
     return tuple(found)
 

@@ -66,17 +66,9 @@ def run_forward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    from flashgen.language.signature import packed_queries, split
-
-    if spec.paged and BOUNDARIES[0] in (tensors or {}):
-        spec = packed_queries(spec)
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
-    size = scalar_of(split_size)
-    if size:
-        pages = tensors[PAGE_NAMES[0]].shape[1] if spec.paged and tensors else 1
-        whole = scalars_of(0, None, q, k, pages)
-        spec, scalars = split(spec), {**(scalars or {}), **whole, **size}
+    spec, scalars = variant_of(spec, q, k, split_size, scalars=scalars, tensors=tensors)
     spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     operands = Operands(q, k, v, captured, rng)
@@ -155,6 +147,7 @@ def check(
     tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float | Tensor = 0.0,
     rng: Tensor | None = None,
+    split_size: int | None = None,
 ) -> CheckedCall:
     """The checked sizes and numbers of a forward call, with the arguments of `run_forward`.
 
@@ -163,10 +156,39 @@ def check(
     """
     from flashgen.language.signature import signature_of
 
+    spec, scalars = variant_of(spec, q, k, split_size, scalars=scalars, tensors=tensors)
     spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
     return checks.check(signature_of(spec), Operands(q, k, v, captured, rng), options)
+
+
+def variant_of(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    split_size: int | None,
+    *,
+    scalars: Mapping[str, object] | None,
+    tensors: Mapping[str, Tensor] | None,
+) -> tuple[AttentionSpec, Mapping[str, object]]:
+    """The variant of ``spec`` for split keys or packed queries in pages, and its scalars.
+
+    Arguments as in `run_forward`, with its own result where a call has neither.
+
+    Raises:
+        InputError: split_size is not a number of keys that kernels can split.
+        SpecError: the spec has packed sequences, whose keys cannot be split.
+    """
+    from flashgen.language.signature import packed_queries, split
+
+    if spec.paged and BOUNDARIES[0] in (tensors or {}):
+        spec = packed_queries(spec)
+    size = scalar_of(split_size)
+    if not size:
+        return spec, scalars or {}
+    pages = tensors[PAGE_NAMES[0]].shape[1] if spec.paged and tensors else 1
+    return split(spec), {**(scalars or {}), **scalars_of(0, None, q, k, pages), **size}
 
 
 def _at_offsets(

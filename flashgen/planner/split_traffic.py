@@ -1,0 +1,201 @@
+"""Bytes of a call with split keys or a paged cache: those of the forward kernel and of the merge.
+
+They are those that the lanes' loads and stores request, by formulas of the rows that work tiles
+read and write. The HBM bound is K, V, q and out, each moved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from flashgen.arch import WARP
+from flashgen.planner.derivation import line_of, printed_line
+from flashgen.planner.formulas import Formula, FormulaSequence
+from flashgen.planner.kernel_plan import Plan
+from flashgen.planner.quantities import Number
+from flashgen.planner.traffic import LaunchSizes, Visited, rows_in, walks_of_head
+
+# The forward kernel. It reads K and V once for the heads that share a tile.
+Q_READ = Formula("q_read", "e*d_qk*query_rows", "B")
+K_READ = Formula("k_read", "e*d_qk*key_rows", "B")
+V_READ = Formula("v_read", "e*d_v*value_rows", "B")
+PAGES_READ = Formula("pages_read", "4*table_reads + 4*length_reads", "B")
+O_WRITTEN = Formula("o_written", "e_out*d_v*part_rows", "B")
+LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
+FORWARD_BYTES = Formula(
+    "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
+)
+# The merge. Each lane of a row reads the LSE of each part twice: for the largest, and for weights.
+PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
+PARTS_LSE_READ = Formula("parts_lse_read", "2*4*row_lanes*lse_rows", "B")
+MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
+MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
+
+BOUND_BYTES = Formula("bound_bytes", "e*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows", "B")
+OVER_BOUND = Formula("over_bound", "(forward_bytes + merge_bytes)/bound_bytes")
+
+OF_FORWARD = (Q_READ, K_READ, V_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN, FORWARD_BYTES)
+OF_MERGE = (PARTS_READ, PARTS_LSE_READ, MERGED_WRITTEN, MERGE_BYTES)
+
+
+class SplitWalk(NamedTuple):
+    """The work of one split, or of all keys where they are not split.
+
+    Attributes:
+        sizes: those of the split: seq_k is the number of its keys.
+        visited: the key tiles that each query tile visits; None for all of them.
+        keys_behind: keys of the tensor behind the split.
+    """
+
+    sizes: LaunchSizes
+    visited: Visited | None = None
+    keys_behind: int = 0
+
+
+class Rows(NamedTuple):
+    """Rows that a launch reads and writes, by the names of the quantities of the formulas."""
+
+    query_rows: int = 0
+    key_rows: int = 0
+    value_rows: int = 0
+    part_rows: int = 0
+    lse_rows: int = 0
+    table_reads: int = 0
+    length_reads: int = 0
+    keys: int = 0
+
+    def plus(self, other: Rows, times: int = 1) -> Rows:
+        return Rows(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class SplitTraffic:
+    """Bytes of the launches of a call, exact where a work tile has one query of each head.
+
+    Elsewhere a row without keys in a split counts as one with keys if its tile reaches any.
+
+    Attributes:
+        merges: whether the keys are split, so that a second launch merges the results.
+        paged: whether K and V are read from the pages of a cache.
+        at: the quantities of the formulas, the results included.
+    """
+
+    merges: bool
+    paged: bool
+    at: Mapping[str, Number]
+
+    @property
+    def over_bound(self) -> float:
+        """Bytes of all launches over those of the HBM bound: K, V, q and out, each once."""
+        return float(self.at["over_bound"])
+
+    def of_forward(self) -> dict[str, int]:
+        """Bytes by the names of the forward kernel's pointers."""
+        names = {"q": "q_read", "o": "o_written", "lse": "lse_written"}
+        found = {name: int(self.at[quantity]) for name, quantity in names.items()}
+        k, v = int(self.at["k_read"]), int(self.at["v_read"])
+        if not self.paged:
+            return found | {"k": k, "v": v}
+        # TMA and lanes read the same cache.
+        return found | {
+            **{"k": 0, "v": 0, "k_cache": k, "v_cache": v},
+            "c_page_table": 4 * int(self.at["table_reads"]),
+            "c_cache_seqlens": 4 * int(self.at["length_reads"]),
+        }
+
+    def of_merge(self) -> dict[str, int]:
+        """Bytes by the names of the merge kernel's pointers."""
+        lse = 4 * int(self.at["rows"])
+        return {
+            "parts_o": int(self.at["parts_read"]),
+            "parts_lse": int(self.at["parts_lse_read"]),
+            "o": int(self.at["merged_written"]) - lse,
+            "lse": lse,
+        }
+
+    def __str__(self) -> str:
+        formulas = (*OF_FORWARD, *(OF_MERGE if self.merges else ()), BOUND_BYTES, OVER_BOUND)
+        return "\n".join(
+            ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
+        )
+
+
+def split_traffic(
+    plan: Plan,
+    merge: Plan | None,
+    walks: Sequence[SplitWalk],
+    rows: int,
+    keys: int,
+    *,
+    box_rows: int | None = None,
+) -> SplitTraffic:
+    """The bytes of the launches of a call.
+
+    Args:
+        plan: the plan of the forward kernel.
+        merge: the plan of the merge; None where the keys are not split.
+        walks: the work of each split.
+        rows: query rows of all heads and sequences.
+        keys: keys of all key heads and sequences.
+        box_rows: for a paged cache, the keys that TMA copies at once, or 0 where lanes copy every
+            row; None for contiguous keys.
+    """
+    counts = Rows()
+    for walk in walks:
+        counts = counts.plus(_rows_of(plan, walk, box_rows, split=merge is not None))
+    at: dict[str, Number] = {
+        "e": plan.itemsize,
+        "e_out": plan.out_itemsize,
+        "d_qk": plan.head_dim,
+        "d_v": plan.head_dim_v,
+        "row_lanes": 0 if merge is None else merge.threads // merge.block_q,
+        **counts._asdict(),
+        "rows": rows,
+        "keys": min(keys, counts.keys),  # heads that visit different keys may share some
+        "merge_bytes": 0,
+    }
+    formulas = (*OF_FORWARD, *(OF_MERGE if merge is not None else ()), BOUND_BYTES, OVER_BOUND)
+    FormulaSequence(*formulas)(at)
+    return SplitTraffic(merge is not None, box_rows is not None, at)
+
+
+def _rows_of(plan: Plan, walk: SplitWalk, box_rows: int | None, *, split: bool) -> Rows:
+    """The rows of one split."""
+    sizes = walk.sizes
+    walks = walks_of_head(plan, sizes, walk.visited)
+    reaching = [place for place, tiles in enumerate(walks) if tiles]
+    queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
+    pairs = sizes.batch * sizes.heads_q
+    shared = pairs // plan.heads_per_tile  # walks over the keys
+    threads = WARP * (plan.warps + (1 if plan.other_warps else 0))
+    found = Rows(
+        query_rows=pairs * queries,
+        part_rows=pairs * (queries if split else sizes.seq_q),
+        lse_rows=pairs * sizes.seq_q,
+        length_reads=0 if box_rows is None else shared * len(walks) * threads,
+        keys=sizes.batch * sizes.heads_kv * rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k),
+    )
+    for tile in chain(*walks):
+        found = found.plus(_rows_of_tile(plan, walk, tile, box_rows), shared)
+    return found
+
+
+def _rows_of_tile(plan: Plan, walk: SplitWalk, tile: int, box_rows: int | None) -> Rows:
+    """The rows of K and V of one tile, and the entries of the page table that are read for them."""
+    valid = min(plan.block_k, walk.sizes.seq_k - tile * plan.block_k)
+    if box_rows is None:
+        # TMA reads whole tiles, past the border of a split.
+        if plan.path == "sm_90a":
+            valid = min(plan.block_k, valid + walk.keys_behind)
+        return Rows(key_rows=valid, value_rows=valid)
+    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
+    if not box_rows or plan.path != "sm_90a":
+        reads = valid * (vectors + vectors_v)
+        return Rows(key_rows=valid, value_rows=valid, table_reads=reads)
+    boxes = -(-valid // box_rows)
+    # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
+    reads = 2 * boxes + valid % box_rows * vectors_v
+    return Rows(key_rows=boxes * box_rows, value_rows=valid, table_reads=reads)
