@@ -16,6 +16,9 @@ from flashgen.arch import KNOWN
 
 DEFAULT_ARCH = "sm_80"
 
+DECODING_SHAPE = "1,32,8,1,131072"
+"""The shape of ``flashgen plan --decode`` where none is given."""
+
 Scalars = Annotated[
     tuple[str, ...], Option("--scalar", metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
 ]
@@ -53,6 +56,28 @@ class SpecArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodingArguments(SpecArguments):
+    """A spec, and whether its queries are the last positions of a sequence."""
+
+    decode: Annotated[
+        bool,
+        Option("--decode", help="Queries at the last positions: one, or the Nq of --shape."),
+    ] = False
+    page: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="With --decode: a cache with pages of N keys."),
+    ] = None
+    split_size: Annotated[
+        int | None,
+        Option(
+            min=0,
+            metavar="N",
+            help="With --decode: keys of a split, instead of the plan's; 0: none.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallArguments(SpecArguments):
     """A spec and a call of it on random operands."""
 
@@ -69,7 +94,7 @@ class CallArguments(SpecArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunArguments(CallArguments):
+class RunArguments(CallArguments, DecodingArguments):
     """Analyse, plan, emit, compile, execute and compare with the float64 oracle."""
 
     q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
@@ -82,7 +107,7 @@ class RunArguments(CallArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileArguments(CallArguments):
+class ProfileArguments(CallArguments, DecodingArguments):
     """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
 
     lines: Annotated[int, Option(min=0, help="Number of lines of the source to show.")] = 8
@@ -102,11 +127,15 @@ class TuneArguments(CallArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(SpecArguments):
+class PlanArguments(DecodingArguments):
     """Print the tiles, warps and shared memory, and how they are derived."""
 
     shape: Annotated[
-        str | None, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches.")
+        str | None,
+        Option(
+            help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches. With --decode "
+            f"{DECODING_SHAPE} by default."
+        ),
     ] = None
     scalars: Scalars = ()
     backward: InsteadOfForward = False

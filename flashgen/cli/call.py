@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen import config, launch
@@ -37,8 +37,12 @@ def random_call(
     device: str = "cpu",
     q_offset: int = 0,
     k_offset: int = 0,
+    capacity: int = 0,
 ) -> RandomCall:
     """Standard normal operands, the same on every machine for the same seed.
+
+    Args:
+        capacity: the positions of keys that captured tensors have at least.
 
     Raises:
         InputError: a scalar has no value, the file's examples are wrong, or the operands exceed
@@ -62,8 +66,9 @@ def random_call(
     dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
     dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
+    of_tensors = replace(sizes, seq_k=max(sizes.seq_k, capacity))
     tensors, tensor_examples = tensor_values(
-        spec, arguments.path, sizes, **offsets, seed=arguments.seed, device=device
+        spec, arguments.path, of_tensors, **offsets, seed=arguments.seed, device=device
     )
     options: dict[str, Any] = {"scalars": scalars, "tensors": tensors, **offsets}
     if arguments.dropout:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, CallArguments, PlanArguments
+from flashgen.cli.arguments import DECODING_SHAPE, DEFAULT_ARCH, CallArguments, PlanArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, write
-from flashgen.cli.inputs import load_spec, parse_shape, scalar_values
+from flashgen.cli.decoding import capacity_of, decoding_plan, sizes_of
+from flashgen.cli.inputs import load_spec, scalar_values
 from flashgen.errors import InputError
 from flashgen.planner import Plan, plan_backward
 from flashgen.planner import plan as plan_forward
@@ -29,14 +31,17 @@ def plan(arguments: PlanArguments) -> None:
         _distributed(arguments, spec, arch, arguments.world)
         return
     plans: Sequence[Plan]
-    if arguments.backward:
+    if arguments.decode:
+        _decoding(arguments, spec, arch)
+        plans = ()
+    elif arguments.backward:
         backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
         write(str(backward))
         plans = backward.kernels
     else:
         plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write(str(plans[0]))
-    if arguments.shape is not None:
+    if arguments.shape is not None and not arguments.decode:
         _predict(arguments, arguments.shape, spec, plans)
     if arguments.certify:
         from flashgen.planner.proofs import certify
@@ -51,6 +56,23 @@ def plan(arguments: PlanArguments) -> None:
             write(f"\n{each}")
 
 
+def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str) -> None:
+    """The kernels of decoding calls, and the predictions for their launches."""
+    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        from flashgen.cli.captured_tensors import tensor_values
+    tensors, _ = tensor_values(
+        spec,
+        arguments.path,
+        replace(sizes, seq_k=capacity_of(arguments, sizes)),
+        q_offset=sizes.seq_k - sizes.seq_q,
+    )
+    options = {"scalars": scalars, "tensors": tensors}
+    planned = decoding_plan(spec, arguments, sizes, options, arch)
+    write(f"{planned}\n\nfor {sizes}, {spec.dtype}")
+
+
 def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int) -> None:
     """What each rank of a distributed call holds, sends and computes."""
     if arguments.shape is None:
@@ -60,7 +82,7 @@ def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world
             numbers=f"--world {world} without --shape",
             way_out="--shape B,H,N as in 1,32,131072",
         )
-    sizes = parse_shape(arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape)
     scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
     with busy("loading torch"):
         from flashgen import distributed
@@ -102,7 +124,7 @@ def _predict(
     arguments: PlanArguments, shape: str, spec: AttentionSpec, plans: Sequence[Plan]
 ) -> None:
     """The predicted time of each launch for a shape."""
-    sizes = parse_shape(shape)
+    sizes = sizes_of(arguments, shape)
     with busy("loading torch"):
         from flashgen.cli.tune import problem_of
         from flashgen.runtime.bind_arguments import blocks_of_call, heads_of_call

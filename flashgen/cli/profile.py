@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING
 from flashgen.cli.arguments import ProfileArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, listing, say, seconds
-from flashgen.cli.inputs import check_folder, load_spec, parse_shape
+from flashgen.cli.decoding import (
+    ServedCall,
+    capacity_of,
+    decoding_plan,
+    served_call,
+    sizes_of,
+)
+from flashgen.cli.inputs import check_folder, load_spec
 from flashgen.cli.progress import emulated, expected_work
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
-    from flashgen.profile import Profile, Quantity
+    from flashgen.profile import DecodingPlan, Profile, Quantity
 
 _SECTOR = 32  # bytes
 
@@ -22,17 +29,22 @@ _SECTOR = 32  # bytes
 def profile(arguments: ProfileArguments) -> None:
     """Executes one spec in the emulator and prints the profile of each kernel."""
     spec = load_spec(arguments)
-    sizes = parse_shape(arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
         from flashgen.profile import check_plot, plot, profile_backward, profile_forward
     if arguments.plot is not None:
         check_folder(arguments.plot.parent, "--plot")
         check_plot(arguments.plot)
-    call = random_call(spec, arguments, sizes)
-    options = call.options | {"arch": arguments.arch, "sram": arguments.sram}
+    first = sizes.seq_k - sizes.seq_q if arguments.decode else 0
+    capacity = capacity_of(arguments, sizes)
+    call = random_call(spec, arguments, sizes, q_offset=first, capacity=capacity)
+    served = ServedCall(spec, call.operands, call.options)
+    if arguments.decode:
+        served = served_call(spec, call, arguments, "emulator")
+    options = served.options | {"arch": arguments.arch, "sram": arguments.sram}
     doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
     with emulated(doing, partial(expected_work, spec, call, arguments)):
-        run, profiles = profile_forward(spec, *call.operands, **options)
+        run, profiles = profile_forward(served.spec, *served.operands, **options)
     if arguments.backward:
         tensors = (*call.operands, run.out, run.lse, *call.gradients)
         options["deterministic"] = arguments.deterministic
@@ -49,9 +61,28 @@ def profile(arguments: ProfileArguments) -> None:
     for each in profiles:
         say()
         show(each, arguments.lines)
+    if arguments.decode:
+        planned = decoding_plan(spec, arguments, sizes, call.options, run.arch)
+        say()
+        facts([("call", _decoding(profiles, planned))])
     if arguments.plot is not None:
         plot(profiles, arguments.plot)
         say(f"\nroofline written to {arguments.plot.as_posix()}")
+
+
+def _decoding(profiles: Sequence[Profile], planned: DecodingPlan) -> str:
+    """The bytes of all launches, counted and predicted, against the HBM bound."""
+    counted = sum(each.issued.counted for each in profiles)
+    text = f"{counted:,.0f} B in all launches"
+    found = planned.predicted
+    if found is None:
+        return text
+    bound = found.traffic.at["bound_bytes"]
+    return (
+        f"{text}, {found.traffic.bytes:,} predicted: {counted / bound:.3f} times the {bound:,} B "
+        f"of the HBM bound; {seconds(found.seconds)}, a prediction, against "
+        f"{seconds(planned.bound_seconds)}"
+    )
 
 
 def show(profile: Profile, lines: int) -> None:

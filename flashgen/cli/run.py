@@ -12,14 +12,16 @@ from rich.text import Text
 from flashgen.cli.arguments import RunArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, seconds
+from flashgen.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
 from flashgen.cli.ending import MISMATCH
-from flashgen.cli.inputs import load_spec, parse_shape
+from flashgen.cli.inputs import load_spec
 from flashgen.cli.progress import emulated, expected_work
 from flashgen.language import python_text
 from flashgen.language.spec import AttentionSpec
 from flashgen.signature import LAYOUT_LISTS
 
 if TYPE_CHECKING:
+    from flashgen.emulator import Counters
     from flashgen.ops import BackwardRun, ForwardRun
     from flashgen.pipeline import Build
     from flashgen.reference import Verdict
@@ -30,7 +32,7 @@ Row = tuple[str, str]
 def run(arguments: RunArguments) -> None:
     """Executes one spec on random operands, compares it with the oracle and prints a table."""
     spec = load_spec(arguments)
-    sizes = parse_shape(arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
         from flashgen.ops import run_forward
         from flashgen.tune import judge_of, on_gpu
@@ -41,9 +43,13 @@ def run(arguments: RunArguments) -> None:
         arguments,
         sizes,
         device="cuda" if backend == "gpu" else "cpu",
-        q_offset=arguments.q_offset,
+        q_offset=sizes.seq_k - sizes.seq_q if arguments.decode else arguments.q_offset,
         k_offset=arguments.k_offset,
+        capacity=capacity_of(arguments, sizes),
     )
+    served = ServedCall(spec, call.operands, call.options)
+    if arguments.decode:
+        served = served_call(spec, call, arguments, backend)
     how: dict[str, Any] = {
         "backend": backend,
         "arch": arguments.arch,
@@ -52,7 +58,7 @@ def run(arguments: RunArguments) -> None:
     }
 
     def forward() -> ForwardRun:
-        return run_forward(spec, *call.operands, **call.options | how)
+        return run_forward(served.spec, *served.operands, **served.options | how)
 
     doing = f"{spec.name}: compiling, then running {sizes} {on}"
     with emulated(doing, partial(expected_work, spec, call, arguments)):
@@ -83,6 +89,7 @@ def run(arguments: RunArguments) -> None:
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *_input_rows(spec, call),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
+            *_decoding_rows(served, arguments),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
@@ -135,6 +142,18 @@ def _input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[Row]:
     if "rng" in call.options:
         seed, offset = call.options["rng"].tolist()
         yield "dropout", f"p {call.options['dropout_p']}, seed {seed}, offset {offset}"
+
+
+def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:
+    """The position of the queries, and the pages and splits of the keys."""
+    if not arguments.decode:
+        return
+    if served.pages:
+        text = f"{arguments.page:,} keys each, {served.pages:,} in the caches, shuffled"
+        yield "pages", f"{text}; slots without a key are NaN"
+    size = served.options["split_size"]
+    why = "the plan's choice" if arguments.split_size is None else "from --split-size"
+    yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
 
 
 def _backward_rows(run: BackwardRun, total: float | None) -> Iterator[Row]:
@@ -191,12 +210,20 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
     if counted is None:
         yield "bytes", "not counted on a GPU"
     else:
-        read, written = counted.global_read_bytes, counted.global_write_bytes
-        yield "bytes", f"{read:,} B read, {written:,} B written"
+        yield "bytes", _bytes(counted)
+    if report.merge is not None and report.merge.kernel is not None:
+        merged = report.merge.counters
+        moved = "" if merged is None else f", {_bytes(merged)}"
+        yield "merge", _launched(report.merge.kernel) + moved
     built = "from the cache" if binary.from_cache else "compiled"
     yield "build", f"{seconds(report.build_seconds)}, {built}"
     with_checkers = f", memory and race checkers {'on' if checkers else 'off'}"
     yield "run", seconds(elapsed) + (with_checkers if result.backend == "emulator" else "")
+
+
+def _bytes(counted: Counters) -> str:
+    read, written = counted.global_read_bytes, counted.global_write_bytes
+    return f"{read:,} B read, {written:,} B written"
 
 
 def _result(verdicts: dict[str, Verdict]) -> Text:

@@ -88,6 +88,11 @@ class SplitTraffic:
     at: Mapping[str, Number]
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all launches."""
+        return int(self.at["forward_bytes"] + self.at["merge_bytes"])
+
+    @property
     def over_bound(self) -> float:
         """Bytes of all launches over those of the HBM bound: K, V, q and out, each once."""
         return float(self.at["over_bound"])

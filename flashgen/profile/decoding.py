@@ -20,7 +20,8 @@ from flashgen.planner import HeadsPerTile, Plan, SplitPlan, plan, plan_splits
 from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile.split_calls import SplitPrediction, predict_splits
 from flashgen.runtime.bind_arguments import heads_of_call
-from flashgen.signature import PAGE_NAMES, SPLIT, WHOLE
+from flashgen.runtime.split_size import scalar_of
+from flashgen.signature import PAGE_NAMES, WHOLE
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
@@ -85,9 +86,9 @@ class DecodingPlan:
             f"          slots have work for 1/quantisation = {found.busy:.1%} of the time",
             *(["", str(found.merge)] if found.merge else []),
             "",
-            f"predicted {found.seconds * 1e6:,.1f} us for {launches}, without the time to start them:",
-            f"          {found.seconds / self.bound_seconds:.3f} times the "
-            f"{self.bound_seconds * 1e6:,.1f} us in which one {product} moves the bytes of the bound",
+            f"predicted {found.seconds * 1e6:,.1f} us for {launches}, without their starts: "
+            f"{found.seconds / self.bound_seconds:.3f} times the {self.bound_seconds * 1e6:,.1f} us",
+            f"          in which one {product} moves the bytes of the HBM bound",
         ]
 
 
@@ -113,6 +114,7 @@ def plan_decoding(
         scalars, captured: the values of run-time scalars and captured tensors, by name.
 
     Raises:
+        InputError: split_size is not a number of keys that kernels can split.
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
@@ -131,7 +133,7 @@ def plan_decoding(
     if size:
         served = split(served)
         whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
-        scalars = {**scalars, **whole, SPLIT: size}
+        scalars = {**scalars, **whole, **scalar_of(size)}
     call = CheckedCall(
         *(*sizes[:4], capacity),
         head_dim=spec.head_dim,
