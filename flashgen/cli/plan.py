@@ -11,7 +11,7 @@ from flashgen.cli.arguments import DECODING_SHAPE, DEFAULT_ARCH, CallArguments, 
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, write
 from flashgen.cli.decoding import capacity_of, decoding_plan, sizes_of
-from flashgen.cli.inputs import load_spec, scalar_values
+from flashgen.cli.inputs import Shape, load_spec, scalar_values
 from flashgen.errors import InputError
 from flashgen.planner import Plan, plan_backward
 from flashgen.planner import plan as plan_forward
@@ -26,13 +26,14 @@ def plan(arguments: PlanArguments) -> None:
     With --world, what each rank of a distributed call does instead.
     """
     spec = load_spec(arguments)
+    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
     arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
     if arguments.world is not None:
-        _distributed(arguments, spec, arch, arguments.world)
+        _distributed(arguments, spec, arch, arguments.world, sizes)
         return
     plans: Sequence[Plan]
     if arguments.decode:
-        _decoding(arguments, spec, arch)
+        _decoding(arguments, spec, arch, sizes)
         plans = ()
     elif arguments.backward:
         backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
@@ -42,7 +43,7 @@ def plan(arguments: PlanArguments) -> None:
         plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write(str(plans[0]))
     if arguments.shape is not None and not arguments.decode:
-        _predict(arguments, arguments.shape, spec, plans)
+        _predict(arguments, sizes, spec, plans)
     if arguments.certify:
         from flashgen.planner.proofs import certify
 
@@ -56,9 +57,8 @@ def plan(arguments: PlanArguments) -> None:
             write(f"\n{each}")
 
 
-def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str) -> None:
+def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:
     """The kernels of decoding calls, and the predictions for their launches."""
-    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
     scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
     with busy("loading torch"):
         from flashgen.cli.captured_tensors import tensor_values
@@ -73,7 +73,9 @@ def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str) -> None:
     write(f"{planned}\n\nfor {sizes}, {spec.dtype}")
 
 
-def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int) -> None:
+def _distributed(
+    arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int, sizes: Shape
+) -> None:
     """What each rank of a distributed call holds, sends and computes."""
     if arguments.shape is None:
         raise InputError(
@@ -82,7 +84,6 @@ def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world
             numbers=f"--world {world} without --shape",
             way_out="--shape B,H,N as in 1,32,131072",
         )
-    sizes = sizes_of(arguments, arguments.shape)
     scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
     with busy("loading torch"):
         from flashgen import distributed
@@ -121,10 +122,9 @@ def _distributed(arguments: PlanArguments, spec: AttentionSpec, arch: str, world
 
 
 def _predict(
-    arguments: PlanArguments, shape: str, spec: AttentionSpec, plans: Sequence[Plan]
+    arguments: PlanArguments, sizes: Shape, spec: AttentionSpec, plans: Sequence[Plan]
 ) -> None:
     """The predicted time of each launch for a shape."""
-    sizes = sizes_of(arguments, shape)
     with busy("loading torch"):
         from flashgen.cli.tune import problem_of
         from flashgen.runtime.bind_arguments import blocks_of_call, heads_of_call

@@ -87,8 +87,9 @@ class DecodingPlan:
             *(["", str(found.merge)] if found.merge else []),
             "",
             f"predicted {found.seconds * 1e6:,.1f} us for {launches}, without their starts: "
-            f"{found.seconds / self.bound_seconds:.3f} times the {self.bound_seconds * 1e6:,.1f} us",
-            f"          in which one {product} moves the bytes of the HBM bound",
+            f"{found.seconds / self.bound_seconds:.3f} times",
+            f"          the {self.bound_seconds * 1e6:,.1f} us in which one {product} moves the "
+            "bytes of the HBM bound",
         ]
 
 

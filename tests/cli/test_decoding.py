@@ -1,0 +1,144 @@
+"""``--decode``, ``--page`` and ``--split-size`` of `run`, `profile` and `plan`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashgen.cli.arguments import RunArguments
+from flashgen.cli.call import random_call
+from flashgen.cli.decoding import OTHER_PAGES, served_call
+from flashgen.cli.inputs import Shape
+from flashgen.planner.formulas import evaluate
+from tests.support.commands import CAUSAL, flashgen, rows
+from tests.support.examples import spec_path
+from tests.support.profiles import loaded
+from tests.support.tiers import slow
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("causal", ["--page", "16", "--split-size", "64", "--shape", "2,4,2,1,150"]),
+        slow("causal", ["--split-size", "64", "--shape", "2,4,2,3,150", "--arch", "sm_90a"]),
+        slow("causal", ["--page", "3", "--shape", "1,4,2,1,50", "--dtype", "bfloat16"]),
+        slow("causal", ["--page", "64", "--split-size", "0", "--shape", "2,2,70"]),
+        slow("sink", ["--page", "16", "--split-size", "64", "--shape", "2,4,2,1,150"]),
+        slow("document", ["--page", "16", "--split-size", "64", "--shape", "2,4,2,2,150"]),
+        slow("relative_bias", ["--page", "32", "--shape", "1,4,2,1,90", "--arch", "sm_90a"]),
+        slow("block_sparse", ["--page", "16", "--split-size", "96", "--shape", "1,4,2,1,150"]),
+    ],
+)
+def test_a_decoding_call_matches_the_oracle(spec: str, options: list[str]) -> None:
+    command = ["run", str(spec_path(spec)), "--decode", *options, "--backend", "emulator"]
+    result = flashgen(*command)
+    assert result.exit_code == 0, result.output
+    table = rows(result.stdout)
+    assert table["result"] == "pass"
+    assert table["out"].startswith("pass")
+    assert ("pages" in table) == ("--page" in options)
+    none = table["split"].startswith("none")
+    assert none == ("merge" not in table) == (options[-4:-2] == ["--split-size", "0"])
+
+
+def test_the_table_says_how_keys_are_paged_and_split() -> None:
+    command = ["run", CAUSAL, "--decode", "--page", "16", "--shape", "1,2,60", "--no-check"]
+    table = rows(flashgen(*command, "--backend", "emulator").stdout)
+    assert table["shape"].startswith("batch 1, heads 2, seq 1 x 60")
+    assert table["pages"].startswith("16 keys each, 7 in the caches, shuffled")
+    assert table["split"].endswith(" keys, the plan's choice")
+    assert table["kernel"].startswith("causal_split_forward_")
+    assert table["merge"].startswith("merge_fp16_d64: 8 rows, 4 warps, ")
+    assert " B read, " in table["merge"]
+
+
+def test_keys_are_copied_to_shuffled_pages_between_slots_of_nan() -> None:
+    arguments = RunArguments(path=CAUSAL, decode=True, page=8, split_size=32)
+    call = random_call(loaded("causal"), arguments, Shape(2, 4, 2, 1, 30), q_offset=29)
+    served = served_call(loaded("causal"), call, arguments, "emulator")
+    assert served.spec.paged
+    q, *caches = served.operands
+    assert q is call.operands[0]
+    assert served.pages == 2 * 4 + OTHER_PAGES
+    tables = served.options["tensors"]
+    assert tables["cache_seqlens"].tolist() == [30, 30]
+    pages = tables["page_table"]
+    assert pages.flatten().tolist() != sorted(pages.flatten().tolist())
+    for cache, rows_ in zip(caches, call.operands[1:], strict=True):
+        found = cache[pages].transpose(1, 2).flatten(2, 3)
+        assert torch.equal(found[:, :, :30], rows_)
+        assert int(cache.isnan().sum()) == cache.numel() - rows_.numel()
+
+
+def test_the_plan_of_a_decoding_call_prints_its_bytes_and_its_time() -> None:
+    result = flashgen("plan", CAUSAL, "--decode", "--page", "16", "--arch", "sm_90a")
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    for part in (
+        "split_size = ",
+        "heads     4 per tile",
+        " times those of the HBM bound\n",
+        "predicted forward: ",
+        "predicted merge: ",
+        "slots have work for ",
+        "for batch 1, heads 32 over 8, seq 1 x 131072, float16\n",
+    ):
+        assert part in text, part
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("k_read = ")]
+    _, _, numbers, value = line.split(" = ")
+    assert evaluate(numbers) == int(value.removesuffix(" B").replace(",", "")) == 8 * 131_072 * 128
+
+
+def test_the_plan_of_a_decoding_call_takes_captured_values_and_a_split_size() -> None:
+    window = str(spec_path("sliding_window"))
+    shape = ["--shape", "2,8,2,1,5000", "--split-size", "480"]
+    result = flashgen("plan", window, "--decode", *shape, "--scalar", "window=100")
+    assert result.exit_code == 0, result.output
+    assert "given instead: split_size = 480" in result.stdout
+    assert "splits    11 of 480 keys" in result.stdout
+    result = flashgen("plan", str(spec_path("relative_bias")), "--decode", *shape)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_profile_of_a_decoding_call_compares_both_launches() -> None:
+    options = ["--page", "16", "--split-size", "32", "--shape", "1,2,1,1,60", "--lines", "0"]
+    result = flashgen("profile", CAUSAL, "--decode", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\nkernel ") == 2
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("call ")]
+    words = line.split()
+    assert words[1] == words[words.index("predicted:") - 1]
+    assert "times the " in line
+    assert "a prediction, against" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "what"),
+    [
+        ("run", ["--page", "16"], "--page is one of decoding calls"),
+        ("plan", ["--split-size", "64"], "--split-size is one of decoding calls"),
+        ("run", ["--decode", "--q-offset", "3"], "no backward pass"),
+        ("run", ["--decode", "--backward"], "no backward pass"),
+        ("profile", ["--decode", "--backward"], "no backward pass"),
+        ("plan", ["--decode", "--policy", "paper"], "a derived plan"),
+        ("run", ["--decode", "--shape", "1,3,2,1,40"], "not the shape of a decoding call"),
+        ("run", ["--decode", "--shape", "1,2,2,9,4"], "not the shape of a decoding call"),
+        ("plan", ["--decode", "--split-size", "100"], "split_size is not a number of keys"),
+        ("run", ["--decode", "--split-size", "100"], "split_size is not a number of keys"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    command: str, options: list[str], what: str
+) -> None:
+    result = flashgen(command, CAUSAL, *options)
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert result.stdout == ""
+
+
+def test_packed_sequences_are_refused() -> None:
+    packed = str(spec_path("variable_length"))
+    for options in ([], ["--page", "16"]):
+        result = flashgen("plan", packed, "--decode", *options)
+        assert result.exit_code == 2
+        assert "packed" in result.stderr

@@ -1,0 +1,191 @@
+"""Calls with split keys and pages: predicted bytes are counted, and their shares of the bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.errors import FlashgenError
+from flashgen.ops import run_forward
+from flashgen.planner.duration import duration_of
+from flashgen.planner.formulas import evaluate
+from flashgen.planner.split_keys import LEAST_BUSY, LENGTHS, plan_splits
+from flashgen.planner.split_traffic import OF_FORWARD, OF_MERGE
+from flashgen.planner.traffic import LaunchSizes
+from flashgen.profile import DecodingPlan, Profile, plan_decoding, profile_forward
+from tests.support.paged_calls import Paged, Sequences
+from tests.support.profiles import loaded
+from tests.support.tiers import slow
+
+CAUSAL = loaded("causal")
+SERVED = CAUSAL.replace(head_dim=128, dtype="bfloat16")
+LARGE = [(1, 131_072), (64, 4_096)]
+
+
+def profiles(
+    spec: fg.AttentionSpec, of: Sequences, page: int, arch: str, split_size: int | None
+) -> tuple[Profile, ...]:
+    """The profiles of a call: with pages, or of sequences of one length with contiguous keys."""
+    how: dict[str, Any] = {"arch": arch, "split_size": split_size}
+    if page:
+        call = Paged(spec.replace(paged=True), of, page)
+        q, k, v, tables = call.operands()
+        return profile_forward(call.spec, q, k, v, tensors=tables, **how)[1]
+    q, k, v = (torch.stack(each) for each in (of.q, of.k, of.v))
+    return profile_forward(spec, q, k, v, q_offset=k.shape[2] - q.shape[2], **how)[1]
+
+
+@pytest.mark.parametrize(
+    ("arch", "page", "split_size", "queries", "keys", "dims"),
+    [
+        ("sm_90a", 16, 96, 1, (250,), (64, 64)),
+        slow("sm_90a", 0, 96, 1, (250,), (64, 64)),
+        slow("sm_90a", 0, 416, 1, (832, 832), (64, 64)),
+        slow("sm_80", 16, 96, 1, (250, 130, 37), (64, 64)),
+        slow("sm_80", 0, 48, 1, (250,), (40, 96)),
+        *(slow(arch, 16, None, 1, (250,), (64, 64)) for arch in ("sm_80", "sm_90a")),
+        *(slow(arch, 4, 96, 1, (250,), (64, 64)) for arch in ("sm_80", "sm_90a")),
+        *(slow(arch, 64, 208, 1, (450, 130), (128, 128)) for arch in ("sm_80", "sm_90a")),
+        *(slow(arch, 16, 64, 3, (250, 90), (40, 96)) for arch in ("sm_80", "sm_90a")),
+    ],
+)
+def test_predicted_bytes_of_both_launches_are_exactly_those_that_are_counted(
+    arch: str,
+    page: int,
+    split_size: int | None,
+    queries: int,
+    keys: tuple[int, ...],
+    dims: tuple[int, int],
+) -> None:
+    spec = CAUSAL.replace(head_dim=dims[0], head_dim_v=dims[1])
+    of = Sequences.of((queries,) * len(keys), keys, heads=(4, 1), dims=dims)
+    found = profiles(spec, of, page, arch, split_size)
+    kernels = [profile.plan.kernel for profile in found]
+    assert kernels == (["forward", "merge"] if split_size else ["forward"])
+    for profile in found:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+        assert profile.duration is not None
+
+
+def large(batch: int, keys: int, page: int, heads: tuple[int, int] = (32, 8)) -> DecodingPlan:
+    return plan_decoding(SERVED, "sm_90a", LaunchSizes(batch, *heads, 1, keys), page_size=page)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize(("batch", "keys"), LARGE)
+def test_a_decoding_call_moves_few_more_bytes_than_the_hbm_bound(
+    batch: int, keys: int, page: int
+) -> None:
+    """With 32 query heads over 8 and the split_size that the plan chooses."""
+    found = large(batch, keys, page).predicted
+    assert found is not None
+    assert 1 < found.traffic.over_bound <= 1.05
+
+
+NOT_BUSY = "2 and 1 key heads have too few tiles of 176 keys for whole rounds of 132 slots"
+
+
+@pytest.mark.parametrize(
+    "heads_kv",
+    [
+        *(8, 4),
+        *(pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=NOT_BUSY)) for n in (2, 1)),
+    ],
+)
+def test_slots_are_busy_from_one_sequence_of_32k_keys_on(heads_kv: int) -> None:
+    for keys in LENGTHS:
+        found = large(1, keys, 16, heads=(4 * heads_kv, heads_kv)).predicted
+        assert found is not None
+        assert found.busy >= LEAST_BUSY, keys
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", slow("sm_80")])
+def test_pages_of_16_are_read_in_the_sectors_of_contiguous_keys(arch: str) -> None:
+    """Once for the heads that share a tile: all 4 of a group on sm_90a, one on sm_80."""
+    of = Sequences.of((1,), (416,), heads=(4, 1))
+    both = [profiles(CAUSAL, of, page, arch, 208)[0] for page in (0, 16)]
+    reads = 4 // both[0].plan.heads_per_tile
+    for name in ("k", "v"):
+        found = [
+            next(each for each in profile.tensors if each.name.startswith(name)) for profile in both
+        ]
+        bytes_ = 416 * 64 * 2
+        assert {tensor.distinct for tensor in found} == {bytes_}
+        assert {tensor.issued.counted for tensor in found} == {reads * bytes_}
+        assert {tensor.sectors for tensor in found} == {reads * bytes_ // 32}
+        assert found[0].sectors_least == found[1].sectors_least == found[0].sectors
+
+
+def test_every_line_of_a_decoding_plan_is_its_own_arithmetic() -> None:
+    found = large(2, 40_000, 16)
+    assert found.predicted is not None
+    assert found.predicted.merge is not None
+    at = found.predicted.traffic.at
+    for formula in (*OF_FORWARD, *OF_MERGE):
+        assert evaluate(formula.substituted(at)) == at[formula.name]
+    for line in found.predicted.merge.lines:
+        assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
+    text = str(found)
+    assert str(found.chosen) in text
+    assert "splits    38 of 1,056 keys, and a merge of their results" in text
+    assert "predicted forward: " in text
+    assert "predicted merge: " in text
+
+
+def test_the_time_of_a_merge_grows_with_its_parts() -> None:
+    merge = large(1, 40_000, 0).predicted.merge.plan  # type: ignore[union-attr]
+    sizes = LaunchSizes(8, 32, 32, 1, 0)
+    few, many = (duration_of(merge, [(sizes, None)], splits=n).seconds for n in (2, 20))
+    assert many == pytest.approx(10 * few)
+
+
+def test_keys_that_are_not_split_have_one_launch() -> None:
+    found = plan_decoding(CAUSAL, "sm_90a", LaunchSizes(1, 8, 2, 1, 9_000), split_size=0)
+    assert found.predicted is not None
+    assert found.predicted.merge is None
+    assert found.predicted.traffic.at["merge_bytes"] == 0
+    assert "splits    none" in str(found)
+    assert "given instead: split_size = 0" in str(found)
+
+
+def test_a_window_reads_the_keys_that_it_reaches() -> None:
+    spec = loaded("sliding_window")
+    values = {"window": 100}
+    sizes = LaunchSizes(1, 8, 2, 1, 5_000)
+    found = plan_decoding(spec, "sm_80", sizes, split_size=480, scalars=values)
+    run = run_forward(
+        spec,
+        *(torch.zeros(1, heads, n, 64).half() for heads, n in ((8, 1), (2, 5_000), (2, 5_000))),
+        scalars=values,
+        q_offset=4_999,
+        split_size=480,
+        backend="emulator",
+        arch="sm_80",
+        check_memory=False,
+    )
+    assert found.predicted is not None
+    at = found.predicted.traffic.at
+    moved = run.counters.global_read_bytes + run.counters.global_write_bytes
+    assert moved == at["forward_bytes"]
+    assert at["keys"] < 2 * 300
+
+
+def test_what_cannot_be_predicted_and_what_is_refused() -> None:
+    sizes = LaunchSizes(1, 8, 2, 1, 900)
+    for wrong in (100, 8):
+        with pytest.raises(FlashgenError, match="split_size is not a number of keys"):
+            plan_decoding(CAUSAL, "sm_90a", sizes, split_size=wrong)
+    with pytest.raises(FlashgenError, match="no facts about this architecture"):
+        plan_decoding(CAUSAL, "sm_10", sizes)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 8])
+def test_the_choice_says_whether_slots_are_busy(heads_kv: int) -> None:
+    chosen = plan_splits(SERVED, "sm_90a", heads_kv)
+    enough = min(map(chosen.busy, LENGTHS)) >= LEAST_BUSY
+    assert enough == (heads_kv == 8)
+    assert ("the most that keeps 132 slots busy for 90%" in str(chosen)) == enough
