@@ -182,5 +182,5 @@ def _in_pages(rows: Tensor, page: int, generator: Generator) -> tuple[Tensor, Te
     padded = rows.new_full((batch, heads, width * page, dim), torch.nan)
     padded[:, :, :keys] = rows
     cache = rows.new_full((batch * width + OTHER_PAGES, heads, page, dim), torch.nan)
-    cache[numbers] = padded.unflatten(2, (width, page)).transpose(1, 2).flatten(0, 1)
+    cache[numbers] = padded.view(batch, heads, width, page, dim).transpose(1, 2).flatten(0, 1)
     return cache, numbers.view(batch, width).int()
