@@ -172,5 +172,5 @@ def _box_rows(
     if not spec.paged:
         return None
     page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
-    rows = box_rows_of(page_size, plan.block_k)
+    rows = box_rows_of(page_size, plan.block_k, call)
     return rows if rows >= LEAST_BOX_ROWS else 0

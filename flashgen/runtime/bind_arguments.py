@@ -80,7 +80,7 @@ def bind(
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
     paged = any(param.name == "page_size" for param in params)
-    maps = maps_of(plan, tensors, packed=packed, paged=paged)
+    maps = maps_of(plan, tensors, packed=packed, paged=call if paged else None)
     rest = None
     for first_head, first_batch, part in reversed(list(_parts(grid))):
         firsts = {"first_head_group": first_head, "first_batch": first_batch}
@@ -155,7 +155,7 @@ def heads_of_call(
 
 
 def maps_of(
-    plan: Plan, tensors: Tensors, *, packed: bool = False, paged: bool = False
+    plan: Plan, tensors: Tensors, *, packed: bool = False, paged: CheckedCall | None = None
 ) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
@@ -164,7 +164,8 @@ def maps_of(
             strides of multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
-        paged: whether keys and values are in pages, from which boxes of some rows are copied.
+        paged: the call, where keys and values are in pages, from which boxes of some rows are
+            copied.
     """
     if plan.path != "sm_90a" or plan.streams:
         return {}
@@ -173,9 +174,9 @@ def maps_of(
         tensor = tensors[name]
         assert tensor is not None, "operands of a kernel are never null"
         size, width = tensor.shape, tensor.element_size()
-        in_pages = paged and name in ("k", "v")
-        if in_pages:
-            rows = box_rows_of(size[2], rows)
+        in_pages = paged is not None and name in ("k", "v")
+        if paged is not None and in_pages:
+            rows = box_rows_of(size[2], rows, paged)
         steps = (
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )

@@ -200,7 +200,7 @@ class PreparedForward(PreparedCall):
             numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
             tensors = {**tensors, "o": parts_out[0]}
         if self.signature.paged:
-            numbers |= numbers_of_pages(k, built.plan)
+            numbers |= numbers_of_pages(k, built.plan, call)
         bound = bind(
             built,
             call,

@@ -16,7 +16,7 @@ from flashgen.dtypes import POSITION_LIMIT
 from flashgen.runtime.check_basics import known, refuse
 from flashgen.runtime.fast_division import multiplier_of
 from flashgen.runtime.packed_sequences import given
-from flashgen.signature import PAGE_NAMES, CallSignature
+from flashgen.signature import PAGE_NAMES, SPLIT, CallSignature
 
 if TYPE_CHECKING:
     from flashgen.planner import Plan
@@ -124,10 +124,10 @@ def longest_of(captured: Mapping[str, Tensor]) -> int:
     return max(captured[PAGE_NAMES[1]].tolist(), default=0)
 
 
-def numbers_of_pages(k: Tensor, plan: Plan) -> dict[str, int]:
+def numbers_of_pages(k: Tensor, plan: Plan, call: CheckedCall) -> dict[str, int]:
     """The fields of a kernel that describe the pages of the caches."""
     page_size = k.shape[2]
-    box_rows = box_rows_of(page_size, plan.block_k)
+    box_rows = box_rows_of(page_size, plan.block_k, call)
     return {
         "pages": k.shape[0],
         "page_size": page_size,
@@ -136,6 +136,9 @@ def numbers_of_pages(k: Tensor, plan: Plan) -> dict[str, int]:
     }
 
 
-def box_rows_of(page_size: int, block_k: int) -> int:
-    """The largest number of rows that divides a page and a tile of keys."""
-    return math.gcd(page_size, block_k)
+def box_rows_of(page_size: int, block_k: int, call: CheckedCall) -> int:
+    """The largest number of rows that divides a page, a tile of keys and a split.
+
+    Tiles begin at the borders of splits: boxes of these rows lie in one page each.
+    """
+    return math.gcd(page_size, block_k, int(call.scalars.get(SPLIT, 0)))

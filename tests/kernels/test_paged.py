@@ -221,6 +221,16 @@ def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
     assert equal(run, expected)
 
 
+@pytest.mark.parametrize("page_size", [64, slow(32), slow(128)])
+def test_boxes_lie_in_one_page_where_a_split_begins_inside_of_it(page_size: int) -> None:
+    """A tile of 160 keys and a page share 32 rows, which a split of 208 keys does not have."""
+    spec = CAUSAL.replace(head_dim=128, head_dim_v=128)
+    of = Sequences.of((1,), (300,), dims=(128, 128))
+    run = Paged(spec, of, page_size, how={"arch": "sm_90a", "split_size": 208}).judged()
+    assert run.plan is not None
+    assert run.plan.block_k % 32 == 0
+
+
 PREFILL = Sequences.of((217,), (217,))
 
 
