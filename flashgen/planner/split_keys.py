@@ -55,9 +55,12 @@ class SplitPlan:
         return math.ceil(self.size / self.block_k) * self.block_k / self.size
 
     def busy(self, keys: int) -> float:
-        """The share of the time in which slots have work, for work tiles of equal duration."""
-        work_tiles = self.heads_kv * math.ceil(keys / self.size)
-        return work_tiles / (math.ceil(work_tiles / self.slots) * self.slots)
+        """The share of the time in which slots have work, where keys take equal times.
+
+        The last split may have few keys.
+        """
+        rounds = math.ceil(self.heads_kv * math.ceil(keys / self.size) / self.slots)
+        return self.heads_kv * keys / (rounds * self.slots * self.size)
 
     def __str__(self) -> str:
         tiles = math.ceil(self.size / self.block_k)
