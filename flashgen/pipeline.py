@@ -271,11 +271,9 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
         made = compiled(source, analysis)
         if best is None or _spilled(made) < _spilled(best):
             best = made
-        if not _spilled(made):
-            break
-        spare = _after_spill(made, spare)
-        if request.tile is not None or request.spec.is_served:
+        if not _spilled(made) or request.tile is not None or request.spec.is_served:
             break  # a given tile is kept, and so is that of all calls which serve
+        spare = _after_spill(made, spare)
     assert best is not None, "the first round gives a build or raises"
     return _asynchronous(best)
 

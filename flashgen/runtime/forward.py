@@ -192,11 +192,12 @@ class PreparedForward(PreparedCall):
         built = build(self.spec, self._kernel_arch, **options)
         self._built = perf_counter() - start
         numbers: dict[str, int] = {}
-        parts_out, parts_lse, k = tensors["o"], tensors["lse"], tensors["k"]
-        assert parts_out is not None, "the kernel writes it"
-        assert parts_lse is not None, "the kernel writes it"
+        k = tensors["k"]
         assert k is not None, "an operand"
         if splits is not None:
+            parts_out, parts_lse = tensors["o"], tensors["lse"]
+            assert parts_out is not None, "the kernel writes it"
+            assert parts_lse is not None, "the kernel writes it"
             numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
             tensors = {**tensors, "o": parts_out[0]}
         if self.signature.paged:

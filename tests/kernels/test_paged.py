@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.language import SEQ_K, SEQ_Q
 from flashgen.language.signature import packed_queries, split
 from flashgen.ops import ForwardRun, run_forward
 from flashgen.pipeline import build
@@ -199,19 +200,26 @@ def is_served(spec: fg.AttentionSpec) -> bool:
 SERVED_PATHS = [path for path in SPECS if is_served(fg.load(path))]
 
 
+def shuffled(k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Caches with pages of 16 keys of a batch in a random order, and their table."""
+    batch, pages = k.shape[0], k.shape[2] // 16
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
+    table = order.view(batch, pages).int()
+    caches = [torch.empty(batch * pages, x.shape[1], 16, x.shape[3], dtype=x.dtype) for x in (k, v)]
+    for cache, keys in zip(caches, (k, v), strict=True):
+        for b in range(batch):
+            cache[table[b].long()] = keys[b].unflatten(1, (pages, 16)).transpose(0, 1)
+    return caches, table
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
 def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
-    case = Case(8, 208, 2, 4, 2)
-    call = example(path, case, offsets={"q_offset": 200}, arch=arch)
+    call = example(path, Case(8, 208, 2, 4, 2), offsets={"q_offset": 200}, arch=arch)
     expected = call.judged_forward(split_size=64)
     q, k, v = call.qkv
-    table = torch.randperm(26, generator=torch.Generator().manual_seed(1)).view(2, 13).int()
-    caches = [torch.empty(26, 2, 16, 64, dtype=k.dtype) for _ in "kv"]
-    for cache, keys in zip(caches, (k, v), strict=True):
-        for b in range(2):
-            cache[table[b].long()] = keys[b].unflatten(1, (13, 16)).transpose(0, 1)
+    caches, table = shuffled(k, v)
     lengths = torch.full((2,), 208, dtype=torch.int32)
     tables = {"page_table": table, "cache_seqlens": lengths}
     numbers = {**call.numbers, "tensors": {**call.numbers.get("tensors", {}), **tables}}
@@ -229,6 +237,33 @@ def test_boxes_lie_in_one_page_where_a_split_begins_inside_of_it(page_size: int)
     run = Paged(spec, of, page_size, how={"arch": "sm_90a", "split_size": 208}).judged()
     assert run.plan is not None
     assert run.plan.block_k % 32 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
+def test_decoding_of_every_spec_gives_the_bits_of_a_prefill(path: Path, arch: str) -> None:
+    """Of its causal form, unless the mask or the score reads the lengths of the call."""
+    call = example(path, Case(208, 208, 2, 4, 2), arch=arch)
+    own = call.spec.mask_mod or (lambda b, h, q, k: q == q)
+    spec = call.spec.replace(
+        mask_mod=lambda b, h, q, k: own(b, h, q, k) & (k <= q), paged=True, name="of_prefill"
+    )
+    if {SEQ_Q, SEQ_K} & (spec.mask.free_symbols | spec.score.free_symbols):
+        pytest.skip("the spec reads the lengths")
+    q, k, v = call.qkv
+    caches, table = shuffled(k, v)
+
+    def run(rows: Tensor, length: int) -> ForwardRun:
+        tables = {"page_table": table, "cache_seqlens": torch.full((2,), length).int()}
+        numbers = {**call.numbers, "tensors": {**call.numbers.get("tensors", {}), **tables}}
+        return run_forward(spec, rows, *caches, **numbers, **call.how, split_size=64)
+
+    prefill = run(q, 208)
+    for p in (0, 63, 130, 207):
+        row = run(q[:, :, p : p + 1], p + 1)
+        assert torch.equal(row.out[:, :, 0], prefill.out[:, :, p]), p
+        assert torch.equal(row.lse[:, :, 0], prefill.lse[:, :, p]), p
 
 
 PREFILL = Sequences.of((217,), (217,))
