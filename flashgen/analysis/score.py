@@ -20,7 +20,15 @@ from flashgen.language import (
     elements_of,
     is_condition,
 )
-from flashgen.language.lets import Let, contains, direct_lets, lets_of, named, replaced
+from flashgen.language.lets import (
+    Let,
+    contains,
+    direct_lets,
+    lets_of,
+    named,
+    replaced,
+    substituted,
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
     """The derivative by a Let or an element, with all other parts constant."""
     stand_in = sympy.Symbol(".part", real=True)  # no scalar has this name
     found = _differentiated(replaced(value, {part: stand_in}), stand_in)
-    return _in_and_or(replaced(found, {stand_in: part}))
+    return _in_and_or(substituted(found, {stand_in: part}))
 
 
 def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
@@ -149,8 +157,33 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     choices = score.atoms(sympy.Piecewise)
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
     hidden = replaced(score, names)
-    found = sympy.diff(hidden.replace(unknown, lambda power: _Power(*power.args)), by)
-    return replaced(found.replace(_Power, sympy.Pow), {let: c for c, let in names.items()})
+    hidden = hidden.replace(unknown, lambda power: _Power(*power.args))
+    found = sympy.diff(_with_named_choices(hidden, by), by)
+    values = {let: c for c, let in names.items()}
+    for let in lets_of(found):
+        value = replaced(let.value.replace(_Power, sympy.Pow), values)
+        if let not in values and value != let.value:
+            values[let] = Let(value)
+    return replaced(found.replace(_Power, sympy.Pow), values)
+
+
+def _with_named_choices(expr: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
+    """The expression with a Let, and its derivative, for each choice that an extremum compares.
+
+    sympy would fold the choices in a condition, and lose their cases.
+    """
+
+    def with_names(extremum: sympy.Expr) -> sympy.Expr:
+        sides = []
+        for side in extremum.args:
+            if side.has(sympy.Piecewise):
+                slope = sympy.diff(side, by)
+                side = Let(side)
+                side.slopes[by] = slope
+            sides.append(side)
+        return extremum.func(*sides, evaluate=False)
+
+    return expr.replace(lambda part: isinstance(part, Minimum | Maximum), with_names)
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:

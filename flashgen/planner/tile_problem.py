@@ -11,6 +11,7 @@ from flashgen.planner.models import (
     backward_sm80,
     backward_sm90,
     fitted_sm80,
+    fitted_sm90,
     forward_sm80,
     forward_sm90,
     spec_terms,
@@ -184,7 +185,8 @@ def problem_of(
     if kernel != "forward":  # its formulas have a constant of their own
         by_tile = spec_terms.pending_sm90(spec, kernel)
         pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
-    if spec.is_served and path == "sm_80":
+    wide_o = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
+    if spec.is_served and (path == "sm_80" or wide_o):
         extra += fitted_sm80.FORWARD_SERVED_REGISTERS
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)

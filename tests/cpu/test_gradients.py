@@ -137,3 +137,24 @@ def test_a_small_model_learns_with_it() -> None:
             losses[kind].append(loss.item())
     assert losses["tiled"][-1] < 0.5 * losses["tiled"][0]
     assert losses["tiled"] == pytest.approx(losses["torch"], rel=0.01)
+
+
+@pytest.mark.parametrize("extremum", [fg.minimum, fg.maximum])
+def test_an_extremum_of_a_clamped_element_has_the_derivative_of_the_clamp(extremum: Any) -> None:
+    """sympy folds a choice that is compared, whose derivative would then be 0."""
+    table = fg.Tensor("table", ("places",), "float32", grad=True)
+    spec = AttentionSpec(
+        score_mod=lambda s, b, h, q, k: s + fg.expm1(extremum(0.25, fg.clamp(table[k], -1, 0.8))),
+        head_dim=8,
+        dtype="float32",
+    )
+    q, k, v = Case(5, 9, 1, 1, 1, "float32", 8).tensors()
+    own = torch.linspace(-1.6, 1.6, 9).requires_grad_()
+    fg.attention(spec)(q, k, v, table=own).square().sum().backward()
+    given = own.detach().clone().requires_grad_()
+    bound = torch.tensor(0.25)
+    choose = torch.minimum if extremum is fg.minimum else torch.maximum
+    bias = torch.expm1(choose(bound, given.clamp(-1, 0.8)))
+    scores = q @ k.transpose(2, 3) / math.sqrt(8) + bias
+    (scores.softmax(3) @ v).square().sum().backward()
+    torch.testing.assert_close(own.grad, given.grad, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from flashgen.ops import ForwardRun, run_forward
 from flashgen.pipeline import build
 from flashgen.runtime.splits import Splits
 from tests.support.examples import SPECS, spec_path
-from tests.support.judged import check_gates, example, normal
+from tests.support.judged import FEW_BYTES, check_gates, example, normal
 from tests.support.paged_caches import LAYOUTS, cache_of
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.planted import planted
@@ -304,10 +304,6 @@ def test_all_calls_of_a_spec_have_one_tile(arch: str) -> None:
     for path in SERVED_PATHS:
         plans = [fg.plan(variant, arch) for variant in variants_of(fg.load(path))]
         assert len({plan.tile for plan in plans}) == 1, path.stem
-
-
-FEW_BYTES = 32
-"""What a thread may spill: the tile of all calls is kept where the compiler spills in one."""
 
 
 @pytest.mark.slow

@@ -22,6 +22,10 @@ Tensor = torch.Tensor
 RNG = (0x0123456789ABCDEF, 42)  # seed and offset of dropout
 
 
+FEW_BYTES = 32
+"""What a thread may spill in calls with split keys or pages, which all have one tile."""
+
+
 def check_gates(built: Build) -> None:
     """No spills, no stack, no warning; registers and shared memory within the plan."""
     resources, plan = built.binary.resources, built.plan

@@ -22,6 +22,10 @@ SEARCH_BY_MASK_REGISTERS = 16
 # ... and where the producer of a backward kernel reads captured tensors to find tiles.
 SEARCH_BY_TENSORS_REGISTERS = 16
 
+# The head dim of v up to which calls with split keys or pages need no more registers of consumers
+# than others; beyond it they need as many more as on sm_80.
+SERVED_HEAD_DIM = 128
+
 # ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
 
 # Besides S, P and O: row statistics, descriptors, addresses.
