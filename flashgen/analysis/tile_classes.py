@@ -19,6 +19,9 @@ from flashgen.analysis.tile_bounds import End, Form, TileBounds, linear, normal_
 from flashgen.language import CORNERS, FloorDiv, FloorMod, Maximum, Minimum, is_int
 from flashgen.language.integer_limits import fits
 
+_MOST_CASES = 2
+"""Alternatives that a conjunction is split into; each has the conditions of all other parts."""
+
 
 def may(mask: sympy.Basic, tile: TileBounds | None = None) -> sympy.Basic:
     """A condition on the tile that is false only if no element can satisfy ``mask``."""
@@ -132,11 +135,48 @@ def _may_all(node: AllOf, tile: TileBounds) -> sympy.Basic:
     parts = list(_flat(node))
     if len(parts) == 1:
         return _may(parts[0], tile)
+    cases = _cases(parts, tile)
+    if cases is not None:
+        return sympy.Or(*(_may_all(case, tile) for case in cases))
     conditions: list[sympy.Basic] = []
     tile, parts = _tighten(parts, tile, conditions, single=True)
     tile, parts = _tighten(parts, tile, conditions, single=False)
     conditions.extend(_may(part, tile) for part in parts)
     return sympy.And(*conditions)
+
+
+def _cases(parts: list[Node], tile: TileBounds) -> list[AllOf] | None:
+    """The alternatives of one part, each with all other parts, or None.
+
+    It is for alternatives that all narrow a position, beside parts with functions of positions, as
+    in ``(q < n) == (k < n) and q % n == k % n``: those have their exact ranges only within one
+    alternative.
+    """
+    for place, part in enumerate(parts):
+        others = parts[:place] + parts[place + 1 :]
+        if not isinstance(part, AnyOf) or len(part.parts) > _MOST_CASES:
+            continue
+        if not all(_narrows(alternative, tile) for alternative in part.parts):
+            continue
+        if not any(_has_functions(other, tile) for other in others):
+            continue
+        return [AllOf((alternative, *others)) for alternative in part.parts]
+    return None
+
+
+def _narrows(node: Node, tile: TileBounds) -> bool:
+    """Whether the node holds only within a range of one position."""
+    parts = _flat(node) if isinstance(node, AllOf) else [node]
+    return any(_bound(part, tile, single=True) is not None for part in parts)
+
+
+def _has_functions(node: Node, tile: TileBounds) -> bool:
+    """Whether the node is a condition on more than sums of positions."""
+    if isinstance(node, AllOf | AnyOf):
+        return False
+    if not isinstance(node, AtLeast0):
+        return True
+    return any(atom not in tile.ends for atom in linear(node.expr, tile)[0])
 
 
 def _flat(node: AllOf) -> list[Node]:

@@ -19,7 +19,6 @@ from flashgen.ops.variants import (
     operator_of_variant,
     packs_queries,
     planned_split,
-    scalars_of_part,
 )
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
@@ -37,7 +36,7 @@ from flashgen.runtime.number_arguments import (
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import Report
-from flashgen.runtime.wholes import is_part_of_whole
+from flashgen.runtime.wholes import scalars_of_part
 from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE
 
 if TYPE_CHECKING:
@@ -249,14 +248,13 @@ class Attention:
             result = self._traced(operands, options, captures, offsets, part)
             return result if return_lse else result[0]
         offset_dtypes: tuple[tuple[str, str], ...] = ()
-        dtype, part = None, {}
+        dtype = None
         if _C._is_any_autocast_enabled():
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-        if split_size is not None or is_part_of_whole(h_offset, whole):
-            part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
-            captures |= part
+        part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
+        captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
             offsets = given_offsets(q_offset, k_offset)
             offset_dtypes = dtypes_of(offsets)

@@ -16,9 +16,7 @@ from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
 from flashgen.runtime.backends import TAKES, target_of
 from flashgen.runtime.check_basics import refuse
-from flashgen.runtime.split_size import scalar_of
-from flashgen.runtime.wholes import is_part_of_whole, scalars_of
-from flashgen.signature import BOUNDARIES, PAGE_NAMES, SPLIT
+from flashgen.signature import BOUNDARIES, SPLIT
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -42,9 +40,6 @@ class Variant(NamedTuple):
     packs: bool = False
 
 
-PLAIN = Variant()
-
-
 def operator_of_variant(spec: AttentionSpec, variant: Variant) -> Operator:
     from flashgen.language.signature import at_offsets, in_whole, packed_queries, split, with_dtype
 
@@ -56,27 +51,6 @@ def operator_of_variant(spec: AttentionSpec, variant: Variant) -> Operator:
     if dtype is not None:
         spec = with_dtype(spec, str(dtype).removeprefix("torch."))
     return operator_of(at_offsets(spec, offsets))
-
-
-def scalars_of_part(
-    h_offset: int,
-    whole: Mapping[str, int] | None,
-    split_size: int | None,
-    q: Tensor,
-    k: Tensor,
-    captures: Mapping[str, Any],
-) -> dict[str, int]:
-    """The scalars of a call on a part of a whole, and of one with split keys; else empty.
-
-    Args:
-        captures: the captures of the call; a page table among them tells the number of keys.
-    """
-    size = scalar_of(split_size)
-    if not size and not is_part_of_whole(h_offset, whole):
-        return {}
-    table = captures.get(PAGE_NAMES[0])
-    pages = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 1
-    return scalars_of(h_offset, whole, q, k, pages) | size
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,6 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import paper_policy, streaming_kernels
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.models import fitted_sm80, fitted_sm90
 from flashgen.planner.plan_errors import (
     check_size,
     heads_cannot_share,
@@ -34,7 +33,7 @@ from flashgen.planner.search import (
     shapes,
     tiles_of,
 )
-from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of, served_registers
 
 
 def plan(
@@ -216,9 +215,7 @@ def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]
 
     The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     """
-    keeps = problem.path == "sm_80" or problem.d_v > fitted_sm90.SERVED_HEAD_DIM
-    kept = fitted_sm80.FORWARD_SERVED_REGISTERS if keeps else 0
-    extra = problem.extra_registers - kept
+    extra = problem.extra_registers - served_registers(problem.path, problem.d_v)
     best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
     assert best is not None, "the tile itself can have one head"
     return (

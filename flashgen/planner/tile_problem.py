@@ -164,6 +164,12 @@ class TileProblem:
         return forward_sm80.COPY_WARPS(self.given)
 
 
+def served_registers(path: str, d_v: int) -> int:
+    """The registers that calls with split keys or pages take beyond those of other calls."""
+    needed = path == "sm_80" or d_v > fitted_sm90.SERVED_HEAD_DIM
+    return fitted_sm80.FORWARD_SERVED_REGISTERS if needed else 0
+
+
 def problem_of(
     spec: AttentionSpec,
     arch: Arch,
@@ -185,9 +191,8 @@ def problem_of(
     if kernel != "forward":  # its formulas have a constant of their own
         by_tile = spec_terms.pending_sm90(spec, kernel)
         pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
-    wide_o = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
-    if spec.is_served and (path == "sm_80" or wide_o):
-        extra += fitted_sm80.FORWARD_SERVED_REGISTERS
+    if spec.is_served:
+        extra += served_registers(path, spec.head_dim_v or spec.head_dim)
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(

@@ -120,15 +120,14 @@ def _profiles(
     builds += build_minmax_tables(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}
     captured = {name: array_of(tensor) for name, tensor in (options.get("tensors") or {}).items()}
-    served = spec.split or spec.paged
     splits = None
-    if served and launches:
+    if spec.is_served and launches:
         forward = builds[0]
         splits = predict_splits(spec, forward.analysis.mask, forward.plan, problem, captured)
     found = []
     for counters in launches:
         build = by_name[counters.kernel]
-        if served:
+        if spec.is_served:
             prediction = predict_launch_of_splits(build, splits)
         else:
             prediction = predict(spec, build, problem, captured, dlse)

@@ -16,9 +16,8 @@ from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.number_arguments import check_names, draw_rng
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
-from flashgen.runtime.split_size import scalar_of
-from flashgen.runtime.wholes import scalars_of
-from flashgen.signature import BOUNDARIES, PAGE_NAMES
+from flashgen.runtime.wholes import scalars_of_part
+from flashgen.signature import BOUNDARIES
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -184,11 +183,8 @@ def variant_of(
 
     if spec.paged and BOUNDARIES[0] in (tensors or {}):
         spec = packed_queries(spec)
-    size = scalar_of(split_size)
-    if not size:
-        return spec, scalars or {}
-    pages = tensors[PAGE_NAMES[0]].shape[1] if spec.paged and tensors else 1
-    return split(spec), {**(scalars or {}), **scalars_of(0, None, q, k, pages), **size}
+    part = scalars_of_part(0, None, split_size, q, k, tensors or {})
+    return split(spec) if part else spec, {**(scalars or {}), **part}
 
 
 def _at_offsets(

@@ -1,18 +1,20 @@
-"""h_offset and the sizes of the whole of which a call computes a part.
+"""h_offset, the sizes of the whole of which a call computes a part, and split_size.
 
 Such a call is a call of a variant of its spec, which has them as scalars
-(`flashgen.language.signature.in_whole`).
+(`flashgen.language.signature.in_whole` and `split`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from flashgen.runtime.check_basics import known, refuse
-from flashgen.signature import WHOLE
+from flashgen.runtime.split_size import scalar_of
+from flashgen.signature import PAGE_NAMES, WHOLE
 
 Tensor = torch.Tensor
 
@@ -20,9 +22,25 @@ SIZES = ("heads", "seq_q", "seq_k")
 """The sizes that the argument ``whole`` of a call may have, as mods name them."""
 
 
-def is_part_of_whole(h_offset: object, whole: object) -> bool:
-    """Whether a call gives h_offset or whole."""
-    return whole is not None or type(h_offset) is not int or h_offset != 0
+def scalars_of_part(
+    h_offset: int,
+    whole: Mapping[str, int] | None,
+    split_size: int | None,
+    q: Tensor,
+    k: Tensor,
+    captures: Mapping[str, Any],
+) -> dict[str, int]:
+    """The scalars of a call on a part of a whole, and of one with split keys; else empty.
+
+    Args:
+        captures: the captures of the call; the keys of a paged cache are those of its page table.
+    """
+    size = scalar_of(split_size)
+    if not size and whole is None and type(h_offset) is int and h_offset == 0:
+        return {}
+    table = captures.get(PAGE_NAMES[0])
+    pages = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 1
+    return scalars_of(h_offset, whole, q, k, pages) | size
 
 
 def scalars_of(

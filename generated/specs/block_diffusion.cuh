@@ -28,38 +28,44 @@ __device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 struct TileQuery {
   int greatest_q_mod_clean_div_block;
-  int t1;
+  int t5;
+  int t6;
   int least_q_mod_clean_div_block;
-  int t2;
+  int t10;
+  int t12;
 };
 
 // What the tests of tiles compute from the queries alone.
 __device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+  const int max_clean_q_lo = max(p.s_clean, q_lo);
   const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
+  const bool t0 = fast_div(max_clean_q_lo, p.d_clean) == q_hi_div_clean;
   const int q_hi_mod_clean = fast_floor_mod(q_hi, p.s_clean, p.d_clean);
   const int clean_minus_1 = p.s_clean - 1;
-  const int greatest_q_mod_clean_div_block = fast_div(
-      fast_div(max(p.s_clean, q_lo), p.d_clean) == q_hi_div_clean
-          ? q_hi_mod_clean
-          : clean_minus_1, p.d_block);
+  const int greatest_q_mod_clean_div_block = fast_div(t0 ? q_hi_mod_clean : clean_minus_1,
+      p.d_block);
   const int q_lo_div_clean = fast_floor_div(q_lo, p.d_clean);
   const int min_q_hi_clean_minus_1 = min(q_hi, clean_minus_1);
-  const int t1 = fast_div(
-      q_lo_div_clean == fast_floor_div(min_q_hi_clean_minus_1, p.d_clean)
-          ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean)
-          : clean_minus_1, p.d_block);
+  const bool t4 = q_lo_div_clean == fast_floor_div(min_q_hi_clean_minus_1, p.d_clean);
+  const int t5 = fast_div(
+      t4 ? fast_floor_mod(min_q_hi_clean_minus_1, p.s_clean, p.d_clean) : clean_minus_1, p.d_block);
+  const int t6 = fast_div(t0 ? fast_mod(max_clean_q_lo, p.s_clean, p.d_clean) : 0, p.d_block);
+  const int q_lo_mod_clean = fast_floor_mod(q_lo, p.s_clean, p.d_clean);
+  const int least_q_mod_clean_div_block = fast_div(t4 ? q_lo_mod_clean : 0, p.d_block);
   const bool same_q_div_clean = q_lo_div_clean == q_hi_div_clean;
-  const int least_q_mod_clean_div_block = fast_div(
-      same_q_div_clean ? fast_floor_mod(q_lo, p.s_clean, p.d_clean) : 0, p.d_block);
-  const int t2 = fast_div(same_q_div_clean ? q_hi_mod_clean : clean_minus_1, p.d_block);
-  return {greatest_q_mod_clean_div_block, t1, least_q_mod_clean_div_block, t2};
+  const int t10 = fast_div(same_q_div_clean ? q_lo_mod_clean : 0, p.d_block);
+  const int t12 = fast_div(same_q_div_clean ? q_hi_mod_clean : clean_minus_1, p.d_block);
+  return {greatest_q_mod_clean_div_block, t5, t6, least_q_mod_clean_div_block, t10, t12};
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 struct TileKey {
-  int t0;
+  int t2;
   int greatest_k_mod_clean_div_block;
+  int t8;
   int least_k_mod_clean_div_block;
+  int t9;
+  int t13;
 };
 
 // What the tests of tiles compute from the keys alone.
@@ -67,16 +73,22 @@ __device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, in
   const int clean_minus_1 = p.s_clean - 1;
   const int max_clean_k_lo = max(p.s_clean, k_lo);
   const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
-  const int t0 = fast_div(
-      fast_div(max_clean_k_lo, p.d_clean) == k_hi_div_clean
-          ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean)
-          : 0, p.d_block);
-  const bool same_k_div_clean = fast_floor_div(k_lo, p.d_clean) == k_hi_div_clean;
-  const int greatest_k_mod_clean_div_block = fast_div(
-      same_k_div_clean ? fast_floor_mod(k_hi, p.s_clean, p.d_clean) : clean_minus_1, p.d_block);
-  const int least_k_mod_clean_div_block = fast_div(
-      same_k_div_clean ? fast_floor_mod(k_lo, p.s_clean, p.d_clean) : 0, p.d_block);
-  return {t0, greatest_k_mod_clean_div_block, least_k_mod_clean_div_block};
+  const bool t1 = fast_div(max_clean_k_lo, p.d_clean) == k_hi_div_clean;
+  const int t2 = fast_div(t1 ? fast_mod(max_clean_k_lo, p.s_clean, p.d_clean) : 0, p.d_block);
+  const int k_hi_mod_clean = fast_floor_mod(k_hi, p.s_clean, p.d_clean);
+  const int greatest_k_mod_clean_div_block = fast_div(t1 ? k_hi_mod_clean : clean_minus_1,
+      p.d_block);
+  const int k_lo_div_clean = fast_floor_div(k_lo, p.d_clean);
+  const int min_k_hi_clean_minus_1 = min(k_hi, clean_minus_1);
+  const bool t7 = k_lo_div_clean == fast_floor_div(min_k_hi_clean_minus_1, p.d_clean);
+  const int t8 = fast_div(
+      t7 ? fast_floor_mod(min_k_hi_clean_minus_1, p.s_clean, p.d_clean) : clean_minus_1, p.d_block);
+  const int k_lo_mod_clean = fast_floor_mod(k_lo, p.s_clean, p.d_clean);
+  const int least_k_mod_clean_div_block = fast_div(t7 ? k_lo_mod_clean : 0, p.d_block);
+  const bool same_k_div_clean = k_lo_div_clean == k_hi_div_clean;
+  const int t9 = fast_div(same_k_div_clean ? k_hi_mod_clean : clean_minus_1, p.d_block);
+  const int t13 = fast_div(same_k_div_clean ? k_lo_mod_clean : 0, p.d_block);
+  return {t2, greatest_k_mod_clean_div_block, t8, least_k_mod_clean_div_block, t9, t13};
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
@@ -122,15 +134,18 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
   const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool k_hi_at_least_clean = k_hi >= p.s_clean;
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
+  const bool t3 = tile_query.greatest_q_mod_clean_div_block >= tile_key.t2;
   const bool clean_above_q_lo = p.s_clean > q_lo;
-  return (k_hi_at_least_clean
+  return (k_hi_at_least_clean && q_hi_at_least_clean && t3)
+      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t5 > tile_key.t2)
+      || (k_hi_at_least_clean
               && q_hi_at_least_clean
-              && tile_query.greatest_q_mod_clean_div_block >= tile_key.t0)
-      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t1 > tile_key.t0)
-      || (tile_key.greatest_k_mod_clean_div_block >= tile_query.least_q_mod_clean_div_block
-              && tile_query.t2 >= tile_key.least_k_mod_clean_div_block
-              && ((k_hi_at_least_clean && q_hi_at_least_clean)
-                      || (clean_above_q_lo && p.s_clean > k_lo)));
+              && t3
+              && tile_key.greatest_k_mod_clean_div_block >= tile_query.t6)
+      || (clean_above_q_lo
+              && tile_query.t5 >= tile_key.least_k_mod_clean_div_block
+              && tile_key.t8 >= tile_query.least_q_mod_clean_div_block
+              && p.s_clean > k_lo);
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -156,14 +171,12 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
   const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
-  const bool t3 = tile_key.greatest_k_mod_clean_div_block <= tile_query.least_q_mod_clean_div_block;
+  const bool t11 = tile_key.t9 <= tile_query.t10;
   const bool clean_above_q_hi = p.s_clean > q_hi;
-  return (clean_at_most_k_lo && clean_at_most_q_lo && t3)
-      || (clean_at_most_k_lo
-              && clean_above_q_hi
-              && tile_query.least_q_mod_clean_div_block > tile_key.greatest_k_mod_clean_div_block)
-      || (t3
-              && tile_query.t2 <= tile_key.least_k_mod_clean_div_block
+  return (clean_at_most_k_lo && clean_at_most_q_lo && t11)
+      || (clean_at_most_k_lo && clean_above_q_hi && tile_query.t10 > tile_key.t9)
+      || (t11
+              && tile_query.t12 <= tile_key.t13
               && ((clean_at_most_k_lo && clean_at_most_q_lo)
                       || (clean_above_q_hi && p.s_clean > k_hi)));
 }
@@ -187,15 +200,18 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
   const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool k_hi_at_least_clean = k_hi >= p.s_clean;
   const bool q_hi_at_least_clean = q_hi >= p.s_clean;
+  const bool t3 = tile_query.greatest_q_mod_clean_div_block >= tile_key.t2;
   const bool clean_above_q_lo = p.s_clean > q_lo;
-  return (k_hi_at_least_clean
+  return (k_hi_at_least_clean && q_hi_at_least_clean && t3)
+      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t5 > tile_key.t2)
+      || (k_hi_at_least_clean
               && q_hi_at_least_clean
-              && tile_query.greatest_q_mod_clean_div_block >= tile_key.t0)
-      || (k_hi_at_least_clean && clean_above_q_lo && tile_query.t1 > tile_key.t0)
-      || (tile_key.greatest_k_mod_clean_div_block >= tile_query.least_q_mod_clean_div_block
-              && tile_query.t2 >= tile_key.least_k_mod_clean_div_block
-              && ((k_hi_at_least_clean && q_hi_at_least_clean)
-                      || (clean_above_q_lo && p.s_clean > k_lo)));
+              && t3
+              && tile_key.greatest_k_mod_clean_div_block >= tile_query.t6)
+      || (clean_above_q_lo
+              && tile_query.t5 >= tile_key.least_k_mod_clean_div_block
+              && tile_key.t8 >= tile_query.least_q_mod_clean_div_block
+              && p.s_clean > k_lo);
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -221,14 +237,12 @@ __device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, i
   const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
   const bool clean_at_most_k_lo = p.s_clean <= k_lo;
   const bool clean_at_most_q_lo = p.s_clean <= q_lo;
-  const bool t3 = tile_key.greatest_k_mod_clean_div_block <= tile_query.least_q_mod_clean_div_block;
+  const bool t11 = tile_key.t9 <= tile_query.t10;
   const bool clean_above_q_hi = p.s_clean > q_hi;
-  return (clean_at_most_k_lo && clean_at_most_q_lo && t3)
-      || (clean_at_most_k_lo
-              && clean_above_q_hi
-              && tile_query.least_q_mod_clean_div_block > tile_key.greatest_k_mod_clean_div_block)
-      || (t3
-              && tile_query.t2 <= tile_key.least_k_mod_clean_div_block
+  return (clean_at_most_k_lo && clean_at_most_q_lo && t11)
+      || (clean_at_most_k_lo && clean_above_q_hi && tile_query.t10 > tile_key.t9)
+      || (t11
+              && tile_query.t12 <= tile_key.t13
               && ((clean_at_most_k_lo && clean_at_most_q_lo)
                       || (clean_above_q_hi && p.s_clean > k_hi)));
 }

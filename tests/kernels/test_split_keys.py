@@ -12,12 +12,11 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.language.signature import split
-from flashgen.ops import ForwardRun, run_forward
+from flashgen.ops import run_forward
 from flashgen.pipeline import build
-from flashgen.runtime.splits import Splits
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
-from tests.support.judged import FEW_BYTES, Call, check_gates, example, judge_forward, normal
-from tests.support.planted import planted
+from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, judge_forward, normal
+from tests.support.planted import nan_in_parts, planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
@@ -27,10 +26,6 @@ CAUSAL = fg.load(spec_path("causal"))
 SINK = fg.load(spec_path("sink"))
 ARCHS = ("sm_80", "sm_90a")
 HOW: dict[str, Any] = {"backend": "emulator"}
-
-
-def equal(found: ForwardRun, expected: ForwardRun) -> bool:
-    return torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
 
 
 # ---- results ------------------------------------------------------------------------------------
@@ -171,18 +166,10 @@ def test_the_bits_do_not_depend_on_the_number_of_blocks_and_their_order() -> Non
 def test_parts_that_are_not_written_are_not_read(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = Splits.parts
-
-    def with_nan(*arguments: Any) -> Any:
-        made = parts(*arguments)
-        for tensor in made:
-            tensor.fill_(math.nan)
-        return made
-
     case = Case(3, 200, 1, 4, 2)
     call = example(spec_path("sliding_window"), case, offsets={"q_offset": 150}, arch=arch)
     expected = call.forward(split_size=32)
-    monkeypatch.setattr(Splits, "parts", with_nan)
+    nan_in_parts(monkeypatch)
     found = call.judged_forward(split_size=32)
     assert equal(found, expected)
 
@@ -237,14 +224,7 @@ def test_bugs_of_splits_are_seen(
     kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that nothing wrote, no guard for -inf, parts in one place, keys that count twice."""
-    parts = Splits.parts
-
-    def with_nan(*arguments: Any) -> Any:
-        made = parts(*arguments)
-        made[0].fill_(math.nan)
-        return made
-
-    monkeypatch.setattr(Splits, "parts", with_nan)
+    nan_in_parts(monkeypatch)
     spec = fg.AttentionSpec(lambda b, h, q, k: k + 3 < q, head_dim=64, name="some_before")
     call = Call(spec, Case(30, 40, 1, 1, 1).tensors(), arch="sm_80")
     with planted(kernel, old, new), pytest.raises((AssertionError, fg.EmulatorError)):

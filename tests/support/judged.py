@@ -36,6 +36,10 @@ def check_gates(built: Build) -> None:
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
 
+def equal(found: ForwardRun, expected: ForwardRun) -> bool:
+    return torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
 def normal(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

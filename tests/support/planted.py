@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import flashgen as fg
 from flashgen import emulator
 from flashgen.pipeline import Build
 from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.runtime.splits import Splits
 from tests.support.nvrtc_helper import compile_ptx
 
 STEP_LIMIT = 2_000
@@ -59,3 +61,16 @@ def caught(kind: str) -> Iterator[Any]:
     assert error.value.where
     assert error.value.numbers
     assert error.value.way_out
+
+
+def nan_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the partial results of split keys are NaN until a kernel writes them."""
+    parts = Splits.parts
+
+    def with_nan(*arguments: Any) -> Any:
+        made = parts(*arguments)
+        for tensor in made:
+            tensor.fill_(math.nan)
+        return made
+
+    monkeypatch.setattr(Splits, "parts", with_nan)
