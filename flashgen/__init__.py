@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec_file import load
     from flashgen.language.tensor import Tensor
     from flashgen.ops import Layout, append_kv, attention
+    from flashgen.pictures import visualize
     from flashgen.pipeline import build, emit
     from flashgen.planner import plan
     from flashgen.runtime.page_tables import page_table
@@ -130,6 +131,7 @@ __all__ = [
     "sin",
     "sqrt",
     "tanh",
+    "visualize",
     "where",
 ]
 
@@ -154,6 +156,7 @@ _HOME = {
     "plan": "planner",
     "seq_k": "language.scalar",
     "seq_q": "language.scalar",
+    "visualize": "pictures",
 }
 
 

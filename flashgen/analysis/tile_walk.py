@@ -136,6 +136,7 @@ class TileWalk:
     ) -> None:
         self.mask = mask
         self.layout = layout
+        self.owns_keys = owns_keys
         self.env = {symbol: exact(value) for symbol, value in env}
         self.owned, self.walked = (keys, queries) if owns_keys else (queries, keys)
         q, k = (Q_LO, Q_HI), (K_LO, K_HI)

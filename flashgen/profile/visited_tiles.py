@@ -101,7 +101,7 @@ def heads_of(
 ) -> list[AlikeHeads]:
     """The heads of a launch: all together, by batch entry, or one by one."""
     p = problem
-    live = _live_blocks(spec, p, captured)
+    live = live_blocks(spec, p, captured)
     if (mask.always and live is None) or plan.streams:
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
@@ -114,12 +114,12 @@ def heads_of(
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
-        listed = _listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
+        listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         queries, keys = plan.queries_per_tile, plan.block_k
         axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
         walk = TileWalk(mask, (known | places).items(), *axes, plan.owns_keys)
-        return AlikeHeads(batch, heads_q, heads_kv, walk, listed, _visits(walk, listed))
+        return AlikeHeads(batch, heads_q, heads_kv, walk, listed, visits_of(walk, listed))
 
     if not {B, H} & used:
         return [alike(p.batch, p.heads_q, p.heads_kv, 0, 0)]
@@ -127,9 +127,7 @@ def heads_of(
     return [alike(1, heads, kv, b, h) for b in range(p.batch) for h in range(p.heads_q // heads)]
 
 
-def _live_blocks(
-    spec: AttentionSpec, p: CheckedCall, captured: Mapping[str, Array]
-) -> Array | None:
+def live_blocks(spec: AttentionSpec, p: CheckedCall, captured: Mapping[str, Array]) -> Array | None:
     """Bool [batch or 1, heads or 1, rows, columns] of a block-sparse layout; None without one."""
     sparse = spec.block_sparse
     if sparse is None:
@@ -141,7 +139,7 @@ def _live_blocks(
     return np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
 
 
-def _listed_blocks(
+def listed_blocks(
     spec: AttentionSpec, live: Array | None, b: int, h: int, *, by_column: bool
 ) -> ListedBlocks | None:
     """The live blocks of one batch entry and head."""
@@ -154,7 +152,7 @@ def _listed_blocks(
     return ListedBlocks(one, sparse.block_q, sparse.block_k)
 
 
-def _visits(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
+def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
     """For each tile that a block owns, the tiles that its main loop visits.
 
     They are the tiles within the reach, a range; where the reach is not exact, those that may have

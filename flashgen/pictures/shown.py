@@ -1,0 +1,79 @@
+"""The ways to show a drawing: notebooks, terminals and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashgen.errors import InputError
+from flashgen.pictures.drawing import Drawing
+from flashgen.pictures.svg import svg_of
+from flashgen.pictures.terminal import text_of
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<body style="margin:2em;background:Canvas">
+{svg}</body>
+</html>
+"""
+
+
+class Shown:
+    """An object that notebooks show as a picture and terminals as text."""
+
+    def drawing(self) -> Drawing:
+        """What the picture shows."""
+        raise NotImplementedError
+
+    def to_svg(self) -> str:
+        """The picture as an SVG element, for a page or a file."""
+        return svg_of(self.drawing())
+
+    def to_html(self) -> str:
+        """The picture as an HTML page."""
+        from html import escape
+
+        return _PAGE.format(title=escape(self.drawing().title), svg=self.to_svg())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the picture to a file.
+
+        Args:
+            path: a name that ends with .svg, .html or .txt.
+
+        Raises:
+            InputError: the name ends otherwise, or the file cannot be written.
+        """
+        makers = {".svg": self.to_svg, ".html": self.to_html, ".txt": lambda: f"{self}\n"}
+        make = makers.get(Path(path).suffix)
+        if make is None:
+            raise InputError(
+                "a picture cannot be written in this format",
+                where="argument path",
+                numbers=f"given {str(path)!r}; formats: {', '.join(makers)}",
+                way_out=f"{Path(path).stem or 'tiles'}.svg",
+            )
+        text = make()
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                "the picture cannot be written into this file",
+                where="argument path",
+                numbers=f"{str(path)!r}: {error.strerror or error}",
+                way_out="a file in a folder that exists and that you can write",
+            ) from None
+
+    def __str__(self) -> str:
+        return text_of(self.drawing())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _repr_html_(self) -> str:
+        return f"<div>{self.to_svg()}</div>"
