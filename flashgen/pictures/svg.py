@@ -20,8 +20,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 MOST_CELLS = 1 << 16
 """The cells of all grids together. A cell takes at most about 15 B."""
 
-_WIDTH = 720
-_LARGE, _SMALL, _LEAST = 400, 200, 14
+_WIDTH, _COUNTS = 720, 560
+_LARGE, _SMALL, _LEAST = 400, 190, 14
 _LINE, _GAP, _LEFT = 18, 16, 26
 
 STYLE = """
@@ -50,8 +50,8 @@ def svg_of(drawing: Drawing) -> str:
     largest = max(_length(ends) for g in drawing.grids for ends in (g.queries, g.keys))
     scale = (_LARGE if few else _SMALL) / largest
     cells = [joined(grid.cells, most) for grid in drawing.grids]
-    lighter = f"the lighter, the more of them are {drawing.legend[0].text.partition(':')[0]}."
-    notes = [*drawing.notes, *drawing.note_on(cells, lighter)]
+    fainter = f"the fainter, the more of them are {drawing.legend[0].text.partition(':')[0]}."
+    notes = [*drawing.notes, *drawing.note_on(cells, fainter)]
     parts: list[str] = []
     y = 20
     parts.append(_text(0, y, drawing.title, "head"))
@@ -63,7 +63,7 @@ def svg_of(drawing: Drawing) -> str:
     for entry in drawing.legend:
         y += _LINE
         parts.append(f'<rect class="{entry.style}" x="0" y="{y - 11}" width="12" height="12"/>')
-        parts.append(_text(20, y, entry.text) + _text(_WIDTH, y, entry.count, "soft end"))
+        parts.append(_text(20, y, entry.text) + _text(_COUNTS, y, entry.count, "soft end"))
     for note in notes:
         for piece in _wrapped(note):
             y += _LINE

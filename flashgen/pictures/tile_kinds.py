@@ -22,6 +22,9 @@ ELEMENTS = 1 << 25
 
 _AT_ONCE = 1 << 19
 
+_SAMPLES = 8
+"""Queries and keys of a tile at which masks are evaluated first where tiles are many."""
+
 
 class Kind(IntEnum):
     """What a kernel does in a tile, and the exact class where it differs."""
@@ -54,23 +57,43 @@ def classify(call: MaskCall, place: Place, budget: int) -> Classified:
 
     Tiles that the kernel skips and those in which it does not evaluate the mask are decided by the
     analysis, as in the kernel. The exact class of the others is found by evaluating the mask at
-    every score, if there are at most ``budget`` such scores; beyond that, only where the analysis
-    proves that its bounds are exact.
+    every score. If there are more than ``budget`` such scores, tiles with a kept and a masked score
+    among a few samples are found first; those that remain beyond the budget are not decided, unless
+    the analysis proves that its bounds are exact.
     """
     visited, full = _by_kernel(call, place)
     kinds = np.where(visited, np.where(full, Kind.FULL, Kind.MIXED), Kind.SKIPPED).astype(np.uint8)
     masked = np.nonzero(kinds == Kind.MIXED)
-    tile = call.tile.block_q * call.tile.block_k
-    rows, columns = _lengths(place.queries), _lengths(place.keys)
-    in_full = int((full & visited).astype(np.int64).dot(columns).dot(rows))
-    if len(masked[0]) * tile <= budget:
-        some, every, kept = _evaluated(call, place, masked)
-        found = np.where(every, Kind.FULL_BUT_MASKED, np.where(some, Kind.MIXED, 4))
-        kinds[masked] = found
-        return Classified(kinds, in_full + kept, len(masked[0]) * tile)
-    if not (call.mask.reach_exact and call.mask.full_exact and call.spec.block_sparse is None):
-        kinds[masked] = Kind.NOT_DECIDED
-    return Classified(kinds, _kept_by_rows(call, place), 0)
+    tile = (call.tile.block_q, call.tile.block_k)
+    scores = len(masked[0]) * tile[0] * tile[1]
+    if scores <= budget:
+        some, every, kept = _evaluated(call, place, masked, tile)
+        kinds[masked] = _kinds_of(some, every)
+        rows, columns = _lengths(place.queries), _lengths(place.keys)
+        in_full = int((full & visited).astype(np.int64).dot(columns).dot(rows))
+        return Classified(kinds, in_full + kept, scores)
+    if call.mask.reach_exact and call.mask.full_exact and call.spec.block_sparse is None:
+        return Classified(kinds, _kept_by_rows(call, place), 0)
+    few = min(tile[0], _SAMPLES), min(tile[1], _SAMPLES)
+    samples = len(masked[0]) * few[0] * few[1]
+    kinds[masked] = Kind.NOT_DECIDED
+    if samples > budget:
+        return Classified(kinds, _kept_by_rows(call, place), 0)
+    some, every, _ = _evaluated(call, place, masked, few)
+    kinds[masked] = np.where(some & ~every, Kind.MIXED, Kind.NOT_DECIDED)
+    left = tuple(each[~some | every] for each in masked)
+    scores = len(left[0]) * tile[0] * tile[1]
+    if samples + scores <= budget:
+        some, every, _ = _evaluated(call, place, left, tile)
+        kinds[left] = _kinds_of(some, every)
+        samples += scores
+    return Classified(kinds, _kept_by_rows(call, place), samples)
+
+
+def _kinds_of(some: Array, every: Array) -> Array:
+    """The kinds of tiles that a kernel masks, by whether some and all of their scores are kept."""
+    partly = np.where(some, Kind.MIXED, Kind.EMPTY_BUT_VISITED)
+    return np.where(every, Kind.FULL_BUT_MASKED, partly).astype(np.uint8)
 
 
 def elements_of(call: MaskCall, place: Place, queries: range, keys: range) -> Array:
@@ -143,18 +166,26 @@ def _unmasked(walk: TileWalk, layout: BlockLayoutTiles | None, start: int, stop:
 
 
 def _evaluated(
-    call: MaskCall, place: Place, tiles: tuple[Array, Array]
+    call: MaskCall, place: Place, tiles: tuple[Array, ...], points: tuple[int, int]
 ) -> tuple[Array, Array, int]:
-    """Whether some score and whether every score of these tiles is kept, and how many are."""
-    block_q, block_k = call.tile.block_q, call.tile.block_k
+    """Whether some score and whether every score of these tiles is kept, and how many are.
+
+    Args:
+        tiles: the rows and the columns of the tiles.
+        points: the queries and keys of a tile at which the mask is evaluated, evenly spaced.
+    """
+    sizes = call.tile.block_q, call.tile.block_k
     values = call.with_layout(place)
     some, every = np.zeros((2, len(tiles[0])), dtype=bool)
     kept = 0
-    step = max(1, _AT_ONCE // (block_q * block_k))
+    lines, across = (
+        np.linspace(0, size - 1, count).round().astype(np.int64)
+        for size, count in zip(sizes, points, strict=True)
+    )
+    step = max(1, _AT_ONCE // (points[0] * points[1]))
     for start in range(0, len(tiles[0]), step):
         row, column = (each[start : start + step, None, None] for each in tiles)
-        q = row * block_q + np.arange(block_q)[:, None]
-        k = column * block_k + np.arange(block_k)
+        q, k = row * sizes[0] + lines[:, None], column * sizes[1] + across
         inside = (q < place.queries.length) & (k < place.keys.length)
         places = {Q: q + place.queries.offset, K: k + place.keys.offset}
         with np.errstate(all="ignore"):

@@ -256,10 +256,7 @@ class TileMap(Shown):
         p, queries, keys = self._call.problem, each.place.queries, each.place.keys
         label = ""
         if p.batch * p.heads_q > 1:
-            every = len(each.pairs) == p.batch * p.heads_q
-            label = "all batch entries and heads" if every else pairs_in_words(each.pairs)
-            if self._call.spec.packed:
-                label = label.replace("batch entries", "sequences").replace("batch", "sequence")
+            label = pairs_in_words(each.pairs, (p.batch, p.heads_q), packed=self._call.spec.packed)
         return Grid(
             label,
             each.kinds,
@@ -268,14 +265,31 @@ class TileMap(Shown):
         )
 
 
-def pairs_in_words(pairs: Iterable[Pair]) -> str:
-    """Pairs of a batch entry and a head in words, as in "batch 0, heads 0 to 3"."""
-    every = sorted(set(pairs))
-    batches, heads = (sorted({pair[i] for pair in every}) for i in (0, 1))
-    if len(every) == len(batches) * len(heads):
-        b, h = "batch", "head" if len(heads) == 1 else "heads"
-        return f"{b} {ranges(batches)}, {h} {ranges(heads)}"
+def pairs_in_words(
+    pairs: Iterable[Pair], every: tuple[int, int] | None = None, *, packed: bool = False
+) -> str:
+    """Pairs of a batch entry and a head in words, as in "batch 0, heads 0 to 3".
+
+    Args:
+        every: the batch entries and heads of the call; where the pairs have all of them, they are
+            not enumerated.
+        packed: whether batch entries are packed sequences.
+    """
+    here = sorted(set(pairs))
+    batches, heads = (sorted({pair[i] for pair in here}) for i in (0, 1))
+    one, several = ("sequence", "sequences") if packed else ("batch", "batch entries")
+    if len(here) == len(batches) * len(heads):
+        b = f"{one} {ranges(batches)}"
+        h = f"{'head' if len(heads) == 1 else 'heads'} {ranges(heads)}"
+        if every is None:
+            return f"{b}, {h}"
+        if (len(batches), len(heads)) == every:
+            return f"all {several} and heads"
+        if len(batches) == every[0]:
+            return h
+        return b if len(heads) == every[1] else f"{b}, {h}"
     parts = [
-        pairs_in_words(list(some)) for _, some in itertools.groupby(every, key=lambda pair: pair[0])
+        pairs_in_words(list(some), packed=packed)
+        for _, some in itertools.groupby(here, key=lambda pair: pair[0])
     ]
-    return "; ".join(parts if len(parts) < 4 else [*parts[:2], f"... ({len(every):,} pairs)"])
+    return "; ".join(parts if len(parts) < 3 else [parts[0], f"... ({len(here):,} pairs)"])

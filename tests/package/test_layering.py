@@ -249,7 +249,7 @@ PUBLIC = {
     "flashgen.integrations.transformers.attention:attention",
     "flashgen.ops.api:Attention.__call__",
     "flashgen.ops.append:append_kv",
-    "flashgen.pictures.visualize:visualize",
+    "flashgen.pictures.api:visualize",
     "flashgen.pipeline:emit",
     "flashgen.runtime.calls:check",
     "flashgen.runtime.calls:run_backward",
