@@ -1,12 +1,13 @@
-"""Writes docs/variants.md: every spec of specs/, with its tile map and what the analysis found.
+"""Writes docs/variants.md, docs/gallery.md and the pictures in docs/tile_maps/.
 
-python docs/variants.py            writes it
-python docs/variants.py --check    exit status 1 when it is not what would be written
+python docs/variants.py            writes them
+python docs/variants.py --check    exit status 1 when they are not what would be written
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,42 +16,117 @@ from typing import Any
 import sympy
 
 import flashgen as fg
-from flashgen.analysis import Analysis, Interval, analyse, classify, window_of
+from flashgen.analysis import Analysis, Interval, analyse, window_of
 from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, python_text
+from flashgen.language import Element, python_text
 from flashgen.language.tensor import SIZES
+from flashgen.pictures import TileMap
 from flashgen.planner import plan_backward
 from flashgen.signature import LAYOUT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs/variants.md"
-SEQ, TILE = 256, 16
-MARKS = {"empty": "·", "mixed": "▒", "full": "█"}
+DOCS = ROOT / "docs"
+MAPS = "tile_maps"
+SEQ, TILE, HEADS = 256, 16, 4
 
 HEAD = f"""# Variants
 
-Every file of `specs/`: its formula, its tile map, and what the analysis found. This page is written
-by `python docs/variants.py`. A map shows {SEQ} queries (down) by {SEQ} keys (across), in tiles of
-{TILE} x {TILE}, with the example values of the file: `{MARKS["empty"]}` is an empty tile, which is
-not loaded; `{MARKS["mixed"]}` a partial (mixed) tile, in which the mask is evaluated;
-`{MARKS["full"]}` a full tile, in which it is not.
+Every file of `specs/`: its formula, its [tile map](visualize.md), and what the analysis found. This
+page is written by `python docs/variants.py`. A map shows {SEQ} queries (down) by {SEQ} keys
+(across), in tiles of {TILE} x {TILE}, with the example values of the file.
+"""
+
+GALLERY = f"""# Gallery
+
+The tile maps of the files of `specs/` that leave out scores, as `fg.visualize` draws them: {SEQ}
+queries (down) by {SEQ} keys (across), in tiles of {TILE} x {TILE}, with the example values of the
+files. Each picture leads to its variant. Blue tiles are visited without the mask, orange tiles with
+it, and grey tiles are skipped. Several maps in one square are those of batch entries, heads or
+packed sequences that differ. [Tile maps](visualize.md) says how to make such pictures; this page is
+written by `python docs/variants.py`.
+
 """
 
 
 def main() -> None:
-    text = document()
-    if "--check" not in sys.argv:
-        TARGET.write_text(text)
-    elif not TARGET.is_file() or TARGET.read_text() != text:
-        sys.exit("docs/variants.md is not up to date: python docs/variants.py")
+    for name, text in documents().items():
+        path = DOCS / name
+        if "--check" not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"docs/{name} is not up to date: python docs/variants.py")
+    unknown = sorted({path.name for path in (DOCS / MAPS).iterdir()} - {*pictures()})
+    if unknown and "--check" in sys.argv:
+        sys.exit(f"docs/{MAPS}/{unknown[0]} belongs to no spec: python docs/variants.py")
+    for name in unknown:
+        (DOCS / MAPS / name).unlink()
 
 
-def document() -> str:
-    parts = [HEAD]
-    for path in sorted((ROOT / "specs").glob("*.py")):
-        parts.append("\n".join(section(path)))
-    return "\n".join(parts) + "\n"
+@functools.cache
+def documents() -> dict[str, str]:
+    """The text of every file that this program writes, by its path in docs/."""
+    sections = ["\n".join(section(path)) for path in specs()]
+    return {
+        "variants.md": "\n".join([HEAD, *sections]) + "\n",
+        "gallery.md": GALLERY + gallery(),
+        **{f"{MAPS}/{name}": text for name, text in pictures().items()},
+    }
+
+
+def specs() -> list[Path]:
+    return sorted((ROOT / "specs").glob("*.py"))
+
+
+def leaves_out(spec: fg.AttentionSpec) -> bool:
+    """Whether the mask or the block layout leaves out scores, so that a picture shows something."""
+    return spec.keep != sympy.true or spec.packed
+
+
+def gallery() -> str:
+    """A table of small pictures."""
+    names = [path.stem for path in specs() if leaves_out(fg.load(path))]
+    cells = [
+        f"[![{name}: tile map]({MAPS}/{name}_small.svg)](variants.md#{name})<br>`{name}`"
+        for name in names
+    ]
+    across = 4
+    lines = [cells[i : i + across] for i in range(0, len(cells), across)]
+    lines[-1] += [""] * (across - len(lines[-1]))
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join(["|" + " |" * across, "|" + " --- |" * across, *rows]) + "\n"
+
+
+@functools.cache
+def pictures() -> dict[str, str]:
+    """The SVG files by name: the picture of each variant, and the small one for the gallery."""
+    found = {}
+    for path in specs():
+        spec = fg.load(path)
+        if leaves_out(spec):
+            made = tile_map(path, spec)
+            found[f"{path.stem}.svg"] = made.to_svg()
+            found[f"{path.stem}_small.svg"] = made.to_svg(compact=True)
+    return {**found, "example_window.svg": example()}
+
+
+def example() -> str:
+    """The picture of docs/visualize.md."""
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < 300)
+
+    return fg.visualize(window, (2, 8, 1024)).to_svg()
+
+
+def tile_map(path: Path, spec: fg.AttentionSpec) -> TileMap:
+    """The map of a spec with the example values of its file."""
+    sizes = Shape(1 if spec.packed else 2, HEADS, HEADS, SEQ, SEQ)
+    tensors, _ = tensor_values(spec, str(path), sizes)
+    values = {**example_scalars(str(path)), **tensors}
+    shape = sizes.batch, HEADS, SEQ
+    return fg.visualize(spec, shape, tile=(TILE, TILE), captures=values)
 
 
 def section(path: Path) -> Iterator[str]:
@@ -58,8 +134,8 @@ def section(path: Path) -> Iterator[str]:
     analysis = analyse(spec)
     yield f"## {path.stem}\n"
     yield f"{docstring(path)}\n"
-    if spec.keep != sympy.true:
-        yield f"```\n{tile_map(path, spec, analysis)}\n```\n"
+    if leaves_out(spec):
+        yield f"![Tile map of {path.stem}]({MAPS}/{path.stem}.svg)\n"
     for line in findings(spec, analysis):
         yield f"- {line}"
     yield ""
@@ -70,57 +146,6 @@ def docstring(path: Path) -> str:
     found = ast.get_docstring(ast.parse(path.read_text()))
     assert found is not None, f"{path.name} says what it is"
     return found
-
-
-def tile_map(path: Path, spec: fg.AttentionSpec, analysis: Analysis) -> str:
-    sizes = Shape(1, 4, 4, SEQ, SEQ)
-    scalars = example_scalars(str(path))
-    tensors, _ = tensor_values(spec, str(path), sizes)
-    env: dict[sympy.Symbol, Any] = {BATCH: 1, HEADS: 4, SEQ_Q: SEQ, SEQ_K: SEQ, B: 0, H: 1}
-    env |= {scalar.expr: scalars[scalar.name] for scalar in spec.scalars}
-    env |= {tensor.symbol: tensors[tensor.name].numpy() for tensor in spec.tensors}
-    live = live_blocks(spec, tensors)
-
-    def mark(q: int, k: int) -> str:
-        ends = (q, q + TILE - 1), (k, k + TILE - 1)
-        kind = classify(analysis.mask, env, *ends)
-        blocks = {place for place in live if all(a <= b for a, b in overlaps(place, ends))}
-        if spec.block_sparse is not None and kind != "empty":
-            some = {live[place] for place in blocks}
-            kind = "empty" if True not in some else "mixed" if False in some else kind
-        return MARKS[kind]
-
-    starts = range(0, SEQ, TILE)
-    return "\n".join(" ".join(mark(q, k) for k in starts) for q in starts)
-
-
-Ends = tuple[tuple[int, int], tuple[int, int]]
-
-
-def live_blocks(spec: fg.AttentionSpec, tensors: dict[str, Any]) -> dict[Ends, bool]:
-    """Whether each block is live, by its first and last query and key; for batch 0 and head 1."""
-    sparse = spec.block_sparse
-    if sparse is None:
-        return {}
-    rows, columns = sparse.blocks(SEQ, SEQ)
-    if sparse.is_static:
-        table = list(sparse.table(1, 4, rows, columns))
-        line = table[rows * columns :] if sparse.by_head else table
-    else:
-        given = tensors["layout"]
-        line = given[0, min(1, given.shape[1] - 1)].flatten().tolist()
-    q, k = sparse.block_q, sparse.block_k
-    return {
-        ((i * q, i * q + q - 1), (j * k, j * k + k - 1)): bool(line[i * columns + j])
-        for i in range(rows)
-        for j in range(columns)
-    }
-
-
-def overlaps(one: Ends, other: Ends) -> Iterator[tuple[int, int]]:
-    """On each axis, what must be in order where two rectangles meet."""
-    for (a_lo, a_hi), (b_lo, b_hi) in zip(one, other, strict=True):
-        yield max(a_lo, b_lo), min(a_hi, b_hi)
 
 
 def findings(spec: fg.AttentionSpec, analysis: Analysis) -> Iterator[str]:

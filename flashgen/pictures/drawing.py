@@ -84,10 +84,9 @@ class Drawing:
     notes: tuple[str, ...] = ()
 
     @property
-    def described(self) -> str:
-        """The picture in words, for readers who do not see it."""
-        counts = "; ".join(f"{entry.text}: {entry.count}" for entry in self.legend)
-        return ". ".join((*self.lines, counts, *self.notes))
+    def counts(self) -> str:
+        """The legend in one sentence, for readers who do not see the picture."""
+        return "; ".join(f"{entry.text}: {entry.count}" for entry in self.legend)
 
     def note_on(self, cells: Sequence[Joined], as_what: str) -> tuple[str, ...]:
         """How cells were joined, and how those of different kinds look; () where none was."""

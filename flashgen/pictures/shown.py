@@ -27,9 +27,13 @@ class Shown:
         """What the picture shows."""
         raise NotImplementedError
 
-    def to_svg(self) -> str:
-        """The picture as an SVG element, for a page or a file."""
-        return svg_of(self.drawing())
+    def to_svg(self, *, compact: bool = False) -> str:
+        """The picture as an SVG element, for a page or a file.
+
+        Args:
+            compact: the cells alone, as a small square without text.
+        """
+        return svg_of(self.drawing(), compact=compact)
 
     def to_html(self) -> str:
         """The picture as an HTML page."""
@@ -46,7 +50,7 @@ class Shown:
         Raises:
             InputError: the name ends otherwise, or the file cannot be written.
         """
-        makers = {".svg": self.to_svg, ".html": self.to_html, ".txt": lambda: f"{self}\n"}
+        makers = {".svg": lambda: self.to_svg(), ".html": self.to_html, ".txt": lambda: f"{self}\n"}
         make = makers.get(Path(path).suffix)
         if make is None:
             raise InputError(

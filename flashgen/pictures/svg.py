@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
 
-from flashgen.pictures.drawing import Drawing, Grid, Joined, joined
+from flashgen.pictures.drawing import Drawing, Joined, joined
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,7 +23,9 @@ MOST_CELLS = 1 << 16
 
 _WIDTH, _COUNTS = 720, 560
 _LARGE, _SMALL, _LEAST = 400, 190, 14
-_LINE, _GAP, _LEFT = 18, 16, 26
+_LINE, _GAP, _LEFT, _HEAD = 18, 16, 26, 24
+_LETTER, _COLUMNS = 7, 104
+_THUMBNAIL = 160
 
 STYLE = """
 .fgp{--fgp-ink:#24292f;--fgp-soft:#57606a;--fgp-skip:#eaeef2;--fgp-full:#0072b2;--fgp-mixed:#e69f00;
@@ -43,77 +46,97 @@ sans-serif}
 """
 
 
-def svg_of(drawing: Drawing) -> str:
-    """The drawing as an SVG element with a title and a description."""
-    few = len(drawing.grids) == 1
+def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
+    """The drawing as an SVG element with a title and a description.
+
+    Args:
+        compact: the cells alone, in a square, without text.
+    """
     most = max(8, math.isqrt(MOST_CELLS // len(drawing.grids)))
-    largest = max(_length(ends) for g in drawing.grids for ends in (g.queries, g.keys))
-    scale = (_LARGE if few else _SMALL) / largest
     cells = [joined(grid.cells, most) for grid in drawing.grids]
     fainter = f"the fainter, the more of them are {drawing.legend[0].text.partition(':')[0]}."
-    notes = [*drawing.notes, *drawing.note_on(cells, fainter)]
-    parts: list[str] = []
-    y = 20
-    parts.append(_text(0, y, drawing.title, "head"))
-    for line in drawing.lines:
-        for piece in _wrapped(line):
-            y += _LINE
-            parts.append(_text(0, y, piece, "soft"))
-    y = _grids(drawing, cells, scale, y + _LINE, parts)
+    notes = (*drawing.notes, *drawing.note_on(cells, fainter))
+    if compact:
+        return _element(drawing, notes, _thumbnail(drawing, cells), (_THUMBNAIL, _THUMBNAIL))
+    parts = [_text(0, 20, drawing.title, "head")]
+    y = _paragraphs(drawing.lines, 20, parts)
+    y = _grids(drawing, cells, y + _LINE + _GAP // 2, parts)
     for entry in drawing.legend:
         y += _LINE
         parts.append(f'<rect class="{entry.style}" x="0" y="{y - 11}" width="12" height="12"/>')
         parts.append(_text(20, y, entry.text) + _text(_COUNTS, y, entry.count, "soft end"))
-    for note in notes:
-        for piece in _wrapped(note):
-            y += _LINE
-            parts.append(_text(0, y, piece, "soft"))
-    title, words = escape(drawing.title), escape(drawing.described)
+    y = _paragraphs(notes, y, parts)
+    return _element(drawing, notes, parts, (_WIDTH, y + 8))
+
+
+def _element(
+    drawing: Drawing, notes: Sequence[str], parts: Sequence[str], size: tuple[int, int]
+) -> str:
+    words = ". ".join(part.rstrip(".") for part in (*drawing.lines, drawing.counts, *notes))
+    width, height = size
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fgp" role="img" '
-        f'viewBox="0 0 {_WIDTH} {y + 8}" width="{_WIDTH}" height="{y + 8}" '
-        f'style="max-width:100%;height:auto"><title>{title}</title><desc>{words}</desc>'
-        f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'style="max-width:100%;height:auto"><title>{escape(drawing.title)}</title>'
+        f"<desc>{escape(words)}.</desc><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
-def _grids(drawing: Drawing, cells: list[Joined], scale: float, top: int, parts: list[str]) -> int:
+def _paragraphs(texts: Sequence[str], y: int, parts: list[str]) -> int:
+    """Appends lines of text below ``y``; returns the y of the last one."""
+    for line in (line for text in texts for line in textwrap.wrap(text, _COLUMNS)):
+        y += _LINE
+        parts.append(_text(0, y, line, "soft"))
+    return y
+
+
+def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) -> int:
     """Appends the grids, in lines of as many as fit; returns the y of their end."""
+    largest = max(_length(ends) for grid in drawing.grids for ends in (grid.queries, grid.keys))
+    scale = (_LARGE if len(drawing.grids) == 1 else _SMALL) / largest
     x, y, below = 0, top, top
     for grid, found in zip(drawing.grids, cells, strict=True):
         width, height = (max(_LEAST, _length(e) * scale) for e in (grid.keys, grid.queries))
-        needed = _LEFT + width + _GAP
+        (q, q_end), (k, k_end) = grid.queries, grid.keys
+        keys = f"keys {k:,} to {k_end:,} \N{RIGHTWARDS ARROW}"
+        queries = f"queries {q:,} to {q_end:,} \N{RIGHTWARDS ARROW}"
+        needed = round(_LEFT + max(width, _LETTER * max(len(keys), len(grid.label))) + _GAP)
         if x and x + needed > _WIDTH:
             x, y = 0, below + _GAP
-        parts.append(_grid(drawing, grid, found, (x, y, round(width), round(height))))
-        x += round(needed)
-        below = max(below, y + 2 * _LINE + round(height))
-    return below + 6
+        parts.append(f'<g transform="translate({x} {y})">{_text(_LEFT, 0, grid.label)}')
+        parts.append(_text(_LEFT, 16, keys, "soft"))
+        if height > _LETTER * len(queries):
+            at = f"translate(14 {_HEAD}) rotate(90)"
+            parts.append(f'<g transform="{at}">{_text(0, 0, queries, "soft")}</g>')
+        box = _LEFT, _HEAD, round(width), round(height)
+        parts.append(f"{_cells(drawing, found, box)}</g>")
+        x += needed
+        below = max(below, y + _HEAD + box[3])
+    return below + _GAP
 
 
-def _grid(drawing: Drawing, grid: Grid, found: Joined, box: tuple[int, int, int, int]) -> str:
+def _thumbnail(drawing: Drawing, cells: list[Joined]) -> list[str]:
+    """The grids in the lines and columns of a square."""
+    across = math.isqrt(len(cells) - 1) + 1
+    size = (_THUMBNAIL - 4 * (across - 1)) // across
+    return [
+        _cells(drawing, found, (i % across * (size + 4), i // across * (size + 4), size, size))
+        for i, found in enumerate(cells)
+    ]
+
+
+def _cells(drawing: Drawing, found: Joined, box: tuple[int, int, int, int]) -> str:
+    """The cells of a grid in a box: x, y, width and height."""
     x, y, width, height = box
     rows, columns = found.codes.shape
-    parts = [f'<g transform="translate({x} {y})">']
-    if grid.label:
-        parts.append(_text(_LEFT, 0, grid.label))
-    (q, q_end), (k, k_end) = grid.queries, grid.keys
-    parts.append(_text(_LEFT, 16, f"keys {k:,} to {k_end:,} \N{RIGHTWARDS ARROW}", "soft"))
-    parts.append(
-        f'<g transform="translate(16 {2 * _LINE - 12}) rotate(90)">'
-        + _text(0, 0, f"queries {q:,} to {q_end:,} \N{RIGHTWARDS ARROW}", "soft")
-        + "</g>"
-        if height > 150
-        else ""
-    )
     scale = f"{width / columns:.6g} {height / rows:.6g}"
-    parts.append(f'<g transform="translate({_LEFT} {2 * _LINE - 12}) scale({scale})">')
+    parts = [f'<g transform="translate({x} {y}) scale({scale})">']
     parts.append(
         f'<rect class="skip" width="{columns}" height="{rows}" shape-rendering="crispEdges"/>'
     )
     styles = {entry.code: entry.style for entry in drawing.legend}
     for code in sorted({int(c) for c in np.unique(found.codes)} - {0}):
-        parts.append(_path(found.codes * (found.shares == 0) == code, styles[code]))
+        parts.append(_path((found.codes == code) & (found.shares == 0), styles[code]))
     for share in (1, 2, 3, 4):
         opacity = f' opacity="{0.2 + 0.2 * share:.1f}"'
         parts.append(_path(found.shares == share, drawing.partly[0], opacity))
@@ -121,8 +144,7 @@ def _grid(drawing: Drawing, grid: Grid, found: Joined, box: tuple[int, int, int,
         across = "".join(f"M0 {i}h{columns}" for i in range(1, rows))
         down = "".join(f"M{j} 0v{rows}" for j in range(1, columns))
         parts.append(f'<path class="lines" d="{across}{down}"/>' if across + down else "")
-    parts.append("</g></g>")
-    return "".join(parts)
+    return "".join([*parts, "</g>"])
 
 
 def _path(where: Array, style: str, extra: str = "") -> str:
@@ -150,12 +172,8 @@ def _path(where: Array, style: str, extra: str = "") -> str:
 
 def _text(x: int, y: int, text: str, style: str = "") -> str:
     named = f' class="{style}"' if style else ""
-    return f'<text x="{x}" y="{y}"{named}>{escape(text)}</text>'
+    return f'<text x="{x}" y="{y}"{named}>{escape(text)}</text>' if text else ""
 
 
 def _length(ends: tuple[int, int]) -> int:
     return ends[1] - ends[0] + 1
-
-
-def _wrapped(text: str, width: int = 108) -> list[str]:
-    return textwrap.wrap(text, width) or [""]
