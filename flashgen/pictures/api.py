@@ -51,9 +51,10 @@ def visualize(
         batch: the batch entry, or the packed sequence, that the map shows; all if None.
         head: the query head that the map shows; all if None. Heads with the same tiles share one
             grid.
-        q_offset, k_offset: the global position of the first query and of the first key, as in a
-            call of the operator. A q_offset of None is 0, or for a spec with paged=True the
-            position with which the queries come last.
+        q_offset: the global position of the first query: an int, or an int32 or int64 tensor with
+            one for each batch entry. None is 0, or for a spec with paged=True the position with
+            which the queries come last.
+        k_offset: the global position of the first key, likewise.
         captures: values by name of scalars and captured tensors of the mask, of ``layout``, and of
             ``cu_seqlens_q`` and ``cu_seqlens_k``.
         named: the same as arguments: ``visualize(spec, shape, window=64)``.

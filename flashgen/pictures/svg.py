@@ -102,7 +102,7 @@ def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) ->
         queries = f"queries {q:,} to {q_end:,} \N{RIGHTWARDS ARROW}"
         needed = round(_LEFT + max(width, _LETTER * max(len(keys), len(grid.label))) + _GAP)
         if x and x + needed > _WIDTH:
-            x, y = 0, below + _GAP
+            x, y = 0, below + 2 * _GAP
         parts.append(f'<g transform="translate({x} {y})">{_text(_LEFT, 0, grid.label)}')
         parts.append(_text(_LEFT, 16, keys, "soft"))
         if height > _LETTER * len(queries):
@@ -119,8 +119,11 @@ def _thumbnail(drawing: Drawing, cells: list[Joined]) -> list[str]:
     """The grids in the lines and columns of a square."""
     across = math.isqrt(len(cells) - 1) + 1
     size = (_THUMBNAIL - 4 * (across - 1)) // across
+    top = (_THUMBNAIL - -(-len(cells) // across) * (size + 4) + 4) // 2
     return [
-        _cells(drawing, found, (i % across * (size + 4), i // across * (size + 4), size, size))
+        _cells(
+            drawing, found, (i % across * (size + 4), top + i // across * (size + 4), size, size)
+        )
         for i, found in enumerate(cells)
     ]
 

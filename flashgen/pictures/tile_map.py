@@ -165,8 +165,10 @@ class TileMap(Shown):
         """The scores of one tile that the mask and the block layout keep.
 
         Args:
-            row, column: the number of the tile among those of queries and among those of keys.
-            batch, head: the batch entry, or the packed sequence, and the query head.
+            row: the number of the tile among those of queries.
+            column: the number of the tile among those of keys.
+            batch: the batch entry, or the packed sequence.
+            head: the query head.
 
         Returns:
             bool [queries of the tile, keys of the tile]; the last tiles may be smaller.
@@ -182,9 +184,11 @@ class TileMap(Shown):
         """A few tiles, score by score, as a picture.
 
         Args:
-            row, column: the first tile, as in `elements`.
+            row: the number of the first tile among those of queries.
+            column: the number of the first tile among those of keys.
             size: the number of tiles in both directions, fewer at the end of the map.
-            batch, head: the batch entry, or the packed sequence, and the query head.
+            batch: the batch entry, or the packed sequence.
+            head: the query head.
 
         Raises:
             InputError: the map does not have the tile, or the pair, or there are too many scores.
