@@ -20,6 +20,7 @@ MOST_PAIRS = 256
 
 def visualize(
     mask: Any,
+    /,
     shape: Any = None,
     *,
     arch: str = "sm_80",
