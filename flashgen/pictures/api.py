@@ -93,9 +93,10 @@ def visualize(
         heads[key] = HeadTiles(every, found.kinds, found.kept, place)
     if not heads:
         raise InputError(
-            "a tile map needs at least one query and one key",
+            "a tile map needs at least one batch entry, head, query and key",
             where="argument shape",
-            numbers=f"{call.problem.seq_q:,} queries, {call.problem.seq_k:,} keys",
+            numbers=f"{call.problem.batch:,} batch entries, {call.problem.heads_q:,} heads, "
+            f"{call.problem.seq_q:,} queries, {call.problem.seq_k:,} keys",
             way_out="fg.visualize(spec, (1, 1, 1024))",
         )
     shown = sum(len(each.pairs) for each in heads.values())
@@ -161,6 +162,5 @@ def _check_tiles(call: MaskCall, tiles: int) -> None:
             "the map has too many tiles",
             where="argument tile",
             numbers=f"{tiles:,} tiles of {q} x {k}; at most {MOST_TILES:,}",
-            way_out=f"tile=({q * factor}, {k * factor}), whose classes are exact for tiles of "
-            "this size",
+            way_out=f"tile=({q * factor}, {k * factor})",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from flashgen.pipeline import analysed
 from flashgen.planner import plan, plan_backward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.checks import check_contents
-from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
+from flashgen.runtime.offset_tensors import dtypes_of, given_offsets
 from flashgen.signature import BOUNDARIES, PAGE_NAMES
 
 Sizes = tuple[int, int, int, int, int]
@@ -90,7 +91,8 @@ def _checked(
     named = {scalar.name for scalar in spec.scalars}
     scalars = {n: x for n, x in captures.items() if n in named}
     tensors: dict[str, Any] = {n: x for n, x in captures.items() if n not in named}
-    tensors = {**with_layout(signature_of(spec), tensors)}
+    layout = with_layout(signature_of(spec), tensors)
+    tensors = {name: _on_cpu(value) for name, value in layout.items()}
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
     row = torch.empty(spec.head_dim, dtype=getattr(torch, spec.dtype))
     q = row.expand(batch, heads_q, seq_q, -1)
@@ -102,7 +104,6 @@ def _checked(
     of_offsets = given_offsets(q_offset, k_offset)
     spec = at_offsets(spec, dtypes_of(of_offsets))
     tensors |= of_offsets
-    numbers_of(q_offset, k_offset)
     check_contents(signature_of(spec), tensors, problem, k)
     mask = analysed(spec, walk_of_kernel(tile.kernel)).mask
     return MaskCall(spec, mask, problem, tensors, tile)
@@ -190,13 +191,15 @@ def sizes_of(shape: Any) -> Sizes:
         parts = [part.strip() for part in re.split(r"[,x]", shape)]
         if all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts):
             parts = [int(part) for part in parts]
-    elif isinstance(shape, int):
+    elif isinstance(shape, Integral):
         parts = [shape]
     try:
         sizes = [] if parts is None else list(parts)
     except TypeError:
         sizes = []
-    numbers = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+    if all(isinstance(n, Integral) and not isinstance(n, bool) for n in sizes):
+        sizes = [int(n) for n in sizes]
+    numbers = all(type(n) is int and 0 <= n <= POSITION_LIMIT for n in sizes)
     if numbers and len(sizes) in (1, 2):
         return 1, 1, 1, sizes[0], sizes[-1]
     if numbers and len(sizes) == 3:
@@ -206,7 +209,7 @@ def sizes_of(shape: Any) -> Sizes:
     raise InputError(
         "this is not a shape",
         where="argument shape",
-        numbers=f"given {shape!r}"[:80] + f"; expected {_FORMS}",
+        numbers=f"given {shape!r}"[:80] + f"; expected {_FORMS}, each at most {POSITION_LIMIT:,}",
         way_out="fg.visualize(mask, (1, 8, 4096))",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from flashgen.errors import InputError
@@ -50,7 +51,11 @@ class Shown:
         Raises:
             InputError: the name ends otherwise, or the file cannot be written.
         """
-        makers = {".svg": lambda: self.to_svg(), ".html": self.to_html, ".txt": lambda: f"{self}\n"}
+        makers: dict[str, Callable[[], str]] = {
+            ".svg": self.to_svg,
+            ".html": self.to_html,
+            ".txt": lambda: f"{self}\n",
+        }
         make = makers.get(Path(path).suffix)
         if make is None:
             raise InputError(

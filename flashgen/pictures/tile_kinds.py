@@ -147,7 +147,7 @@ def _unmasked(walk: TileWalk, layout: BlockLayoutTiles | None, start: int, stop:
     found = starts + walked.block <= walked.length
     if walk.owns_keys:
         found = found & (start + owned.block <= owned.length)
-    corners = tuple(np.int64(end + owned.offset) for end in (start, stop - 1))
+    corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
     if mask.full is not None and mask.full_exact:
         lo, hi = walk.ends(mask.full, start, stop)
         if lo is not None:
@@ -208,6 +208,7 @@ def _kept_by_rows(call: MaskCall, place: Place) -> int | None:
 
     def end(expr: sympy.Expr | None, default: int) -> Array:
         found = default if expr is None else evaluate(expr, values) - walked.offset
-        return np.clip(np.broadcast_to(found, owned.length), 0, walked.length)
+        inside: Array = np.clip(np.broadcast_to(found, owned.length), 0, walked.length)
+        return inside
 
     return int(np.maximum(end(row.hi, walked.length) - end(row.lo, 0), 0).sum())

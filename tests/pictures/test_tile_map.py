@@ -131,6 +131,19 @@ def test_heads_with_the_same_tiles_share_a_grid() -> None:
     assert np.array_equal(one.of(1, 3).kinds, found.of(1, 3).kinds)
 
 
+def test_of_many_pairs_that_differ_the_first_are_computed_and_the_map_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q + 16 * h
+
+    monkeypatch.setattr("flashgen.pictures.api.MOST_PAIRS", 3)
+    found = fg.visualize(mask_mod, (1, 5, 256), tile=(16, 16))
+    assert [each.pairs for each in found.heads] == [((0, h),) for h in range(3)]
+    assert "The map has 3 of 5 pairs of a batch entry and a head" in str(found)
+    assert fg.visualize(mask_mod, (1, 5, 256), tile=(16, 16), head=4).of(0, 4).kinds.any()
+
+
 def test_layouts_given_with_the_call_and_layouts_by_head_are_shown() -> None:
     spec = sparse_spec(24, 40, causal)
     live = random_layout(spec, (2, 3), LENGTHS, 0.5, seed=3)
