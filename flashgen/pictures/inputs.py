@@ -84,7 +84,8 @@ def _checked(
     q_offset, k_offset = offsets["q_offset"], offsets["k_offset"]
     if q_offset is None:
         q_offset = sizes[4] - sizes[3] if spec.paged else 0
-    unread = {*(each.name for each in (*spec.scalars, *spec.tensors)), *PAGE_NAMES}
+    _refuse_pages(spec, captures)
+    unread = {each.name for each in (*spec.scalars, *spec.tensors)}
     spec = spec.replace(score_mod=None, sink=None, dropout=False, paged=False)
     wanted = {each.name for each in (*spec.scalars, *spec.tensors)}
     captures = {name: x for name, x in captures.items() if name not in unread - wanted}
@@ -107,6 +108,17 @@ def _checked(
     check_contents(signature_of(spec), tensors, problem, k)
     mask = analysed(spec, walk_of_kernel(tile.kernel)).mask
     return MaskCall(spec, mask, problem, tensors, tile)
+
+
+def _refuse_pages(spec: AttentionSpec, captures: Mapping[str, Any]) -> None:
+    given = [name for name in (*PAGE_NAMES, *BOUNDARIES) if name in captures]
+    if spec.paged and given:
+        raise InputError(
+            "a tile map of a paged cache shows one length, which is that of its shape",
+            where=f"argument {given[0]}",
+            numbers=f"spec {spec.name} has paged=True; given: {', '.join(given)}",
+            way_out="fg.visualize(spec, (1, Hq, Hkv, Nq, Nk)) with the keys of one sequence as Nk",
+        )
 
 
 def _on_cpu(value: Any) -> Any:
@@ -174,9 +186,11 @@ def _of_block_mask(block_mask: Any, sizes: Sizes) -> tuple[AttentionSpec, dict[s
 
 
 def _sizes_of(shape: Any, captures: Mapping[str, Any], packed: bool) -> Sizes:
-    if shape is None and packed and all(name in captures for name in BOUNDARIES):
-        ends = [int(captures[name][-1]) for name in BOUNDARIES]
-        return 1, 1, 1, ends[0], ends[1]
+    ends = [captures.get(name) for name in BOUNDARIES]
+    if shape is None and packed:
+        last = [int(x[-1]) for x in ends if isinstance(x, torch.Tensor) and x.dim() == 1 and len(x)]
+        if len(last) == 2:
+            return 1, 1, 1, last[0], last[1]
     return sizes_of(shape)
 
 

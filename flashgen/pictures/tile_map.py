@@ -195,7 +195,8 @@ class TileMap(Shown):
         """
         here = self.of(batch, head)
         rows, columns = here.kinds.shape
-        if not (0 <= row < rows and 0 <= column < columns and size > 0):
+        numbers = all(isinstance(n, int) for n in (row, column, size))
+        if not (numbers and 0 <= row < rows and 0 <= column < columns and size > 0):
             raise InputError(
                 "the tile map does not have this tile",
                 where="arguments row, column and size",

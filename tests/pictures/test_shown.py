@@ -136,6 +136,14 @@ WRONG = {
     "another shape": ((causal, (1, 2, 3, 4)), {}),
     "a wrong text": ((causal, "1,a"), {}),
     "negative": ((causal, (1, 1, -4)), {}),
+    "lengths of pages": (
+        (fg.AttentionSpec(causal, paged=True, name="paged"), (1, 1, 64)),
+        {"cache_seqlens": torch.tensor([64], dtype=torch.int32)},
+    ),
+    "boundaries without elements": (
+        (causal,),
+        dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(0, dtype=torch.int32)),
+    ),
     "no batch": ((causal, (0, 1, 64)), {}),
     "beyond every number": ((causal, 1 << 70), {}),
     "heads that do not divide": ((causal, (1, 6, 4, 64, 64)), {}),
@@ -191,6 +199,7 @@ def test_a_map_refuses_places_that_it_does_not_have() -> None:
         lambda: found.zoom(4, 0, head=1),
         lambda: found.zoom(0, 0, size=0, head=1),
         lambda: found.elements(0, -1, head=1),
+        lambda: found.zoom("0", 0, head=1),
     ):
         with pytest.raises(fg.InputError, match="does not have"):
             call()
