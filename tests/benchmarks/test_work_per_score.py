@@ -171,7 +171,7 @@ def test_an_accumulator_read_too_early_is_a_warning() -> None:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("name", ["causal", "backward, full"])
+@pytest.mark.parametrize("name", ["causal", slow("backward, full")])
 def test_the_machine_code_is_as_planned(name: str) -> None:
     gate(BY_NAME[name].built(128))
 

@@ -18,6 +18,7 @@ def emitted(name: str, **changes: object) -> str:
     return fg.emit(fg.load(ROOT / f"specs/{name}.py").replace(**changes)).forward.text
 
 
+@pytest.mark.slow
 def test_the_same_spec_gives_the_same_bytes_in_every_process() -> None:
     script = (
         "import flashgen as fg, hashlib\n"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from flashgen.emulator import launch
+from tests.support.tiers import slow
 
 Array = np.ndarray[Any, Any]
 FOLDER = Path(__file__).parent / "triton"
@@ -142,7 +143,7 @@ def test_time_grows_with_the_tiles_and_not_faster() -> None:
     assert any(seconds(32, 256) < 2.5 * 4 * few for _ in range(3))
 
 
-@pytest.mark.parametrize(("heads", "n", "limit"), [(1, 256, 0.1), (16, 1024, 1.0)])
+@pytest.mark.parametrize(("heads", "n", "limit"), [(1, 256, 0.1), slow(16, 1024, 1.0)])
 def test_speed_targets_are_met_within_a_factor_for_busy_machines(
     heads: int, n: int, limit: float
 ) -> None:

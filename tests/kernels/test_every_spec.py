@@ -1,5 +1,5 @@
-"""Every spec of specs/ on both code paths: the emitted kernels pass the static gates and meet the
-error rule in the emulator with all its checkers.
+"""Every spec of specs/ on a code path: the emitted kernels pass the static gates and meet the error
+rule in the emulator with all its checkers. The other path of a spec is in the slow tier.
 
 Each spec has one small problem per path; the dtypes, head dims, lengths, head counts, memory
 layouts, dropout and schemes of the backward pass alternate. The backward kernels of a third of the
@@ -11,11 +11,12 @@ and sm90/.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashgen.planner import Tile, plan_backward
-from tests.support.examples import SPEC_IDS, SPECS
+from tests.support.examples import SPECS
 from tests.support.judged import check_gates, example
 from tests.support.shapes import LAYOUTS, Case
 
@@ -60,8 +61,21 @@ def problem(number: int, arch: str) -> tuple[Case, float, bool]:
     return case, 0.17 * (number % 4 == 0), bool(turn // 2 % 2)
 
 
-@pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def in_turn(number: int) -> list[Any]:
+    """A spec on both paths; in `make test` on that of its backward kernels, or on one in turn."""
+    path = SPECS[number]
+    first = BACKWARD.get(path.stem, PATHS[number % 2])
+    return [
+        pytest.param(
+            path, arch, id=f"{path.stem}-{arch}", marks=() if arch == first else pytest.mark.slow
+        )
+        for arch in PATHS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "arch"), [case for number in range(len(SPECS)) for case in in_turn(number)]
+)
 def test_the_kernels_of_every_spec_meet_the_error_rule_on_both_paths(path: Path, arch: str) -> None:
     number = SPECS.index(path)
     case, dropout_p, deterministic = problem(number, arch)

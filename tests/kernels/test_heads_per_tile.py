@@ -72,7 +72,7 @@ def of_file(
     ("name", "case", "heads", "dropout_p", "q_offset", "arch"),
     [
         # A few new queries behind a cache of keys.
-        ("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_90a"),
+        slow("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_90a"),
         slow("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_80"),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
         ("alibi", Case(9, 90, 2, 8, 1), 8, 0.17, 64, "sm_80"),
@@ -104,7 +104,8 @@ def test_heads_that_share_a_tile_give_the_results_of_separate_tiles(
     of_file(name, case, heads, dropout_p, q_offset, arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_unaligned_tensors_are_shared_too(arch: str) -> None:
     call = example(spec_path("causal"), Case(5, 90, 1, 8, 1), offsets={"q_offset": 85}, arch=arch)
     flat = torch.zeros(call.qkv[0].numel() + 1, dtype=torch.float16)

@@ -91,7 +91,8 @@ def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
     assert equal(run, expected)
 
 
-@pytest.mark.parametrize("page_size", [64, slow(32), slow(128)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_boxes_lie_in_one_page_where_a_split_begins_inside_of_it(page_size: int) -> None:
     """A tile of 160 keys and a page share 32 rows, which a split of 208 keys does not have."""
     spec = CAUSAL.replace(head_dim=128, head_dim_v=128)
@@ -131,10 +132,9 @@ def test_decoding_of_every_spec_gives_the_bits_of_a_prefill(path: Path, arch: st
 PREFILL = Sequences.of((217,), (217,))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
-@pytest.mark.parametrize(
-    "name", ["causal", *(slow(each) for each in ("window", "sink", "softcap", "alibi", "bias"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["causal", "window", "sink", "softcap", "alibi", "bias"])
 def test_a_row_has_the_same_bits_alone_and_in_every_batch(name: str, arch: str) -> None:
     """Decoding over p + 1 keys, alone, beside others and packed, gives row p of a prefill."""
     prefill = paged(name, PREFILL, arch, split_size=64).run()

@@ -248,8 +248,9 @@ def test_the_oracle_is_torch_with_a_column_of_sinks() -> None:
         torch.testing.assert_close(ours, theirs.detach(), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dims", [("heads",), pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dims", [("heads",), ()])
 def test_the_tiled_gradients_are_the_derivative(dims: tuple[Any, ...], dropout_p: float) -> None:
     """gradcheck in float64, with rows that have no keys."""
     case = Case(9, 11, 1, 2, 1, "float32", 8)
