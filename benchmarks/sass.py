@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen.cli.inspect import find_nvdisasm
+from flashgen.compile.disassembly import find_nvdisasm
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);?\s*$")
 LABEL = re.compile(r"^\s*(\.L_[\w$]+):")

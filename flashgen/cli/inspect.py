@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sysconfig
-import tempfile
-from pathlib import Path
-
 from flashgen import config
 from flashgen.cli.arguments import DEFAULT_ARCH, InspectArguments
 from flashgen.cli.console import busy, facts, seconds, write
 from flashgen.cli.inputs import load_spec
-from flashgen.errors import CompileError, InputError
+from flashgen.compile.disassembly import disassembled
+from flashgen.errors import InputError
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, build, build_backward
 
@@ -28,7 +23,7 @@ def inspect(arguments: InspectArguments) -> None:
     if arguments.ptx:
         write(built.ptx)
     if arguments.sass:
-        _sass(built)
+        write(disassembled(built.cubin, built.binary.kernel, built.binary.arch))
     if arguments.log:
         write(built.binary.log or "NVRTC printed no messages.")
     others = arguments.cuda or arguments.ptx or arguments.sass or arguments.log
@@ -81,42 +76,3 @@ def _resources(kernel: Build) -> None:
             ("cached in", f"{binary.folder}" if binary.folder else "nowhere: caching is off"),
         ]
     )
-
-
-def _sass(kernel: Build) -> None:
-    """The machine code, disassembled.
-
-    Raises:
-        CompileError: there is no disassembler, or it fails.
-    """
-    tool = find_nvdisasm()
-    if tool is None:
-        raise CompileError(
-            "there is no disassembler",
-            where="flashgen inspect --sass",
-            numbers="nvdisasm is neither in this Python's packages nor on the PATH",
-            way_out='pip install "flashgen[sass]"; --ptx needs no disassembler',
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{kernel.binary.kernel}.cubin"
-        file.write_bytes(kernel.cubin)
-        done = subprocess.run([tool, "-c", str(file)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise CompileError(
-            "the disassembler does not read this cubin",
-            where=f"nvdisasm on {kernel.binary.kernel} for {kernel.binary.arch}",
-            numbers=f"status {done.returncode}: {done.stderr.strip()[:400] or 'no message'}",
-            way_out="an nvidia-cuda-nvdisasm that is as new as nvidia-cuda-nvrtc",
-        )
-    write(done.stdout)
-
-
-def find_nvdisasm() -> str | None:
-    """The disassembler of the package nvidia-cuda-nvdisasm, else the one on the PATH."""
-    suffix = sysconfig.get_config_var("EXE") or ""
-    for key in ("purelib", "platlib"):
-        root = Path(sysconfig.get_path(key)) / "nvidia"
-        found = sorted(root.glob(f"*/bin/nvdisasm{suffix}"))
-        if found:
-            return str(found[-1])
-    return shutil.which("nvdisasm")

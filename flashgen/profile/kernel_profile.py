@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flashgen.arch import Arch
 from flashgen.emulator import Totals
 from flashgen.emulator.counters.l2 import L2Traffic
+from flashgen.emulator.counters.ptx_lines import PtxLine
+from flashgen.pipeline import Build
 from flashgen.planner import Plan
 from flashgen.planner.duration import Duration
 
@@ -129,6 +131,8 @@ class Profile:
         lines: the work of each line, the line with the most warp instructions first.
         duration: the predicted duration of the launch on the product that the architecture's facts
             name; None without a prediction.
+        build: the compiled kernel.
+        ptx: the work of each line of its PTX.
     """
 
     kernel: str
@@ -144,6 +148,8 @@ class Profile:
     roofline: Roofline
     phases: tuple[Phase, ...]
     lines: tuple[SourceLine, ...]
+    build: Build = field(repr=False)
+    ptx: tuple[PtxLine, ...] = field(repr=False)
     duration: Duration | None = None
 
     @property

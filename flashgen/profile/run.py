@@ -13,6 +13,7 @@ from flashgen.call import CheckedCall
 from flashgen.codegen import Param
 from flashgen.emulator import Counters, Totals
 from flashgen.emulator.counters.l2 import simulate
+from flashgen.emulator.counters.ptx_lines import ptx_lines
 from flashgen.emulator.counters.recorder import ATOMIC, BufferTraffic
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun, Report, check, run_backward, run_forward
@@ -180,6 +181,8 @@ def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -
         roofline=roofline(arch, totals, added, l2, plan.path),
         phases=phases_of(source, counters.by_line(outermost=True)),
         lines=lines_of(source, counters.by_line()),
+        build=build,
+        ptx=ptx_lines(emulator.load(build.ptx, source.name), counters),
         duration=prediction.duration,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen import compile, pipeline
-from flashgen.cli.inspect import find_nvdisasm
+from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.version import __version__
 from tests.support.commands import CAUSAL, flashgen, rows
 from tests.support.processes import run_python
@@ -68,7 +68,7 @@ def test_inspect_disassembles(windowed):
 
 
 def test_inspect_without_a_disassembler_names_the_extra(windowed, monkeypatch):
-    monkeypatch.setattr("flashgen.cli.inspect.find_nvdisasm", lambda: None)
+    monkeypatch.setattr("flashgen.compile.disassembly.find_nvdisasm", lambda: None)
     result = flashgen("inspect", windowed, "--sass")
     assert result.exit_code == 2
     assert 'pip install "flashgen[sass]"' in result.stderr
