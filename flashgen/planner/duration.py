@@ -15,8 +15,8 @@ libraries with their published ones.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flashgen.arch import facts
@@ -42,6 +42,20 @@ FORMULAS = (SLOTS, BEGUN, QUANTISATION, WORK, HBM, TIME)
 STREAMING_FORMULAS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
 
 
+class HeadSteps(NamedTuple):
+    """Heads of a launch whose blocks have the same numbers of steps.
+
+    Attributes:
+        lengths: steps of each block of one head, in the order of its tiles.
+        times: the number of heads.
+        together: the number of interleaved heads, whose longest blocks are launched first.
+    """
+
+    lengths: Sequence[float]
+    times: int
+    together: int = 1
+
+
 @dataclass(frozen=True)
 class Duration:
     """The predicted duration of one launch.
@@ -53,6 +67,8 @@ class Duration:
         bound: "work" or "hbm".
         quantisation: the factor by which idle SMs make the launch longer; 1 when all SMs end
             together.
+        parts: the heads of the launch with the lengths of their blocks in steps, the start of a
+            block included.
     """
 
     plan: Plan
@@ -60,6 +76,7 @@ class Duration:
     seconds: float
     bound: str
     quantisation: float
+    parts: tuple[HeadSteps, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         product = facts(self.plan.arch).product
@@ -90,13 +107,8 @@ def duration_of(
         ValueError: visited tiles are for another number of tiles.
     """
     arch, streams = facts(plan.arch), plan.streams
-    parts, rows = [], 0
-    for sizes, visited in walks:
-        tiles, heads, entries = plan.grid(*sizes)
-        lengths = _lengths(plan, tiles, sizes, visited)
-        bits = head_bits(plan, *sizes[1:]) if uneven else 0
-        parts.append(HeadSteps(lengths, heads * entries, 1 << bits))
-        rows += sizes.batch * sizes.heads_q * sizes.seq_q
+    parts = parts_of(plan, walks, uneven=uneven)
+    rows = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, _ in walks)
     steps = sum(sum(part.lengths) * part.times for part in parts)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
     scores = rows * splits if streams else steps * plan.block_q * plan.block_k
@@ -116,28 +128,28 @@ def duration_of(
     }
     formulas = STREAMING_FORMULAS if streams else FORMULAS
     begun = at["begun"] = 0 if streams else BEGUN(at)
-    at["makespan"] = makespan(
-        [part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts],
-        arch.sms * plan.blocks_per_sm,
+    launched = tuple(
+        part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
     )
+    at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
     FormulaSequence(*formulas)(at)
     lines = tuple(line_of(formula, at) for formula in formulas)
     bound = "hbm" if at["time"] == at["hbm"] else "work"
-    return Duration(plan, lines, at["time"] / arch.clock_hz, bound, float(at["quantisation"]))
+    seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
+    return Duration(plan, lines, seconds, bound, quantisation, launched)
 
 
-class HeadSteps(NamedTuple):
-    """Heads of a launch whose blocks have the same numbers of steps.
-
-    Attributes:
-        lengths: steps of each block of one head, in the order of its tiles.
-        times: the number of heads.
-        together: the number of interleaved heads, whose longest blocks are launched first.
-    """
-
-    lengths: Sequence[float]
-    times: int
-    together: int = 1
+def parts_of(
+    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool
+) -> tuple[HeadSteps, ...]:
+    """The parts of a launch, with the steps of the main loops of their blocks."""
+    found = []
+    for sizes, visited in walks:
+        tiles, heads, entries = plan.grid(*sizes)
+        lengths = _lengths(plan, tiles, sizes, visited)
+        bits = head_bits(plan, *sizes[1:]) if uneven else 0
+        found.append(HeadSteps(lengths, heads * entries, 1 << bits))
+    return tuple(found)
 
 
 def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
@@ -153,14 +165,30 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
     if len(different) == 1:
         blocks = sum(len(part.lengths) * part.times for part in parts)
         return max(1, different.pop() * -(-blocks // slots))
-    ends = [0.0] * slots
+    return max(end for _, _, end, _, _ in placed(parts, slots))
+
+
+def placed(
+    parts: Sequence[HeadSteps], slots: int
+) -> Iterator[tuple[int, float, float, int, int]]:
+    """The blocks in the order of their starts: each free slot runs the next one.
+
+    Yields:
+        The slot, start and end in steps, the number of the tile that the block owns, and the number
+        of its head among all heads of the parts.
+    """
+    free = [(0.0, slot) for slot in range(slots)]
+    before = 0
     for lengths, times, together in parts:
-        ordered = sorted(lengths, reverse=True)
+        ordered = sorted(range(len(lengths)), key=lambda tile: -lengths[tile])
         for first in range(0, times, together):
-            for length in ordered:
-                for _ in range(min(together, times - first)):
-                    heapq.heapreplace(ends, ends[0] + length)
-    return max(ends)
+            for tile in ordered:
+                for head in range(first, min(first + together, times)):
+                    start, slot = free[0]
+                    end = start + lengths[tile]
+                    heapq.heapreplace(free, (end, slot))
+                    yield slot, start, end, tile, before + head
+        before += times
 
 
 def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:

@@ -176,13 +176,18 @@ def _tile_offsets(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str,
             size_of_k = int(at["e"] * at["block_k"] * at["d_qk"])
         return {"smem_k": smem_k, "smem_v": smem_k + size_of_k}
     offsets, end = {}, 0
-    sizes = _sizes_sm90(kernel, at) if path == "sm_90a" else _sizes_sm80(kernel, at)
+    sizes = sizes_of_tiles(path, kernel, at)
     for name, size in sizes.items():
         if size and name.startswith("smem"):
             offsets[name] = end
         end += size
     assert end == at["smem"], "the tiles are those that the model counts"
     return offsets
+
+
+def sizes_of_tiles(path: str, kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
+    """Bytes of each part of a backward kernel's dynamic shared memory, in their order."""
+    return _sizes_sm90(kernel, at) if path == "sm_90a" else _sizes_sm80(kernel, at)
 
 
 def _sizes_sm80(kernel: str, at: Mapping[str, Number]) -> dict[str, int]:
