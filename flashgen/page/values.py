@@ -6,7 +6,8 @@ A page has one side, or two that are compared; a side is one call, with a pane f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from flashgen.compile import Resources
 from flashgen.page.code import KernelCode
@@ -167,7 +168,7 @@ class KernelPane:
         title: the role of the kernel, unique in the side: "forward", "dkdv".
         name: the name of the kernel.
         launch: grid and block in words.
-        tile_map: the HTML of the tile map, made by `flashgen.pictures`; "" without one.
+        tile_map: the tile map as data for the page; None without one.
         tile_map_note: why there is no tile map, or what it leaves out.
         notes: what is missing here, and why.
     """
@@ -184,7 +185,7 @@ class KernelPane:
     tensors: tuple[TensorBytes, ...] = ()
     roofline: RooflineFacts | None = None
     schedule: Schedule | None = None
-    tile_map: str = ""
+    tile_map: Mapping[str, Any] | None = None
     tile_map_note: str = ""
     notes: tuple[str, ...] = ()
 
@@ -214,7 +215,6 @@ class Page:
 
     title: str
     sides: tuple[Side, ...]
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def compares(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -150,6 +150,14 @@ def compare(
     )
 
 
+class Judged(NamedTuple):
+    """A verdict with the two results that it rests on: the oracle's and PyTorch's own."""
+
+    verdict: Verdict
+    exact: Tensor
+    same: Tensor
+
+
 def judge_gradients(
     found: Sequence[Tensor],
     spec: AttentionSpec,
@@ -161,6 +169,24 @@ def judge_gradients(
     **call: Unpack[OracleArguments],
 ) -> dict[str, Verdict]:
     """The verdicts of `compare` on dq, dk, dv and the gradients of learned tensors, by name.
+
+    Arguments and errors as in `judged_gradients`.
+    """
+    judged = judged_gradients(found, spec, q, k, v, dout, dlse, **call)
+    return {name: each.verdict for name, each in judged.items()}
+
+
+def judged_gradients(
+    found: Sequence[Tensor],
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    **call: Unpack[OracleArguments],
+) -> dict[str, Judged]:
+    """The verdicts on dq, dk, dv and the gradients of learned tensors, with what they rest on.
 
     Args:
         found: dq, dk, dv, then the gradients of learned tensors in the order of spec.tensors.
@@ -183,10 +209,11 @@ def judge_gradients(
         summands,
         strict=True,
     )
-    return {
-        name: compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept, summands=errors)
-        for name, got, exact, same, kept, errors in rows
-    }
+    judged = {}
+    for name, got, exact, same, kept, errors in rows:
+        verdict = compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept, summands=errors)
+        judged[name] = Judged(verdict, exact, same)
+    return judged
 
 
 def _max(values: Tensor) -> float:

@@ -1,0 +1,6 @@
+class TileMap {
+  constructor(root, data) {
+    this.root = root;
+    this.data = data;
+  }
+}
