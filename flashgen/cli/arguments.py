@@ -107,13 +107,44 @@ class RunArguments(CallArguments, DecodingArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileArguments(CallArguments, DecodingArguments):
+class CountedArguments(CallArguments, DecodingArguments):
+    """A call that the emulator executes and counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments(CountedArguments):
     """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
 
     lines: Annotated[int, Option(min=0, help="Number of lines of the source to show.")] = 8
     plot: Annotated[
         Path | None, Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments(CountedArguments):
+    """Write a page with a kernel's code line by line, its counts, plan, tiles and errors.
+
+    Two SPECS, or two values of --arch or --tile, are compared side by side:
+    flashgen report SPEC --arch sm_80,sm_90a.
+    """
+
+    other: Annotated[
+        str | None, Argument(metavar="[SPEC]", help="A second spec, to compare with the first.")
+    ] = None
+    arch: Annotated[str | None, Option(metavar="ARCH[,ARCH]", help=f"One or two of {KNOWN}.")] = (
+        None
+    )
+    tile: Annotated[
+        str | None,
+        Option(
+            metavar="QxK[,QxK]",
+            help="Tiles of the forward kernel, such as 64x32; plan for the plan's own.",
+        ),
+    ] = None
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE.html", help="The page.")] = Path(
+        "report.html"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +270,7 @@ class DoctorArguments:
 COMMANDS = (
     RunArguments,
     ProfileArguments,
+    ReportArguments,
     PlanArguments,
     TuneArguments,
     EmitArguments,

@@ -188,3 +188,20 @@ def check_folder(folder: Path, option: str) -> None:
             numbers=f"{folder.as_posix()}: {reason}",
             way_out="a folder that exists and that you can write",
         )
+
+
+def check_file(file: Path, option: str) -> None:
+    """Checks that a file can be written, before the work that makes it.
+
+    Raises:
+        InputError: its folder is none, or the file is a folder or cannot be written.
+    """
+    check_folder(file.parent, option)
+    folder = os.path.isdir(file)
+    if folder or (os.path.lexists(file) and not os.access(file, os.W_OK)):
+        raise InputError(
+            "this file cannot be written",
+            where=f"option {option}",
+            numbers=f"{file.as_posix()}: " + ("it is a folder" if folder else "it is read-only"),
+            way_out=f"{option} with the name of another file",
+        )

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.cli.arguments import ProfileArguments
-from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, listing, say, seconds
-from flashgen.cli.decoding import (
-    ServedCall,
-    capacity_of,
-    decoding_plan,
-    served_call,
-    sizes_of,
-)
+from flashgen.cli.decoding import decoding_plan, sizes_of
 from flashgen.cli.inputs import check_folder, load_spec
-from flashgen.cli.progress import emulated, expected_work
+from flashgen.cli.profiled import call_of, profiled_call
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -31,27 +23,13 @@ def profile(arguments: ProfileArguments) -> None:
     spec = load_spec(arguments)
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
-        from flashgen.profile import check_plot, plot, profile_backward, profile_forward
+        from flashgen.profile import check_plot, plot
     if arguments.plot is not None:
         check_folder(arguments.plot.parent, "--plot")
         check_plot(arguments.plot)
-    first = sizes.seq_k - sizes.seq_q if arguments.decode else 0
-    capacity = capacity_of(arguments, sizes)
-    call = random_call(spec, arguments, sizes, q_offset=first, capacity=capacity)
-    served = ServedCall(spec, call.operands, call.options)
-    if arguments.decode:
-        served = served_call(spec, call, arguments, "emulator")
-    options = served.options | {"arch": arguments.arch, "sram": arguments.sram}
-    doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
-    with emulated(doing, partial(expected_work, spec, call, arguments)):
-        run, profiles = profile_forward(served.spec, *served.operands, **options)
-    if arguments.backward:
-        tensors = (*call.operands, run.out, run.lse, *call.gradients)
-        options["deterministic"] = arguments.deterministic
-        doing = f"{spec.name}: compiling and counting the backward kernels"
-        with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
-            _, more = profile_backward(spec, *tensors, **options)
-        profiles += more
+    call = call_of(spec, arguments, sizes)
+    found = profiled_call(spec, arguments, sizes, call)
+    run, profiles = found.run, found.profiles
     dropout = f", dropout p {arguments.dropout}" if arguments.dropout else ""
     what = f"{spec.name}, {arguments.path}: {sizes}, {spec.dtype}{dropout}"
     say(f"{what}, {run.arch}, counted in the emulator")

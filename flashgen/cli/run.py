@@ -16,9 +16,9 @@ from flashgen.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
 from flashgen.cli.ending import MISMATCH
 from flashgen.cli.inputs import load_spec
 from flashgen.cli.progress import emulated, expected_work
+from flashgen.cli.rows import input_rows
 from flashgen.language import python_text
 from flashgen.language.spec import AttentionSpec
-from flashgen.signature import LAYOUT_LISTS
 
 if TYPE_CHECKING:
     from flashgen.emulator import Counters
@@ -87,7 +87,7 @@ def run(arguments: RunArguments) -> None:
             ("spec", f"{spec.name}, {arguments.path}"),
             ("score_mod", python_text(spec.score) if spec.score_line else "none"),
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
-            *_input_rows(spec, call),
+            *input_rows(spec, call),
             ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
             *_decoding_rows(served, arguments),
             ("backend", f"{result.backend}, {why}"),
@@ -121,27 +121,6 @@ def _dims(spec: AttentionSpec) -> str:
     if spec.head_dim_v == spec.head_dim:
         return f"head_dim {spec.head_dim}"
     return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
-
-
-def _input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[Row]:
-    """The block layout, the scalars, each captured tensor and dropout, with the values' origin."""
-    scalars, tensors = call.options["scalars"], call.options["tensors"]
-    if spec.block_sparse is not None:
-        yield "layout", spec.block_sparse.described
-    if scalars:
-        text = ", ".join(f"{name} = {value}" for name, value in scalars.items())
-        examples = ", ".join(name for name in scalars if name in call.examples)
-        yield "scalars", text + (f"  ({examples}: the file's example)" if examples else "")
-    own = LAYOUT_LISTS if spec.block_sparse is not None else ()
-    for tensor in spec.tensors:
-        if tensor.name not in own:
-            text = f"{tensor.name} {list(tensors[tensor.name].shape)}, {tensor.dtype}"
-            text += ", learned" if tensor.grad else ""
-            text += ", the file's example" if tensor.name in call.examples else ", random"
-            yield "captured", text
-    if "rng" in call.options:
-        seed, offset = call.options["rng"].tolist()
-        yield "dropout", f"p {call.options['dropout_p']}, seed {seed}, offset {offset}"
 
 
 def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:

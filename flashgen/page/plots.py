@@ -189,11 +189,10 @@ def schedule_plot(schedule: Schedule) -> SchedulePlot:
         height=height,
         tiles=tiles,
         x=tuple(
-            Tick(LEFT + value * scale, f"{value:,g}")
-            for value in _round_steps(schedule.makespan)
+            Tick(LEFT + value * scale, f"{value:,g}") for value in _round_steps(schedule.makespan)
         ),
         y=tuple(
-            Tick(TOP + row_height * (place[row] + 0.5), f"SM {row[0]}" + ("" if not row[1] else "'"))
+            Tick(TOP + row_height * (place[row] + 0.5), f"SM {row[0]}" + ("'" if row[1] else ""))
             for row in rows[::every]
         ),
         busy=len({each.slot % schedule.sms for each in schedule.work_tiles}),
@@ -202,7 +201,7 @@ def schedule_plot(schedule: Schedule) -> SchedulePlot:
 
 
 def _row(schedule: Schedule, slot: int) -> tuple[int, int]:
-    """The SM of a slot, and which of its resident blocks it is: SMs get their first blocks first."""
+    """The SM of a slot, and which of its resident blocks it is; SMs get first blocks first."""
     return slot % schedule.sms, slot // schedule.sms
 
 

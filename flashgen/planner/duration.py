@@ -168,9 +168,7 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
     return max(end for _, _, end, _, _ in placed(parts, slots))
 
 
-def placed(
-    parts: Sequence[HeadSteps], slots: int
-) -> Iterator[tuple[int, float, float, int, int]]:
+def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float, float, int, int]]:
     """The blocks in the order of their starts: each free slot runs the next one.
 
     Yields:

@@ -26,8 +26,7 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
         notes.append("No duration is predicted for this launch, and so no schedule.")
     return replace(
         pane,
-        facts=(("launch", f"{profile.blocks:,} blocks of {profile.plan.warps} computing warps"),)
-        + pane.facts,
+        facts=(("launch", _launch(profile)), *pane.facts),
         figures=(*pane.figures, *_counted(profile)),
         steps=tuple(_steps(profile)),
         tensors=tuple(
@@ -45,6 +44,10 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
         schedule=None if duration is None else schedule_of(duration),
         notes=tuple(notes),
     )
+
+
+def _launch(profile: Profile) -> str:
+    return f"{profile.blocks:,} blocks of {profile.plan.warps} computing warps"
 
 
 def _counted(profile: Profile) -> Iterator[Figure]:

@@ -11,8 +11,8 @@ import flashgen as fg
 from benchmarks.instructions import Work, work_of
 from benchmarks.sass import disassembled, instructions
 from benchmarks.work_per_score import HEAD_DIMS, RECORD, VARIANTS, Variant, best_rival
-from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.compile import compile
+from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.pipeline import Build
 from tests.support.examples import spec_path
 from tests.support.tiers import slow

@@ -1,0 +1,187 @@
+"""``flashgen report``: one page about the kernels of a call, or a comparison of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen import config
+from flashgen.cli.arguments import DEFAULT_ARCH, ReportArguments
+from flashgen.cli.console import busy, facts, plural
+from flashgen.cli.decoding import sizes_of
+from flashgen.cli.inputs import Shape, check_file, load_spec
+from flashgen.cli.profiled import call_of, profiled_call
+from flashgen.cli.progress import expected_work
+from flashgen.cli.rows import input_rows
+from flashgen.errors import InputError, PlanError
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec_file import file_and_variable
+from flashgen.planner import Tile, feasible
+
+if TYPE_CHECKING:
+    from flashgen.page import Side
+
+MOST_WORK = 5e10
+"""Multiply-adds of the largest call that is executed: tens of minutes in the emulator."""
+
+OWN_TILE = "plan"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one side of the page shows.
+
+    Attributes:
+        arguments: the command's, with the path and the architecture of this side.
+        tile: rows and keys of the forward kernel's tile; None for the plan's own.
+    """
+
+    arguments: ReportArguments
+    tile: tuple[int, int] | None
+
+    @property
+    def arch(self) -> str:
+        return self.arguments.arch or config.arch() or DEFAULT_ARCH
+
+
+def report(arguments: ReportArguments) -> None:
+    """Executes a call, or two, and writes the page."""
+    check_file(arguments.output, "--output")
+    chosen = _sides(arguments)
+    specs = [load_spec(each.arguments) for each in chosen]
+    sizes = sizes_of(arguments, arguments.shape)
+    with busy("loading torch"):
+        from flashgen.page import Page, html_of
+    sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
+    title = " and ".join(dict.fromkeys(side.title for side in sides))
+    with busy("writing the page"):
+        text = html_of(Page(f"flashgen report: {title}", tuple(sides)))
+    arguments.output.write_text(text, encoding="utf-8")
+    kernels = sum(len(side.kernels) for side in sides)
+    facts(
+        [
+            ("report", f"{arguments.output.as_posix()}, {len(text.encode()):,} B"),
+            ("shows", f"{title}: {plural(kernels, 'launch', 'launches')} of {sizes}"),
+            *_verdicts(sides),
+        ]
+    )
+
+
+def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
+    for side in sides:
+        wrong = [each.name for each in side.errors if not each.passed]
+        right = f"{plural(len(side.errors), 'result')} within the error rule"
+        yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
+
+
+# ---- the sides -----------------------------------------------------------------------------------
+
+
+def _sides(arguments: ReportArguments) -> list[Chosen]:
+    """The one or two sides that the specs, architectures and tiles name.
+
+    Raises:
+        InputError: there are more than two of one of them.
+    """
+    specs = [arguments.path, *([arguments.other] if arguments.other else [])]
+    archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
+    tiles = [_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
+    count = max(map(len, (specs, archs, tiles)))
+    sides = zip(*(each * (count if len(each) == 1 else 1) for each in (specs, archs, tiles)))
+    return [Chosen(replace(arguments, path=p, arch=a), t) for p, a, t in sides]
+
+
+def _listed(text: str | None, option: str) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if len(parts) > 2:
+        raise InputError(
+            "a report compares two calls",
+            where=f"option {option}",
+            numbers=f"given {text!r}: {len(parts)} values",
+            way_out=f"{option} {','.join(parts[:2])}",
+        )
+    return parts
+
+
+def _tile(text: str) -> tuple[int, int] | None:
+    if text == OWN_TILE:
+        return None
+    rows, x, keys = text.partition("x")
+    if x and rows.isascii() and rows.isdecimal() and keys.isascii() and keys.isdecimal():
+        return int(rows), int(keys)
+    raise InputError(
+        "this is not a tile",
+        where="option --tile",
+        numbers=f"given {text[:40]!r}",
+        way_out="query rows x keys, as in --tile 64x32, or --tile plan,64x32 to compare two",
+    )
+
+
+def _given_tile(spec: AttentionSpec, chosen: Chosen) -> dict[str, Tile]:
+    """The cheapest tile of these sizes for the forward kernel; {} for the plan's own.
+
+    Raises:
+        PlanError: no tile of these sizes fits.
+    """
+    if chosen.tile is None:
+        return {}
+    plans = feasible(spec, chosen.arch, sram=chosen.arguments.sram)
+    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == chosen.tile]
+    if fitting:
+        return {"forward": fitting[0].tile}
+    rows, keys = chosen.tile
+    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, chosen.tile))
+    raise PlanError(
+        "the forward kernel cannot have this tile",
+        where=f"option --tile, {spec.name} on {chosen.arch}",
+        numbers=f"given {rows}x{keys}; {plural(len(near), 'other size fits', 'other sizes fit')}",
+        way_out="--tile " + ", ".join(f"{q}x{k}" for q, k in near[:6]) + ", or leave it out",
+    )
+
+
+def _distance(tile: tuple[int, int], given: tuple[int, int] | None) -> float:
+    assert given is not None, "tiles are compared with one that was given"
+    return sum(max(a, b) / max(1, min(a, b)) for a, b in zip(tile, given, strict=True))
+
+
+def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
+    from flashgen.page.python_lines import file_text
+    from flashgen.report import CallResults, side_of
+
+    arguments = replace(chosen.arguments, arch=chosen.arch)
+    tiles = _given_tile(spec, chosen)
+    call = call_of(spec, arguments, sizes)
+    _check_work(expected_work(spec, call, arguments), sizes)
+    found = profiled_call(spec, arguments, sizes, call, tiles)
+    file = file_and_variable(arguments.path)[0]
+    text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
+    title = f"{spec.name}, {chosen.arch}"
+    if chosen.tile is not None:
+        title += f", tile {chosen.tile[0]} x {chosen.tile[1]}"
+    rows = [
+        ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
+        *input_rows(spec, call),
+        ("shape", f"{sizes}, head dim {spec.head_dim}, {spec.dtype}"),
+        ("architecture", found.run.arch),
+        ("executed", "in the emulator, every instruction counted, on random operands"),
+    ]
+    with busy(f"{spec.name}: computing the oracle in float64"):
+        results = CallResults(spec, call, found.profiles, found.run, found.gradients)
+        return side_of(results, title, rows, text)
+
+
+def _check_work(work: float, sizes: Shape) -> None:
+    """Refuses a call that the emulator would execute for hours.
+
+    Raises:
+        InputError: it has more multiply-adds than `MOST_WORK`.
+    """
+    if work > MOST_WORK:
+        raise InputError(
+            "this shape is too large for the emulator, which counts every instruction",
+            where="option --shape",
+            numbers=f"{sizes}: {work:.3g} multiply-adds; at most {MOST_WORK:.3g}",
+            way_out="a smaller --shape, as 1,4,256; flashgen plan --shape predicts large ones",
+        )

@@ -1,0 +1,77 @@
+"""All that a report shows of one call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flashgen.call import Inputs
+from flashgen.language.spec import AttentionSpec
+from flashgen.ops import BackwardRun, ForwardRun
+from flashgen.page.python_lines import PythonText
+from flashgen.page.values import ErrorHistogram, KernelPane, Row, Side
+from flashgen.page.versions import versions
+from flashgen.profile import Profile
+from flashgen.report.kernel import pane_of_profile
+from flashgen.report.numerics import MOST_SCORES, backward_errors, forward_errors
+
+
+@dataclass(frozen=True)
+class CallResults:
+    """A call that was executed in the emulator.
+
+    Attributes:
+        spec, inputs: the call; in its options, the scalars and the captured tensors.
+        profiles: the profile of each launch, the forward pass first.
+        forward: the result.
+        backward: the gradients; None where they were not computed.
+    """
+
+    spec: AttentionSpec
+    inputs: Inputs
+    profiles: Sequence[Profile]
+    forward: ForwardRun
+    backward: BackwardRun | None = None
+
+
+def side_of(
+    results: CallResults,
+    title: str,
+    call: Sequence[Row],
+    spec_file: PythonText | None = None,
+) -> Side:
+    """The report of a call.
+
+    Args:
+        title: what tells the call apart from another one.
+        call: the call in rows of names and values.
+        spec_file: the file of the spec; None for a spec that was made in Python.
+    """
+    panes = []
+    seen: Counter[str] = Counter()
+    for profile in results.profiles:
+        role = profile.plan.kernel
+        seen[role] += 1
+        name = role if seen[role] == 1 else f"{role} ({seen[role]})"
+        panes.append(pane_of_profile(profile, name, spec_file))
+    errors, note = _errors(results)
+    return Side(title, tuple(call), tuple(panes), errors, note, versions())
+
+
+def with_tile_map(pane: KernelPane, note: str) -> KernelPane:
+    return replace(pane, tile_map_note=note)
+
+
+def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
+    q, k, _ = results.inputs.operands
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if scores > MOST_SCORES:
+        return (), (
+            f"No oracle was computed: it makes all {scores:,} scores in float64, and this report "
+            f"stops at {MOST_SCORES:,}. A smaller --shape has one."
+        )
+    found = forward_errors(results.spec, results.inputs, results.forward)
+    if results.backward is not None:
+        found += backward_errors(results.spec, results.inputs, results.backward)
+    return found, ""
