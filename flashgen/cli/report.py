@@ -89,8 +89,12 @@ def _sides(arguments: ReportArguments) -> list[Chosen]:
     archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
     tiles = [_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
     count = max(map(len, (specs, archs, tiles)))
-    sides = zip(*(each * (count if len(each) == 1 else 1) for each in (specs, archs, tiles)))
-    return [Chosen(replace(arguments, path=p, arch=a), t) for p, a, t in sides]
+    return [
+        Chosen(
+            replace(arguments, path=specs[-place:][0], arch=archs[-place:][0]), tiles[-place:][0]
+        )
+        for place in range(count)
+    ]
 
 
 def _listed(text: str | None, option: str) -> list[str]:

@@ -79,7 +79,11 @@ def roofline_plot(facts: RooflineFacts) -> RooflinePlot:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
+    """The powers of ten in a range, and their multiples 2 and 5 where these are few."""
+    powers = range(math.floor(low), math.floor(high) + 1)
+    factors = (1, 2, 5) if high - low < 3 else (1,)
+    found = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in found if low <= math.log10(value) <= high]
 
 
 @dataclass(frozen=True)
