@@ -32,6 +32,7 @@ METRICS = {
 
 _LINE_INFO = re.compile(r'\s*//## File "(?P<file>[^"]*)", line (?P<line>\d+)')
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w]*)")
+_SPACES = re.compile(r"\*/ +")
 _LABEL = re.compile(r"\s*\.?[\w$.]+:\s*$")
 
 
@@ -169,7 +170,7 @@ def sass_of(build: Build) -> tuple[LinkedText, tuple[tuple[str, int], ...]]:
         match = _INSTRUCTION.match(text)
         if match:
             opcodes[match["opcode"]] += 1
-        lines.append(text.strip() if not match else text.strip().replace("   ", " ", 1))
+        lines.append(_SPACES.sub("*/ ", text.strip()))
         links.append(own if match else 0)
         outer.append(caller if match else 0)
     return (

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashgen.call import Inputs
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun
 from flashgen.page.python_lines import PythonText
-from flashgen.page.values import ErrorHistogram, KernelPane, Row, Side
+from flashgen.page.values import ErrorHistogram, Row, Side
 from flashgen.page.versions import versions
 from flashgen.profile import Profile
 from flashgen.report.kernel import pane_of_profile
 from flashgen.report.numerics import MOST_SCORES, backward_errors, forward_errors
+from flashgen.report.tiles import with_tile_map
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,10 @@ def side_of(
         role = profile.plan.kernel
         seen[role] += 1
         name = role if seen[role] == 1 else f"{role} ({seen[role]})"
-        panes.append(pane_of_profile(profile, name, spec_file))
+        pane = pane_of_profile(profile, name, spec_file)
+        panes.append(with_tile_map(pane, profile, results.spec, results.inputs))
     errors, note = _errors(results)
     return Side(title, tuple(call), tuple(panes), errors, note, versions())
-
-
-def with_tile_map(pane: KernelPane, note: str) -> KernelPane:
-    return replace(pane, tile_map_note=note)
 
 
 def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
