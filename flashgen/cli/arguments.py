@@ -129,6 +129,7 @@ class ReportArguments(CountedArguments):
     flashgen report SPEC --arch sm_80,sm_90a.
     """
 
+    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,2,320"
     other: Annotated[
         str | None, Argument(metavar="[SPEC]", help="A second spec, to compare with the first.")
     ] = None

@@ -57,6 +57,28 @@ class Report:
     integers: str = ""
     merge: Report | None = None
 
+    def html(self) -> str:
+        """The kernels of the call as one HTML page: texts linked line by line, plans, resources.
+
+        Returns:
+            A document that loads nothing. It has the machine code where nvdisasm is installed, and
+            heat maps where the call ran in the emulator.
+
+        Raises:
+            CompileError: nvdisasm cannot read a cubin.
+        """
+        from flashgen.page import html_of
+        from flashgen.runtime.report_page import page_of
+
+        return html_of(page_of(self))
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, which notebooks show."""
+        from flashgen.page import notebook_html
+        from flashgen.runtime.report_page import page_of
+
+        return notebook_html(page_of(self))
+
 
 @dataclass(frozen=True)
 class ForwardRun:
