@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MOST_WORK = 5e10
 """Multiply-adds of the largest call that is executed: tens of minutes in the emulator."""
 
+MOST_OPERANDS = 2e8
+"""Elements of the operands and the result of such a call."""
+
 OWN_TILE = "plan"
 
 
@@ -156,8 +159,10 @@ def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
 
     arguments = replace(chosen.arguments, arch=chosen.arch)
     tiles = _given_tile(spec, chosen)
+    _check_work(_operands(spec, sizes), MOST_OPERANDS, "elements of q, k, v and out", sizes)
     call = call_of(spec, arguments, sizes)
-    _check_work(expected_work(spec, call, arguments), sizes)
+    work = expected_work(spec, call, arguments)
+    _check_work(work, MOST_WORK, "multiply-adds", sizes)
     found = profiled_call(spec, arguments, sizes, call, tiles)
     file = file_and_variable(arguments.path)[0]
     text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
@@ -176,16 +181,22 @@ def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
         return side_of(results, title, rows, text)
 
 
-def _check_work(work: float, sizes: Shape) -> None:
+def _operands(spec: AttentionSpec, sizes: Shape) -> int:
+    dims = spec.head_dim + (spec.head_dim_v or spec.head_dim)
+    rows = sizes.heads_q * sizes.seq_q + sizes.heads_kv * sizes.seq_k
+    return sizes.batch * rows * dims
+
+
+def _check_work(given: float, most: float, what: str, sizes: Shape) -> None:
     """Refuses a call that the emulator would execute for hours.
 
     Raises:
-        InputError: it has more multiply-adds than `MOST_WORK`.
+        InputError: it has more than ``most``.
     """
-    if work > MOST_WORK:
+    if given > most:
         raise InputError(
             "this shape is too large for the emulator, which counts every instruction",
             where="option --shape",
-            numbers=f"{sizes}: {work:.3g} multiply-adds; at most {MOST_WORK:.3g}",
+            numbers=f"{sizes}: {given:.3g} {what}; at most {most:.3g}",
             way_out="a smaller --shape, as 1,4,256; flashgen plan --shape predicts large ones",
         )
