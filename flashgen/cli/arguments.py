@@ -136,6 +136,10 @@ class ReportArguments(CountedArguments):
     arch: Annotated[str | None, Option(metavar="ARCH[,ARCH]", help=f"One or two of {KNOWN}.")] = (
         None
     )
+    predict: Annotated[
+        str | None,
+        Option(metavar="SHAPE", help="Another shape for the predicted durations and schedules."),
+    ] = None
     tile: Annotated[
         str | None,
         Option(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from flashgen import config
 from flashgen.cli.arguments import DEFAULT_ARCH, ReportArguments
+from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, plural
 from flashgen.cli.decoding import sizes_of
-from flashgen.cli.inputs import Shape, check_file, load_spec
+from flashgen.cli.inputs import Shape, check_file, load_spec, parse_shape
 from flashgen.cli.profiled import call_of, profiled_call
 from flashgen.cli.progress import expected_work
 from flashgen.cli.rows import input_rows
@@ -178,7 +179,40 @@ def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
     ]
     with busy(f"{spec.name}: computing the oracle in float64"):
         results = CallResults(spec, call, found.profiles, found.run, found.gradients)
-        return side_of(results, title, rows, text)
+        side = side_of(results, title, rows, text)
+    if arguments.predict is None:
+        return side
+    with busy(f"{spec.name}: predicting {arguments.predict}"):
+        return _predicted(side, spec, arguments, arguments.predict)
+
+
+def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shape: str) -> Side:
+    """The side with durations and schedules for another shape, which no kernel executes.
+
+    Raises:
+        InputError: its heads cannot share tiles as those of the executed call do.
+    """
+    from flashgen.cli.tune import problem_of
+    from flashgen.report import with_duration
+    from flashgen.tune import predicted
+
+    sizes = parse_shape(shape)
+    panes = [pane for pane in side.kernels if pane.schedule is not None]
+    shared = max((pane.plan.heads_per_tile for pane in panes), default=1)
+    if (sizes.heads_q // max(1, sizes.heads_kv)) % shared:
+        raise InputError(
+            "the heads of this shape cannot share tiles as those of the executed call do",
+            where="option --predict",
+            numbers=f"{sizes}; the kernel has {shared} query heads per tile",
+            way_out="as many query heads per key head as in --shape",
+        )
+    problem, captured = problem_of(spec, random_call(spec, arguments, sizes))
+    found = predicted(spec, problem, captured, [pane.plan for pane in panes])
+    made = {
+        pane.title: with_duration(pane, duration, f"{sizes}")
+        for pane, duration in zip(panes, found, strict=False)
+    }
+    return replace(side, kernels=tuple(made.get(pane.title, pane) for pane in side.kernels))
 
 
 def _operands(spec: AttentionSpec, sizes: Shape) -> int:

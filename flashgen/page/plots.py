@@ -79,9 +79,9 @@ def roofline_plot(facts: RooflineFacts) -> RooflinePlot:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """The powers of ten in a range, and their multiples 2 and 5 where these are few."""
+    """The powers of ten in a range, and multiples of them where these are few."""
     powers = range(math.floor(low), math.floor(high) + 1)
-    factors = (1, 2, 5) if high - low < 3 else (1,)
+    factors = (1, 2, 5) if high - low < 2 else (1, 3) if high - low < 3 else (1,)
     found = [factor * 10.0**power for power in powers for factor in factors]
     return [value for value in found if low <= math.log10(value) <= high]
 
@@ -172,7 +172,8 @@ def schedule_plot(schedule: Schedule) -> SchedulePlot:
     """The schedule of a launch."""
     rows = sorted({_row(schedule, each.slot) for each in schedule.work_tiles})
     place = {row: index for index, row in enumerate(rows)}
-    row_height = max(2.0, min(14.0, 360 / max(len(rows), 1)))
+    row_height = max(3.0, min(14.0, 420 / max(len(rows), 1)))
+    gap = 1.0 if row_height >= 5 else 0.0
     height = TOP + row_height * len(rows) + BOTTOM
     room = WIDTH - LEFT - RIGHT
     scale = room / schedule.makespan if schedule.makespan else 0.0
@@ -181,14 +182,14 @@ def schedule_plot(schedule: Schedule) -> SchedulePlot:
             x=LEFT + each.start * scale,
             y=TOP + row_height * place[_row(schedule, each.slot)],
             width=max(0.5, (each.end - each.start) * scale - 0.5),
-            height=max(1.0, row_height - 1),
+            height=row_height - gap,
             shade=each.head % SHADES,
             text=f"SM {each.slot % schedule.sms}, tile {each.tile} of head {each.head}: "
             f"{each.steps:,.0f} steps, from {each.start:,.1f} to {each.end:,.1f}",
         )
         for each in schedule.work_tiles
     )
-    every = max(1, math.ceil(len(rows) * 14 / 360))
+    every = max(1, math.ceil(14 / row_height))
     return SchedulePlot(
         height=height,
         tiles=tiles,

@@ -115,6 +115,7 @@ class Schedule:
     """The predicted work tiles over SMs in time.
 
     Attributes:
+        shape: the shape of the launch, where it is not the one that was executed; else "".
         sms, blocks_per_sm: the machine.
         work_tiles: those that are shown.
         total: the number of all work tiles of the launch.
@@ -124,6 +125,7 @@ class Schedule:
     """
 
     product: str
+    shape: str
     sms: int
     blocks_per_sm: int
     work_tiles: tuple[WorkTile, ...]

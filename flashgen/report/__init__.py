@@ -4,5 +4,6 @@
 """
 
 from flashgen.report.collect import CallResults, side_of
+from flashgen.report.kernel import with_duration
 
-__all__ = ["CallResults", "side_of"]
+__all__ = ["CallResults", "side_of", "with_duration"]

@@ -8,8 +8,11 @@ from dataclasses import replace
 from flashgen.page.kernel import pane_of
 from flashgen.page.python_lines import PythonText
 from flashgen.page.values import Figure, KernelPane, RooflineFacts, Step, TensorBytes
+from flashgen.planner.duration import Duration
 from flashgen.profile import Profile, steps_of
 from flashgen.report.schedule import schedule_of
+
+QUANTISATION = "wave quantisation"
 
 
 def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) -> KernelPane:
@@ -46,6 +49,22 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
     )
 
 
+def with_duration(pane: KernelPane, duration: Duration, shape: str) -> KernelPane:
+    """The pane with the predicted duration and schedule of a launch of another shape."""
+    figures = tuple(each for each in pane.figures if each.name not in ("duration", QUANTISATION))
+    return replace(
+        pane,
+        figures=(*figures, *_of_duration(duration, shape)),
+        schedule=schedule_of(duration, shape),
+    )
+
+
+def _of_duration(duration: Duration, shape: str = "") -> Iterator[Figure]:
+    of = f" for {shape}" if shape else ""
+    yield Figure(f"duration{of}", duration.seconds, "s", "predicted")
+    yield Figure(f"{QUANTISATION}{of}", duration.quantisation, "", "predicted")
+
+
 def _launch(profile: Profile) -> str:
     return f"{profile.blocks:,} blocks of {profile.plan.warps} computing warps"
 
@@ -64,8 +83,7 @@ def _counted(profile: Profile) -> Iterator[Figure]:
     yield Figure("barriers, of all warps", totals.barriers)
     yield Figure("cost per score element", profile.plan.cost, "clk", "predicted")
     if profile.duration is not None:
-        yield Figure("duration", profile.duration.seconds, "s", "predicted")
-        yield Figure("wave quantisation", profile.duration.quantisation, "", "predicted")
+        yield from _of_duration(profile.duration)
 
 
 def _steps(profile: Profile) -> Iterator[Step]:

@@ -13,8 +13,12 @@ MOST_TILES = 2000
 """Work tiles that a page shows: those of the first SMs where there are more."""
 
 
-def schedule_of(duration: Duration) -> Schedule:
-    """The schedule on which a predicted duration rests: each free slot runs the next block."""
+def schedule_of(duration: Duration, shape: str = "") -> Schedule:
+    """The schedule on which a predicted duration rests: each free slot runs the next block.
+
+    Args:
+        shape: the shape of the launch, where it is not the one that was executed.
+    """
     plan = duration.plan
     arch = facts(plan.arch)
     blocks = list(placed(duration.parts, arch.sms * plan.blocks_per_sm))
@@ -25,6 +29,7 @@ def schedule_of(duration: Duration) -> Schedule:
         shown = [block for block in blocks if block[0] % arch.sms < sms]
     return Schedule(
         product=arch.product,
+        shape=shape,
         sms=arch.sms,
         blocks_per_sm=plan.blocks_per_sm,
         work_tiles=tuple(
