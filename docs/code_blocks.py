@@ -52,6 +52,7 @@ NOT_EXECUTED = {
     "python -m pytest": "would run tests inside of a test",
     "python docs/": "would run this program inside of itself",
     "flashgen emit specs": "writes files; its tests run it in an empty folder",
+    "flashgen report specs": "writes a page; its tests run it in an empty folder",
 }
 
 
