@@ -92,13 +92,11 @@ def _sides(arguments: ReportArguments) -> list[Chosen]:
     specs = [arguments.path, *([arguments.other] if arguments.other else [])]
     archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
     tiles = [_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
-    count = max(map(len, (specs, archs, tiles)))
-    return [
-        Chosen(
-            replace(arguments, path=specs[-place:][0], arch=archs[-place:][0]), tiles[-place:][0]
-        )
-        for place in range(count)
-    ]
+    two = 2 in (len(specs), len(archs), len(tiles))
+    found = [Chosen(replace(arguments, path=specs[0], arch=archs[0]), tiles[0])]
+    if two:  # what is given once is the same on both sides
+        found.append(Chosen(replace(arguments, path=specs[-1], arch=archs[-1]), tiles[-1]))
+    return found
 
 
 def _listed(text: str | None, option: str) -> list[str]:

@@ -20,8 +20,8 @@ def test_the_wheel_holds_every_module_and_every_template(wheel: zipfile.ZipFile)
     for path in sorted((ROOT / "flashgen").rglob("*.py")):
         assert path.relative_to(ROOT).as_posix() in names
     assert {"flashgen/py.typed", "flashgen/trust/proven.json"} <= names
-    templates = sorted((ROOT / "templates").glob("*/*.j2"))
-    assert templates
+    templates = sorted(path for path in (ROOT / "templates").glob("*/*") if path.is_file())
+    assert {".j2", ".html", ".css", ".js"} <= {path.suffix for path in templates}
     for path in templates:
         name = f"flashgen/{path.relative_to(ROOT).as_posix()}"
         assert name in names
