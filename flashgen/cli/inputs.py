@@ -56,7 +56,7 @@ class Shape:
         return f"batch {self.batch}, heads {heads}, seq {self.seq_q} x {self.seq_k}"
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str, option: str = "--shape") -> Shape:
     """``B,H,N`` or ``B,Hq,Hkv,Nq,Nk``.
 
     Raises:
@@ -72,9 +72,9 @@ def parse_shape(text: str) -> Shape:
         return Shape(*sizes)
     raise InputError(
         "this is not a shape",
-        where="option --shape",
+        where=f"option {option}",
         numbers=f"given {text[:80]!r}",
-        way_out="--shape B,H,N as in 1,4,256, or --shape B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
+        way_out=f"{option} B,H,N as in 1,4,256, or {option} B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
     )
 
 

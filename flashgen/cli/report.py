@@ -56,6 +56,8 @@ def report(arguments: ReportArguments) -> None:
     chosen = _sides(arguments)
     specs = [load_spec(each.arguments) for each in chosen]
     sizes = sizes_of(arguments, arguments.shape)
+    if arguments.predict is not None:
+        parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):
         from flashgen.page import Page, html_of
     sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
@@ -194,7 +196,7 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
     from flashgen.report import with_duration
     from flashgen.tune import predicted
 
-    sizes = parse_shape(shape)
+    sizes = parse_shape(shape, "--predict")
     panes = [pane for pane in side.kernels if pane.schedule is not None]
     shared = max((pane.plan.heads_per_tile for pane in panes), default=1)
     if (sizes.heads_q // max(1, sizes.heads_kv)) % shared:

@@ -69,6 +69,8 @@ def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
             f"No oracle was computed: it makes all {scores:,} scores in float64, and this report "
             f"stops at {MOST_SCORES:,}. A smaller --shape has one."
         )
+    if not scores:
+        return (), "No oracle was computed: a size is 0, and there is no score."
     found = forward_errors(results.spec, results.inputs, results.forward)
     if results.backward is not None:
         found += backward_errors(results.spec, results.inputs, results.backward)

@@ -26,7 +26,10 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
     duration = profile.duration
     notes = []
     if duration is None:
-        notes.append("No duration is predicted for this launch, and so no schedule.")
+        notes.append(
+            "No duration is predicted for this launch: it makes min/max tables, adds gradients of "
+            "learned tensors, or has packed sequences, whose tiles depend on where they begin."
+        )
     return replace(
         pane,
         facts=(("launch", _launch(profile)), *pane.facts),

@@ -47,7 +47,7 @@ def with_tile_map(
     note = ""
     if scores > MOST_SCORES:
         note = f"Single scores are left out: {scores:,}, and the page holds {MOST_SCORES:,}."
-    data = _data(found, profile, whole=scores <= MOST_SCORES)
+    data = _data(found, spec, profile, whole=scores <= MOST_SCORES)
     return replace(pane, tile_map=data, tile_map_note=note)
 
 
@@ -72,13 +72,16 @@ def _scores(place: Any) -> int:
     return int(place.queries.length * place.keys.length)
 
 
-def _data(found: TileMap, profile: Profile, *, whole: bool) -> Mapping[str, Any]:
+def _data(
+    found: TileMap, spec: AttentionSpec, profile: Profile, *, whole: bool
+) -> Mapping[str, Any]:
     drawing = found.drawing()
     plan = profile.plan
     per_tile = multiply_adds_of(plan, plan.queries_per_tile * plan.block_k)
     counted = profile.totals.tensor_multiply_adds / per_tile if per_tile else None
     return {
         "tile": list(found.tile),
+        "packed": spec.packed,
         "owns": "keys" if plan.owns_keys else "queries",
         "visits": found.tiles - found.counts["empty"],
         "counted": None if counted is None else round(counted, 2),

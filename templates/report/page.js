@@ -132,7 +132,7 @@ async function start() {
       const title = side.articles[side.shown].dataset.title;
       for (const other of sides) if (other !== side) other.follow(title);
     });
-    side.show(0);
+    side.show(Math.max(0, side.articles.findIndex((article) => article.dataset.title === "forward")));
   }
   document.documentElement.dataset.ready = "true";
 }

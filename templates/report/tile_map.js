@@ -8,7 +8,7 @@ class TileMap {
     root.innerHTML = `
       <p class="summary"></p>
       <div class="bar">
-        <label>Batch entry <select class="batch"></select></label>
+        <label>${data.packed ? "Sequence" : "Batch entry"} <select class="batch"></select></label>
         <label>Head <select class="head"></select></label>
       </div>
       <div class="maps">
@@ -72,6 +72,9 @@ class TileMap {
     this.size = size;
     [map.width, map.height] = [size * columns, size * rows];
     const gap = size > 4 ? 1 : 0;
+    this.part("where").textContent = rows && columns ? "" : "This sequence has no tiles.";
+    this.part("scores").parentElement.hidden = true;
+    if (!rows || !columns) return;
     const context = map.getContext("2d");
     const colours = Object.fromEntries(this.data.legend.map(({ code }) => [code, this.colour(code)]));
     for (let row = 0; row < rows; row++) {

@@ -176,6 +176,7 @@ def test_every_kind_of_spec_has_a_report_below_3_mb(tmp_path: Path, name: str, a
         ([CAUSAL, "--shape", "8,64,8192"], "InputError: this shape is too large for the emulator"),
         ([CAUSAL, "--shape", "1,4,32768"], "InputError: this shape is too large for the emulator"),
         ([CAUSAL, "--shape", "1,2"], "InputError: this is not a shape"),
+        ([CAUSAL, "--predict", "1,2"], "InputError: this is not a shape"),
         ([CAUSAL, "-o", "no/such/folder/x.html"], "InputError: no file can be written"),
         ([CAUSAL, "-o", "."], "InputError: this file cannot be written"),
     ],
