@@ -79,6 +79,7 @@ def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
     for side in sides:
         wrong = [each.name for each in side.errors if not each.passed]
         right = f"{plural(len(side.errors), 'result')} within the error rule"
+        right = right if side.errors else "no result was compared with the oracle"
         yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
 
 
