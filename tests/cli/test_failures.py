@@ -95,7 +95,7 @@ def test_kernels_cannot_be_emitted_into_what_is_no_folder(folder):
 
 @pytest.mark.parametrize("name", ["missing/roofline.png", "roofline.svg", "roofline"])
 def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("flashgen.cli.profile.random_call", None)  # a run would fail here
+    monkeypatch.setattr("flashgen.cli.profiled.random_call", None)  # a run would fail here
     result = flashgen("profile", CAUSAL, "--plot", str(tmp_path / name))
     assert refused(result)[1] == "  where    option --plot"
 

@@ -178,13 +178,25 @@ def spec_files(draw: Any) -> bytes:
 
 
 _COMMANDS = (
-    *("run", "plan", "profile", "tune", "inspect", "emit", "doctor", "cache list", "cache prune"),
+    *("run", "plan", "profile", "report", "tune", "inspect", "emit", "doctor"),
+    *("cache list", "cache prune"),
     *("cache", "cach", "help", "", "--version", "--help", "-x"),
 )
 _OPTIONS = (
     *("--dtype", "--head-dim", "--head-dim-v", "--arch", "--sram", "--shape", "--scalar", "--seed"),
     *("--backward", "--deterministic", "--dropout", "--q-offset", "--backend", "--policy", "-o"),
-    *("--lines", "--plot", "--most", "--show", "--kernel", "--certify", "--check", "--device"),
+    *(
+        "--lines",
+        "--plot",
+        "--tile",
+        "--predict",
+        "--most",
+        "--show",
+        "--kernel",
+        "--certify",
+        "--check",
+        "--device",
+    ),
     *("--max-days", "--max-megabytes", "--no-check", "--ptx", "--no-such", "-h"),
 )
 _WORDS = (
