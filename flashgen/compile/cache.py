@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1  # part of every key: increase it when the contents of entries change
+SCHEMA = 2  # part of every key: increase it when the contents of entries change
 META = "meta.json"
 TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.runtime.tuned_tiles`
 TRUST = "trust"  # folder of the verdicts on code paths: `flashgen.trust.verdicts`

@@ -10,14 +10,14 @@ compiler's own report for every architecture that flashgen compiles for.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flashgen.errors import CompileError
 
 MAX_THREADS = 0x05  # EIATTR_MAX_THREADS: three 32-bit numbers, from __launch_bounds__
 MIN_STACK_SIZE = 0x12  # EIATTR_MIN_STACK_SIZE: bytes of stack of a function and its callees
-PARAM_BYTES = 0x19  # EIATTR_CBANK_PARAM_SIZE: bytes of all parameters together
+PARAM = 0x17  # EIATTR_KPARAM_INFO: number, place and size of one parameter
 REGISTERS = 0x2F  # EIATTR_REGCOUNT
 
 _HEADER_BYTES = 64
@@ -38,7 +38,7 @@ class KernelFacts:
     static_smem_bytes: int  # shared memory declared in the kernel, per block
     code_bytes: int
     max_threads: int  # per block, from __launch_bounds__, else the limit of the hardware
-    param_bytes: int
+    param_bytes: int  # of all parameters together
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def facts(cubin: bytes, kernel: str) -> KernelFacts:
         if MAX_THREADS in own:
             x, y, z = struct.unpack("<III", own[MAX_THREADS])
             threads = x * y * z
-        (param_bytes,) = struct.unpack("<H", own.get(PARAM_BYTES, b"\0\0"))
+        param_bytes = _param_bytes(_attributes(cubin, sections[f".nv.info.{kernel}"]))
         registers, stack = keyed[REGISTERS], keyed[MIN_STACK_SIZE]
     except (KeyError, ValueError, struct.error) as error:
         raise _unreadable(f"{type(error).__name__}: {error}") from error
@@ -149,6 +149,17 @@ def _symbols(cubin: bytes, sections: dict[str, _Section]) -> list[str]:
         _string(strings, struct.unpack_from("<I", cubin, at)[0])
         for at in range(table.offset, table.offset + table.size, 24)
     ]
+
+
+def _param_bytes(attributes: Iterable[tuple[int, bytes]]) -> int:
+    """Bytes from the first to the end of the last parameter.
+
+    EIATTR_CBANK_PARAM_SIZE would include the bytes before the first one, of which a tensor map has
+    some, because it is aligned to 128 bytes.
+    """
+    found = [struct.unpack("<IHHI", value) for attribute, value in attributes if attribute == PARAM]
+    ends = [(offset, offset + (packed >> 18)) for _, _, offset, packed in found]
+    return max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
 
 
 def _attributes(cubin: bytes, section: _Section) -> Iterator[tuple[int, bytes]]:

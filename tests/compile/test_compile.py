@@ -14,6 +14,7 @@ import flashgen as fg
 from flashgen import pipeline
 from flashgen.compile import Binary, compile, cubin, nvrtc, nvrtc_log
 from flashgen.errors import CompileError
+from flashgen.launch import pack
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
 from tests.support.processes import run_python
 from tests.support.tiers import one_in
@@ -66,6 +67,12 @@ def test_resources_hold_what_the_source_declares() -> None:
     assert (toy.stack_bytes, toy.static_smem_bytes, toy.max_threads) == (0, 0, 64)
     assert toy.param_bytes == 24  # a structure of two pointers and an int, padded
     assert toy.clean
+
+
+def test_the_parameters_of_a_kernel_with_tensor_maps_are_those_that_launches_pack() -> None:
+    built = fg.build(fg.AttentionSpec(head_dim=64), "sm_90a")
+    values = [bytes(128) if p.ctype == "tensormap" else 0 for p in built.source.params]
+    assert built.binary.resources.param_bytes == len(pack(built.source.params, values))
 
 
 def test_a_kernel_without_launch_bounds_may_have_1024_threads() -> None:
