@@ -35,10 +35,11 @@ from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
 from flashgen.arch import facts  # noqa: E402
+from flashgen.launch_facts import KEY_KERNELS  # noqa: E402
 from flashgen.planner import Plan, Tile  # noqa: E402
 from flashgen.planner.duration import duration_of  # noqa: E402
 from flashgen.planner.models.fitted_time import CONSTANTS  # noqa: E402
-from flashgen.planner.models.kernel_model import KEY_KERNELS, MMA_ROWS  # noqa: E402
+from flashgen.planner.models.kernel_model import MMA_ROWS  # noqa: E402
 from flashgen.planner.plan_of_tile import plan_of_tile  # noqa: E402
 from flashgen.planner.quantities import Number, Quantities  # noqa: E402
 from flashgen.planner.search import quantities  # noqa: E402

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.dtypes import Number
-from flashgen.signature import heads_of
+from flashgen.dtypes import POSITION_LIMIT, Number
+from flashgen.signature import WHOLE, heads_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,3 +172,55 @@ class LaunchOptions:
 
 
 DEFAULT_LAUNCH = LaunchOptions()
+
+
+# Threads compute positions past the end of their tile, which they do not use.
+_PAST_THE_END = 1024
+
+
+Limits = tuple[int, int]
+
+
+class CallRanges(NamedTuple):
+    """The least and the greatest value in a call of each name that expressions use, in order."""
+
+    names: tuple[str, ...]
+    ends: tuple[Limits, ...]
+
+    @staticmethod
+    def of(
+        sizes: Mapping[str, int],
+        offsets: Mapping[str, int | None],
+        scalars: Mapping[str, int | float],
+        of_sequences: bool = False,
+    ) -> CallRanges:
+        """
+        Args:
+            sizes: batch, heads, seq_q, seq_k.
+            offsets: q_offset and k_offset; None where only the device knows them.
+            of_sequences: whether sequences have lengths of their own, up to these.
+        """
+        found: dict[str, Limits] = {name: (size, size) for name, size in sizes.items()}
+        found |= {"b": (0, sizes["batch"] - 1), "h": (0, sizes["heads"] - 1)}
+        for axis in ("q", "k"):
+            offset, length = offsets[f"{axis}_offset"], sizes[f"seq_{axis}"]
+            most = -POSITION_LIMIT, POSITION_LIMIT
+            first, last = most if offset is None else (offset, offset)
+            found[f"{axis}_offset"] = first, last
+            ends = first - _PAST_THE_END, last + length + _PAST_THE_END
+            found |= dict.fromkeys((axis, f"{axis}_lo", f"{axis}_hi"), ends)
+            if of_sequences:
+                found[f"seq_{axis}"] = 0, length
+        found |= {n: (int(x), int(x)) for n, x in scalars.items() if not isinstance(x, float)}
+        if of_sequences and WHOLE[3] in found:
+            found[WHOLE[3]] = found["seq_k"]
+        return CallRanges(tuple(found), tuple(found.values()))
+
+    def rounded(self) -> CallRanges:
+        """Wider ranges with powers of two as their ends, which many calls share."""
+        return CallRanges(self.names, tuple((_below(lo), -_below(-hi)) for lo, hi in self.ends))
+
+
+def _below(number: int) -> int:
+    """A number that is not larger and of the same sign: 1, 0 or the opposite of a power of two."""
+    return -(1 << (-number).bit_length()) if number < 0 else min(number, 1)

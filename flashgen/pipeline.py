@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flashgen import codegen, config
-from flashgen.analysis import Analysis, WalkedAxis, analyse, kind_of_sum
-from flashgen.codegen import CallRanges, Source
-from flashgen.compile import Binary, compile
+from flashgen.analysis import Analysis, WalkedAxis, analyse
+from flashgen.built_kernel import Build, gradient_terms
+from flashgen.call import CallRanges
+from flashgen.codegen import Source
+from flashgen.compile import compile
 from flashgen.errors import CompileError, PlanError
-from flashgen.language import B, H, K, Q
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import (
     NO_TILES,
     BackwardPlanRequest,
-    Plan,
     PlanRequest,
     Tile,
     plan_forward,
@@ -28,7 +28,6 @@ from flashgen.planner import (
     plan_minmax_table,
     plan_schemes,
 )
-from flashgen.signature import GradientTerm
 
 __all__ = [
     "Build",
@@ -73,27 +72,6 @@ class Kernels:
             PlanError: no tile fits the architecture.
         """
         return _emit_backward(self._backward)
-
-
-@dataclass(frozen=True)
-class Build:
-    """An emitted and compiled kernel, with the result of every stage."""
-
-    analysis: Analysis
-    source: Source
-    binary: Binary
-
-    @property
-    def plan(self) -> Plan:
-        return self.source.plan
-
-    @property
-    def ptx(self) -> str:
-        return self.binary.ptx
-
-    @property
-    def cubin(self) -> bytes:
-        return self.binary.cubin
 
 
 def emit(
@@ -352,19 +330,6 @@ def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ..
             best = made
             break
     return tuple(map(_asynchronous, best))
-
-
-def gradient_terms(build: Build) -> tuple[GradientTerm, ...]:
-    """The elements of learned tensors to whose gradients a kernel adds, as plain values."""
-    names = {B: "b", H: "h", Q: "q", K: "k"}
-    return tuple(
-        GradientTerm(
-            element.tensor.name,
-            kind_of_sum(element),
-            tuple(names.get(index) for index in element.indices),
-        )
-        for element, _ in build.analysis.score.learned
-    )
 
 
 def compiled(source: Source, analysis: Analysis) -> Build:

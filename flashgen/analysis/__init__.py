@@ -11,7 +11,6 @@ from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
 from flashgen.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.analysis.mask import MaskAnalysis, analyse_mask, classify
-from flashgen.analysis.minmax_table import SPAN
 from flashgen.analysis.score import ScoreAnalysis, analyse_score, derivative, kind_of_sum
 from flashgen.analysis.sharing import CodeBlock, is_costly, share, share_evaluated
 from flashgen.analysis.tile_classes import may, must
@@ -34,7 +33,6 @@ def analyse(spec: AttentionSpec, walk: WalkedAxis | None = None) -> Analysis:
 
 
 __all__ = [
-    "SPAN",
     "Analysis",
     "CodeBlock",
     "Interval",

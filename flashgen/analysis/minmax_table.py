@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.launch_facts import SPAN
 
-SPAN = 16
-"""Elements per span; ranges are rounded outward to spans."""
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class MinMaxTable:

@@ -7,8 +7,8 @@ from flashgen.codegen.text import comments
 from flashgen.language import python_text
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import STREAMING_KERNELS
 from flashgen.planner import Plan
-from flashgen.planner.models.kernel_model import STREAMING_KERNELS
 from flashgen.version import __version__
 
 _FORWARD = "S = {score}    P = {masked}    O = {p} V    LSE = {lse}"

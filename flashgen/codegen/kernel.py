@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.analysis import SPAN
 from flashgen.codegen.banner import banner
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.functions import SpecFunctions
@@ -34,6 +33,7 @@ from flashgen.codegen.walk import ScoreCode, WalkCode
 from flashgen.dtypes import POSITION_LIMIT
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.launch_facts import SPAN
 from flashgen.planner import Plan
 from flashgen.tensormap import RAGGED_ROWS
 

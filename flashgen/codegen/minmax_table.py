@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flashgen.analysis import SPAN
 from flashgen.codegen.kernel import rendered
 from flashgen.codegen.readers import param_of_table, params_of_tensor, stored_and_read
 from flashgen.codegen.source import Source
 from flashgen.language import Tensor
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import SPAN
 from flashgen.planner import Plan
 
 

@@ -9,7 +9,7 @@ from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.language import H
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import AttentionSpec
-from flashgen.planner.models.kernel_model import STREAMING_KERNELS
+from flashgen.launch_facts import STREAMING_KERNELS
 from flashgen.signature import WHOLE
 
 _SHAPES = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flashgen.codegen.integer_ranges import AssumedBlock, CallRanges, beyond_int32
+from flashgen.call import CallRanges
+from flashgen.codegen.integer_ranges import AssumedBlock, beyond_int32
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 

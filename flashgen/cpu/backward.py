@@ -21,6 +21,7 @@ from flashgen.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
+from flashgen.sinks import gradient_without_keys
 
 Tensor = torch.Tensor
 
@@ -67,7 +68,7 @@ def backward(
             _zero(dq, dk, dv)
             if place is not None and of_dlse is not None:
                 first = problem.first_head
-                found = sinks.gradient_without_keys(learned[place], of_dlse.to(work.dtype), first)
+                found = gradient_without_keys(learned[place], of_dlse.to(work.dtype), first)
                 captured[place] += found.flatten()
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)

@@ -18,6 +18,7 @@ from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
+from flashgen.sinks import lse_without_keys
 
 Tensor = torch.Tensor
 
@@ -77,7 +78,7 @@ def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
         lse.fill_(-math.inf)
     else:
         rows, first = tuple(lse.shape), problem.first_head
-        lse.copy_(sinks.lse_without_keys(problem.sink, rows, lse.dtype, first))
+        lse.copy_(lse_without_keys(problem.sink, rows, lse.dtype, first))
 
 
 def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

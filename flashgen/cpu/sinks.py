@@ -57,33 +57,6 @@ def add_gradient(total: Tensor, part: ChunkScores, lse: Tensor, delta: Tensor) -
     total.index_add_(0, places, of_rows.sum(1).flatten(), alpha=-1)
 
 
-def lse_without_keys(
-    sink: Tensor, rows: tuple[int, ...], dtype: torch.dtype, first_head: int = 0
-) -> Tensor:
-    """LSE of a call without keys, [batch, heads, seq_q]: the sink's logit in each row."""
-    logits = of_heads(sink.detach().flatten(), first_head, rows[1])
-    return logits.to(dtype).reshape(1, -1, 1).expand(rows).contiguous()
-
-
-def gradient_without_keys(sink: Tensor, dlse: Tensor, first_head: int = 0) -> Tensor:
-    """The sink's gradient in a call without keys, where LSE is the sink; dtype of ``dlse``."""
-    return gradient_of(sink, dlse.sum((0, 2)), first_head).masked_fill(sink == -math.inf, 0)
-
-
-def of_heads(logits: Tensor, first_head: int, heads: int) -> Tensor:
-    """Those of the whole's logits [heads or 1] that belong to the heads of a call."""
-    return logits if len(logits) == 1 else logits[first_head : first_head + heads]
-
-
-def gradient_of(sink: Tensor, by_head: Tensor, first_head: int) -> Tensor:
-    """The gradient of a sink from those of a call's heads [heads]; 0 for the other heads."""
-    if sink.numel() == 1:
-        return by_head.sum().view(sink.shape)
-    total = by_head.new_zeros(sink.numel())
-    total[first_head : first_head + len(by_head)] = by_head
-    return total.view(sink.shape)
-
-
 def _places(part: ChunkScores, sink: Tensor) -> Tensor:
     """The index of the sink's element of each query head of a chunk, [pairs, group]."""
     heads = part.chunk.batch_and_head[1]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from flashgen.call import CallOptions, Operands, OutputGradients
-from flashgen.cpu.sinks import of_heads
 from flashgen.distributed.exchange import Exchange
 from flashgen.distributed.part_calls import PartCalls, Whole
 from flashgen.distributed.partial_results import Merged, sink_gradient
@@ -24,6 +23,7 @@ from flashgen.ops.registration import operator_of
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import BOUNDARIES
+from flashgen.sinks import of_heads
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from flashgen.call import OutputGradients
-from flashgen.cpu.sinks import gradient_of, of_heads
 from flashgen.runtime.merge import merge
+from flashgen.sinks import gradient_of, of_heads
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,6 @@ from flashgen.errors import SpecError
 from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
 from flashgen.ops.registration import operator_of
 from flashgen.ops.variants import (
-    Variant,
     check_positions_of_pages,
     operator_of_variant,
     packs_queries,
@@ -35,6 +34,7 @@ from flashgen.runtime.number_arguments import (
     refuse_return_lse,
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
+from flashgen.runtime.programs import Program, Variant
 from flashgen.runtime.reports import Report
 from flashgen.runtime.wholes import scalars_of_part
 from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE
@@ -89,10 +89,10 @@ class Attention:
         spec: the variant that is computed.
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: AttentionSpec | Program) -> None:
+        self.spec: Any = spec
         self._operator = operator_of(spec)
-        self._paged = spec.paged
+        self._paged = self._operator.signature.paged
         self._used = self._operator
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from flashgen.runtime.number_arguments import (
     scale_of,
     settled,
 )
+from flashgen.runtime.programs import Program, program_of
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -57,10 +58,8 @@ class Operator:
     overload: Any
     overload_backward: Any
 
-    def __init__(self, spec: AttentionSpec, name: str) -> None:
-        from flashgen.language.signature import signature_of
-
-        signature = signature_of(spec)
+    def __init__(self, spec: AttentionSpec | Program, name: str) -> None:
+        signature = program_of(spec).signature
         self.spec = spec
         self.signature = signature
         self.name = name
@@ -192,10 +191,13 @@ class Operator:
         found, self.done_backward = call.run(operands, gradients)
         if all(needed):
             return found
-        computed = iter(found[3:])
+        computed = dict(zip((x.name for x in call.signature.learned), found[3:], strict=True))
         captured = operands.captured
         learned = zip(self.learned, needed, strict=True)
-        rest = (next(computed) if wanted else captured[i].new_empty(0) for i, wanted in learned)
+        rest = (
+            computed[self.tensors[i]] if wanted else captured[i].new_empty(0)
+            for i, wanted in learned
+        )
         return (*found[:3], *rest)
 
 

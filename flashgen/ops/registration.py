@@ -27,6 +27,7 @@ from flashgen.runtime.captured_tensors import check_learned
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.runtime.programs import Program, program_of
 from flashgen.signature import WHOLE, CallSignature
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ _OTHERS = ("append_kv",)
 """The operators of torch.ops.flashgen that are made from no spec."""
 
 _names: set[str] = {*_OTHERS}
-_operators: dict[AttentionSpec, Operator] = {}
+_operators: dict[AttentionSpec | Program, Operator] = {}
 _lock = threading.RLock()
 
 
-def operator_of(spec: AttentionSpec) -> Operator:
+def operator_of(spec: AttentionSpec | Program) -> Operator:
     """The operator of a spec, registered at the first call; equal specs share one."""
     with _lock:
         found = _operators.get(spec)
@@ -61,18 +62,32 @@ def operator_of(spec: AttentionSpec) -> Operator:
         return found
 
 
-def free_name(spec: AttentionSpec) -> str:
+def register_hashed_name(spec: AttentionSpec | Program) -> None:
+    """Registers the operator of a spec under its name with a hash too.
+
+    A process in which another spec has the name calls it so, and its exported programs with it.
+    """
+    program = program_of(spec)
+    with _lock:
+        name = f"{program.signature.name}_{program.digest[:8]}"
+        if operator_of(spec).name != name and not _is_used(name):
+            _names.update((name, f"{name}_backward"))
+            again = Operator(spec, name)
+            again.overload, again.overload_backward = register(again)
+
+
+def free_name(spec: AttentionSpec | Program) -> str:
     """The spec's name, followed by a hash of the spec where another spec has that name.
 
     The hash is the same in every process, so that exported programs find their operator.
     """
-    from flashgen.language.spec import digest_of
-
-    assert spec.name is not None, "every AttentionSpec has a name"
-    name = spec.name
+    program = program_of(spec)
+    name = program.signature.name
     if _is_used(name):
-        digest = digest_of(spec.identity)
-        hashed = (f"{spec.name}_{digest[:length]}" for length in range(8, len(digest) + 1))
+        digest = program.digest
+        hashed = (
+            f"{program.signature.name}_{digest[:length]}" for length in range(8, len(digest) + 1)
+        )
         name = next(name for name in hashed if not _is_used(name))
     _names.update((name, f"{name}_backward"))
     return name

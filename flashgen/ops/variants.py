@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.backends import TAKES, target_of
+from flashgen.runtime.backends import TAKES
 from flashgen.runtime.check_basics import refuse
-from flashgen.signature import BOUNDARIES, SPLIT
+from flashgen.runtime.programs import Program, Variant, program_of
+from flashgen.signature import BOUNDARIES
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -24,50 +25,23 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class Variant(NamedTuple):
-    """What makes a call one of a variant, in constants of a traced graph.
-
-    Attributes:
-        dtype: the dtype of autocast; None outside of it.
-        offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
-        part: the names of the scalars of `scalars_of_part`.
-        packs: whether a call with a paged cache has packed queries.
-    """
-
-    dtype: torch.dtype | None = None
-    offsets: tuple[tuple[str, str], ...] = ()
-    part: tuple[str, ...] = ()
-    packs: bool = False
-
-
-def operator_of_variant(spec: AttentionSpec, variant: Variant) -> Operator:
-    from flashgen.language.signature import at_offsets, in_whole, packed_queries, split, with_dtype
-
-    dtype, offsets, part, packs = variant
-    if packs:
-        spec = packed_queries(spec)
-    if part:
-        spec = split(spec) if SPLIT in part else in_whole(spec)
-    if dtype is not None:
-        spec = with_dtype(spec, str(dtype).removeprefix("torch."))
-    return operator_of(at_offsets(spec, offsets))
+def operator_of_variant(spec: AttentionSpec | Program, variant: Variant) -> Operator:
+    return operator_of(program_of(spec).variant(variant))
 
 
 @functools.lru_cache(maxsize=1024)
 def planned_split(
-    spec: AttentionSpec, device: str, heads_kv: int, backend: str | None, arch: str | None
+    spec: AttentionSpec | Program, device: str, heads_kv: int, backend: str | None, arch: str | None
 ) -> int:
     """The split_size of a call with a paged cache that gives none.
 
     It depends on the spec, the architecture, its number of SMs and the number of key heads alone,
     so that the bits of a row depend on nothing else of the call.
     """
-    from flashgen.planner import plan_splits
-
     if torch.device(device).type not in TAKES.values():
         return 0  # the checks of operands name the mistake
-    target = target_of(backend, arch, torch.device(device))
-    return plan_splits(spec, target.arch, heads_kv, sms=target.sms).size
+    program = program_of(spec)
+    return program.planned_split(program.target(backend, arch, torch.device(device)), heads_kv)
 
 
 def check_positions_of_pages(q_offset: object, k_offset: object) -> None:

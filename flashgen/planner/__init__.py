@@ -15,9 +15,10 @@ from flashgen.planner.api import (
 )
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.launches import facts_of
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
-from flashgen.planner.schedule import HeadsPerTile, choose_heads
-from flashgen.planner.split_keys import SplitPlan, plan_splits
+from flashgen.planner.schedule import choose_heads
+from flashgen.planner.split_keys import plan_splits
 from flashgen.planner.tile_problem import Tile
 from flashgen.planner.traffic import (
     BackwardTraffic,
@@ -32,13 +33,12 @@ __all__ = [
     "BackwardPlanRequest",
     "BackwardTraffic",
     "ForwardTraffic",
-    "HeadsPerTile",
     "Plan",
     "PlanRequest",
-    "SplitPlan",
     "Tile",
     "backward_traffic",
     "choose_heads",
+    "facts_of",
     "feasible",
     "forward_traffic",
     "plan",

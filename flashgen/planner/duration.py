@@ -27,7 +27,7 @@ from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
-from flashgen.planner.schedule import SLOTS, head_bits
+from flashgen.planner.schedule import SLOTS
 from flashgen.planner.traffic import LSE_BYTES, SUM_BYTES, LaunchSizes, Visited, walks_of_head
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
@@ -147,7 +147,7 @@ def parts_of(
     for sizes, visited in walks:
         tiles, heads, entries = plan.grid(*sizes)
         lengths = _lengths(plan, tiles, sizes, visited)
-        bits = head_bits(plan, *sizes[1:]) if uneven else 0
+        bits = plan.head_bits(*sizes[1:]) if uneven else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))
     return tuple(found)
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flashgen.arch import facts
+from flashgen.launch_facts import LaunchMachine, LaunchRules
 from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
-from flashgen.planner.models.fitted_common import MASK_LOOP_HEAD_DIM
-from flashgen.planner.models.kernel_model import (
-    KEY_KERNELS,
-    LEARNED_KERNELS,
-    MMA_ROWS,
-    STREAMING_KERNELS,
-)
+from flashgen.planner.models.fitted_common import L2_SHARE_OF_HEADS, MASK_LOOP_HEAD_DIM
+from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
+from flashgen.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS
 from flashgen.planner.quantities import Quantities
 from flashgen.planner.tile_problem import PATHS, Tile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(LaunchRules):
     """Tiles, warps and shared-memory layout of one kernel, with their derivation.
 
     Attributes:
@@ -117,25 +115,10 @@ class Plan:
         return 4 if self.partial else self.itemsize
 
     @property
-    def queries_per_tile(self) -> int:
-        """Query rows of each head in a tile."""
-        return self.block_q // self.heads_per_tile
-
-    @property
     def heads_per_warp(self) -> int:
         """Query heads whose rows a warp computes: one of all its row groups, or one of each."""
         rows = MMA_ROWS * self.row_groups
         return max(1, rows // self.queries_per_tile) if self.heads_per_tile > 1 else 1
-
-    @property
-    def owns_keys(self) -> bool:
-        """Whether a thread block owns block_k keys rather than block_q queries."""
-        return self.kernel in KEY_KERNELS
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether the kernel is persistent: a block computes one work tile after another."""
-        return self.path == "sm_90a" and self.kernel == "forward"
 
     @property
     def loops_over_masks(self) -> bool:
@@ -149,16 +132,6 @@ class Plan:
     def of_captured(self) -> bool:
         """Whether the kernel computes the gradients of learned tensors."""
         return self.kernel in LEARNED_KERNELS
-
-    @property
-    def streams(self) -> bool:
-        """Whether the kernel computes no score elements and is bound by memory."""
-        return self.kernel in STREAMING_KERNELS
-
-    @property
-    def launches(self) -> int:
-        """Launches per backward pass: exact sums first need the greatest contribution."""
-        return 2 if self.kernel == "captured_exact" else 1
 
     @property
     def tile(self) -> Tile:
@@ -223,54 +196,16 @@ class Plan:
         """Names of the constraints that keep the tile from being larger."""
         return tuple(line.name for line in self.derivation if line.binding)
 
-    def grid(
-        self,
-        batch: int,
-        heads_q: int,
-        heads_kv: int,
-        seq_q: int,
-        seq_k: int,
-        *,
-        packed: bool = False,
-        head_bits: int = 0,
-        splits: int = 1,
-    ) -> tuple[int, int, int]:
-        """Thread blocks of a launch, or work tiles of a persistent kernel, in three dimensions.
-
-        Args:
-            packed: the batch entries are sequences of one packed tensor; seq_q and seq_k are the
-                sums of their lengths.
-            head_bits: logarithm to base 2 of the number of interleaved heads, from
-                `flashgen.planner.schedule.head_bits`; 0: head by head.
-            splits: splits of the keys, which count as batch entries.
-
-        Returns:
-            (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
-            or, where `owns_keys`, key tiles and key heads. With interleaved heads: (tiles times the
-            interleaved heads, heads divided by their number, batch entries). With packed sequences:
-            (the largest possible number of tiles of all sequences, heads, splits).
-        """
-        length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
-        if self.owns_keys:
-            length, block, heads = seq_k, self.block_k, heads_kv
-        if packed and self.kernel != "delta":
-            return (length // block + batch) << head_bits, heads >> head_bits, splits
-        entries = 1 if packed else batch * splits
-        return -(-length // block) << head_bits, heads >> head_bits, entries
-
-    def elements_of_sums(
-        self, batch: int, heads_q: int, seq_q: int, *, packed: bool = False
-    ) -> int:
-        """Elements of the float32 sums of dQ: whole tiles of rows; 0 where there are no sums.
-
-        Args:
-            packed: as in `grid`. The sums of sequence b begin with tile cu_seqlens_q[b] / rows + b.
-        """
-        if self.sums_tile is None:
-            return 0
-        rows, columns = self.sums_tile
-        tiles = seq_q // rows + batch if packed else batch * -(-seq_q // rows)
-        return tiles * heads_q * rows * columns
+    @property
+    def machine(self) -> LaunchMachine:
+        """The facts of the architecture's product on which launches depend."""
+        gpu = facts(self.arch)
+        return LaunchMachine(
+            gpu.sms,
+            L2_SHARE_OF_HEADS * gpu.l2_bytes,
+            BLOCK_START_CLOCKS,
+            CLEAR_COUNTER_US * (gpu.clock_hz / 1e6),
+        )
 
     def __str__(self) -> str:
         """The derivation as in the banner of the emitted file: lines of at most 97 columns."""

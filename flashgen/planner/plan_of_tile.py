@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.analysis import window_of
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
@@ -14,12 +15,7 @@ from flashgen.planner.models.backward_columns_sm90 import TILE_BYTES
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.backward_sm90 import ALIGNED, SCORE_BUFFERS
 from flashgen.planner.models.fitted_time import STATED_ERROR
-from flashgen.planner.models.kernel_model import (
-    KEY_KERNELS,
-    MMA_ROWS,
-    SMEM_OF_SM,
-    KernelModel,
-)
+from flashgen.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM, KernelModel
 from flashgen.planner.quantities import Number, Quantities
 from flashgen.planner.search import best_occupancy, cost, costs, excesses, larger
 from flashgen.planner.tile_problem import Tile, TileProblem

@@ -28,13 +28,13 @@ import math
 from dataclasses import dataclass, replace
 
 from flashgen.arch import facts
-from flashgen.errors import PlanError
 from flashgen.language import H
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import HeadsPerTile, LaunchBlocks, heads_of_fewest_rows
 from flashgen.planner.derivation import DerivationLine, line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
-from flashgen.planner.models.fitted_common import HEADS_PER_TILE_GAIN, L2_SHARE_OF_HEADS
+from flashgen.planner.models.fitted_common import HEADS_PER_TILE_GAIN
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import obstacles_to_sharing
@@ -45,22 +45,6 @@ ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")
 SAVED = Formula("saved", f"{BLOCK_START_CLOCKS}*(rounds - 1)", "clk")
 CLEARED = Formula("cleared", f"{CLEAR_COUNTER_US}*clock_mhz", "clk")
 FORMULAS = (SLOTS, ROUNDS, SAVED, CLEARED)
-
-# The kernel counts in int32, and every block fetches one number past the last work tile.
-MAX_WORK_TILES = 2**30
-
-
-@dataclass(frozen=True)
-class HeadsPerTile:
-    """The choice for a call.
-
-    Attributes:
-        heads: query heads per tile.
-        reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
-    """
-
-    heads: int
-    reason: str
 
 
 def choose_heads(
@@ -111,9 +95,7 @@ def choose_heads(
     if len(tiles) == 1:
         why = f"no power of two that divides {group} can share a tile of {plan.block_q} rows"
         return HeadsPerTile(1, f"{of}: {why}")
-    computed = {heads: tiles[heads] * rows[heads] for heads in tiles}
-    fewest = min(computed.values())
-    chosen = next(heads for heads in tiles if computed[heads] <= HEADS_PER_TILE_GAIN * fewest)
+    chosen = heads_of_fewest_rows(rows, tiles, HEADS_PER_TILE_GAIN)
     if chosen == 1:
         return HeadsPerTile(1, "")
     made = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
@@ -148,55 +130,18 @@ def why_walks_differ(spec: AttentionSpec, layout_heads: int = 1) -> str:
     return "the block layout depends on the head" if by_head or layout_heads > 1 else ""
 
 
-def head_bits(plan: Plan, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
-    """Logarithm to base 2 of the number of heads that are interleaved tile by tile.
-
-    The largest power of two that divides the heads of a batch entry (query heads, or key heads
-    where blocks own keys) and whose operands fit in a share of L2. The low bits of a block's number
-    are then its head. Heads that share a tile count as one.
-
-    Args:
-        seq_q, seq_k: with packed sequences, the sums of their lengths.
-    """
-    group, heads = heads_q // heads_kv, heads_q
-    row_bytes = (plan.head_dim + plan.head_dim_v) * plan.itemsize
-    if plan.owns_keys:  # all key tiles of a head read its Q and dO
-        heads = heads_kv
-        bytes_of_head: float = group * seq_q * row_bytes
-    else:
-        heads //= plan.heads_per_tile
-        bytes_of_head = plan.heads_per_tile * seq_k * row_bytes / group
-    room = L2_SHARE_OF_HEADS * facts(plan.arch).l2_bytes
-    bits = 0
-    while heads % (2 << bits) == 0 and (2 << bits) * bytes_of_head <= room:
-        bits += 1
-    return bits
-
-
 @dataclass(frozen=True)
-class LaunchBlocks:
-    """The number of blocks of a launch.
+class DerivedBlocks(LaunchBlocks):
+    """The number of blocks of a launch, with the derivation of the choice.
 
     Attributes:
-        count: thread blocks of the launch.
-        work_tiles: work tiles of the launch.
-        reason: why this number of blocks was chosen.
-        lines: the derivation of the choice; () where the caller gave the number.
+        lines: the derivation; () where the caller gave the number.
     """
 
-    count: int
-    work_tiles: int
-    reason: str = "as requested"
     lines: tuple[DerivationLine, ...] = ()
 
-    @property
-    def persistent(self) -> bool:
-        """Whether blocks fetch work tiles from the counter, which must be 0 before the launch."""
-        return self.count < self.work_tiles
-
     def __str__(self) -> str:
-        what = "which fetch them from a counter" if self.persistent else "one each"
-        lines = [f"tiles     {self.work_tiles:,} for {self.count:,} blocks, {what}: {self.reason}"]
+        lines = [super().__str__()]
         for line in self.lines:
             lines += printed_line(line)
         return "\n".join(lines)
@@ -204,35 +149,15 @@ class LaunchBlocks:
 
 def blocks_of(
     plan: Plan, work_tiles: int, sms: int | None = None, given: int | None = None
-) -> LaunchBlocks:
-    """The number of blocks of a launch of a persistent kernel (`Plan.is_persistent`).
+) -> DerivedBlocks:
+    """The number of blocks of a launch of a persistent kernel, with its derivation.
 
-    Args:
-        work_tiles: the number of work tiles of the launch, the product of `Plan.grid`.
-        sms: SMs of the GPU; None for those of the product that the architecture's facts name.
-        given: the caller's number of blocks, at least 1. No more than the work tiles are launched.
-
-    Raises:
-        PlanError: there are more work tiles than the kernel can count, or ``given`` is not a
-            number of blocks.
+    The arguments and errors are those of `flashgen.launch_facts.LaunchRules.blocks_of`.
     """
-    arch = facts(plan.arch)
-    if work_tiles > MAX_WORK_TILES:
-        raise PlanError(
-            "the call has too many query tiles",
-            where="the sizes of q",
-            numbers=f"{work_tiles:,} tiles of {plan.block_q} rows; at most {MAX_WORK_TILES:,}",
-            way_out="fewer batch entries or heads in one call",
-        )
+    found = plan.blocks_of(work_tiles, sms, given)
     if given is not None:
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise PlanError(
-                "blocks is not a number of blocks",
-                where="argument blocks",
-                numbers=f"given {given!r}: it is 1 or more",
-                way_out=f"blocks={arch.sms}, one block per SM, or none: the plan chooses it",
-            )
-        return LaunchBlocks(min(given, work_tiles), work_tiles)
+        return DerivedBlocks(found.count, work_tiles, found.reason)
+    arch = facts(plan.arch)
     at: dict[str, Number] = {
         "sms": sms or arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -240,9 +165,5 @@ def blocks_of(
         "clock_mhz": arch.clock_hz / 1e6,
     }
     FormulaSequence(*FORMULAS)(at)
-    count = min(int(at["slots"]), work_tiles) if at["saved"] > at["cleared"] else work_tiles
-    reason = (
-        f"starts saved {at['saved']:,.0f} clk, {'more' if count < work_tiles else 'no more'} than "
-        f"{at['cleared']:,.0f} clk to clear a counter"
-    )
-    return LaunchBlocks(count, work_tiles, reason, tuple(line_of(each, at) for each in FORMULAS))
+    lines = tuple(line_of(each, at) for each in FORMULAS)
+    return DerivedBlocks(found.count, work_tiles, found.reason, lines)

@@ -15,13 +15,15 @@ from flashgen.codegen import walk_of_kernel
 from flashgen.dtypes import Number
 from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import HeadsPerTile
 from flashgen.pipeline import analysed
-from flashgen.planner import HeadsPerTile, Plan, SplitPlan, plan, plan_splits
+from flashgen.planner import Plan, plan, plan_splits
 from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile.split_calls import SplitPrediction, predict_splits
 from flashgen.runtime.bind_arguments import heads_of_call
 from flashgen.runtime.split_size import scalar_of
 from flashgen.signature import PAGE_NAMES, WHOLE
+from flashgen.split_choice import SplitPlan
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 

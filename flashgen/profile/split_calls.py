@@ -11,9 +11,9 @@ from flashgen.analysis import MaskAnalysis
 from flashgen.call import CheckedCall
 from flashgen.language import BATCH, B
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import LaunchBlocks
 from flashgen.planner import Plan, plan_merge
 from flashgen.planner.duration import Duration, duration_of
-from flashgen.planner.schedule import LaunchBlocks
 from flashgen.planner.split_traffic import SplitTraffic, SplitWalk, split_traffic
 from flashgen.planner.traffic import LaunchSizes, walks_of_head
 from flashgen.profile.visited_tiles import Array, heads_of, joined

@@ -17,7 +17,7 @@ from flashgen.call import (
     OutputGradients,
 )
 from flashgen.runtime import learned_gradients, memory_layout
-from flashgen.runtime.backends import Target, target_of
+from flashgen.runtime.backends import Target
 from flashgen.runtime.bind_arguments import bind, elements_of_sums, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import pointers_of
@@ -33,6 +33,7 @@ from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.runtime.programs import Program, program_of
 from flashgen.runtime.reports import Report
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class PreparedBackward(PreparedCall):
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | Program,
         call: CheckedCall,
         target: Target,
         inputs: Inputs,
@@ -134,7 +135,7 @@ class PreparedBackward(PreparedCall):
         bound = self._bound.get(copied := tuple(copies))
         if bound is None:
             bound = self._bound[copied] = self._bind(tensors, by_name)
-        elements = elements_of_sums(bound[0].build.plan, self.call, packed=self.signature.packed)
+        elements = elements_of_sums(bound[0].build.facts, self.call, packed=self.signature.packed)
         tensors["dq_sum"] = q.new_empty(elements, dtype=torch.float32) if elements else None
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
@@ -170,7 +171,7 @@ class PreparedBackward(PreparedCall):
             made, done = self._tables.run(self.target, captured, self.launch)
             tensors |= made
         for kernel in bound:
-            for turn in range(kernel.build.plan.launches):
+            for turn in range(kernel.build.facts.launches):
                 if turn > 0 and isinstance(sums, ExactSums):
                     tensors |= sums.measured(self._contributions)
                 start = time.perf_counter()
@@ -179,28 +180,19 @@ class PreparedBackward(PreparedCall):
         return done
 
     def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
-        from flashgen.pipeline import build_backward, gradient_terms
-
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
-        builds = build_backward(
-            self.spec,
-            self._kernel_arch,
-            sram=launch.sram,
-            deterministic=deterministic,
-            tiles=launch.tiles,
-            ranges=ranges,
-        )
+        builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges)
         self._built = time.perf_counter() - start
         bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
         if captured:
-            self._tables = MinMaxTables(self.spec, self.target.arch, captured, bound)
+            self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)
         for build in builds:
-            if build.plan.kernel == "captured_exact":
+            if build.facts.kernel == "captured_exact":
                 self._contributions = contributions_of(
-                    gradient_terms(build), build.plan, call, captured, packed=packed
+                    build.facts.terms, build.facts, call, captured, packed=packed
                 )
         return bound
 
@@ -246,14 +238,14 @@ def reports(record: BackwardRecord) -> tuple[Report, ...]:
             run.seconds,
             arch_reason=target.arch_reason,
             table=run.table,
-            integers="" if run.build is None else run.build.source.integers(ranges),
+            integers="" if run.build is None else run.build.integers(ranges),
         )
         for run in record.launches
     )
 
 
 def prepare(
-    spec: AttentionSpec,
+    spec: AttentionSpec | Program,
     operands: Operands,
     gradients: OutputGradients,
     options: CallOptions,
@@ -270,19 +262,18 @@ def prepare(
         SpecError: the spec has no backward pass.
         PlanError: the generation of the GPU is not supported.
     """
-    from flashgen.language.signature import learning, refuse_backward, signature_of
-
-    refuse_backward(spec)
-    signature = signature_of(spec)
+    program = program_of(spec)
+    program.refuse_backward()
+    signature = program.signature
     call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)
-    target = target_of(options.backend, options.arch, operands.q.device)
+    target = program.target(options.backend, options.arch, operands.q.device)
     deterministic = settled(options.deterministic)
     if not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
-        spec = learning(spec, frozenset(tensor.name for tensor, wanted in chosen if wanted))
+        program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
     return PreparedBackward(
-        spec,
+        program,
         call,
         target,
         _inputs(operands, gradients),

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.call import CheckedCall
+from flashgen.call import CallRanges, CheckedCall
 from flashgen.errors import PlanError
+from flashgen.launch_facts import HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.runtime.paged_caches import box_rows_of
@@ -19,9 +20,9 @@ from flashgen.tensormap import TensorMapSpec
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
-    from flashgen.pipeline import Build, CallRanges
-    from flashgen.planner import HeadsPerTile, Plan
-    from flashgen.planner.schedule import LaunchBlocks
+    from flashgen.planner import Plan
+    from flashgen.planner.schedule import DerivedBlocks
+    from flashgen.runtime.programs import LaunchableKernel
 
 MOST_ALONG_Y_AND_Z = 65_535
 """Thread blocks along y and z of a grid, by the CUDA programming guide."""
@@ -30,7 +31,7 @@ NO_NUMBERS: Mapping[str, int | float] = MappingProxyType({})
 
 
 def bind(
-    build: Build,
+    build: LaunchableKernel,
     call: CheckedCall,
     tensors: Tensors,
     captured: Mapping[str, torch.Tensor] | None = None,
@@ -53,18 +54,16 @@ def bind(
     Raises:
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
-    from flashgen.planner.schedule import head_bits
-
-    plan, params = build.plan, build.source.params
+    facts, params = build.facts, build.facts.params
     grouped = any(param.name == "head_bits" for param in params)
-    bits = head_bits(plan, *call.sizes[1:]) if grouped else 0
+    bits = facts.head_bits(*call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
-    grid = plan.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
-    vectors = elements_of_sums(plan, call, packed=packed) // 4
+    grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
+    vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None
-    if plan.is_persistent:
-        chosen = blocks_of_call(plan, call, packed=packed, sms=sms, given=blocks)
+    if facts.is_persistent:
+        chosen = build.blocks(math.prod(grid), sms, blocks)
         tiles, groups, _ = grid
         numbers |= {
             "tiles_per_group": tiles,
@@ -76,11 +75,11 @@ def bind(
         raise PlanError(
             "this kernel has one block per work tile",
             where="argument blocks",
-            numbers=f"given {blocks!r} for {build.source.name} on path {plan.path}",
+            numbers=f"given {blocks!r} for {facts.name} on path {facts.path}",
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
     paged = any(param.name == "page_size" for param in params)
-    maps = maps_of(plan, tensors, packed=packed, paged=call if paged else None)
+    maps = maps_of(facts, tensors, packed=packed, paged=call if paged else None)
     rest = None
     for first_head, first_batch, part in reversed(list(_parts(grid))):
         firsts = {"first_head_group": first_head, "first_batch": first_batch}
@@ -95,15 +94,13 @@ def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
 
     An offset that is a tensor may have any value: reading it would wait for the device.
     """
-    from flashgen.pipeline import CallRanges
-
     offsets = {"q_offset": call.q_offset, "k_offset": call.k_offset}
     data = ("q_offset", *signature.offsets) if signature.paged else signature.offsets
     known = {name: None if name in data else x for name, x in offsets.items()}
     return CallRanges.of(call.named_sizes, known, call.scalars, signature.packed or signature.paged)
 
 
-def elements_of_sums(plan: Plan, call: CheckedCall, *, packed: bool = False) -> int:
+def elements_of_sums(plan: LaunchRules, call: CheckedCall, *, packed: bool = False) -> int:
     """Elements of the float32 sums of dQ that a kernel accesses in such a call; 0 for none."""
     return plan.elements_of_sums(call.batch, call.heads_q, call.seq_q, packed=packed)
 
@@ -123,7 +120,7 @@ def blocks_of_call(
     packed: bool = False,
     sms: int | None = None,
     given: int | None = None,
-) -> LaunchBlocks:
+) -> DerivedBlocks:
     """The number of blocks of a persistent kernel, with the reason.
 
     Args:
@@ -155,7 +152,7 @@ def heads_of_call(
 
 
 def maps_of(
-    plan: Plan, tensors: Tensors, *, packed: bool = False, paged: CheckedCall | None = None
+    facts: LaunchFacts, tensors: Tensors, *, packed: bool = False, paged: CheckedCall | None = None
 ) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
@@ -167,10 +164,8 @@ def maps_of(
         paged: the call, where keys and values are in pages, from which boxes of some rows are
             copied.
     """
-    if plan.path != "sm_90a" or plan.streams:
-        return {}
     found = {}
-    for name, (columns, rows, heads) in _boxes(plan).items():
+    for name, (columns, rows, heads) in facts.boxes:
         tensor = tensors[name]
         assert tensor is not None, "operands of a kernel are never null"
         size, width = tensor.shape, tensor.element_size()
@@ -181,7 +176,7 @@ def maps_of(
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )
         made = TensorMapSpec(
-            plan.dtype,
+            facts.dtype,
             (size[3], size[2], size[1], size[0]),
             tuple(steps),
             (columns, rows, heads, 1),
@@ -189,20 +184,3 @@ def maps_of(
         )
         found[name] = made.ragged() if packed and not in_pages else made
     return found
-
-
-def _boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:
-    """The boxes that TMA copies of each operand: columns, rows and heads."""
-    from flashgen.planner.models.panels_sm90 import GROUP_ROWS, panels_of_kernel
-
-    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
-    (panel, _), (panel_v, _) = panels_of_kernel(plan.kernel, *sizes)
-    # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
-    queries = min(GROUP_ROWS, plan.queries_per_tile) if plan.kernel == "forward" else plan.block_q
-    heads = GROUP_ROWS // queries if plan.heads_per_tile > 1 else 1
-    found = {
-        "q": (panel, queries, heads),
-        "k": (panel, plan.block_k, 1),
-        "v": (panel_v, plan.block_k, 1),
-    }
-    return found if plan.kernel == "forward" else found | {"do": (panel_v, queries, 1)}

@@ -18,8 +18,8 @@ from flashgen.runtime.backends import Target
 from flashgen.runtime.kernel_arguments import KernelArguments
 
 if TYPE_CHECKING:
-    from flashgen.pipeline import Build
-    from flashgen.planner.schedule import LaunchBlocks
+    from flashgen.launch_facts import LaunchBlocks
+    from flashgen.runtime.programs import LaunchableKernel
 
 Tensor = torch.Tensor
 Grid = tuple[int, int, int]
@@ -36,7 +36,7 @@ class BoundKernel:
 
     def __init__(
         self,
-        build: Build,
+        build: LaunchableKernel,
         arguments: KernelArguments,
         grid: Grid,
         blocks: LaunchBlocks | None = None,
@@ -47,8 +47,8 @@ class BoundKernel:
         self.grid = grid
         self.blocks = blocks
         self.rest = rest
-        self.block = (build.plan.threads, 1, 1)
-        self.smem_bytes = build.plan.smem_bytes
+        self.block = (build.facts.threads, 1, 1)
+        self.smem_bytes = build.facts.smem_bytes
         self._loaded: Any = None
         self._launch: Any = None
 
@@ -118,7 +118,7 @@ class BoundKernel:
         structure = tuple(map(argument, arguments.params))
         counters = emulator.launch(
             self.build.binary.ptx,
-            self.build.source.name,
+            self.build.facts.name,
             self.grid,
             self.block,
             [structure],

@@ -14,8 +14,8 @@ from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOption
 from flashgen.errors import InputError
 from flashgen.paged import contiguous_call
 from flashgen.runtime import memory_layout
-from flashgen.runtime.backends import Target, target_of
-from flashgen.runtime.bind_arguments import bind, heads_of_call, ranges_of
+from flashgen.runtime.backends import Target
+from flashgen.runtime.bind_arguments import bind, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.runtime.captured_tensors import named, pointers_of
 from flashgen.runtime.checks import check
@@ -24,6 +24,7 @@ from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.runtime.paged_caches import numbers_of_pages
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.runtime.programs import ForwardRequest, Program, program_of
 from flashgen.runtime.reports import Report
 from flashgen.runtime.splits import Splits
 
@@ -70,7 +71,7 @@ class PreparedForward(PreparedCall):
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | Program,
         call: CheckedCall,
         target: Target,
         operands: Operands,
@@ -93,7 +94,7 @@ class PreparedForward(PreparedCall):
         self._kernels: dict[int, ForwardKernel] = {}
         self._splits: Splits | None = None
         if self.signature.split and not call.is_empty:
-            self._splits = Splits(self.signature, call, target)
+            self._splits = Splits(self.program, call, target)
 
     def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardRecord]:
         """Returns out, lse, and a record for `report`."""
@@ -171,25 +172,15 @@ class PreparedForward(PreparedCall):
     def _kernel(
         self, width: int, tensors: Tensors, captured: Mapping[str, Tensor]
     ) -> ForwardKernel:
-        from flashgen.pipeline import build
-        from flashgen.planner import plan
-
         start = perf_counter()
         target, call = self.target, self.call
         splits = self._splits
         # With split keys or pages a tuned tile would give a row other bits than another call.
         serving = splits is not None or self.signature.paged
         launch = self._tuned("forward") if width == 16 and not serving else self.launch
-        options: dict[str, Any] = {
-            "sram": launch.sram,
-            "tile": launch.tiles.get("forward"),
-            "access_bytes": width,
-        }
-        one_head = plan(self.spec, self._kernel_arch, **options)
-        heads = heads_of_call(self.spec, one_head, call, captured)
         ranges = ranges_of(call, self.signature)
-        options |= {"heads_per_tile": heads.heads, "ranges": ranges}
-        built = build(self.spec, self._kernel_arch, **options)
+        request = ForwardRequest(self._kernel_arch, width, call, captured, launch, ranges)
+        built, reason = self.program.forward(request)
         self._built = perf_counter() - start
         numbers: dict[str, int] = {}
         k = tensors["k"]
@@ -201,7 +192,7 @@ class PreparedForward(PreparedCall):
             numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
             tensors = {**tensors, "o": parts_out[0]}
         if self.signature.paged:
-            numbers |= numbers_of_pages(k, built.plan, call)
+            numbers |= numbers_of_pages(k, built.facts, call)
         bound = bind(
             built,
             call,
@@ -209,12 +200,14 @@ class PreparedForward(PreparedCall):
             captured,
             numbers=numbers,
             packed=self.signature.packed,
-            sms=target.sms if built.plan.is_persistent else None,
+            sms=target.sms if built.facts.is_persistent else None,
             blocks=launch.blocks,
         )
-        tables = MinMaxTables(self.spec, target.arch, captured, (bound,)) if captured else None
-        integers = built.source.integers(ranges)
-        kernel = self._kernels[width] = ForwardKernel(bound, heads.reason, tables, integers)
+        tables = None
+        if captured:
+            tables = MinMaxTables(self.program, target.arch, captured, (bound,))
+        integers = built.integers(ranges)
+        kernel = self._kernels[width] = ForwardKernel(bound, reason, tables, integers)
         return kernel
 
     def _unaligned_reason(self, *tensors: Tensor) -> str:
@@ -308,7 +301,7 @@ def report(record: ForwardRecord) -> Report:
 
 
 def prepare(
-    spec: AttentionSpec,
+    spec: AttentionSpec | Program,
     operands: Operands,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
@@ -319,10 +312,9 @@ def prepare(
         InputError: an argument is wrong.
         PlanError: the generation of the GPU is not supported.
     """
-    from flashgen.language.signature import signature_of
-
-    call = check(signature_of(spec), operands, options)
-    target = target_of(options.backend, options.arch, operands.q.device)
+    program = program_of(spec)
+    call = check(program.signature, operands, options)
+    target = program.target(options.backend, options.arch, operands.q.device)
     if launch.blocks is not None and target.backend == "tiled":
         raise InputError(
             "tiled algorithms have no blocks",
@@ -330,4 +322,4 @@ def prepare(
             numbers=f"given {launch.blocks!r} for the backend 'tiled'",
             way_out="backend='emulator', or leave blocks out",
         )
-    return PreparedForward(spec, call, target, operands, launch)
+    return PreparedForward(program, call, target, operands, launch)

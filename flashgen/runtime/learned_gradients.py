@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen import sinks
 from flashgen.call import CheckedCall
 from flashgen.dtypes import bytes_of_sums
 from flashgen.runtime.bound_kernel import BoundKernel
@@ -19,6 +20,7 @@ from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import CallSignature, GradientTerm, TensorArgument
 
 if TYPE_CHECKING:
+    from flashgen.launch_facts import LaunchFacts
     from flashgen.planner import Plan
 
 Tensor = torch.Tensor
@@ -150,7 +152,7 @@ def unit_of(greatest: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def contributions_of(
     terms: Iterable[GradientTerm],
-    plan: Plan,
+    plan: Plan | LaunchFacts,
     call: CheckedCall,
     captured: Mapping[str, Tensor],
     *,
@@ -173,7 +175,7 @@ def contributions_of(
 
 def _contributions(
     term: GradientTerm,
-    plan: Plan,
+    plan: Plan | LaunchFacts,
     call: CheckedCall,
     known: Mapping[str, tuple[int, int]],
     shape: Sequence[int],
@@ -225,8 +227,6 @@ def lse_without_keys(
     signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
 ) -> Tensor:
     """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
-    from flashgen.cpu import sinks
-
     name = _sink(signature).name
     rows = tuple(q.shape[:3])
     lse = sinks.lse_without_keys(captured[name], rows, torch.float32, call.first_head)
@@ -243,8 +243,6 @@ def add_sink_without_keys(
     call: CheckedCall,
 ) -> None:
     """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
-    from flashgen.cpu import sinks
-
     if signature.sink is not None and signature.sink.grad and dlse is not None:
         name = signature.sink.name
         if signature.packed:
@@ -255,7 +253,7 @@ def add_sink_without_keys(
 
 def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:
     """A buffer for the sums of the delta kernel's warps, [batch, heads_q, row tiles, warps]."""
-    sizes = (*q.shape[:2], kernel.grid[0], kernel.build.plan.warps)
+    sizes = (*q.shape[:2], kernel.grid[0], kernel.build.facts.warps)
     return q.new_empty(sizes, dtype=torch.float32)
 
 
@@ -271,8 +269,6 @@ def add_sink_sums(
     Args:
         warp_sums: the buffer of `sink_sums_for`.
     """
-    from flashgen.cpu import sinks
-
     name = _sink(signature).name
     by_head = warp_sums.sum((0, 2, 3))
     gradients.add(name, sinks.gradient_of(captured[name], by_head, call.first_head))

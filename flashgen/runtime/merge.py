@@ -17,6 +17,7 @@ from flashgen.runtime.bind_arguments import bind
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.check_basics import check_dense, refuse
 from flashgen.runtime.memory_layout import empty_rows
+from flashgen.runtime.programs import LaunchableKernel
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
@@ -90,8 +91,11 @@ def run_merge(
     _check_layout("parts_out", parts[0])
     if merged is not None:
         _check_layout("merged", merged[0])
-    given = parts, results, merged, sink
-    return bind_merge(target.arch, *given).run(target, tensors_of_merge(*given), launch)
+    from flashgen.pipeline import build_merge
+
+    given, out = (parts, results, merged, sink), results[0]
+    kernel = build_merge(out.shape[3], str(out.dtype).removeprefix("torch."), target.arch)
+    return bind_merge(kernel, *given).run(target, tensors_of_merge(*given), launch)
 
 
 def tensors_of_merge(
@@ -110,15 +114,17 @@ def tensors_of_merge(
 
 
 def bind_merge(
-    arch: str, parts: Results, results: Results, merged: Results | None, sink: Tensor | None
+    kernel: LaunchableKernel,
+    parts: Results,
+    results: Results,
+    merged: Results | None,
+    sink: Tensor | None,
 ) -> BoundKernel:
-    """The merge kernel for tensors of these sizes and strides."""
-    from flashgen.pipeline import build_merge
-
+    """The merge kernel bound to tensors of these sizes and strides."""
     parts_out, out = parts[0], results[0]
     batch, heads, rows, dim = out.shape
     return bind(
-        build_merge(dim, str(out.dtype).removeprefix("torch."), arch),
+        kernel,
         CheckedCall(batch, heads, heads, rows, 0, dim, dim, 0, 0, 1.0, {}),
         # The strides of a part; those of an earlier result that there is not are never used.
         {"o": out, "parts_o": parts_out[0], "merged_o": out if merged is None else merged[0]},

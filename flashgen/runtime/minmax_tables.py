@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashgen.call import LaunchOptions
+from flashgen.launch_facts import SPAN
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.captured_tensors import numbers_of_captured, pointers_of
 from flashgen.runtime.kernel_arguments import KernelArguments
 
 if TYPE_CHECKING:
-    from flashgen.language.spec import AttentionSpec
-    from flashgen.pipeline import Build
+    from flashgen.runtime.programs import LaunchableKernel, Program
 
 Tensor = torch.Tensor
 
@@ -36,7 +36,7 @@ class KernelRun(NamedTuple):
         table: the min/max table that it made; None for other kernels.
     """
 
-    build: Build | None
+    build: LaunchableKernel | None
     counters: Any
     seconds: float
     table: Tensor | None = None
@@ -47,7 +47,7 @@ class MinMaxTables:
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        program: Program,
         arch: str,
         captured: Mapping[str, Tensor],
         readers: Iterable[BoundKernel],
@@ -57,16 +57,14 @@ class MinMaxTables:
             captured: the captured tensors by name, of the shapes and strides of all later calls.
             readers: the kernels that read the tables.
         """
-        from flashgen.pipeline import build_minmax_tables
-
         read = {name for bound in readers for name in bound.arguments.pointers}
         wanted = {name for name in read if name.startswith(_PREFIX)}
         self._kernels: list[tuple[str, BoundKernel, Tensor]] = []
         if not wanted:
             return
         numbers = numbers_of_captured(captured)
-        for build in build_minmax_tables(spec, arch):
-            params = build.source.params
+        for build in program.minmax_tables(arch):
+            params = build.facts.params
             table = next(p.name for p in params if p.name.startswith(_PREFIX))
             if table in wanted:
                 name, _, axis = table.removeprefix(_PREFIX).rpartition("_")
@@ -92,8 +90,6 @@ class MinMaxTables:
 
 def _shape(tensor: Tensor, axis: int) -> tuple[int, int, int, int]:
     """Levels, 2 for minimum and maximum, lines along the axis, entries of level 0."""
-    from flashgen.analysis import SPAN
-
     size = tensor.shape[axis]
     entries = -(-size // SPAN)
     return entries.bit_length(), 2, tensor.numel() // size, entries

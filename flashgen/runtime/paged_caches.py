@@ -19,7 +19,7 @@ from flashgen.runtime.packed_sequences import given
 from flashgen.signature import PAGE_NAMES, SPLIT, CallSignature
 
 if TYPE_CHECKING:
-    from flashgen.planner import Plan
+    from flashgen.launch_facts import LaunchFacts
 
 Tensor = torch.Tensor
 
@@ -124,10 +124,10 @@ def longest_of(captured: Mapping[str, Tensor]) -> int:
     return max(captured[PAGE_NAMES[1]].tolist(), default=0)
 
 
-def numbers_of_pages(k: Tensor, plan: Plan, call: CheckedCall) -> dict[str, int]:
+def numbers_of_pages(k: Tensor, kernel: LaunchFacts, call: CheckedCall) -> dict[str, int]:
     """The fields of a kernel that describe the pages of the caches."""
     page_size = k.shape[2]
-    box_rows = box_rows_of(page_size, plan.block_k, call)
+    box_rows = box_rows_of(page_size, kernel.block_k, call)
     return {
         "pages": k.shape[0],
         "page_size": page_size,

@@ -14,7 +14,7 @@ from flashgen.runtime.backends import DEFAULT_ARCH, Target
 from flashgen.runtime.block_layouts import static_layout
 from flashgen.runtime.captured_tensors import named
 from flashgen.runtime.checks import check_contents
-from flashgen.runtime.tuned_tiles import remembered
+from flashgen.runtime.programs import Program, SpecProgram, program_of
 
 if TYPE_CHECKING:
     from flashgen.cpu import TileArguments
@@ -38,20 +38,29 @@ class PreparedCall:
     """The architecture whose kernels can read the operands."""
 
     def __init__(
-        self, spec: AttentionSpec, call: CheckedCall, target: Target, launch: LaunchOptions
+        self,
+        spec: AttentionSpec | Program,
+        call: CheckedCall,
+        target: Target,
+        launch: LaunchOptions,
     ) -> None:
-        from flashgen.language.signature import signature_of, without_dropout
-
         self.drops = call.dropout_p > 0
+        program = program_of(spec)
         # Calls whose dropout_p is 0 have kernels that drop nothing.
-        self.spec = spec if self.drops else without_dropout(spec)
-        self.signature = signature_of(spec)
+        self.program = program if self.drops else program.without_dropout()
+        self.signature = program.signature
         self.call = call
         self.target = target
         self.launch = launch
         self._layout = static_layout(self.signature, call, target.device)
         self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
         self._built = 0.0  # seconds of building kernels for the call that runs
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The spec of the program, which the tiled algorithms compute."""
+        assert isinstance(self.program, SpecProgram), "other programs have no such target"
+        return self.program.spec
 
     def _named(self, captured: tuple[Tensor, ...], k: Tensor) -> dict[str, Tensor]:
         """The captured tensors and those of a static block layout by name, contents checked."""
@@ -64,7 +73,7 @@ class PreparedCall:
         target, launch = self.target, self.launch
         if target.backend != "gpu" or not launch.plans_itself:
             return launch
-        tiles = remembered(self.spec, self._kernel_arch, which, self.call, target.index)
+        tiles = self.program.tuned(which, self._kernel_arch, self.call, target.index)
         return replace(launch, tiles=tiles)
 
     def _tiles(

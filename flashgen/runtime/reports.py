@@ -10,9 +10,8 @@ import torch
 if TYPE_CHECKING:
     from flashgen.codegen import Source
     from flashgen.compile import Binary
-    from flashgen.pipeline import Build
+    from flashgen.launch_facts import LaunchBlocks
     from flashgen.planner import Plan
-    from flashgen.planner.schedule import LaunchBlocks
 
 Tensor = torch.Tensor
 
@@ -26,7 +25,8 @@ class Report:
         arch: the architecture of the kernel, or whose tiles the CPU path uses.
         access_bytes, access_reason: bytes of one access to global memory, and the reason; 0 when
             there is no kernel.
-        kernel: plan, source and binary; None when nothing was launched.
+        kernel: the `flashgen.pipeline.Build` with plan, source and binary, or the kernel of an
+            export; None when nothing was launched.
         counters: the counters of the emulator; None otherwise.
         build_seconds: duration of building the kernel or loading it from a cache.
         run_seconds: duration of the emulator or the CPU path; on a GPU, of queueing the launch.
@@ -45,7 +45,7 @@ class Report:
     arch: str
     access_bytes: int
     access_reason: str
-    kernel: Build | None = None
+    kernel: Any = None
     counters: Any = None
     build_seconds: float = 0.0
     run_seconds: float = 0.0

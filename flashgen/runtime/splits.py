@@ -18,7 +18,8 @@ from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.memory_layout import rows_before_heads
 from flashgen.runtime.merge import Results, bind_merge, tensors_of_merge
 from flashgen.runtime.minmax_tables import KernelRun
-from flashgen.signature import CallSignature
+from flashgen.runtime.programs import Program
+from flashgen.sinks import of_heads
 
 Tensor = torch.Tensor
 
@@ -26,8 +27,9 @@ Tensor = torch.Tensor
 class Splits:
     """The results over the keys of each split, in calls of the same sizes."""
 
-    def __init__(self, signature: CallSignature, call: CheckedCall, target: Target) -> None:
-        self._signature, self._call, self._target = signature, call, target
+    def __init__(self, program: Program, call: CheckedCall, target: Target) -> None:
+        self._program, self._call, self._target = program, call, target
+        self._signature = program.signature
         self._merge: BoundKernel | None = None
 
     def parts(self, out: Tensor, lse: Tensor) -> Results:
@@ -53,7 +55,7 @@ class Splits:
         start = perf_counter()
         given = parts, results, None, self._sink(captured)
         if self._merge is None:
-            self._merge = bind_merge(self._target.arch, *given)
+            self._merge = bind_merge(self._program.merge(self._target.arch), *given)
         counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
         return KernelRun(self._merge.build, counters, perf_counter() - start)
 
@@ -61,8 +63,6 @@ class Splits:
         """The logits of the call's heads, float32 [heads]."""
         if self._signature.sink is None:
             return None
-        from flashgen.cpu.sinks import of_heads
-
         first, heads = self._call.first_head, self._call.heads_q
         sink = captured[self._signature.sink.name].float().reshape(-1)
         return of_heads(sink, first, heads).expand(heads)

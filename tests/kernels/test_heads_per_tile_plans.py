@@ -14,7 +14,6 @@ from flashgen.cli import app
 from flashgen.errors import PlanError
 from flashgen.language.signature import split
 from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
-from flashgen.planner.schedule import head_bits
 from flashgen.profile import profile_forward
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, CAUSAL, WIDE
 from tests.support.profiles import forward, loaded, random_operands
@@ -84,8 +83,8 @@ def test_heads_that_share_a_tile_count_once_among_interleaved_heads() -> None:
     # K and V of all 16 heads fit in L2, of 8, and of 2; four query heads read each of them.
     for seq_k, bits in ((1024, 6), (1 << 14, 5), (1 << 16, 3)):
         sizes = 64, 16, 64, seq_k
-        assert head_bits(one, *sizes) == bits
-        assert head_bits(four, *sizes) == bits - 2
+        assert one.head_bits(*sizes) == bits
+        assert four.head_bits(*sizes) == bits - 2
         assert four.grid(2, *sizes, head_bits=bits - 2) == (2 << bits - 2, 16 >> bits - 2, 2)
 
 

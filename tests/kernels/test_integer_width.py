@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.codegen import CallRanges, beyond_int32
+from flashgen.call import CallRanges
+from flashgen.codegen import beyond_int32
 from flashgen.dtypes import POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.pipeline import build
 from tests.support.judged import Call, normal

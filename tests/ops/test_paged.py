@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashgen as fg
 from flashgen import reference
 from flashgen.planner import plan_backward, plan_splits
-from flashgen.planner.split_keys import LEAST_BUSY, LENGTHS
+from flashgen.split_choice import LEAST_BUSY, LENGTHS
 
 Tensor = torch.Tensor
 

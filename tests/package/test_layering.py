@@ -24,7 +24,10 @@ PIPELINE = (
     "dtypes",
     "signature",
     "call",
+    "launch_facts",
     "paged",
+    "sinks",
+    "split_choice",
     "tensormap",
     "config",
     "arch",
@@ -36,6 +39,7 @@ PIPELINE = (
     "compile",
     "launch",
     "trust",
+    "built_kernel",
     "pipeline",
     "append_pipeline",
 )
@@ -43,10 +47,13 @@ PIPELINE = (
 BESIDE = {
     "emulator": {"errors", "tensormap"},
     "reference": {"errors", "dtypes", "signature", "paged", "dropout", "language"},
-    "cpu": set(PIPELINE) - {"codegen", "compile", "launch", "trust", "pipeline", "append_pipeline"},
+    "cpu": set(PIPELINE)
+    - {"codegen", "compile", "launch", "trust", "built_kernel", "pipeline", "append_pipeline"},
     "page": {*PIPELINE, "emulator"},
     "runtime": {*PIPELINE, "emulator", "reference", "cpu", "page"},
     "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
+    "exported": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
+    "export": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops", "exported"},
     "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
     "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
     "pictures": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops", "flex", "profile"},
@@ -68,7 +75,10 @@ OUTSIDE = {
     "dtypes": set(),
     "signature": set(),
     "call": {"torch"},
+    "launch_facts": set(),
     "paged": {"torch"},
+    "sinks": {"torch"},
+    "split_choice": set(),
     "tensormap": set(),
     "config": set(),
     "arch": set(),
@@ -80,6 +90,7 @@ OUTSIDE = {
     "compile": {"cuda", "filelock"},
     "launch": {"cuda"},
     "trust": set(),
+    "built_kernel": set(),
     "pipeline": set(),
     "append_pipeline": set(),
     "emulator": {"numpy"},
@@ -87,6 +98,8 @@ OUTSIDE = {
     "cpu": {"torch", "numpy", "sympy"},
     "runtime": {"torch", "numpy"},
     "ops": {"torch"},
+    "exported": {"torch"},
+    "export": set(),
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
     "pictures": {"torch", "numpy", "sympy"},
@@ -328,7 +341,7 @@ def test_the_floors_of_the_emulator_import_one_way() -> None:
 
 # An exported kernel is launched where neither is installed.
 FORBIDDEN = {"sympy", "jinja2"}
-RUNS_A_CALL = {"launch", "runtime", "ops", "emulator"}
+RUNS_A_CALL = {"launch", "runtime", "ops", "emulator", "exported"}
 
 
 def way_to(start: str, targets: set[str]) -> list[str] | None:

@@ -11,7 +11,6 @@ from flashgen.planner import Plan, plan, plan_backward
 from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.planner.formulas import evaluate
 from flashgen.planner.models.fitted_time import STATED_ERROR
-from flashgen.planner.schedule import head_bits
 from flashgen.planner.traffic import LaunchSizes, Visited
 
 SPEC = fg.AttentionSpec(head_dim=64)
@@ -137,7 +136,7 @@ def test_interleaved_heads_leave_no_long_block_for_the_end() -> None:
 )
 def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
     chosen = plan(fg.AttentionSpec(head_dim=128), "sm_90a")
-    assert head_bits(chosen, *heads, 100, seq) == bits
+    assert chosen.head_bits(*heads, 100, seq) == bits
     tiles = -(-100 // chosen.block_q)
     assert chosen.grid(3, *heads, 100, seq, head_bits=bits) == (
         tiles << bits,
@@ -148,6 +147,6 @@ def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
 
 def test_where_blocks_own_keys_it_is_q_and_its_gradient_that_must_fit() -> None:
     fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
-    assert head_bits(fused, 16, 16, 4096, 100) == 4
-    assert head_bits(fused, 16, 2, 4096, 100) == 1
-    assert head_bits(fused, 16, 2, 8192, 100) == 0
+    assert fused.head_bits(16, 16, 4096, 100) == 4
+    assert fused.head_bits(16, 2, 4096, 100) == 1
+    assert fused.head_bits(16, 2, 8192, 100) == 0

@@ -12,10 +12,11 @@ from flashgen.errors import FlashgenError
 from flashgen.ops import run_forward
 from flashgen.planner.duration import duration_of
 from flashgen.planner.formulas import evaluate
-from flashgen.planner.split_keys import LEAST_BUSY, LENGTHS, plan_splits
+from flashgen.planner.split_keys import plan_splits
 from flashgen.planner.split_traffic import OF_FORWARD, OF_MERGE
 from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile import DecodingPlan, Profile, plan_decoding, profile_forward
+from flashgen.split_choice import LEAST_BUSY, LENGTHS
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.profiles import loaded
 from tests.support.tiers import slow

@@ -18,6 +18,7 @@ Q has two buffers. dO has one, whose next tile arrives while dQ is computed.
 from __future__ import annotations
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
@@ -31,7 +32,7 @@ from flashgen.planner.models.forward_sm90 import (
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.planner.models.kernel_model import KEY_KERNELS, KernelModel, rates
+from flashgen.planner.models.kernel_model import KernelModel, rates
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 
 WARPS = 8  # two consumer warpgroups

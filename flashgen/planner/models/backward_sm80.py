@@ -28,11 +28,11 @@ from __future__ import annotations
 import math
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
 from flashgen.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, OVERLAP, SUSTAINED
 from flashgen.planner.models.kernel_model import (
-    KEY_KERNELS,
     LEARNED_KERNELS,
     MMA_ROWS,
     KernelModel,

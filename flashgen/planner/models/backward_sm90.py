@@ -25,6 +25,7 @@ one.
 from __future__ import annotations
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import backward_columns_sm90
 from flashgen.planner.models import fitted_sm90 as fitted
@@ -42,7 +43,6 @@ from flashgen.planner.models.forward_sm90 import (
 )
 from flashgen.planner.models.forward_sm90 import COST as FORWARD_COST
 from flashgen.planner.models.kernel_model import (
-    KEY_KERNELS,
     LEARNED_KERNELS,
     KernelModel,
     rates,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from flashgen.arch import MAX_REGISTERS, REGISTER_STEP, SCHEDULERS, SPECIAL_PER_CLOCK, WARP
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula, FormulaSequence
 
 # The granularity of mma.m16n8k16.
@@ -28,14 +29,8 @@ MAX_STEP = 128  # the main loop is unrolled over a step's rows
 WARP_COUNTS = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2)
 
-KEY_KERNELS = ("dkdv", "fused")
-"""The backward kernels whose thread blocks own keys; those of all others own queries."""
-
 LEARNED_KERNELS = ("captured", "captured_exact")
 """The kernels for the gradients of learned tensors."""
-
-STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table", "merge", "append_kv")
-"""The kernels without score elements, which are bound by memory."""
 
 # ---- formulas that several kernels share ---------------------------------------------------------
 

@@ -6,7 +6,7 @@ wgmma reads: 128, 64 or 32 bytes. Columns beyond the head dim are filled with ze
 
 from __future__ import annotations
 
-from flashgen.planner.models.kernel_model import KEY_KERNELS
+from flashgen.launch_facts import KEY_KERNELS
 
 GROUP_ROWS = 64  # rows that a warpgroup multiplies at a time
 DEPTH_STEP = 16  # columns of 16-bit operands that one wgmma multiplies

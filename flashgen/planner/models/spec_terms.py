@@ -11,8 +11,9 @@ from flashgen.arch import Arch
 from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
 from flashgen.language.lets import contains, nodes_of, parts_of
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
-from flashgen.planner.models.kernel_model import KEY_KERNELS, LEARNED_KERNELS
+from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import ITEMSIZE
 
 # ---- instructions per score element --------------------------------------------------------------

@@ -14,9 +14,10 @@ import torch
 import flashgen as fg
 from flashgen.arch import facts
 from flashgen.errors import InputError, PlanError
+from flashgen.launch_facts import MAX_WORK_TILES
 from flashgen.ops import run_forward
-from flashgen.planner import schedule
-from flashgen.planner.schedule import MAX_WORK_TILES, blocks_of
+from flashgen.planner import kernel_plan
+from flashgen.planner.schedule import blocks_of
 from flashgen.profile import profile_forward
 from tests.support.examples import spec_path
 from tests.support.judged import example
@@ -92,7 +93,7 @@ def test_the_number_follows_the_gpus_multiprocessors() -> None:
 def test_every_work_tile_is_counted_once(monkeypatch) -> None:
     """The profile predicts the count."""
     few = replace(facts(ARCH), sms=1)
-    monkeypatch.setattr(schedule, "facts", lambda name: few)
+    monkeypatch.setattr(kernel_plan, "facts", lambda name: few)
     (profile,) = profile_forward(CAUSAL, *random_operands(loaded("causal"), (1, 8, 8, 40, 40)),
                                  arch=ARCH)[1]  # fmt: skip
     (counter,) = [tensor for tensor in profile.tensors if tensor.name == "tile_counter"]
