@@ -1,0 +1,365 @@
+"""The C sources of an export: what the templates in ``templates/export/`` are filled with.
+
+The launches are those of the runtime, in C: the same kernel for the same call, with the same bytes
+of parameters. `flashgen.runtime.kernel_arguments` and `flashgen.launch_facts` are the rules that
+the templates repeat; a test compares the bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from flashgen.arch import facts
+from flashgen.codegen.environment import render_template
+from flashgen.dropout import BLOCK
+from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, bytes_of_sums
+from flashgen.exported.manifest import KernelRecord, Manifest, ProgramRecord
+from flashgen.language.block_layout import TENSORS
+from flashgen.launch_facts import SPAN, LaunchFacts, ParamFacts
+from flashgen.signature import CallSignature, TensorArgument
+
+Fields = dict[str, Any]
+
+_C_TYPES = {"pointer": "CUdeviceptr", "int64": "int64_t", "int32": "int32_t", "float32": "float"}
+_BOXES = ("q", "k", "v", "do")
+_TENSORS = (*_BOXES, "o", "dq", "dk", "dv")
+_STRIDE = re.compile(r"(\w+)_stride_([bhn])")
+_CAPTURED = re.compile(r"(d?)c_(\w+)_(size|stride)_(\d+)")
+_TABLE = re.compile(r"m_(\w+)_(\d+)")
+_SIZES = {"batch": "batch", "heads": "heads_q", "seq_q": "seq_q", "seq_k": "seq_k"}
+
+
+def why_no_sources(record: ProgramRecord) -> str:
+    """Why a spec has no sources for C; "" where it has."""
+    return "caches with pages are for Python" if record.signature.paged else ""
+
+
+def c_sources(manifest: Manifest) -> dict[str, str]:
+    """NAME.h and NAME.c of an export."""
+    fields = _fields(manifest)
+    name = fields["p"]
+    return {
+        f"{name}.{kind}": render_template(f"export/launcher.{kind}.j2", **fields)
+        for kind in ("h", "c")
+    }
+
+
+def c_name(record: ProgramRecord) -> str:
+    """The prefix of all names in C: the name of the spec."""
+    return re.sub(r"\W", "_", record.signature.name, flags=re.ASCII)
+
+
+def _fields(manifest: Manifest) -> Fields:
+    record = manifest.programs[0]
+    signature = record.signature
+    captured = _captured(record)
+    archs = sorted(manifest.archs, key=lambda arch: (arch.rstrip("a"), arch), reverse=True)
+    forms = _forms(record, archs)
+    tables = _tables(manifest, archs, captured)
+    used = sorted(
+        {x["kernel"] for x in (*forms["forwards"], *tables)}
+        | {number for x in forms["backwards"] for number in x["kernels"]}
+    )
+    layouts = _Layouts(captured, tuple(dict.fromkeys(x["name"] for x in tables)))
+    kernels = [_kernel(manifest.kernels[number], layouts) for number in used]
+    for each in (*forms["forwards"], *tables):
+        each["kernel"] = used.index(each["kernel"])
+    for each in forms["backwards"]:
+        each["kernels"] = [used.index(number) for number in each["kernels"]]
+    learned = _learned(signature, captured)
+    every = [tensor.name for tensor in signature.learned]
+    itemsize = 4 if signature.dtype == "float32" else 2
+    scale = signature.scale if signature.scale is not None else signature.head_dim**-0.5
+    return {
+        **forms,
+        "p": c_name(record),
+        "version": manifest.flashgen,
+        "command": manifest.command,
+        "name": signature.name,
+        "head_dim": signature.head_dim,
+        "head_dim_v": signature.head_dim_v,
+        "dtype": signature.dtype,
+        "out_dtype": signature.out_dtype,
+        "itemsize": itemsize,
+        "out_itemsize": 4 if signature.out_dtype == "float32" else 2,
+        "scale": repr(float(scale)),
+        "dropout": signature.dropout,
+        "dropout_block": BLOCK,
+        "packed": signature.packed,
+        "cuda": max(manifest.kernels[number].cuda for number in used),
+        "captured": [_of_tensor(tensor) for tensor in captured],
+        "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
+        "learned": learned,
+        "unlearned": ", ".join(every) if every and not learned else "",
+        "sum_dtype": {2: "float32", 4: "float64"}[itemsize],
+        "sum_bytes": bytes_of_sums(itemsize),
+        "backward": bool(forms["backwards"]),
+        "tables": tables,
+        "table_count": len({x["name"] for x in tables}),
+        "span": SPAN,
+        "kernels": kernels,
+        "layouts": layouts.found,
+        "maps": any(layout["maps"] for layout in layouts.found),
+        "divides": any(x["kind"] == "multiplier" for y in layouts.found for x in y["fields"]),
+        "most_bytes": max(layout["bytes"] for layout in layouts.found),
+        "narrow": _narrow(record),
+        "archs": [_arch(arch) for arch in archs],
+        "sized": _sized(captured),
+        "positioned": [] if signature.packed else _positioned(captured),
+        "position_limit": POSITION_LIMIT,
+        "count_limit": COUNT_LIMIT,
+    }
+
+
+def _captured(record: ProgramRecord) -> tuple[TensorArgument, ...]:
+    """The captured tensors, and those of a block layout that is a function."""
+    tensors = record.signature.tensors
+    if record.layout is not None and record.layout.rows:
+        tensors += tuple(TensorArgument(*tensor.key) for tensor in TENSORS)
+    return tensors
+
+
+def _learned(signature: CallSignature, captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The tensors whose gradients C computes: none with a learned sink, which needs host sums."""
+    if signature.sink is not None and signature.sink.grad:
+        return []
+    return [
+        {
+            "name": tensor.name,
+            "place": place,
+            "rank": len(tensor.dims),
+        }
+        for place, tensor in enumerate(captured)
+        if tensor.grad
+    ]
+
+
+def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
+    """When each kernel serves: by architecture, with those for operands that TMA cannot copy."""
+    sink = record.signature.sink
+    all_learned = sink is None or not sink.grad
+    forwards, backwards, fallbacks = [], [], []
+    for place, arch in enumerate(archs):
+        by_tma = facts(arch).path == "sm_90a"
+        fallbacks.append(int(by_tma))
+        served = {arch: 0} | ({arch.removesuffix("a"): 1} if by_tma else {})
+        for form in record.forward:
+            if form.arch in served and form.heads == 1:
+                forwards.append(
+                    {
+                        "arch": place,
+                        "fallback": served[form.arch],
+                        "access_bytes": form.access_bytes,
+                        "drops": int(form.drops),
+                        "wide": int(form.wide),
+                        "kernel": form.kernel,
+                    }
+                )
+        for each in record.backward:
+            # Exact sums of learned tensors need steps on the host between their launches.
+            if each.learns and (each.deterministic or not all_learned):
+                continue
+            if each.arch in served:
+                backwards.append(
+                    {
+                        "arch": place,
+                        "fallback": served[each.arch],
+                        "drops": int(each.drops),
+                        "learns": int(bool(each.learns)),
+                        "deterministic": int(each.deterministic),
+                        "wide": int(each.wide),
+                        "kernels": each.kernels,
+                    }
+                )
+    return {
+        "forwards": forwards,
+        "backwards": backwards,
+        "fallbacks": fallbacks,
+    }
+
+
+def _tables(
+    manifest: Manifest, archs: Sequence[str], captured: Sequence[TensorArgument]
+) -> list[Fields]:
+    """The kernels of min/max tables by architecture."""
+    found = []
+    names: dict[str, int] = {}
+    for place, arch in enumerate(archs):
+        for number in manifest.programs[0].tables.get(arch, ()):
+            params = manifest.kernels[number].facts.params
+            name = next(p.name for p in params if _TABLE.fullmatch(p.name))
+            match = _TABLE.fullmatch(name)
+            assert match is not None
+            at, tensor = next((i, x) for i, x in enumerate(captured) if x.name == match[1])
+            found.append(
+                {
+                    "name": name,
+                    "kernel": number,
+                    "arch": place,
+                    "table": names.setdefault(name, len(names)),
+                    "captured": at,
+                    "axis": int(match[2]),
+                    "rank": len(tensor.dims),
+                    "element_bytes": 8 if tensor.dtype == "int64" else 4,
+                }
+            )
+    return found
+
+
+class _Layouts:
+    """The parameter structs of kernels, each once."""
+
+    def __init__(self, captured: Sequence[TensorArgument], tables: Sequence[str]) -> None:
+        self.found: list[Fields] = []
+        self._places = {tensor.name: place for place, tensor in enumerate(captured)}
+        self._ranks = {tensor.name: len(tensor.dims) for tensor in captured}
+        self._tables = tables
+        self._numbers: dict[tuple[ParamFacts, ...], int] = {}
+
+    def number(self, record: KernelRecord) -> int:
+        params = record.facts.params
+        if params not in self._numbers:
+            fields = [self._field(param) for param in params]
+            self._numbers[params] = len(self.found)
+            self.found.append(
+                {
+                    "fields": fields,
+                    "bytes": record.resources.param_bytes,
+                    "maps": any(field["kind"] == "map" for field in fields),
+                }
+            )
+        return self._numbers[params]
+
+    def _field(self, param: ParamFacts) -> Fields:
+        name, ctype = param
+        found: Fields = {"c_type": _C_TYPES.get(ctype, ""), "name": _c_field(name), "axis": 0}
+        if ctype == "tensormap":
+            return {**found, "kind": "map", "of": _c_field(name), "axis": _BOXES.index(name)}
+        strides, sizes = _STRIDE.fullmatch(name), _CAPTURED.fullmatch(name)
+        if sizes and sizes[2] in self._places:
+            kind = ("gradient_" if sizes[1] else "captured_") + sizes[3]
+            place = self._places[sizes[2]]
+            return {
+                **found,
+                "kind": kind,
+                "of": place,
+                "axis": sizes[4],
+                "rank": self._ranks[sizes[2]],
+            }
+        if strides and strides[1] in _TENSORS:
+            axis = "bhn".index(strides[2])
+            return {**found, "kind": "stride", "of": _c_field(strides[1]), "axis": axis}
+        if ctype == "pointer":
+            return found | self._pointer(name)
+        if name.startswith("d_"):
+            return {**found, "kind": "multiplier", "of": name[2:]}
+        return {**found, "kind": "number", "of": name}
+
+    def _pointer(self, name: str) -> Fields:
+        if name in _TENSORS:
+            return {"kind": "tensor", "of": _c_field(name)}
+        if name.startswith("c_"):
+            return {"kind": "captured", "of": self._places[name[2:]]}
+        if name.startswith("dc_"):
+            return {"kind": "gradient", "of": self._places[name[3:]]}
+        if name.startswith("m_"):
+            return {"kind": "table", "of": self._tables.index(name)}
+        return {"kind": "number", "of": name}
+
+
+def _c_field(name: str) -> str:
+    """The name of a field in C, where ``do`` is a keyword."""
+    return re.sub(r"^do(?=_|$)", "dout", name)
+
+
+def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
+    of: LaunchFacts = record.facts
+    boxes = dict(of.boxes)
+    rows, columns = of.sums_tile or (0, 0)
+    machine = of.machine
+    return {
+        "file": f"kernels/{record.stem}.cubin",
+        "name": of.name,
+        "threads": of.threads,
+        "smem": of.smem_bytes,
+        "owns_keys": int(of.owns_keys),
+        "persistent": int(of.is_persistent),
+        "by_queries_only": int(of.kernel == "delta"),
+        "block_q": of.block_q,
+        "block_k": of.block_k,
+        "heads_per_tile": of.heads_per_tile,
+        "blocks_per_sm": of.blocks_per_sm,
+        "row_bytes": (of.head_dim + of.head_dim_v) * of.itemsize,
+        "sum_rows": rows,
+        "sum_columns": columns,
+        "grouped": int(any(param.name == "head_bits" for param in of.params)),
+        "l2_room": repr(float(machine.l2_room)),
+        "start_clocks": repr(float(machine.start_clocks)),
+        "clear_clocks": repr(float(machine.clear_clocks)),
+        "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
+        "layout": layouts.number(record),
+    }
+
+
+def _arch(arch: str) -> Fields:
+    number = arch.removeprefix("sm_").rstrip("a")
+    exact = int(arch.endswith("a"))
+    return {"name": arch, "major": number[:-1], "minor": number[-1], "exact": exact}
+
+
+def _of_tensor(tensor: TensorArgument) -> Fields:
+    dims = ", ".join(map(str, tensor.dims))
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "dims": dims,
+        "rank": len(tensor.dims),
+    }
+
+
+def _of_scalar(scalar: Any) -> Fields:
+    c_type = "float" if scalar.dtype == "float32" else "int32_t"
+    return {"name": scalar.name, "c_type": c_type}
+
+
+def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The dimensions of captured tensors that are a size of the call or a number."""
+    known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
+    return [
+        {"name": tensor.name, "axis": axis, "size": known.get(str(dim), dim)}
+        for tensor in captured
+        for axis, dim in enumerate(tensor.dims)
+        if dim in known or isinstance(dim, int)
+    ]
+
+
+def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The dimensions of captured tensors that have an element for each position."""
+    ends = {"seq_q": "q", "seq_k": "k"}
+    return [
+        {"name": tensor.name, "axis": axis, "of": ends[str(dim)]}
+        for tensor in captured
+        for axis, dim in enumerate(tensor.dims)
+        if dim in ends
+    ]
+
+
+def _narrow(record: ProgramRecord) -> list[list[Fields]] | None:
+    """The ranges for 32-bit integers, by what the ends of each name follow from."""
+    if record.narrow is None:
+        return None
+    return [[_range(name, *ends) for name, ends in box.items()] for box in record.narrow]
+
+
+def _range(name: str, least: int, most: int) -> Fields:
+    found: Fields = {"least": least, "most": most, "axis": name[0]}
+    if name in _SIZES:
+        return {**found, "kind": "size", "of": _SIZES[name]}
+    if name in ("b", "h"):
+        return {**found, "kind": "index", "of": {"b": "batch", "h": "heads_q"}[name]}
+    if name in ("q", "q_lo", "q_hi", "k", "k_lo", "k_hi"):
+        return {**found, "kind": "position", "of": name}
+    of = name if name in ("q_offset", "k_offset") else f"s_{name}"
+    return {**found, "kind": "number", "of": of}

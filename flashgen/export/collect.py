@@ -1,0 +1,280 @@
+"""The kernels of an export: every kernel that its calls can take, compiled once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flashgen.arch import facts
+from flashgen.built_kernel import Build
+from flashgen.errors import InputError, SpecError
+from flashgen.export.narrow import narrow_ranges, widest
+from flashgen.exported.manifest import (
+    KERNELS,
+    BackwardRecord,
+    ForwardRecord,
+    KernelRecord,
+    LayoutRecord,
+    ProgramRecord,
+)
+from flashgen.language.signature import (
+    learning,
+    refuse_backward,
+    signature_of,
+    without_dropout,
+)
+from flashgen.language.spec import AttentionSpec
+from flashgen.launch_facts import LaunchFacts
+from flashgen.pipeline import build, build_backward, build_merge, build_minmax_tables
+from flashgen.planner.schedule import why_walks_differ
+from flashgen.runtime.programs import SpecProgram, Variant
+from flashgen.signature import OFFSETS, SPLIT, WHOLE
+
+TABLE = "layout.bin"
+
+_OFFSETS = tuple(f"{name}:{dtype}" for name in OFFSETS for dtype in ("int32", "int64"))
+_CALLS = (SPLIT, "whole", "cu_seqlens_q", *_OFFSETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        spec: the spec.
+        archs: the architectures.
+        backward: whether to export the backward kernels too.
+        calls: variants of the spec, each as names of `_CALLS` joined by "+".
+        heads_per_tile: numbers of query heads that share a tile, 1 among them.
+        positions: positions up to which a block layout that is a function is tabulated.
+        command: the command that makes the export.
+    """
+
+    spec: AttentionSpec
+    archs: tuple[str, ...]
+    backward: bool = False
+    calls: tuple[str, ...] = ()
+    heads_per_tile: tuple[int, ...] = (1,)
+    positions: int = 16_384
+    command: str = "flashgen export"
+
+    def variants(self) -> Iterator[Variant]:
+        """The spec itself, then its variants.
+
+        Raises:
+            InputError: a call has an unknown argument.
+        """
+        yield Variant()
+        calls = list(self.calls)
+        if self.spec.paged:  # calls without split_size have the planned one
+            with_split = (call if SPLIT in call else f"{call}+{SPLIT}" for call in self.calls)
+            calls = [SPLIT, *with_split, *calls]
+        for call in dict.fromkeys(calls):
+            names = call.split("+")
+            unknown = [name for name in names if name not in _CALLS]
+            if unknown:
+                raise InputError(
+                    "there is no such argument of calls",
+                    where="option --call",
+                    numbers=f"given {unknown[0]!r}; known: {', '.join(_CALLS)}",
+                    way_out=f"--call {SPLIT}, or several that a call has together, joined by +",
+                )
+            offsets = tuple(
+                (name, dtype)
+                for name, _, dtype in (each.partition(":") for each in names)
+                if name in OFFSETS
+            )
+            part = (*WHOLE, SPLIT) if SPLIT in names else WHOLE if "whole" in names else ()
+            offsets = tuple(sorted(offsets, key=lambda pair: OFFSETS.index(pair[0])))
+            yield Variant(None, offsets, part, "cu_seqlens_q" in names)
+
+
+@dataclass
+class Collection:
+    """The kernels of an export, each once, with the files that belong to them."""
+
+    request: ExportRequest
+    records: list[KernelRecord] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    _numbers: dict[tuple[str, LaunchFacts], int] = field(default_factory=dict)
+    _stems: dict[str, str] = field(default_factory=dict)
+
+    def add(self, build: Build) -> int:
+        """The number of a kernel in the manifest.
+
+        Kernels of one binary can have different launches: the delta kernel fills sums of dQ whose
+        tiles are those of another kernel.
+        """
+        key = build.binary.key, build.facts
+        if key not in self._numbers:
+            self._numbers[key] = len(self.records)
+            stem, resources = self._stem(build), build.binary.resources
+            self.records.append(KernelRecord(build.facts, stem, resources, cuda_of(build)))
+        return self._numbers[key]
+
+    def _stem(self, build: Build) -> str:
+        """The name of the files of a binary, which are added once."""
+        key = build.binary.key
+        if key not in self._stems:
+            first, taken = build.source.filename.removesuffix(".cu"), set(self._stems.values())
+            names = (first if n == 1 else f"{first}_{n}" for n in range(1, len(taken) + 2))
+            stem = self._stems[key] = next(name for name in names if name not in taken)
+            files = {"cu": build.source.text.encode(), "ptx": build.ptx.encode()}
+            files["cubin"] = _without_folder(build)
+            self.files |= {f"{KERNELS}/{stem}.{kind}": data for kind, data in files.items()}
+        return self._stems[key]
+
+    def program(self, variant: Variant) -> ProgramRecord:
+        """The kernels of the spec, or of a variant of it."""
+        request = self.request
+        spec = SpecProgram(request.spec).variant(variant)
+        signature = signature_of(spec)
+        no_backward = _why_no_backward(spec, request)
+        forward, builds = self._forward(spec)
+        backward: list[BackwardRecord] = []
+        if not no_backward:
+            backward, more = self._backward(spec)
+            builds += more
+        tables = {
+            arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
+        }
+        merge = {}
+        if spec.split:
+            of_out = signature.head_dim_v, signature.out_dtype
+            merge = {arch: self.add(build_merge(*of_out, arch)) for arch in request.archs}
+        return ProgramRecord(
+            offsets=variant.offsets,
+            part=variant.part,
+            packs=variant.packs,
+            digest=SpecProgram(spec).digest,
+            signature=replace(signature, block_sparse=None),
+            layout=self._layout(spec),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            narrow=narrow_ranges(builds, signature),
+            tables={arch: found for arch, found in tables.items() if found},
+            merge=merge,
+            no_backward=no_backward,
+        )
+
+    def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
+        records: list[ForwardRecord] = []
+        builds: list[Build] = []
+        forms = [(16, heads) for heads in self._heads(spec)] + [(_itemsize(spec), 1)]
+        for drops, used in _with_and_without_dropout(spec):
+            for arch in _with_fallbacks(self.request.archs):
+                for access, heads in dict.fromkeys(forms):
+                    options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
+                    narrow = build(used, arch, **options)
+                    wide = build(used, arch, **options, ranges=widest(signature_of(used)))
+                    builds.append(narrow)
+                    for is_wide, made in ((False, narrow), (True, wide)):
+                        if made is narrow and is_wide:
+                            continue  # no call needs it
+                        key = (drops, arch, access, heads, is_wide)
+                        records.append(ForwardRecord(*key, self.add(made)))
+        return records, builds
+
+    def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
+        heads = tuple(sorted({1, *self.request.heads_per_tile}))
+        obstacle = why_walks_differ(spec)
+        if len(heads) > 1 and obstacle:
+            raise InputError(
+                "heads of this spec cannot share a tile",
+                where="option --heads-per-tile",
+                numbers=f"given {heads[-1]}; {obstacle}",
+                way_out="no --heads-per-tile",
+            )
+        return heads
+
+    def _backward(self, spec: AttentionSpec) -> tuple[list[BackwardRecord], list[Build]]:
+        records: list[BackwardRecord] = []
+        builds: list[Build] = []
+        learned = tuple(tensor.name for tensor in signature_of(spec).learned)
+        uses = [
+            (drops, names, learning(used, frozenset(names)))
+            for drops, used in _with_and_without_dropout(spec)
+            for names in dict.fromkeys((learned, ()))
+        ]
+        for drops, names, used in uses:
+            for arch in _with_fallbacks(self.request.archs):
+                for fixed in (False, True):
+                    narrow = build_backward(used, arch, deterministic=fixed)
+                    ranges = widest(signature_of(used))
+                    wide = build_backward(used, arch, deterministic=fixed, ranges=ranges)
+                    builds += narrow
+                    for is_wide, made in ((False, narrow), (True, wide)):
+                        if made is narrow and is_wide:
+                            continue  # no call needs it
+                        key = (drops, names, arch, fixed, is_wide)
+                        records.append(BackwardRecord(*key, tuple(map(self.add, made))))
+        return records, builds
+
+    def _layout(self, spec: AttentionSpec) -> LayoutRecord | None:
+        sparse = spec.block_sparse
+        if sparse is None:
+            return None
+        if not sparse.is_static:
+            return LayoutRecord(sparse.block_q, sparse.block_k)
+        if sparse.by_head:
+            raise SpecError(
+                "a block layout that differs between heads cannot be exported",
+                where=sparse.where,
+                numbers="layout(b, h, i, j): its table depends on batch and heads of a call",
+                way_out="fg.BlockSparse() without a function, and layout= with each call; or a "
+                "layout(i, j) with the heads in mask_mod",
+            )
+        rows, columns = sparse.blocks(self.request.positions, self.request.positions)
+        self.files[TABLE] = sparse.table(1, 1, rows, columns)
+        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, TABLE)
+
+
+def cuda_of(build: Build) -> int:
+    """The major version of CUDA of a kernel's compiler: PTX 8 is CUDA 12's, PTX 9 is CUDA 13's."""
+    declared = re.search(r"^\.version (\d+)\.", build.ptx, re.MULTILINE)
+    assert declared is not None, "PTX begins with its version"
+    return int(declared[1]) + 4
+
+
+def _without_folder(build: Build) -> bytes:
+    """The cubin with another name for the folder of the cache in its line information.
+
+    The name has the same length, so that all offsets in the file stay.
+    """
+    folder = "" if build.binary.folder is None else str(build.binary.folder)
+    if len(folder) < len(KERNELS):
+        return build.cubin
+    return build.cubin.replace(folder.encode(), KERNELS.encode().ljust(len(folder.encode()), b"/"))
+
+
+def _itemsize(spec: AttentionSpec) -> int:
+    return 4 if spec.dtype == "float32" else 2
+
+
+def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, AttentionSpec], ...]:
+    plain = (False, without_dropout(spec))
+    return (plain, (True, spec)) if spec.dropout else (plain,)
+
+
+def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
+    """The architectures, and those whose kernels read operands over which TMA does not step."""
+    more = (arch.removesuffix("a") for arch in archs if facts(arch).path == "sm_90a")
+    return tuple(dict.fromkeys((*archs, *more)))
+
+
+def _why_no_backward(spec: AttentionSpec, request: ExportRequest) -> tuple[str, ...]:
+    """The four parts of the error of a backward pass without kernels; () where there are some."""
+    try:
+        refuse_backward(spec)
+    except SpecError as error:
+        return error.what, error.where, error.numbers, error.way_out
+    if request.backward:
+        return ()
+    return (
+        "the export has no backward kernels",
+        f"spec {spec.name}",
+        "exported without --backward, and a gradient is required",
+        f"{request.command} with --backward, or torch.no_grad()",
+    )

@@ -1,0 +1,84 @@
+"""Frozen values as JSON and back, by their type hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """The value in the types of JSON: dataclasses and named tuples become objects."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: to_plain(part) for name, part in zip(value._fields, value, strict=True)}
+    if isinstance(value, tuple | list):
+        return [to_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: to_plain(part) for key, part in value.items()}
+    assert value is None or isinstance(value, bool | int | float | str), (
+        f"no plain value: {value!r}"
+    )
+    return value
+
+
+def from_plain(kind: type[T], data: Any) -> T:
+    """The value of a type from what `to_plain` returned for it.
+
+    Raises:
+        ValueError: the data is not of this type.
+    """
+    return _made(kind, data)  # type: ignore[no-any-return]
+
+
+def _made(kind: Any, data: Any) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is object:  # nested tuples of plain values
+        return tuple(_made(object, part) for part in data) if isinstance(data, list) else data
+    if origin in (Union, types.UnionType):
+        return _of_union(args, data)
+    if origin is tuple:
+        _check(isinstance(data, list), kind, data)
+        if args[-1] is ...:
+            return tuple(_made(args[0], part) for part in data)
+        _check(len(args) == len(data), kind, data)
+        return tuple(_made(each, part) for each, part in zip(args, data, strict=True))
+    if origin is not None and issubclass(origin, Mapping):
+        _check(isinstance(data, dict), kind, data)
+        return {key: _made(args[1], part) for key, part in data.items()}
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
+        hints = _fields(kind)
+        _check(isinstance(data, dict) and set(data) == set(hints), kind, data)
+        return kind(**{name: _made(hint, data[name]) for name, hint in hints.items()})
+    if kind is float:
+        _check(type(data) in (int, float), kind, data)
+        return data
+    _check(data is None if kind is type(None) else type(data) is kind, kind, data)
+    return data
+
+
+def _of_union(kinds: tuple[Any, ...], data: Any) -> Any:
+    for kind in kinds:
+        try:
+            return _made(kind, data)
+        except ValueError:
+            continue
+    raise ValueError(f"{data!r:.80} is none of {kinds}")
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+    return {name: hints[name] for name in kind._fields}
+
+
+def _check(fits: bool, kind: Any, data: Any) -> None:
+    if not fits:
+        raise ValueError(f"{data!r:.80} is not a {getattr(kind, '__name__', kind)}")
