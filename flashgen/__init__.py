@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         RenderError,
         SpecError,
     )
+    from flashgen.exported import load_export
     from flashgen.flex import flex_attention
     from flashgen.language.block_layout import BlockSparse
     from flashgen.language.mod_functions import absolute as abs
@@ -114,6 +115,7 @@ __all__ = [
     "heads",
     "isfinite",
     "load",
+    "load_export",
     "log",
     "log1p",
     "log2",
@@ -152,6 +154,7 @@ _HOME = {
     "flex_attention": "flex",
     "heads": "language.scalar",
     "load": "language.spec_file",
+    "load_export": "exported",
     "page_table": "runtime.page_tables",
     "plan": "planner",
     "seq_k": "language.scalar",
