@@ -242,6 +242,46 @@ class EmitArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Compile specs ahead of time: cubins, PTX, C sources and a manifest, for fg.load_export.
+
+    One spec is written to the folder itself, several to a folder each, of the spec's name.
+    """
+
+    specs: Annotated[tuple[str, ...], Argument(metavar="SPECS...", help="Spec files to export.")]
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Folder.")]
+    archs: Annotated[
+        tuple[str, ...],
+        Option("--arch", metavar="A,B", help=f"{KNOWN}; several joined by commas."),
+    ] = ()
+    backward: Annotated[bool, Option("--backward", help="The backward kernels too.")] = False
+    dropout: Annotated[bool, Option("--dropout", help="Kernels that can drop too.")] = False
+    dtype: Annotated[
+        str | None, Option(metavar="DTYPE", help="float16, bfloat16 or float32 instead.")
+    ] = None
+    head_dim: Annotated[int | None, Option(help="Another head dim: a multiple of 8 up to 256.")] = (
+        None
+    )
+    head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
+    calls: Annotated[
+        tuple[str, ...],
+        Option(
+            "--call",
+            metavar="ARGS",
+            help="Kernels for calls with split_size, whole, q_offset:int32, k_offset:int32 or "
+            "cu_seqlens_q too, joined by + where a call has several; repeatable.",
+        ),
+    ] = ()
+    heads_per_tile: Annotated[
+        str, Option(metavar="1,4", help="Numbers of query heads that may share a tile.")
+    ] = "1"
+    positions: Annotated[
+        int,
+        Option(min=1, help="Positions up to which a block layout that is a function is stored."),
+    ] = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheListArguments:
     """Show every compiled kernel on disk, the last used first."""
 
@@ -279,6 +319,7 @@ COMMANDS = (
     PlanArguments,
     TuneArguments,
     EmitArguments,
+    ExportArguments,
     InspectArguments,
     CacheListArguments,
     CachePruneArguments,

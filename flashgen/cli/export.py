@@ -1,0 +1,101 @@
+"""``flashgen export``: the kernels of specs as files, for `flashgen.load_export` and for C."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from flashgen import config
+from flashgen.arch import facts
+from flashgen.cli.arguments import DEFAULT_ARCH, ExportArguments, SpecArguments
+from flashgen.cli.console import busy, plural, say
+from flashgen.cli.inputs import check_folder, load_spec
+from flashgen.errors import InputError
+from flashgen.export import ExportRequest
+from flashgen.export import export as export_spec
+from flashgen.export.c_source import c_name, why_no_sources
+from flashgen.language.spec import AttentionSpec
+
+
+def export(arguments: ExportArguments) -> None:
+    """Writes one spec to the folder, or each of several to a folder of its name in it."""
+    archs = _archs(arguments)
+    paths = tuple(dict.fromkeys(arguments.specs))
+    specs = [_spec(path, arguments) for path in paths]
+    names = [str(spec.name) for spec in specs]
+    if len(set(names)) < len(names):
+        raise InputError(
+            "two specs would be exported to the same folder",
+            where="arguments SPECS",
+            numbers=f"names {', '.join(names)}",
+            way_out='fg.AttentionSpec(..., name="another_name"), or two commands with -o',
+        )
+    for path, spec in zip(paths, specs, strict=True):
+        folder = arguments.output if len(specs) == 1 else arguments.output / str(spec.name)
+        check_folder(next(p for p in (folder, *folder.absolute().parents) if p.exists()), "-o")
+        request = ExportRequest(
+            spec=spec,
+            archs=archs,
+            backward=arguments.backward,
+            calls=arguments.calls,
+            heads_per_tile=_numbers(arguments.heads_per_tile),
+            positions=arguments.positions,
+            command=_command(arguments, path, folder, archs),
+        )
+        with busy(f"exporting {path}"):
+            manifest = export_spec(request, folder)
+        record = manifest.programs[0]
+        reason = why_no_sources(record)
+        for_c = (
+            f"no C sources: {reason}" if reason else f"{c_name(record)}.h and {c_name(record)}.c"
+        )
+        kernels = plural(len(manifest.kernels), "kernel")
+        say(f"{folder.as_posix()}: {kernels} for {', '.join(archs)}; {for_c}")
+
+
+def _spec(path: str, arguments: ExportArguments) -> AttentionSpec:
+    given = SpecArguments(
+        path=path,
+        dtype=arguments.dtype,
+        head_dim=arguments.head_dim,
+        head_dim_v=arguments.head_dim_v,
+    )
+    spec = load_spec(given)
+    return spec.replace(dropout=True) if arguments.dropout else spec
+
+
+def _archs(arguments: ExportArguments) -> tuple[str, ...]:
+    """The architectures of ``--arch A,B``, which may be repeated."""
+    given = ",".join(arguments.archs) or config.arch() or DEFAULT_ARCH
+    archs = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    for arch in archs:
+        facts(arch)
+    return archs
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 128 for part in parts):
+        raise InputError(
+            "this is not a list of numbers of heads",
+            where="option --heads-per-tile",
+            numbers=f"given {text[:80]!r}",
+            way_out="powers of two, as in --heads-per-tile 1,4",
+        )
+    return tuple(map(int, parts))
+
+
+def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[str, ...]) -> str:
+    """The command that makes an export again, with the options that were given."""
+    shown = [Path(each).name if Path(each).is_absolute() else str(each) for each in (path, folder)]
+    parts = ["flashgen", "export", shown[0], "-o", shown[1], "--arch", ",".join(archs)]
+    for option in ("dtype", "head_dim", "head_dim_v"):
+        value = getattr(arguments, option)
+        parts += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    parts += ["--backward"] if arguments.backward else []
+    parts += ["--dropout"] if arguments.dropout else []
+    for call in arguments.calls:
+        parts += ["--call", call]
+    parts += ["--heads-per-tile", arguments.heads_per_tile] * (arguments.heads_per_tile != "1")
+    parts += ["--positions", str(arguments.positions)] * (arguments.positions != 16_384)
+    return shlex.join(parts)
