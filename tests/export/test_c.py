@@ -1,0 +1,306 @@
+"""The C sources of an export: they compile without a warning and launch what Python launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.exported.folder import open_folder
+from flashgen.runtime import kernel_arguments
+from flashgen.runtime.backends import Target
+from flashgen.runtime.bound_kernel import BoundKernel
+from flashgen.tensormap import TensorMapSpec
+from tests.support.examples import SPEC_IDS, spec_path, values_of
+from tests.support.exported_c import CLibrary, Tensor, emulate, without_addresses
+from tests.support.exports import exported, spec_of
+from tests.support.judged import forward_verdicts
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+RNG = torch.tensor([0x0123456789ABCDEF, 42])
+
+
+def empty_map(spec: TensorMapSpec, address: int, device: int) -> bytes:
+    spec.check_address(address)
+    return bytes(128)
+
+
+@contextmanager
+def recorded(sms: int) -> Iterator[list[SimpleNamespace]]:
+    """Inside, the launches that Python binds, before the emulator executes them."""
+    found: list[SimpleNamespace] = []
+    emulate_bound = BoundKernel.emulate
+
+    def recording(self: BoundKernel, tensors: Any, launch: Any) -> Any:
+        given = [tensors[name] for name in self.arguments.pointers]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        found.append(
+            SimpleNamespace(
+                facts=self.build.facts,
+                grid=self.grid,
+                block=self.block,
+                smem=self.smem_bytes,
+                params=self.arguments.packed(addresses),
+                maps=self.arguments.maps,
+            )
+        )
+        return emulate_bound(self, tensors, launch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundKernel, "emulate", recording)
+        patch.setattr(kernel_arguments, "encoded", empty_map)
+        patch.setattr(Target, "sms", property(lambda _: sms))
+        yield found
+
+
+class Compared:
+    """A call of an export by Python and by C, on the same tensors."""
+
+    def __init__(self, name: str, arch: str, build: Path, case: Case, **options: Any) -> None:
+        self.sms = options.pop("sms", 108)
+        self.dropout_p = options.pop("dropout_p", 0.0)
+        archs = ("sm_80",) if arch == "sm_80" else (arch,)
+        path = exported(name, archs, dropout=self.dropout_p > 0, **options)
+        self.folder, self.arch = open_folder(path), arch
+        self.op = fg.load_export(path)
+        self.spec = spec_of(name, dropout=self.dropout_p > 0)
+        self.qkv = case.tensors(3)
+        found = values_of(spec_path(name), case)
+        self.captures = found["scalars"] | found["tensors"]
+        self.numbers = dict(found)
+        if self.dropout_p:
+            self.numbers |= {"dropout_p": self.dropout_p, "rng": RNG}
+        self.library = CLibrary(self.folder, build)
+        assert self.library.open(arch, self.sms) == 0
+
+    def python(self, backward: bool = False, **how: Any) -> list[SimpleNamespace]:
+        drops = {"dropout_p": self.dropout_p, "rng": RNG} if self.dropout_p else {}
+        captures = {
+            name: x.requires_grad_(backward) if backward and name in self.learned else x
+            for name, x in self.captures.items()
+        }
+        qkv = [x.detach().requires_grad_(backward) for x in self.qkv]
+        with recorded(self.sms) as launches:
+            out, lse = self.op(*qkv, **captures, **drops, return_lse=True, arch=self.arch, **how)
+            self.results = out.detach(), lse.detach()
+            if backward:
+                launches.clear()
+                self.dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+                self.dout = self.dout.to(out.dtype)
+                inputs = (*qkv, *(captures[name] for name in self.learned))
+                self.gradients = torch.autograd.grad(out, inputs, self.dout)
+        return launches
+
+    @property
+    def learned(self) -> list[str]:
+        return [tensor.name for tensor in self.op.spec.signature.learned]
+
+    def forward_arguments(self, into: Any = None) -> Any:
+        arguments = into or self.library.defaults("forward")
+        self.memory = dict(zip("qkv", self.qkv, strict=True))
+        out, lse = (torch.full_like(x, float("nan")) for x in self.results)
+        self.memory |= {"o": out, "lse": lse, "rng": RNG}
+        for name in "qkv":
+            setattr(arguments, name, Tensor.of(self.memory[name]))
+        arguments.out, arguments.lse = Tensor.of(out), lse.data_ptr()
+        for name, value in self.captures.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            setattr(arguments, name, Tensor.of(value.detach()) if is_tensor else value)
+            if is_tensor:
+                self.memory[f"c_{name}"] = value.detach()
+        if self.dropout_p:
+            arguments.dropout_p, arguments.rng = self.dropout_p, RNG.data_ptr()
+        return arguments
+
+    def c_forward(self) -> Any:
+        arguments = self.forward_arguments()
+        return arguments, *self.library.run("forward", arguments, stream=77)
+
+    def c_backward(self, deterministic: bool) -> Any:
+        arguments = self.library.defaults("backward")
+        self.forward_arguments(arguments.forward)
+        out, lse = self.results
+        self.memory |= {"o": out, "lse": lse, "do": self.dout}
+        arguments.forward.out, arguments.forward.lse = Tensor.of(out), lse.data_ptr()
+        arguments.dout = Tensor.of(self.dout)
+        for name, like in zip(("dq", "dk", "dv"), self.qkv, strict=True):
+            self.memory[name] = torch.full_like(like, float("nan"))
+            setattr(arguments, name, Tensor.of(self.memory[name]))
+        for name in self.learned:
+            made = torch.full(self.captures[name].shape, float("nan"), dtype=torch.float32)
+            self.memory[f"dc_{name}"] = made
+            setattr(arguments, f"d_{name}", made.data_ptr())
+        arguments.deterministic = int(deterministic)
+        return arguments, *self.library.run("backward", arguments)
+
+    def execute(self, workspace: torch.Tensor) -> None:
+        for launched in self.library.launches():
+            emulate(self.folder, launched, self.memory, workspace)
+
+    def assert_same(self, of_python: list[SimpleNamespace]) -> None:
+        of_c = self.library.launches()
+        assert [x.facts.name for x in of_c] == [x.facts.name for x in of_python]
+        for c, py in zip(of_c, of_python, strict=True):
+            assert c.facts.params == py.facts.params
+            assert (c.grid, c.block, c.smem) == (py.grid, py.block, py.smem), c.facts.name
+            assert len(c.maps) == len(py.maps)
+            for mine, other in zip(c.maps, py.maps, strict=True):
+                assert mine == other
+            assert without_addresses(py.facts, c.params) == without_addresses(
+                py.facts, py.params
+            ), c.facts.name
+
+
+CASE = Case(24, 40, 1, 4, 2, "float16", 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "options"),
+    [
+        ("sliding_window", "sm_80", {}),
+        slow("sliding_window", "sm_80", {"dropout_p": 0.25}),
+        slow("causal", "sm_90a", {}),
+        slow("causal", "sm_90a", {"sms": 1}),  # blocks fetch work tiles from a counter
+        slow("document", "sm_80", {}),  # min/max tables
+        slow("document", "sm_90a", {}),
+        slow("block_diagonal", "sm_80", {}),  # 32-bit integers serve this call
+        slow("t5_bias", "sm_90a", {}),
+        slow("variable_length", "sm_80", {}),
+        slow("variable_length", "sm_90a", {}),  # tensor maps with ragged rows
+        slow("sink", "sm_80", {}),
+    ],
+)
+def test_a_forward_launch_from_c_has_the_bytes_of_python_and_meets_the_error_rule(
+    name: str, arch: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    both = Compared(name, arch, tmp_path, CASE, **options)
+    of_python = both.python()
+    _, status, workspace = both.c_forward()
+    assert status == 0, both.library.status_string(status)
+    both.assert_same(of_python)
+    assert {x.stream for x in both.library.launches()} == {77}
+    both.execute(workspace)
+    out, lse = both.memory["o"], both.memory["lse"]
+    if not both.spec.packed:
+        assert torch.equal(out, both.results[0])
+        verdicts = forward_verdicts((out, lse), both.spec, *both.qkv, **both.numbers)
+        assert all(verdicts.values()), verdicts
+    both.library.close()
+    assert both.library.number("fake_open_modules").value == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "deterministic"),
+    [
+        slow("causal", "sm_80", False),
+        slow("causal", "sm_80", True),
+        slow("causal", "sm_90a", False),
+        slow("causal", "sm_90a", True),
+        slow("dense_bias", "sm_80", False),
+        slow("dense_bias", "sm_90a", False),
+        slow("document", "sm_80", False),
+        slow("variable_length", "sm_90a", False),
+    ],
+)
+def test_backward_launches_from_c_have_the_bytes_of_python_and_its_gradients(
+    name: str, arch: str, deterministic: bool, tmp_path: Path
+) -> None:
+    both = Compared(name, arch, tmp_path, CASE, backward=True)
+    of_python = both.python(backward=True, deterministic=deterministic)
+    _, status, workspace = both.c_backward(deterministic)
+    assert status == 0, both.library.status_string(status)
+    both.assert_same(of_python)
+    both.execute(workspace)
+    names = ["dq", "dk", "dv", *(f"dc_{name}" for name in both.learned)]
+    for name, expected in zip(names, both.gradients, strict=True):
+        found = both.memory[name]
+        if both.spec.packed:  # C does not write rows outside all sequences
+            found = torch.where(found.isnan(), 0, found)
+        torch.testing.assert_close(found.to(expected.dtype), expected)
+
+
+def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path) -> None:
+    both = Compared("sliding_window", "sm_80", tmp_path, CASE)
+    both.python()
+    library = both.library
+    upper = (spec_path("sliding_window").stem).upper()
+    header = (both.folder.path / "sliding_window.h").read_text()
+    names = [
+        line.split()[0].rstrip(",").removeprefix(f"{upper}_")
+        for line in header.partition("typedef enum {")[2].partition("}")[0].splitlines()
+        if line.strip()
+    ]
+    status = {name: number for number, name in enumerate(n for n in names if n != "=")}
+
+    def refused(change: Any) -> str:
+        arguments = both.forward_arguments()
+        change(arguments)
+        found, _ = library.run("forward", arguments)
+        assert library.launches() == []
+        return next(name for name, number in status.items() if number == found)
+
+    def no_keys(a: Any) -> None:
+        a.k.shape[2] = a.v.shape[2] = 0
+
+    def wrong_heads(a: Any) -> None:
+        a.k.shape[1] = 3
+
+    assert refused(lambda a: setattr(a, "lse", 0)) == "ERROR_ARGUMENT"
+    assert refused(lambda a: setattr(a, "q_offset", 2**28)) == "ERROR_ARGUMENT"
+    assert refused(wrong_heads) == "ERROR_SHAPE"
+    assert refused(lambda a: a.q.stride.__setitem__(3, 2)) == "ERROR_STRIDE"
+    assert refused(no_keys) == "ERROR_NO_KEYS"
+    library.number("fake_fails").value = 719
+    assert library.run("forward", both.forward_arguments())[0] == status["ERROR_CUDA"]
+    assert library.c.sliding_window_cuda_result(library.handle) == 719
+    library.number("fake_fails").value = 0
+    assert library.open("sm_90", 132) == status["ERROR_DEVICE"]
+    assert "--arch" in library.status_string(status["ERROR_DEVICE"])
+    library.number("fake_version").value = 11_080
+    assert library.open("sm_80", 108) == status["ERROR_DRIVER"]
+    library.number("fake_version").value = 13_000
+    assert library.open("sm_80", 108, tmp_path) == 0
+    assert library.run("forward", both.forward_arguments())[0] == status["ERROR_FILE"]
+
+
+@pytest.mark.slow
+def test_dropout_in_c_has_the_checks_of_python(tmp_path: Path) -> None:
+    both = Compared("sliding_window", "sm_80", tmp_path, CASE, dropout_p=0.25)
+    both.python()
+    for field, value in (("dropout_p", 1.0), ("dropout_p", -0.1), ("rng", 0), ("k_offset", 8)):
+        arguments = both.forward_arguments()
+        setattr(arguments, field, value)
+        status, _ = both.library.run("forward", arguments)
+        assert "outside its range" in both.library.status_string(status)
+        assert both.library.launches() == []
+
+
+def test_unaligned_operands_take_the_kernel_for_them(tmp_path: Path) -> None:
+    both = Compared("sliding_window", "sm_80", tmp_path, CASE)
+    q, k, v = both.qkv
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    both.qkv = shifted, k, v
+    of_python = both.python()
+    _, status, _ = both.c_forward()
+    assert status == 0
+    both.assert_same(of_python)
+    assert {x.facts.access_bytes for x in of_python} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPEC_IDS)
+def test_the_sources_of_every_spec_compile_without_a_warning(name: str, tmp_path: Path) -> None:
+    for backward in (False, True):
+        path = exported(name, ("sm_80", "sm_90a"), backward=backward, dropout=backward)
+        folder = tmp_path / str(backward)
+        folder.mkdir()
+        library = CLibrary(open_folder(path), folder)
+        assert library.open("sm_90", 132) == 0
+        library.close()

@@ -1,0 +1,393 @@
+"""fg.load_export: the callable of fg.attention without the compiler, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.call import CallRanges
+from flashgen.errors import FlashgenError, InputError, LaunchError, SpecError
+from flashgen.exported import folder as folders
+from flashgen.exported.folder import open_folder, runs_on
+from flashgen.exported.manifest import FORMAT, digest_of
+from flashgen.launch import gpu_facts
+from tests.support.examples import spec_path, values_of
+from tests.support.exports import exported, spec_of
+from tests.support.fake_driver import FakeDriver
+from tests.support.judged import Call
+from tests.support.processes import run_python
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+CASE = Case(24, 40, 1, 4, 2, "float16", 16)
+BLOCKED = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sympy", "jinja2", "mpmath") or "bindings.nvrtc" in name:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+import flashgen as fg
+"""
+
+
+def captures_of(name: str, case: Case = CASE) -> dict[str, Any]:
+    found = values_of(spec_path(name), case)
+    return {**found["scalars"], **found["tensors"]}
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "copy"))
+
+
+def assert_four_lines(error: FlashgenError) -> None:
+    assert len(str(error).splitlines()) == 4, error
+    assert all((error.where, error.numbers, error.way_out))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_a_call_needs_neither_sympy_nor_jinja2_nor_nvrtc(arch: str, tmp_path: Path) -> None:
+    folder = exported("sliding_window", (arch,))
+    q, k, v = CASE.tensors(3)
+    torch.save((q, k, v), tmp_path / "operands.pt")
+    program = f"""{BLOCKED}
+q, k, v = torch.load({str(tmp_path / "operands.pt")!r})
+op = fg.load_export({str(folder)!r})
+out, lse = op(q, k, v, **{captures_of("sliding_window")!r}, return_lse=True)
+torch.save((out, lse), {str(tmp_path / "results.pt")!r})
+print(op.name, op.report.backend, op.report.arch)
+try:
+    fg.attention(fg.AttentionSpec())
+except ImportError as error:
+    print(error)
+print([m for m in sys.modules if m.split(".")[0] in ("sympy", "jinja2") or "bindings.nvrtc" in m])
+"""
+    done = run_python("-c", program)
+    assert done.stdout.splitlines() == [
+        f"sliding_window emulator {arch}",
+        "sympy is blocked",
+        "[]",
+    ]
+    out, lse = torch.load(tmp_path / "results.pt")
+    call = Call(spec_of("sliding_window"), (q, k, v), values_of(spec_path("sliding_window"), CASE))
+    run = call.forward(arch=arch)
+    assert torch.equal(out, run.out)
+    assert torch.equal(lse, run.lse)
+    call.check(run)
+
+
+SPECS = ("causal", "dense_bias", "document", "sink", "block_diagonal", "variable_length", "bigbird")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", [slow(name) for name in SPECS])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_forward_and_backward_give_the_bits_of_the_compiled_operator(
+    name: str, arch: str, deterministic: bool
+) -> None:
+    op = fg.load_export(exported(name, (arch,), backward=True, dropout=True))
+    own = fg.attention(spec_of(name, dropout=True))
+    learned = [tensor.name for tensor in own._operator.signature.learned]
+    for p in (0.0, 0.25):
+        found = []
+        for each in (op, own):
+            inputs = [x.requires_grad_() for x in CASE.tensors(3)]
+            captures = captures_of(name)
+            inputs += [captures[key].requires_grad_() for key in learned]
+            rng = torch.tensor([7, 16]) if p else None
+            how = {"backend": "emulator", "arch": arch, "deterministic": deterministic}
+            out, lse = each(*inputs[:3], **captures, **how, dropout_p=p, rng=rng, return_lse=True)
+            loss = out.float().square().sum() + torch.where(lse.isinf(), 0, lse).sum()
+            found.append((out, lse, *torch.autograd.grad(loss, inputs)))
+        for mine, other in zip(*found, strict=True):
+            assert torch.equal(mine, other)
+            assert mine.stride() == other.stride()
+
+
+@pytest.mark.parametrize("p", [slow(0.25)])
+def test_only_needed_gradients_of_learned_tensors_are_returned(p: float) -> None:
+    op = fg.load_export(exported("qk_offset", backward=True))
+    own = fg.attention(spec_of("qk_offset"))
+    captures = captures_of("qk_offset")
+    captures["a"].requires_grad_()
+    inputs = CASE.tensors(3)
+    grads = []
+    for each in (op, own):
+        out = each(*inputs, **captures, backend="emulator", deterministic=True)
+        grads.append(torch.autograd.grad(out.float().sum(), captures["a"])[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_a_gradient_without_backward_kernels_is_refused() -> None:
+    op = fg.load_export(exported("sliding_window"))
+    q, k, v = (x.requires_grad_() for x in CASE.tensors(3))
+    out = op(q, k, v, **captures_of("sliding_window"))
+    with pytest.raises(SpecError, match="no backward kernels") as error:
+        out.sum().backward()
+    assert "--backward" in error.value.way_out
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("kind", ["cubin", "ptx", "cu", "c"])
+def test_a_changed_byte_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = copied(exported("sliding_window"), tmp_path)
+    file = next(path for path in sorted(folder.rglob(f"*.{kind}")))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(LaunchError, match="damaged") as error:
+        fg.load_export(folder)
+    assert_four_lines(error.value)
+    assert error.value.where == str(file)
+    assert "sha256" in error.value.numbers
+    assert "flashgen export" in error.value.way_out
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    folder = copied(exported("sliding_window"), tmp_path)
+    file = next(folder.rglob("*.cubin"))
+    file.unlink()
+    with pytest.raises(LaunchError, match="damaged") as error:
+        fg.load_export(folder)
+    assert "No such file" in error.value.numbers
+    assert_four_lines(error.value)
+
+
+def test_another_version_of_the_manifest_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = copied(exported("sliding_window"), tmp_path)
+    file = folder / "manifest.json"
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps(data | {"format": FORMAT - 1, "flashgen": "0.0.1"}))
+    with pytest.raises(LaunchError, match="another version") as error:
+        fg.load_export(folder)
+    assert_four_lines(error.value)
+    assert f"format {FORMAT - 1}, of flashgen '0.0.1'" in error.value.numbers
+    assert "flashgen export specs/sliding_window.py" in error.value.way_out
+
+
+@pytest.mark.parametrize("form", ["edited", "not json", "unknown field", "absent"])
+def test_a_changed_manifest_is_refused(form: str, tmp_path: Path) -> None:
+    folder = copied(exported("sliding_window"), tmp_path)
+    file = folder / "manifest.json"
+    data = json.loads(file.read_text())
+    if form == "edited":
+        data["kernels"][0]["facts"]["smem_bytes"] += 16
+    if form == "unknown field":
+        del data["sha256"]
+        version = data.pop("format")
+        data["kernels"][0]["more"] = 1
+        data = {**data, "format": version, "sha256": digest_of(data)}
+    file.write_text("{" if form == "not json" else json.dumps(data))
+    if form == "absent":
+        file.unlink()
+    with pytest.raises(LaunchError) as error:
+        fg.load_export(folder)
+    assert_four_lines(error.value)
+
+
+def test_a_gpu_that_no_kernel_is_for_is_refused() -> None:
+    folder = open_folder(exported("sliding_window"))
+    assert folder.check_gpu(gpu_facts(driver=FakeDriver((8, 6)))) == "sm_80"
+    with pytest.raises(LaunchError, match="no kernels for this GPU") as error:
+        folder.check_gpu(gpu_facts(driver=FakeDriver((9, 0), name="NVIDIA H100")))
+    assert error.value.numbers == "exported for sm_80; the device is sm_90"
+    assert "--arch sm_90" in error.value.way_out
+    assert_four_lines(error.value)
+
+
+def test_a_driver_older_than_the_compiler_is_refused() -> None:
+    folder = open_folder(exported("sliding_window"))
+    needed = max(kernel.cuda for kernel in folder.manifest.kernels)
+    folder.check_gpu(gpu_facts(driver=FakeDriver(cuda=needed * 1000)))
+    with pytest.raises(LaunchError, match="older than the compiler") as error:
+        folder.check_gpu(gpu_facts(driver=FakeDriver(cuda=(needed - 1) * 1000 + 80)))
+    assert "install a driver" in error.value.way_out
+    assert_four_lines(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "fits"),
+    [
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 9), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_90a", (9, 1), False),
+        ("sm_120", (12, 1), True),
+    ],
+)
+def test_cubins_run_on_devices_of_their_major_version(
+    arch: str, capability: tuple[int, int], fits: bool
+) -> None:
+    assert runs_on(arch, capability) is fits
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"arch": "sm_90a"}, "--arch sm_90a"),
+        ({"backend": "tiled"}, "backend='emulator'"),
+        ({"split_size": 16}, "--call split_size"),
+        ({"h_offset": 1, "whole": {"heads": 8}}, "--call whole"),
+        ({"q_offset": torch.tensor(3, dtype=torch.int32)}, "--call q_offset:int32"),
+    ],
+)
+def test_arguments_whose_kernels_were_not_exported_are_refused(
+    options: dict[str, Any], way_out: str
+) -> None:
+    op = fg.load_export(exported("sliding_window"))
+    with pytest.raises(InputError) as error:
+        op(*CASE.tensors(3), **captures_of("sliding_window"), **options)
+    assert way_out in error.value.way_out
+    assert_four_lines(error.value)
+
+
+def test_autocast_to_another_dtype_is_refused() -> None:
+    op = fg.load_export(exported("sliding_window"))
+    q, k, v = CASE.tensors(3)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        op(q, k, v, **captures_of("sliding_window"))
+
+
+def test_arguments_are_checked_as_those_of_the_compiled_operator() -> None:
+    op = fg.load_export(exported("sliding_window"))
+    q, k, v = CASE.tensors(3)
+    with pytest.raises(InputError, match="head_dim"):
+        op(q[..., :8], k, v, window=8)
+    with pytest.raises(InputError):
+        op(q, k, v)
+
+
+# ---- what is exported in addition
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        slow("split_size", {"split_size": 16}),
+        slow("whole", {"h_offset": 2, "whole": {"heads": 8}}),
+        slow("q_offset:int32", {"q_offset": torch.tensor([5], dtype=torch.int32)}),
+        slow("split_size+k_offset:int64", {"split_size": 16, "k_offset": torch.tensor(32)}),
+    ],
+)
+def test_variants_of_calls_give_the_bits_of_the_compiled_operator(
+    call: str, options: dict[str, Any]
+) -> None:
+    op = fg.load_export(exported("sliding_window", calls=(call,)))
+    own = fg.attention(spec_of("sliding_window"))
+    given = (*CASE.tensors(3),)
+    results = [
+        each(*given, **captures_of("sliding_window"), **options, backend="emulator")
+        for each in (op, own)
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("group", [slow(4)])
+def test_heads_share_a_tile_where_that_was_exported(group: int) -> None:
+    op = fg.load_export(exported("sliding_window", heads_per_tile=(1, 4)))
+    case = Case(1, 64, 1, 2 * group, 2, "float16", 16)
+    out = op(*case.tensors(), **captures_of("sliding_window", case))
+    assert op.report is not None
+    assert op.report.kernel.facts.heads_per_tile == 4
+    own = fg.attention(spec_of("sliding_window"))
+    other = own(*case.tensors(), **captures_of("sliding_window", case), backend="emulator")
+    assert own.report.kernel.plan.heads_per_tile == 4  # type: ignore[union-attr]
+    assert torch.equal(out, other)
+
+
+def test_a_block_layout_that_is_a_function_is_stored_up_to_a_position(tmp_path: Path) -> None:
+    op = fg.load_export(exported("bigbird", positions=64))
+    case = Case(40, 64, 1, 1, 1, "float16", 16)
+    own = fg.attention(spec_of("bigbird"))
+    mine = op(*case.tensors())
+    assert torch.equal(mine, own(*case.tensors(), backend="emulator"))
+    with pytest.raises(InputError, match="beyond the block layout") as error:
+        op(*Case(40, 65, 1, 1, 1, "float16", 16).tensors())
+    assert "--positions" in error.value.way_out
+
+
+def test_calls_beyond_32_bit_integers_take_the_wide_kernels() -> None:
+    op = fg.load_export(exported("block_diagonal"))
+    program = op.spec
+    boxes = program.record.narrow
+    names, ends = zip(*boxes[0].items(), strict=True)
+    assert not program._is_wide(CallRanges(names, ends))
+    longest = max(boxes, key=lambda box: box["q"][1])
+    beyond = {**longest, "q": (0, longest["q"][1] + 1)}
+    assert program._is_wide(CallRanges(tuple(beyond), tuple(beyond.values())))
+
+
+# ---- the callable
+
+
+def test_it_can_be_copied_pickled_and_printed() -> None:
+    op = fg.load_export(exported("sliding_window"))
+    again = pickle.loads(pickle.dumps(op))
+    assert again.name == op.name == copy.deepcopy(op).name
+    assert repr(op).startswith("flashgen.load_export(")
+    q, k, v = CASE.tensors(3)
+    captures = captures_of("sliding_window")
+    assert torch.equal(op(q, k, v, **captures), again(q, k, v, **captures))
+
+
+def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = copied(exported("sliding_window"), tmp_path)
+    op = fg.load_export(folder)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(folders, "open_folder", None)
+    op(*CASE.tensors(3), **captures_of("sliding_window"))
+
+
+SAVE = """
+import sys, torch, flashgen as fg
+spec = fg.load("specs/sliding_window.py").replace(head_dim=16)
+if {hashed}:
+    fg.attention(spec.replace(head_dim=24))  # has the name
+own = fg.attention(spec)
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v):
+        return own(q, k, v, window=9) * 2
+
+operands = torch.load("{folder}/operands.pt")
+torch.export.save(torch.export.export(Layer(), operands), "{folder}/layer.pt2")
+"""
+RUN = """
+import sys, torch, flashgen as fg
+op = fg.load_export("{export}")
+program = torch.export.load("{folder}/layer.pt2")
+print([str(n.target) for n in program.graph.nodes if "flashgen" in str(n.target)])
+torch.save(program.module()(*torch.load("{folder}/operands.pt")), "{folder}/out.pt")
+print([m for m in sys.modules if m.startswith(("flashgen.codegen", "flashgen.planner", "jinja2"))])
+"""
+
+
+@pytest.mark.parametrize("hashed", [slow(False), slow(True)])
+def test_a_program_of_torch_export_runs_where_only_the_export_is(
+    hashed: bool, tmp_path: Path
+) -> None:
+    spec, operands = spec_of("sliding_window"), tuple(CASE.tensors(3))
+    torch.save(operands, tmp_path / "operands.pt")
+    run_python("-c", SAVE.format(hashed=hashed, folder=tmp_path))
+    export = exported("sliding_window")
+    done = run_python("-c", RUN.format(export=export, folder=tmp_path))
+    digest = open_folder(export).manifest.programs[0].digest
+    name = f"sliding_window_{digest[:8]}" if hashed else "sliding_window"
+    assert done.stdout.splitlines() == [f"['flashgen.{name}.default']", "[]"]
+    expected = fg.attention(spec)(*operands, window=9, backend="emulator") * 2
+    assert torch.equal(torch.load(tmp_path / "out.pt"), expected)

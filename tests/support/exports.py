@@ -1,0 +1,27 @@
+"""Exports that tests share: made once per process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import flashgen as fg
+from flashgen.export import ExportRequest, export
+from tests.support.examples import spec_path
+
+
+@functools.cache
+def exported(name: str, archs: tuple[str, ...] = ("sm_80",), **options: Any) -> Path:
+    """The export of a spec of ``specs/``, at head dim 16 unless told otherwise."""
+    changes = {"head_dim": options.pop("head_dim", 16), "dropout": options.pop("dropout", False)}
+    spec = fg.load(str(spec_path(name))).replace(**changes)
+    folder = Path(tempfile.mkdtemp(prefix="flashgen-export-"))
+    command = f"flashgen export specs/{name}.py -o {name} --arch {','.join(archs)}"
+    export(ExportRequest(spec=spec, archs=archs, command=command, **options), folder)
+    return folder
+
+
+def spec_of(name: str, **changes: Any) -> fg.AttentionSpec:
+    return fg.load(str(spec_path(name))).replace(head_dim=16, **changes)
