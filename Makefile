@@ -11,6 +11,8 @@ TORCH  := torch==2.13.0
 export OMP_NUM_THREADS = 1
 export OPENBLAS_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
+# Tests start many processes, which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow share versions lint docs bench gpu clean

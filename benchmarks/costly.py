@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 import flashgen as fg  # noqa: E402
 from benchmarks.instructions import work_of  # noqa: E402
 from flashgen.cli.generated import ARCHS  # noqa: E402
+from flashgen.launch_facts import STREAMING_KERNELS  # noqa: E402
 from flashgen.pipeline import Build, build, build_backward  # noqa: E402
-from flashgen.planner.models.kernel_model import STREAMING_KERNELS  # noqa: E402
 
 SPECS = ("natten_2d", "block_diffusion", "document", "t5_bias", "relative_bias")
 
