@@ -41,10 +41,13 @@ def visited(report: Report) -> float:
 
 
 def present(report: Report, keep: torch.Tensor) -> int:
-    """Tiles with an element that is kept; bool [..., seq_q, seq_k]."""
+    """Tiles with an element that is kept; bool [..., seq_q, seq_k].
+
+    Heads that share a tile count as one: ``keep`` has one of them.
+    """
     assert report.kernel is not None
     plan = report.kernel.plan
-    return int(touched(keep, plan.block_q, plan.block_k).sum())
+    return int(touched(keep, plan.queries_per_tile, plan.block_k).sum())
 
 
 def kept(
