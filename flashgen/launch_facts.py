@@ -8,6 +8,7 @@ are launched without the planner.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,7 +85,7 @@ class LaunchMachine(NamedTuple):
     clear_clocks: float
 
 
-class LaunchRules:
+class LaunchRules(ABC):
     """The grid of a launch and the sizes of its buffers; a plan or its facts have the values."""
 
     kernel: str
@@ -99,8 +100,9 @@ class LaunchRules:
     sums_tile: tuple[int, int] | None
 
     @property
+    @abstractmethod
     def machine(self) -> LaunchMachine:
-        raise NotImplementedError
+        """The facts of the GPU on which launches depend."""
 
     @property
     def queries_per_tile(self) -> int:

@@ -35,12 +35,9 @@ Sram = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecArguments:
-    """A spec, changes to it, and the target."""
+class SpecChanges:
+    """What a spec gets instead of its own."""
 
-    path: Annotated[
-        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
-    ]
     dtype: Annotated[
         str | None, Option(metavar="DTYPE", help="float16, bfloat16 or float32 instead.")
     ] = None
@@ -48,6 +45,15 @@ class SpecArguments:
         None
     )
     head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecArguments(SpecChanges):
+    """A spec, changes to it, and the target."""
+
+    path: Annotated[
+        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
+    ]
     arch: Annotated[
         str | None,
         Option(metavar="ARCH", help=f"{KNOWN}."),
@@ -242,7 +248,7 @@ class EmitArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportArguments:
+class ExportArguments(SpecChanges):
     """Compile specs ahead of time: cubins, PTX, C sources and a manifest, for fg.load_export.
 
     One spec is written to the folder itself, several to a folder each, of the spec's name.
@@ -256,13 +262,6 @@ class ExportArguments:
     ] = ()
     backward: Annotated[bool, Option("--backward", help="The backward kernels too.")] = False
     dropout: Annotated[bool, Option("--dropout", help="Kernels that can drop too.")] = False
-    dtype: Annotated[
-        str | None, Option(metavar="DTYPE", help="float16, bfloat16 or float32 instead.")
-    ] = None
-    head_dim: Annotated[int | None, Option(help="Another head dim: a multiple of 8 up to 256.")] = (
-        None
-    )
-    head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
     calls: Annotated[
         tuple[str, ...],
         Option(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from itertools import chain
 from pathlib import Path
 
 from flashgen import config
 from flashgen.arch import facts
-from flashgen.cli.arguments import DEFAULT_ARCH, ExportArguments, SpecArguments
+from flashgen.cli.arguments import DEFAULT_ARCH, ExportArguments
 from flashgen.cli.console import busy, plural, say
-from flashgen.cli.inputs import check_folder, load_spec
+from flashgen.cli.inputs import changed_spec, check_folder, options_of
 from flashgen.errors import InputError
 from flashgen.export import ExportRequest
 from flashgen.export import export as export_spec
@@ -54,13 +55,7 @@ def export(arguments: ExportArguments) -> None:
 
 
 def _spec(path: str, arguments: ExportArguments) -> AttentionSpec:
-    given = SpecArguments(
-        path=path,
-        dtype=arguments.dtype,
-        head_dim=arguments.head_dim,
-        head_dim_v=arguments.head_dim_v,
-    )
-    spec = load_spec(given)
+    spec = changed_spec(path, arguments)
     return spec.replace(dropout=True) if arguments.dropout else spec
 
 
@@ -89,9 +84,7 @@ def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[s
     """The command that makes an export again, with the options that were given."""
     shown = [Path(each).name if Path(each).is_absolute() else str(each) for each in (path, folder)]
     parts = ["flashgen", "export", shown[0], "-o", shown[1], "--arch", ",".join(archs)]
-    for option in ("dtype", "head_dim", "head_dim_v"):
-        value = getattr(arguments, option)
-        parts += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    parts += chain.from_iterable(options_of(arguments))
     parts += ["--backward"] if arguments.backward else []
     parts += ["--dropout"] if arguments.dropout else []
     for call in arguments.calls:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from flashgen.cli.arguments import CallArguments, SpecArguments
+from flashgen.cli.arguments import CallArguments, SpecArguments, SpecChanges
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.errors import InputError, SpecError
 from flashgen.language.spec import AttentionSpec
@@ -24,19 +24,38 @@ def load_spec(arguments: SpecArguments) -> AttentionSpec:
     Raises:
         SpecError: there is no such spec, or an option does not suit it.
     """
-    spec = load(arguments.path)
-    changes = {name: getattr(arguments, name) for name in ("dtype", "head_dim", "head_dim_v")}
-    given = {name: value for name, value in changes.items() if value is not None}
+    dropout = isinstance(arguments, CallArguments) and arguments.dropout != 0
+    spec = changed_spec(arguments.path, arguments)
+    return spec.replace(dropout=True) if dropout else spec
+
+
+def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
+    """The spec of a file, with another dtype and other head dims where they are given.
+
+    Raises:
+        SpecError: there is no such spec, or a change does not suit it.
+    """
+    spec = load(path)
+    given = _given(changes)
     try:
-        spec = spec.replace(**given) if given else spec
+        return spec.replace(**given) if given else spec
     except SpecError as error:
-        options = ", ".join(f"--{name.replace('_', '-')} {given[name]}" for name in given)
-        where = f"{arguments.path} with {options}"
+        where = f"{path} with {', '.join(map(' '.join, options_of(changes)))}"
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
-    dropout = isinstance(arguments, CallArguments) and arguments.dropout != 0
-    return spec.replace(dropout=True) if dropout else spec
+
+
+def _given(changes: SpecChanges) -> dict[str, Any]:
+    """The changes that the command line gives, by the names of the spec's attributes."""
+    values = {each.name: getattr(changes, each.name) for each in fields(SpecChanges)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def options_of(changes: SpecChanges) -> list[tuple[str, str]]:
+    """The options that give these changes, each with its value."""
+    given = _given(changes)
+    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
 
 
 @dataclass(frozen=True)

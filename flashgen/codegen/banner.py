@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.source import WITHOUT_SPEC, options
-from flashgen.codegen.text import comments
+from flashgen.codegen.text import COLUMNS, comments
 from flashgen.language import python_text
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
@@ -113,13 +113,14 @@ def banner(
         grid = "lines of the tensor"
     if plan.kernel == "append_kv":
         grid = "ceil(tokens * heads_kv / rows per block)"
-    launch = [
-        f"launch    grid ({grid})  block {plan.threads}"
-        f"  dynamic shared memory {plan.smem_bytes:,} B"
-    ]
+    launch = []
     if plan.is_persistent:
-        launch[0] = launch[0].replace(f"grid ({grid})", "grid (blocks)")
-        launch.insert(0, f"tiles     ({grid}), drawn from a counter in global memory")
+        launch.append(f"tiles     ({grid}), drawn from a counter in global memory")
+        grid = "blocks"
+    sizes = f"block {plan.threads}  dynamic shared memory {plan.smem_bytes:,} B"
+    launch.append(f"launch    grid ({grid})  {sizes}")
+    if len(f"// {launch[-1]}") > COLUMNS:
+        launch[-1:] = [f"launch    grid ({grid})", f"          {sizes}"]
     if lets_of(spec.mask) and not shared:
         launch.append(
             "mask      its large parts are not analysed: tiles are skipped by the others only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,12 @@ _PAGE = """<!doctype html>
 """
 
 
-class Shown:
+class Shown(ABC):
     """An object that notebooks show as a picture and terminals as text."""
 
+    @abstractmethod
     def drawing(self) -> Drawing:
         """What the picture shows."""
-        raise NotImplementedError
 
     def to_svg(self, *, compact: bool = False) -> str:
         """The picture as an SVG element, for a page or a file.

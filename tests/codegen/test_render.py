@@ -9,6 +9,7 @@ import pytest
 import flashgen as fg
 from flashgen.codegen.environment import render_template
 from flashgen.compile import compile
+from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
@@ -109,6 +110,13 @@ def test_a_template_field_that_nobody_gave_is_an_error_that_names_it() -> None:
     with pytest.raises(fg.RenderError, match="'plan' is undefined") as caught:
         render_template("sm80/mma.cuh.j2")
     assert "templates/sm80/mma.cuh.j2" in caught.value.where
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_no_line_of_a_kernel_of_split_keys_is_too_long_to_read(arch: str) -> None:
+    spec = split(fg.load(ROOT / "specs/causal.py"))
+    text = fg.emit(spec, arch, heads_per_tile=4).forward.text
+    assert [line for line in text.splitlines() if len(line) > 100] == []
 
 
 def test_a_spec_made_in_python_says_how_to_emit_it_again() -> None:

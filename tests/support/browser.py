@@ -36,7 +36,7 @@ class Opened:
 
     Attributes:
         wrong: messages of errors and warnings on the console, and exceptions.
-        requests: addresses that the page asked for, besides its own file and data in itself.
+        requests: addresses that the page loads, besides its own file and data in itself.
     """
 
     def __init__(self, found: Any, file: Path, width: int = 1280, scheme: str = "light") -> None:
