@@ -339,10 +339,9 @@ def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, dropo
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout)
     built = fg.build(spec, arch, heads_per_tile=heads)
     assert built.plan.heads_per_tile == heads
-    # Nor does finding the head of a row cost the tile much. Beside dropout the first plan spills a
-    # few bytes, and the one that does not has as little as half of the keys: see NOTES.md.
-    share = 0.5 if dropout else 0.8
-    assert built.plan.block_k >= share * fg.build(spec, arch).plan.block_k
+    # Nor does finding the head of a row cost much: not a tile that avoids spills, nor the tile of
+    # other rows and keys which these heads need.
+    assert built.plan.cost <= 1.15 * fg.build(spec, arch).plan.cost
     assert built.binary.resources.clean
     assert built.binary.warnings == ()
 
