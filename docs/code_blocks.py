@@ -1,7 +1,9 @@
 """Executes the code blocks of README.md, CONTRIBUTING.md and docs/, and compares their output.
 
-    python docs/code_blocks.py             runs every page; exit status 1 when a block is wrong
-    python docs/code_blocks.py --update    writes the present output into the pages instead
+    python docs/code_blocks.py [PAGE]...             exit status 1 when a block is wrong
+    python docs/code_blocks.py --update [PAGE]...    writes the present output into the pages
+
+Without PAGE, such as docs/serving.md, every page is checked.
 
 The language of a fenced block says how it is checked:
 
@@ -258,7 +260,7 @@ def main() -> None:
     # The blocks import flashgen from this checkout, wherever the program is started.
     sys.path.insert(0, str(ROOT))
     wrong = 0
-    for page in PAGES:
+    for page in [each for each in sys.argv[1:] if not each.startswith("--")] or PAGES:
         try:
             check(page, update="--update" in sys.argv)
         except WrongBlock as error:
