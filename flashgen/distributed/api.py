@@ -15,6 +15,7 @@ from flashgen.distributed.checks import (
     check_rows,
     check_spec,
     compare,
+    offsets_of,
     refuse,
     shared_rng,
 )
@@ -27,7 +28,9 @@ from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.language.signature import signature_of
 from flashgen.ops import Attention
 from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.wholes import scalars_of
+from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor
 
@@ -47,10 +50,13 @@ def attention(
     h_offset: int = 0,
     whole: Mapping[str, int] | None = None,
     scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     return_lse: bool = False,
     reduce_learned: bool = True,
+    deterministic: bool | None = None,
     backend: str | None = None,
     arch: str | None = None,
     **captures: Any,
@@ -79,6 +85,8 @@ def attention(
             heads.
         whole: {"heads": ...}, the number of all query heads then.
         scale: as for ``op``.
+        q_offset: global position of the first query of the whole, an int.
+        k_offset: global position of the first key of the whole, an int.
         dropout_p: as for ``op``; above 0 chunks begin at multiples of 16, and the elements are
             those that one call drops.
         rng: as for ``op``; that of rank 0 is taken on all ranks.
@@ -86,6 +94,7 @@ def attention(
         reduce_learned: whether the gradients of learned tensors are summed over the ranks here.
             False leaves each rank the part that its queries make, for parameters that FSDP, DDP or
             a loop over all parameters reduces. Those of ``sharded`` tensors are always complete.
+        deterministic: as for ``op``; all sums have a fixed order then.
         backend: as for ``op``.
         arch: as for ``op``.
         captures: the scalars and the tensors that the spec captures, as for ``op``.
@@ -108,26 +117,30 @@ def attention(
     queries = sharding_of(shard, exchange.world, q.shape[2])
     keys = sharding_of(shard, exchange.world, k.shape[2])
     check_rows(exchange, (("q", queries, q), ("k", keys, k)))
-    said = op.spec.digest, method, shard, reduce_learned
+    starts = offsets_of(op.spec, method, (q_offset, k_offset), (queries, keys), sharded)
+    positions = queries.moved(starts[0]), keys.moved(starts[1])
+    settled(deterministic)
+    said = op.spec.digest, method, shard, reduce_learned, starts, deterministic
     compare(exchange, said, (q, k, v), captures, sharded)
     for name, dim in (sharded or {}).items():
         captures[name] = gathered_tensor(exchange, name, captures.get(name), dim, (keys, queries))
     if dropout_p:
-        rng = shared_rng(exchange, op.spec, method, (queries, keys), dropout_p, rng, q.device)
+        rng = shared_rng(exchange, op.spec, method, positions, dropout_p, rng, q.device)
     numbers: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
-    numbers |= {"backend": backend, "arch": arch}
+    numbers |= {"backend": backend, "arch": arch, "deterministic": deterministic}
+    offsets = dict(zip(OFFSETS, starts, strict=True))
     if exchange.world == 1:
-        numbers |= {"h_offset": h_offset, "whole": whole, **captures}
+        numbers |= {"h_offset": h_offset, "whole": whole, **offsets, **captures}
         return op(q, k, v, return_lse=return_lse, **numbers)  # type: ignore[call-overload,no-any-return]
     summed = frozenset(captures if reduce_learned else sharded or ())
     if method == "all_to_all":
         first = first_head + exchange.rank * (q.shape[1] // exchange.world)
-        numbers |= {"h_offset": first, "whole": {"heads": heads}}
+        numbers |= {"h_offset": first, "whole": {"heads": heads}, **offsets}
         result = _by_heads(exchange, op, (q, k, v), (queries, keys), numbers, captures, summed)
     else:
-        options = CallOptions(scale, 0, 0, backend, arch, None, (), float(dropout_p))
+        options = CallOptions(scale, 0, 0, backend, arch, deterministic, (), float(dropout_p))
         of_whole = Whole(first_head, heads, queries.length, keys.length)
-        context = context_of(exchange, op, q, (queries, keys), of_whole, options, captures, summed)
+        context = context_of(exchange, op, q, positions, of_whole, options, captures, summed)
         tensors = [captures[name] for name in context.names]
         result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
@@ -185,7 +198,7 @@ def _by_heads(
         for x, sharding in zip(operands, (shardings[0], shardings[1], shardings[1]), strict=True)
     )
     given = {
-        name: Replicated.apply(exchange, x)  # type: ignore[no-untyped-call]
+        name: Replicated.apply(exchange, numbers["deterministic"], x)  # type: ignore[no-untyped-call]
         if name in summed and isinstance(x, Tensor) and x.requires_grad
         else x
         for name, x in captures.items()

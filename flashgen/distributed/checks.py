@@ -15,7 +15,8 @@ from flashgen.language import SEQ_K, SEQ_Q
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import Attention
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.number_arguments import check_names, draw_rng, offset_of
+from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor
 
@@ -37,9 +38,6 @@ def check_spec(
     op: Attention, method: str, whole: Mapping[str, int] | None, captures: Mapping[str, Any]
 ) -> None:
     """Refuses what cannot be computed on parts, and captures that are not those of the spec."""
-    for name in ("q_offset", "k_offset", "deterministic"):
-        if captures.get(name):
-            refuse(f"{name} cannot be given to a distributed call yet", name, f"{captures[name]}")
     if whole is not None and not (isinstance(whole, Mapping) and set(whole) == {"heads"}):
         refuse(
             "the lengths of the whole follow from the chunks",
@@ -65,6 +63,51 @@ def check_spec(
             'method="all_to_all"',
         )
     check_names(operator_of(spec).signature, dict(captures))
+
+
+def offsets_of(
+    spec: AttentionSpec,
+    method: str,
+    given: tuple[Any, Any],
+    shardings: tuple[Sharding, Sharding],
+    sharded: Mapping[str, int] | None,
+) -> tuple[int, int]:
+    """The positions of the first query and of the first key of the whole.
+
+    Raises:
+        InputError: they are not whole numbers, or the call has parts without a meaning elsewhere
+            than at 0.
+    """
+    for name, value in zip(OFFSETS, given, strict=True):
+        if isinstance(value, Tensor):
+            refuse(
+                "which ranks need which keys is decided on the host, by numbers",
+                name,
+                f"a tensor of {tuple(value.shape)}",
+                f"{name}=int({name}), or one call for each batch entry",
+            )
+    q_offset, k_offset = (
+        offset_of(name, value, sharding.length)
+        for name, value, sharding in zip(OFFSETS, given, shardings, strict=True)
+    )
+    if not (q_offset or k_offset):
+        return 0, 0
+    name, number = OFFSETS[0 if q_offset else 1], q_offset or k_offset
+    if spec.packed and method != "all_to_all":
+        refuse(
+            "parts of packed sequences have offsets of their own",
+            name,
+            f"{number}; spec {spec.name} has packed sequences",
+            f'{name}=0, or method="all_to_all"',
+        )
+    if sharded:
+        refuse(
+            "a tensor that is divided like the sequence has no elements for positions before it",
+            name,
+            f"{number}, with sharded={dict(sharded)!r:.200}",
+            f"{name}=0, or the whole tensor on every rank",
+        )
+    return q_offset, k_offset
 
 
 def shared_rng(
@@ -133,14 +176,15 @@ def compare(
     }
     if not isinstance(facts[2], str):  # rows may differ, and are those of the chunks
         shapes |= {n: _shape(x, 2) for n, x in zip("qkv", operands, strict=True)}
-    said = (*facts[:2], repr(facts[2]), facts[3], repr(sorted(sharded.items())), repr(shapes))
+    said = (*facts[:2], repr(facts[2]), *facts[3:], repr(sorted(sharded.items())), repr(shapes))
     key = id(exchange.group), said
     if key in _agreed:
         return
     everyone = exchange.everyones(said, "comparison of the arguments")
     for rank, theirs in enumerate(everyone):
         if theirs != said:
-            names = ("spec", "method", "shard", "reduce_learned", "sharded", "shapes")
+            options = ("spec", "method", "shard", "reduce_learned")
+            names = (*options, "q_offset and k_offset", "deterministic", "sharded", "shapes")
             name, mine, other = next(
                 (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b
             )

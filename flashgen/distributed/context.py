@@ -21,6 +21,7 @@ from flashgen.ops import Attention
 from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
 from flashgen.runtime.memory_layout import empty_rows
+from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import BOUNDARIES
 from flashgen.sinks import of_heads
@@ -48,7 +49,7 @@ class Context:
         spec: of the call.
         calls: the calls on parts.
         first_head: the number of the first query head of this group.
-        queries, keys: who holds which positions.
+        queries, keys: who holds which positions, which begin at the offsets of the call.
         reach: for each chunk of queries and of keys, whether they are computed; bool.
         names: the captured tensors in the order in which calls give them.
         summed: the learned tensors whose gradients are summed over the ranks.
@@ -171,7 +172,8 @@ class Context:
                 place = self.names.index(name)
                 totals[name] = torch.zeros_like(operands.captured[place], dtype=torch.float32)
         summed = [totals[name] for name in learns if name in self.summed]
-        self.exchange.sum(summed, "sums of learned gradients")
+        in_order = settled(self.calls.options.deterministic)
+        self.exchange.sum(summed, "sums of learned gradients", in_order=in_order)
         return {name: totals[name] for name in learns}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -116,11 +117,21 @@ class Exchange:
         named = list(zip(works, what, strict=True))
         return Pending(named, self.group, step, (*sent, *received))
 
-    def sum(self, tensors: Sequence[Tensor], step: str) -> None:
-        """Replaces each tensor by its sum over the ranks."""
+    def sum(self, tensors: Sequence[Tensor], step: str, *, in_order: bool = False) -> None:
+        """Replaces each tensor by its sum over the ranks.
+
+        Args:
+            in_order: whether terms are added in the order of the ranks, bitwise reproducible, which
+                takes the memory of all terms; all_reduce may add them in any order.
+        """
         for tensor in tensors:
             try:
-                dist.all_reduce(tensor, group=self.group)
+                if in_order:
+                    terms = [torch.empty_like(tensor) for _ in range(self.world)]
+                    dist.all_gather(terms, tensor, group=self.group)
+                    tensor.copy_(functools.reduce(torch.add, terms))
+                else:
+                    dist.all_reduce(tensor, group=self.group)
             except (RuntimeError, ValueError) as error:
                 raise failed(self.group, step, "sum over all ranks", error) from error
 

@@ -15,6 +15,7 @@ import torch
 
 from flashgen.distributed.exchange import Exchange, Transfer
 from flashgen.distributed.sharding import Sharding
+from flashgen.runtime.number_arguments import settled
 
 Tensor = torch.Tensor
 
@@ -40,15 +41,16 @@ class Replicated(torch.autograd.Function):
     """A tensor that every rank has; its gradient is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
+    def forward(ctx: Any, exchange: Exchange, deterministic: bool | None, x: Tensor) -> Tensor:
+        ctx.arguments = exchange, deterministic
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        exchange, deterministic = ctx.arguments
         total = gradient.float().contiguous()
-        ctx.exchange.sum([total], "sums of learned gradients")
-        return None, total.to(gradient.dtype)
+        exchange.sum([total], "sums of learned gradients", in_order=settled(deterministic))
+        return None, None, total.to(gradient.dtype)
 
 
 def _to_heads(exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:

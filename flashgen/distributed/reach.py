@@ -37,7 +37,7 @@ def reached(
     boundaries and the layout are copied to the host.
 
     Args:
-        queries, keys: chunks, by rows of the whole.
+        queries, keys: chunks of positions; of packed sequences, by rows of the whole.
         sizes: batch, heads, seq_q and seq_k of the whole.
         heads: the query heads that are computed; all if None.
 
@@ -140,7 +140,8 @@ def _live(
     if sparse is None:
         return np.ones((len(queries), len(keys)), dtype=bool)
     if sparse.is_static:
-        shape = sparse.shape(*sizes)
+        ends = (max((c.stop for c in of), default=0) for of in (queries, keys))
+        shape = sparse.shape(*sizes[:2], *ends)
         live = np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
     else:
         live = _array(tensors[LAYOUT]).astype(bool)

@@ -39,6 +39,15 @@ class Sharding:
     def length(self) -> int:
         return sum(map(len, self.chunks))
 
+    def moved(self, offset: int) -> Sharding:
+        """The same chunks at the positions from ``offset`` on."""
+        return Sharding(
+            tuple(
+                tuple(range(c.start + offset, c.stop + offset) for c in chunks)
+                for chunks in self.of_rank
+            )
+        )
+
     def numbers(self, rank: int) -> list[int]:
         """The numbers of a rank's chunks among `chunks`."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -189,6 +190,47 @@ def some_heads_of_a_whole() -> None:
     for method in ("all_gather", "ring"):
         problem = Problem(spec, 64 * dist.get_world_size(), captures=captures)
         problem.compare(method, one=place, **place)
+
+
+def positions_begin_later() -> None:
+    """q_offset and k_offset move the positions that mods, dropout and layouts see."""
+    world, rng = dist.get_world_size(), torch.tensor([11, 7])
+    heads = 2 * world, world
+    sparse = window_spec().replace(block_sparse=fg.BlockSparse(block_q=32, block_k=16))
+    live = torch.rand(1, 1, 3 * world, 6 * world, generator=torch.Generator().manual_seed(1)) < 0.5
+    for method, shard, of_heads in (
+        ("all_gather", "head_tail", (4, 2)),
+        ("ring", "contiguous", (4, 2)),
+        ("all_to_all", "contiguous", heads),
+    ):
+        place = {"q_offset": 64, "k_offset": 48}
+        dropped = {"dropout_p": 0.3, "rng": rng, **place}
+        problem = Problem(causal_spec(dropout=True), 64 * world, shard, of_heads)
+        problem.compare(method, one=dropped, **dropped)
+        problem = Problem(window_spec(), 64 * world, shard, of_heads)
+        problem.compare(method, one={"q_offset": 70}, q_offset=70)
+        place = {"q_offset": 32 * world, "k_offset": 16 * world}
+        problem = Problem(sparse, 64 * world, shard, of_heads, {"layout": live})
+        problem.compare(method, one=place, **place)
+
+
+def sums_have_a_fixed_order() -> None:
+    """deterministic=True: those over the ranks too, which all_reduce may add in any order."""
+    world = dist.get_world_size()
+    heads = 2 * world, world
+    for method, of_heads in (("all_gather", (4, 2)), ("ring", (4, 2)), ("all_to_all", heads)):
+        generator = torch.Generator().manual_seed(2)
+        captures = {"table": torch.randn(of_heads[0], 32, generator=generator)}
+        spec = rich_spec().replace(sink=None)
+        problem = Problem(spec, 64 * world, heads=of_heads, captures=captures)
+        options: dict[str, Any] = {"deterministic": True}
+        problem.compare(method, one=options, **options)
+        call = functools.partial(distributed.attention, problem.op, method=method, **options)
+        unordered = AssertionError("all_reduce has no order")
+        with mock.patch.object(dist, "all_reduce", side_effect=unordered):
+            first, again = (problem.results(call, own=True) for _ in range(2))
+        for name, value in first.items():
+            assert torch.equal(value, again[name]), f"{method} {name}"
 
 
 def layouts_are_given() -> None:
