@@ -37,7 +37,7 @@ from rich.table import Table  # noqa: E402
 import flashgen as fg  # noqa: E402
 from benchmarks.flex_mods import BATCH, HEAD_DIM, HEADS, LENGTH, MODS  # noqa: E402
 from benchmarks.instructions import work_of  # noqa: E402
-from benchmarks.sass import Loop, disassembled, instructions, product_loops  # noqa: E402
+from benchmarks.sass import Loop, instructions, listing_of, product_loops  # noqa: E402
 from flashgen.compile import cubin  # noqa: E402
 from flashgen.compile.nvrtc import version  # noqa: E402
 from flashgen.errors import CompileError, FlashgenError  # noqa: E402
@@ -68,7 +68,7 @@ def specs(name: str) -> Iterator[tuple[str, fg.AttentionSpec]]:
 
 def entry_of(name: str, arch: str, title: str, built: Build) -> Entry:
     """flashgen's kernel. The registers are those of the warps that compute scores."""
-    plan, listing = built.plan, disassembled(built.cubin)
+    plan, listing = built.plan, listing_of(built.cubin, built.binary.kernel, arch)
     work, used = work_of(built, listing), built.binary.resources
     return {
         "variant": name,
@@ -105,8 +105,8 @@ def flex_entries(arch: str, names: Sequence[str]) -> Iterator[Entry]:
 
 
 def flex_entry(name: str, arch: str, code: bytes, source: str, facts: Entry) -> Entry:
-    listing = disassembled(code)
     (kernel,) = cubin.kernels(code)
+    listing = listing_of(code, kernel, arch)
     used = cubin.facts(code, kernel)
     block_m, block_n = facts["tile"]
     scores = block_m * block_n / (32 * facts["warps"])

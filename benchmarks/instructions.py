@@ -28,7 +28,7 @@ from benchmarks.sass import (  # noqa: E402
     Block,
     Instruction,
     Loop,
-    disassembled,
+    listing_of,
     main_loop,
 )
 from flashgen.pipeline import Build  # noqa: E402
@@ -75,7 +75,9 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     """
     plan = built.plan
     passes = plan.passes
-    loop = main_loop(listing or disassembled(built.cubin), around_passes=passes > 1)
+    if listing is None:
+        listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
+    loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
     of_scores = _calls(built.source.text, SCORE)
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}

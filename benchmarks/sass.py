@@ -9,15 +9,11 @@ from them are left out. A predicated instruction counts, because it takes an iss
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from flashgen.compile.disassembly import find_nvdisasm
+from flashgen.compile.disassembly import disassembled
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);?\s*$")
 LABEL = re.compile(r"^\s*(\.L_[\w$]+):")
@@ -84,18 +80,9 @@ class Loop:
     waits: int
 
 
-def disassembled(cubin: bytes) -> str:
+def listing_of(cubin: bytes, kernel: str, arch: str) -> str:
     """nvdisasm's listing of ``cubin``, with source lines."""
-    tool = find_nvdisasm()
-    if tool is None:
-        sys.exit("nvdisasm is missing: pip install 'flashgen[sass]'")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        done = subprocess.run(
-            [tool, "-c", "-gi", str(file)], capture_output=True, text=True, check=True
-        )
-    return done.stdout
+    return disassembled(cubin, kernel, arch, ("-c", "-gi"))
 
 
 def instructions(listing: str) -> list[Instruction]:

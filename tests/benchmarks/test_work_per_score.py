@@ -9,7 +9,7 @@ import pytest
 
 import flashgen as fg
 from benchmarks.instructions import Work, work_of
-from benchmarks.sass import disassembled, instructions
+from benchmarks.sass import instructions, listing_of
 from benchmarks.work_per_score import HEAD_DIMS, RECORD, VARIANTS, Variant, best_rival
 from flashgen.compile import compile
 from flashgen.compile.disassembly import find_nvdisasm
@@ -150,7 +150,7 @@ def gate(built: Build) -> None:
     assert moved <= used.registers * threads
     assert used.static_smem_bytes + plan.smem_bytes <= 227 * 1024
     assert f"SMEM_BYTES = {plan.smem_bytes};" in built.source.text  # and asserted in the kernel
-    listing = disassembled(built.cubin)
+    listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     found = {i.base for i in instructions(listing)}
     assert {"HGMMA", "UTMALDG", "USETMAXREG"} <= found
     if plan.kernel == "fused":  # dQ is added from shared memory, or from registers
