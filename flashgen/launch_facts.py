@@ -105,9 +105,14 @@ class LaunchRules(ABC):
         """The facts of the GPU on which launches depend."""
 
     @property
+    def head_places(self) -> int:
+        """Heads for which a forward tile has rows, those without a head included."""
+        return head_places(self.block_q, self.heads_per_tile)
+
+    @property
     def queries_per_tile(self) -> int:
         """Query rows of each head in a tile."""
-        return self.block_q // self.heads_per_tile
+        return self.block_q // self.head_places
 
     @property
     def owns_keys(self) -> bool:
@@ -295,6 +300,15 @@ class LaunchFacts(LaunchRules):
     @property
     def machine(self) -> LaunchMachine:
         return self.of_gpu
+
+
+def head_places(rows: int, heads: int) -> int:
+    """The number of equal parts into which heads that share a tile divide its rows.
+
+    One for each head, where that divides the rows; else a power of two, and the rows of the last
+    parts belong to no head.
+    """
+    return heads if rows % heads == 0 else 1 << (heads - 1).bit_length()
 
 
 def heads_of_fewest_rows(rows: Mapping[int, int], tiles: Mapping[int, int], gain: float) -> int:

@@ -35,6 +35,7 @@ from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.launch_facts import SPAN
 from flashgen.planner import Plan
+from flashgen.planner.models.kernel_model import MMA_ROWS
 from flashgen.tensormap import RAGGED_ROWS
 
 
@@ -115,6 +116,7 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
+        counted_head=_counted_head(plan) if plan.heads_per_lane > 1 else "",
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),
         packed=packed,
@@ -176,7 +178,21 @@ def reads(spec: AttentionSpec, scalar: Scalar) -> bool:
 
 
 def head_of(plan: Plan) -> str:
-    """C++ of the query head of row group g of a warp; h is the first head of the tile."""
-    if plan.heads_per_warp > 1:
-        return "head + g"
+    """C++ of the query head of rows; h is the first head of the tile."""
+    if plan.heads_per_lane > 1:
+        return "row_head"
     return "head" if plan.heads_per_tile > 1 else "h"
+
+
+def _counted_head(plan: Plan) -> str:
+    """C++ of the head of a lane's row r in row group g, where its rows have different heads.
+
+    `head` is that of its first row. A row without a head computes as one of the last head.
+    """
+    terms = ["head"]
+    for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):
+        heads = rows // plan.queries_per_tile
+        if heads and (index == "r" or plan.row_groups > 1):
+            terms.append(index if heads == 1 else f"{heads} * {index}")
+    head = " + ".join(terms)
+    return f"min({head}, last_head)" if plan.head_places > plan.heads_per_tile else head

@@ -65,7 +65,8 @@ def plan(
             `flashgen.build` raises it if the compiler spills.
         tile: a tile to plan with, whatever its cost, instead of the tile that the policy chooses.
         heads_per_tile: number of query heads that share K and V and one tile, of which each has an
-            equal share of the rows. For a mask and block layout that are the same for all heads.
+            equal share of the rows. A number that does not divide the rows has the share of the
+            next power of two. For a mask and block layout that are the same for all heads.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -108,7 +109,7 @@ def plan_forward(request: PlanRequest) -> Plan:
     if chosen is None:
         if cheapest(replace(problem, heads_per_tile=1)) is not None:
             raise heads_cannot_share(
-                problem, spec, "no tile that fits has 16 rows for each of them"
+                problem, spec, f"no tile that fits has {_shares(problem)} rows for each of them"
             )
         raise no_tile_fits(problem, spec, given_sram=request.sram is not None)
     return plan_of_tile(problem, chosen, request.policy, notes)
@@ -233,8 +234,19 @@ def _check_heads(spec: AttentionSpec, problem: TileProblem) -> None:
     heads = problem.heads_per_tile
     why = why_walks_differ(spec)
     tiles = {tile.owned for tile in shapes(problem)}
-    if not why and all(any(obstacles_to_sharing(problem.path, rows, heads)) for rows in tiles):
-        able = "16, 32 or a multiple of 64" if problem.path == "sm_90a" else "a multiple of 16"
-        why = f"no tile has {able} rows for each of them"
+    dropout = problem.dropout_ops > 0
+    if not why and all(
+        any(obstacles_to_sharing(problem.path, rows, heads, dropout=dropout)) for rows in tiles
+    ):
+        why = f"no tile has {_shares(problem)} rows for each of them"
     if why:
         raise heads_cannot_share(problem, spec, why)
+
+
+def _shares(problem: TileProblem) -> str:
+    """The numbers of rows that each head of a shared tile can have."""
+    few = "" if problem.dropout_ops else "1, 2, 4, 8, "
+    most = "16, 32 or a multiple of 64" if problem.path == "sm_90a" else "a multiple of 16"
+    if few and problem.path == "sm_80":
+        most = f"or {most}"
+    return few + most

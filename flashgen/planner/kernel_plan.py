@@ -57,7 +57,7 @@ class Plan(LaunchRules):
         registers_needed: registers per thread by the model, at most `registers`.
         blocks_per_sm: resident thread blocks per SM that the launch bounds request.
         heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
-            share K and V.
+            share K and V. Where they cannot divide its rows, the last rows belong to no head.
         sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
             which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
         integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
@@ -115,10 +115,13 @@ class Plan(LaunchRules):
         return 4 if self.partial else self.itemsize
 
     @property
-    def heads_per_warp(self) -> int:
-        """Query heads whose rows a warp computes: one of all its row groups, or one of each."""
-        rows = MMA_ROWS * self.row_groups
-        return max(1, rows // self.queries_per_tile) if self.heads_per_tile > 1 else 1
+    def heads_per_lane(self) -> int:
+        """Query heads whose rows a lane computes: one of all its rows, one of its two rows in each
+        row group, or one of each row."""
+        if self.heads_per_tile == 1:
+            return 1
+        lanes = MMA_ROWS // 2  # rows of a lane are 8 apart
+        return max(1, MMA_ROWS * self.row_groups // max(lanes, self.queries_per_tile))
 
     @property
     def loops_over_masks(self) -> bool:

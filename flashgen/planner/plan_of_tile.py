@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.analysis import window_of
-from flashgen.launch_facts import KEY_KERNELS
+from flashgen.launch_facts import KEY_KERNELS, head_places
 from flashgen.planner.derivation import DerivationLine, Excess, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models import forward_sm80
@@ -103,9 +103,11 @@ def _notes(problem: TileProblem, tile: Tile) -> Iterator[str]:
     yield from _windows(problem, tile)
     heads = problem.heads_per_tile
     if heads > 1:
+        queries = tile.owned // head_places(tile.owned, heads)
         yield (
             f"heads_per_tile {heads}: query heads that share K and V, "
-            f"{tile.owned // heads} queries of each = {tile.owned} rows"
+            f"{queries} queries of each = {heads * queries} "
+            f"{'' if heads * queries == tile.owned else f'of {tile.owned} '}rows"
         )
 
 

@@ -59,9 +59,10 @@ def choose_heads(
 ) -> HeadsPerTile:
     """The number of heads per tile with which the tiles of a forward launch have the fewest rows.
 
-    Candidates are powers of two, so that few kernels are compiled; the smallest one within a factor
-    of `HEADS_PER_TILE_GAIN` of the fewest rows is chosen. Heads that cannot share the plan's tile
-    may share one of fewer warps, unless the tile was given.
+    Candidates are the powers of two that divide the group and the group itself, so that few kernels
+    are compiled, or its largest divisor that can share a tile; the smallest one within a factor of
+    `HEADS_PER_TILE_GAIN` of the fewest rows is chosen. Heads that cannot share the plan's tile may
+    share one of fewer warps, unless the tile was given.
 
     The lengths of packed sequences are known at the launch only: they count as equally long.
 
@@ -79,9 +80,13 @@ def choose_heads(
     if obstacle:
         return HeadsPerTile(1, f"{of}: {obstacle}")
     rows = {
-        heads: _rows_to_share(plan, heads)
-        for heads in (1 << power for power in range(group.bit_length()))
-        if group % heads == 0
+        heads: found
+        for heads in range(1, group + 1)
+        if group % heads == 0 and (found := _rows_to_share(plan, heads, dropout=spec.dropout))
+    }
+    most = max(rows)
+    rows = {
+        heads: found for heads, found in rows.items() if heads & -heads == heads or heads == most
     }
     tiles = {
         heads: math.prod(
@@ -90,10 +95,9 @@ def choose_heads(
             )
         )
         for heads, found in rows.items()
-        if found
     }
     if len(tiles) == 1:
-        why = f"no power of two that divides {group} can share a tile of {plan.block_q} rows"
+        why = f"no number of heads that divides {group} can share a tile of {plan.block_q} rows"
         return HeadsPerTile(1, f"{of}: {why}")
     chosen = heads_of_fewest_rows(rows, tiles, HEADS_PER_TILE_GAIN)
     if chosen == 1:
@@ -107,7 +111,7 @@ def choose_heads(
     return HeadsPerTile(chosen, f"{of}: {saved}")
 
 
-def _rows_to_share(plan: Plan, heads: int) -> int:
+def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:
     """Rows of the largest tile up to the plan's that this number of heads can share; 0: none."""
     counts = PATHS[plan.path][plan.kernel, plan.itemsize].warp_counts
     if plan.policy == "given":
@@ -116,7 +120,8 @@ def _rows_to_share(plan: Plan, heads: int) -> int:
         (
             rows
             for rows in (plan.block_q * warps // plan.warps for warps in counts)
-            if rows <= plan.block_q and not any(obstacles_to_sharing(plan.path, rows, heads))
+            if rows <= plan.block_q
+            and not any(obstacles_to_sharing(plan.path, rows, heads, dropout=dropout))
         ),
         default=0,
     )

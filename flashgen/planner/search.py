@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
+from flashgen.launch_facts import head_places
 from flashgen.planner.derivation import Excess
 from flashgen.planner.formulas import tidy
 from flashgen.planner.models.backward_sm80 import SYNCS, dq_row_warps
@@ -78,19 +79,26 @@ def excesses(
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
     if of.copies_rows and tile.warps < problem.copy_warps:
         yield Excess("warps to copy a row", problem.copy_warps, tile.warps, "")
-    yield from obstacles_to_sharing(problem.path, tile.owned, problem.heads_per_tile)
+    yield from obstacles_to_sharing(
+        problem.path, tile.owned, problem.heads_per_tile, dropout=problem.dropout_ops > 0
+    )
 
 
-def obstacles_to_sharing(path: str, block_q: int, heads: int) -> Iterator[Excess]:
+def obstacles_to_sharing(path: str, block_q: int, heads: int, *, dropout: bool) -> Iterator[Excess]:
     """Why a tile of ``block_q`` rows cannot be shared by this number of heads.
 
-    A row group, the 16 rows of an mma, belongs to one head. On "sm_90a" one TMA box of Q has the
-    rows of a warpgroup: all rows of several heads, or some rows of one.
+    The 16 rows of an mma, a row group, are those of one head or of several heads with 8, 4, 2 or 1
+    queries each. With dropout they are those of one head, because a call of Philox serves 16 x 16
+    elements of a head. On "sm_90a" one TMA box of Q has the rows of a warpgroup: all rows of
+    several heads, or some rows of one.
     """
     if heads == 1:
         return
-    queries = Fraction(block_q, heads)
-    if queries % MMA_ROWS:
+    places = head_places(block_q, heads)
+    queries = Fraction(block_q, places)
+    if queries < 1:
+        yield Excess("heads per tile", places, block_q, "")
+    elif queries % MMA_ROWS and (dropout or MMA_ROWS % queries):
         yield Excess("heads per row group", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
     elif path == "sm_90a" and queries % GROUP_ROWS and GROUP_ROWS % queries:
         boxes = GROUP_ROWS // math.gcd(GROUP_ROWS, int(queries))

@@ -16,7 +16,13 @@ from flashgen.planner.derivation import line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.quantities import Number
-from flashgen.planner.traffic import LaunchSizes, Visited, rows_in, walks_of_head
+from flashgen.planner.traffic import (
+    LaunchSizes,
+    Visited,
+    neighbours_of_heads,
+    rows_in,
+    walks_of_head,
+)
 
 # The forward kernel. It reads K and V once for the heads that share a tile.
 Q_READ = Formula("q_read", "e*d_qk*query_rows", "B")
@@ -177,7 +183,7 @@ def _rows_of(plan: Plan, walk: SplitWalk, box_rows: int | None, *, split: bool) 
     shared = pairs // plan.heads_per_tile  # walks over the keys
     threads = WARP * (plan.warps + (1 if plan.other_warps else 0))
     found = Rows(
-        query_rows=pairs * queries,
+        query_rows=(pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)) * queries,
         part_rows=pairs * (queries if split else sizes.seq_q),
         lse_rows=pairs * sizes.seq_q,
         length_reads=0 if box_rows is None else shared * len(walks) * threads,

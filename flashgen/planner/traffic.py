@@ -57,6 +57,16 @@ def rows_in(tiles: Iterable[int], size: int, length: int) -> int:
     return sum(max(0, min(size, length - tile * size)) for tile in tiles)
 
 
+def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
+    """Heads of other tiles whose Q the forward tiles of a batch entry read: TMA fills the rows of a
+    tile that have no head with those of the next heads, as far as these exist."""
+    spare = plan.head_places - plan.heads_per_tile
+    if not spare or plan.path == "sm_80":
+        return 0
+    ends = range(plan.heads_per_tile, heads_q + 1, plan.heads_per_tile)
+    return sum(min(spare, heads_q - end) for end in ends)
+
+
 @dataclass(frozen=True)
 class ForwardTraffic:
     """Bytes of one launch, per tensor: as issued to global memory, and the least possible.
@@ -177,10 +187,11 @@ def forward_traffic(
     o_row = plan.head_dim_v * plan.out_itemsize
     kv_touched = rows_in(set(chain(*walks)), plan.block_k, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
+    neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
     logits = heads_q * plan.sink_bytes
-    lanes = WARP * plan.warps * plan.heads_per_warp  # each reads the logits of its rows' heads
+    lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads
     return ForwardTraffic(
-        q=q,
+        q=q + neighbours,
         k=shared * k_rows * qk_row,
         v=shared * k_rows * v_row,
         o=o,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,16 @@ from tests.support.profiles import forward, loaded, random_operands
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 12, 16, 71, 128, 256])
 def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int, arch: str) -> None:
     plan = fg.plan(WIDE, arch)
+    assert plan.block_q == 128
     taken = set()
     for seq_q in (*range(1, 300, 7), 512, 1000, 4097):
-        able = [heads for heads in (1, 2, 4, 8) if group % heads == 0]
-        tiles = {n: 3 * 2 * group // n * -(-seq_q * n // plan.block_q) for n in able}
+        most = min(group, 128)
+        able = sorted({most, *(1 << n for n in range(8) if group % (1 << n) == 0)})
+        rows = {n: 128 // (1 << math.ceil(math.log2(n))) for n in able}  # of each head
+        tiles = {n: 3 * 2 * group // n * -(-seq_q // rows[n]) for n in able}
         fewest = min(tiles.values())
         want = next(heads for heads in able if 10 * tiles[heads] <= 11 * fewest)
         got = choose_heads(WIDE, plan, 3, 2 * group, 2, seq_q)
@@ -36,12 +40,35 @@ def test_the_fewest_heads_with_nearly_the_fewest_tiles_are_chosen(group: int, ar
         if want > 1:
             saved = f"of {group} that share K and V: {tiles[want]:,} tiles instead of {tiles[1]:,}"
             assert got.reason == saved
-        elif able == [1] and group > 1:
-            assert f"no power of two that divides {group} can share" in got.reason
         else:
             assert got.reason == ""
         taken.add(want)
-    assert taken == set(able)
+    # Queries of all lengths are in some tile of few rows of many heads.
+    assert taken >= {1, most}
+    assert taken == set(able) or group in (12, 256)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_group_of_more_heads_than_a_tile_has_rows_has_the_largest_part_that_can_share_it(
+    arch: str,
+) -> None:
+    plan = fg.plan(WIDE, arch)
+    for group, heads in ((144, 72), (190, 95), (131, 1), (200, 100)):
+        got = choose_heads(WIDE, plan, 1, group, 1, 1)
+        assert got.heads == heads
+    assert (
+        "no number of heads that divides 131 can share"
+        in choose_heads(WIDE, plan, 1, 131, 1, 1).reason
+    )
+
+
+def test_with_dropout_each_head_of_a_tile_has_16_rows() -> None:
+    spec = WIDE.replace(dropout=True)
+    plan = fg.plan(spec, "sm_80")
+    got = {group: choose_heads(spec, plan, 1, group, 1, 1).heads for group in (7, 12, 16, 71)}
+    assert got == {7: 7, 12: 6, 16: 8, 71: 1}
+    for heads in (12, 16):
+        assert fg.plan(spec, "sm_80", heads_per_tile=heads).block_q == 256
 
 
 def test_packed_sequences_count_as_equally_long() -> None:
@@ -59,7 +86,7 @@ def test_a_given_tile_that_heads_cannot_share_has_one_head_and_a_derived_one_is_
     assert plan.block_q == 192
     got = choose_heads(CAUSAL, replace(plan, policy="given"), 1, 8, 1, 1)
     assert got.heads == 1
-    assert "divides 8 can share a tile of 192 rows" in got.reason
+    assert "no number of heads that divides 8 can share a tile of 192 rows" in got.reason
     got = choose_heads(CAUSAL, plan, 1, 8, 1, 1)
     assert got.heads == 8
     assert got.reason.endswith("1 tile of 128 rows instead of 8 of 192")
@@ -104,11 +131,11 @@ def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason()
 @pytest.mark.parametrize(
     ("changes", "arch", "heads", "why"),
     [
-        ({}, "sm_80", 5, "no tile has a multiple of 16 rows"),
-        ({"dtype": "float32"}, ARCH, 5, "no tile has a multiple of 16 rows"),
-        ({"head_dim": 256, "head_dim_v": 256}, "sm_80", 16, "no tile that fits has 16 rows"),
-        ({}, ARCH, 16, "no tile has 16, 32 or a multiple of 64 rows"),
-        ({}, ARCH, 5, "no tile has 16, 32 or a multiple of 64 rows"),
+        ({}, "sm_80", 300, "no tile has 1, 2, 4, 8, or a multiple of 16 rows"),
+        ({"dropout": True}, "sm_80", 24, "no tile has a multiple of 16 rows"),
+        ({"head_dim": 256, "head_dim_v": 256}, "sm_80", 200, "no tile that fits has 1, 2, 4, 8"),
+        ({}, ARCH, 193, "no tile has 1, 2, 4, 8, 16, 32 or a multiple of 64 rows"),
+        ({"dropout": True}, ARCH, 16, "no tile has 16, 32 or a multiple of 64 rows"),
         ({}, ARCH, 0, "it is a number of query heads"),
         ({}, ARCH, 2.0, "it is a number of query heads"),
         ({}, ARCH, True, "it is a number of query heads"),
@@ -122,13 +149,13 @@ def test_heads_that_cannot_share_a_tile_are_refused(
         fg.plan(CAUSAL.replace(**changes), arch, heads_per_tile=heads)
 
 
-def test_one_tile_of_split_keys_is_shared_by_as_many_heads_as_it_has_row_groups() -> None:
+def test_one_tile_of_split_keys_is_shared_by_as_many_heads_as_it_has_rows() -> None:
     spec = split(CAUSAL)
     tile = fg.plan(spec, "sm_80").tile
-    for heads in (2, 4, 8):
+    for heads in (2, 4, 7, 8, 12, 16, 71, 128):
         assert fg.plan(spec, "sm_80", heads_per_tile=heads).tile == tile
-    with pytest.raises(PlanError, match="heads per row group: 2 against 1"):
-        fg.plan(spec, "sm_80", heads_per_tile=16)
+    with pytest.raises(PlanError, match="heads per tile: 256 against 128"):
+        fg.plan(spec, "sm_80", heads_per_tile=129)
 
 
 def test_traffic_of_heads_that_do_not_share_k_and_v_is_refused() -> None:
