@@ -187,12 +187,11 @@ def head_of(plan: Plan) -> str:
 def _counted_head(plan: Plan) -> str:
     """C++ of the head of a lane's row r in row group g, where its rows have different heads.
 
-    `head` is that of its first row. A row without a head computes as one of the last head.
+    `head` is that of its first row. Of rows without a head it is past the last head of the tile.
     """
     terms = ["head"]
     for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):
         heads = rows // plan.queries_per_tile
         if heads and (index == "r" or plan.row_groups > 1):
             terms.append(index if heads == 1 else f"{heads} * {index}")
-    head = " + ".join(terms)
-    return f"min({head}, last_head)" if plan.head_places > plan.heads_per_tile else head
+    return " + ".join(terms)

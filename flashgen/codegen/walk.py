@@ -155,7 +155,6 @@ class ScoreCode:
     value: str
     uses_q: bool
     parts: FunctionInParts | None = None
-    uses_h: bool = False
 
     @staticmethod
     def of(
@@ -177,7 +176,5 @@ class ScoreCode:
         given = element if scaled else f"{element} * p.scale"
         call = parts.function.call(score=given, h=head)
         value = "scored.value" if slope else "value"
-        uses_q, uses_h = (
-            any(each in function.uses for function in parts.functions) for each in (fx.Q, fx.H)
-        )
-        return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head), uses_h)
+        uses_q = any(fx.Q in function.uses for function in parts.functions)
+        return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head))

@@ -305,9 +305,12 @@ def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns(
     computing = source.text.partition("This lane's elements")[2].splitlines()
     read = [line.split("//")[0].strip() for line in computing if re.search(r"\bh\b", line)]
     first_row = "first_row" if arch == ARCH else "warp_row"
-    again = ["const int first_head = h + warp_row / TILE_QUERIES;"]  # what writes O, by row
+    again_by_row = [
+        "const int head = h + (thread / 32 * 16 * ROW_GROUPS + thread % 32 / 4) / TILE_QUERIES;",
+        "const int first_head = h + warp_row / TILE_QUERIES;",
+    ]
     by_row = arch == "sm_80" and heads == 8
-    assert read == [f"const int head = h + {first_row} / TILE_QUERIES;", *(again * by_row)]
+    assert read == [f"const int head = h + {first_row} / TILE_QUERIES;", *(again_by_row * by_row)]
 
 
 @pytest.mark.parametrize(

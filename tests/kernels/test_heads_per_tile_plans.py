@@ -170,10 +170,10 @@ SIZES = (1, 4, 1, 17, 300)
 
 
 def bytes_of(
-    spec: fg.AttentionSpec, arch: str = ARCH, **options: Any
+    spec: fg.AttentionSpec, arch: str = ARCH, *, sizes: Any = SIZES, **options: Any
 ) -> tuple[Plan, dict[str, int]]:
     """Counted, where they are as the plan predicts them."""
-    _, (profile,) = profile_forward(spec, *random_operands(spec, SIZES), arch=arch, **options)
+    _, (profile,) = profile_forward(spec, *random_operands(spec, sizes), arch=arch, **options)
     for tensor in profile.tensors:
         if "_row_" not in tensor.name:  # the lists of a layout, of which Hopper's plan says nothing
             assert tensor.issued.counted == tensor.issued.predicted, tensor.name
