@@ -75,7 +75,7 @@ def _numbers(text: str) -> tuple[int, ...]:
             "this is not a list of numbers of heads",
             where="option --heads-per-tile",
             numbers=f"given {text[:80]!r}",
-            way_out="powers of two, as in --heads-per-tile 1,4",
+            way_out="numbers up to 128, as in --heads-per-tile 1,4",
         )
     return tuple(map(int, parts))
 

@@ -220,7 +220,7 @@ def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]
     best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
     assert best is not None, "the tile itself can have one head"
     return (
-        f"split keys: one tile for every call, which 2^n heads can share: "
+        f"split keys: one tile for every call, which any heads can share: "
         f"{cost(problem, tile):.4f} clk against {cost(problem, best):.4f} of the best one",
     )
 
