@@ -11,6 +11,9 @@ Source of the rates of L2, which are lower than those of the whitepapers (64 B p
 reads of a buffer that fits in L2, by all SMs, as measured by github.com/te42kyfo/gpu-benches
 (gpu-l2-cache, gpu-cache): A100 80GB 5.4 TB/s = 35 B per clock and SM, H100 PCIe 6.9 TB/s = 34.5,
 H200 9.8 TB/s = 37, A40 2.43 TB/s = 17, L40 5.2 TB/s = 15.
+
+Source of the latencies of global memory: gpu-benches too (gpu-latency), pointer chasing: A100 80GB
+570 clocks, H100 PCIe 650. Rows without a measurement have that of A100 or, from sm_90 on, of H100.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Arch:
     tensor_16bit: int  # multiply-adds, dense, fp16 or bf16 operands, fp32 sums, fastest path
     mma_16bit: int  # the same with mma.sync, the instruction of the sm_80 path
     l2_bytes_per_clock: float
+    memory_latency: int  # clocks from a load of global memory, not in L2, to its data
 
     @property
     def major(self) -> int:
@@ -91,6 +95,7 @@ _SM_80 = Arch(
     tensor_16bit=1024,
     mma_16bit=1024,
     l2_bytes_per_clock=35,
+    memory_latency=570,
 )
 _SM_86 = Arch(
     name="sm_86",
@@ -111,6 +116,7 @@ _SM_86 = Arch(
     tensor_16bit=512,
     mma_16bit=512,
     l2_bytes_per_clock=17,
+    memory_latency=570,
 )
 _SM_89 = replace(
     _SM_86,
@@ -141,6 +147,7 @@ _SM_90 = replace(
     tensor_16bit=2048,
     mma_16bit=1288,
     l2_bytes_per_clock=35,
+    memory_latency=650,
 )
 _SM_100 = replace(
     _SM_90,

@@ -268,15 +268,20 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
 
 
 @functools.lru_cache(maxsize=64)
-def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80") -> Build:
+def build_merge(
+    head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False
+) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
+
+    Args:
+        splits: as for `flashgen.planner.plan_merge`.
 
     Raises:
         SpecError: there is no kernel for the head dim or the dtype.
         PlanError, RenderError, CompileError: as ``build``.
     """
     spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name="merge")
-    source = codegen.merge(spec, plan_merge(spec, arch))
+    source = codegen.merge(spec, plan_merge(spec, arch, splits=splits))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 

@@ -51,7 +51,9 @@ def banner(
     """
     shared = plan.kernel in WITHOUT_SPEC
     if plan.kernel == "merge":
-        again = f'flashgen.pipeline.build_merge({plan.head_dim_v}, "{plan.dtype}", "{plan.arch}")'
+        splits = ", splits=True" if plan.lane_groups > 1 else ""
+        of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
+        again = f"flashgen.pipeline.build_merge({of_out})"
     elif plan.kernel == "append_kv":
         again = f'flashgen.append_pipeline.build_append_kv({plan.access_bytes}, "{plan.arch}")'
     elif shared:

@@ -17,6 +17,15 @@ def merge(spec: AttentionSpec, plan: Plan) -> Source:
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    lanes = plan.threads // plan.block_q
-    uneven = plan.head_dim_v // 4 % lanes != 0
-    return kernel("common/merge.cu.j2", spec, plan, None, lanes=lanes, uneven=uneven)
+    lanes, loads = (int(plan.quantities[name]) for name in ("lanes", "loads"))
+    vectors = plan.head_dim_v // 4
+    return kernel(
+        "common/merge.cu.j2",
+        spec,
+        plan,
+        None,
+        lanes=lanes,
+        groups=plan.lane_groups,
+        parts_at_once=loads // -(-vectors // lanes),
+        uneven=vectors % lanes != 0,
+    )

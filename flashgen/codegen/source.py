@@ -151,7 +151,8 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
         dtype = DTYPE_SHORT[spec.dtype]
         return f"convert_dq{packed}_{dtype}_d{spec.head_dim}_q{plan.block_q}"
     if role == "merge":
-        return f"merge_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
+        splits = "_splits" if plan.lane_groups > 1 else ""
+        return f"merge{splits}_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"

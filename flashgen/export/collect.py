@@ -143,7 +143,9 @@ class Collection:
         merge = {}
         if spec.split:
             of_out = signature.head_dim_v, signature.out_dtype
-            merge = {arch: self.add(build_merge(*of_out, arch)) for arch in request.archs}
+            merge = {
+                arch: self.add(build_merge(*of_out, arch, splits=True)) for arch in request.archs
+            }
         return ProgramRecord(
             offsets=variant.offsets,
             part=variant.part,

@@ -152,16 +152,18 @@ def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
     return streaming_kernels.plan_minmax_table(spec, facts(arch))
 
 
-def plan_merge(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
     """The plan of the kernel that merges partial results.
 
     Args:
         spec: only its head_dim_v and its dtype, that of the merged output, are read.
+        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
+            block then share the parts of one row.
 
     Raises:
         PlanError: the architecture is unknown.
     """
-    return streaming_kernels.plan_merge(spec, facts(arch))
+    return streaming_kernels.plan_merge(spec, facts(arch), splits=splits)
 
 
 def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:

@@ -5,8 +5,12 @@ steps: nothing overlaps the loads of the rows that its block owns, the products 
 its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
 run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
 numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
-through global memory once. A block of a kernel without score elements has an equal share of global
-memory's rate, however few blocks there are.
+through global memory once.
+
+A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
+may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
+of global memory's rate. And it moves at most the bytes of the loads that it has in flight in the
+time that one load takes (Little's law). Loads of which each needs the one before wait in turn.
 
 `benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
 libraries with their published ones.
@@ -19,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flashgen.arch import facts
+from flashgen.arch import WARP, facts
 from flashgen.planner.derivation import DerivationLine, line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
@@ -27,7 +31,7 @@ from flashgen.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
-from flashgen.planner.schedule import SLOTS
+from flashgen.planner.schedule import ROUNDS, SLOTS
 from flashgen.planner.traffic import LSE_BYTES, SUM_BYTES, LaunchSizes, Visited, walks_of_head
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
@@ -38,8 +42,26 @@ HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
 
 FORMULAS = (SLOTS, BEGUN, QUANTISATION, WORK, HBM, TIME)
-# Kernels without score elements: one round of their blocks is one step.
-STREAMING_FORMULAS = (SLOTS, QUANTISATION, WORK, HBM, TIME)
+
+# Kernels without score elements.
+RESIDENT = Formula("resident", "min(blocks, ceil(work_tiles/sms))")
+IN_FLIGHT = Formula("in_flight", f"{16 * WARP}*loads*warps", "B")
+BLOCK_RATE = Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B")
+BLOCK_TIME = Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk")
+STREAM_QUANTISATION = Formula("quantisation", "rounds*slots/work_tiles")
+STREAM_WORK = Formula("work", "block_time*work_tiles/slots", "clk")
+STREAMING_FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    RESIDENT,
+    IN_FLIGHT,
+    BLOCK_RATE,
+    BLOCK_TIME,
+    STREAM_QUANTISATION,
+    STREAM_WORK,
+    HBM,
+    TIME,
+)
 
 
 class HeadSteps(NamedTuple):
@@ -108,10 +130,9 @@ def duration_of(
     """
     arch, streams = facts(plan.arch), plan.streams
     parts = parts_of(plan, walks, uneven=uneven)
-    rows = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, _ in walks)
     steps = sum(sum(part.lengths) * part.times for part in parts)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
-    scores = rows * splits if streams else steps * plan.block_q * plan.block_k
+    scores = 0 if streams else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -126,12 +147,17 @@ def duration_of(
         "bytes": sum(_bytes(plan, sizes, splits) for sizes, _ in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    formulas = STREAMING_FORMULAS if streams else FORMULAS
-    begun = at["begun"] = 0 if streams else BEGUN(at)
-    launched = tuple(
-        part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
-    )
-    at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
+    if streams:
+        formulas, launched = STREAMING_FORMULAS, parts
+        at |= {"latency": arch.memory_latency, "warps": plan.warps, "work_tiles": max(1, work_tiles)}
+        at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
+    else:
+        formulas, begun = FORMULAS, BEGUN(at)
+        at["begun"] = begun
+        launched = tuple(
+            part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
+        )
+        at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
     FormulaSequence(*formulas)(at)
     lines = tuple(line_of(formula, at) for formula in formulas)
     bound = "hbm" if at["time"] == at["hbm"] else "work"

@@ -195,6 +195,11 @@ class Plan(LaunchRules):
         return 32 * (self.warps + self.other_warps)
 
     @property
+    def lane_groups(self) -> int:
+        """Groups of lanes that share the parts of a row in "merge"; 1 where one group has all."""
+        return int(self.quantities.get("groups", 1))
+
+    @property
     def binding(self) -> tuple[str, ...]:
         """Names of the constraints that keep the tile from being larger."""
         return tuple(line.name for line in self.derivation if line.binding)

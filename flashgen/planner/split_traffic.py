@@ -34,9 +34,9 @@ LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
 FORWARD_BYTES = Formula(
     "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
 )
-# The merge. Each lane of a row reads the LSE of each part twice: for the largest, and for weights.
+# The merge. The lanes of a row read the LSE of a part each.
 PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
-PARTS_LSE_READ = Formula("parts_lse_read", "2*4*row_lanes*lse_rows", "B")
+PARTS_LSE_READ = Formula("parts_lse_read", "4*lse_rows", "B")
 MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
 MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
 
@@ -162,7 +162,6 @@ def split_traffic(
         "e_out": plan.out_itemsize,
         "d_qk": plan.head_dim,
         "d_v": plan.head_dim_v,
-        "row_lanes": 0 if merge is None else merge.threads // merge.block_q,
         **counts._asdict(),
         "rows": rows,
         "keys": min(keys, counts.keys),  # heads that visit different keys may share some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.arch import SMEM_RESERVED, Arch
+from flashgen.arch import SMEM_RESERVED, WARP, Arch
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.derivation import line_of
 from flashgen.planner.formulas import Formula, FormulaSequence
@@ -29,13 +29,23 @@ DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 CONVERT_WARPS = 4
 CONVERT_BLOCKS = 8
 CONVERT_REGISTERS = 64
+CONVERT_LOADS = 4
 CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
 CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
 
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
 MERGE_WARPS = 4
-MERGE_BLOCKS = 6
-MERGE_REGISTERS = 80  # enough to load rows of several parts at once
+MERGE_WARPS_OF_SM = 24
+MERGE_BLOCKS = 8  # at most
+MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
+MERGE_LOADS = 8  # vectors that a lane loads together, of several parts, where there are many
+MERGE_REGISTERS = 80  # enough for these loads
+# Of the results of split keys there are many parts and few rows, which then have a block each, and
+# its groups of lanes share the parts. 256 lanes with 8 loads each have 32 KiB in flight, more than
+# an SM can read from L2 in the time of one load: 35 B in each of 650 clocks are 22 KiB. With few
+# lanes to a row, more groups would only lengthen the sum over the groups.
+LANE_GROUPS = Formula("groups", "min(16, 8*32/lanes)")
+GROUP_SMEM = Formula("smem", "groups*(4*d_v + 2*4)", "B")  # O, the largest LSE, the normaliser
 PART_BYTES = 4  # an element of a part is a float32
 PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
@@ -60,12 +70,16 @@ def plan_delta(spec: AttentionSpec, arch: Arch, sums_tile: tuple[int, int] | Non
         sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
             None where there are no sums. The kernel's text does not depend on it.
     """
+    d_v = spec.head_dim_v or spec.head_dim
+    vectors = ITEMSIZE[spec.dtype] * d_v // 16
     at: dict[str, Number] = {
         "e": ITEMSIZE[spec.dtype],
-        "d_v": spec.head_dim_v or spec.head_dim,
+        "d_v": d_v,
         "R": arch.registers_per_sm,
         "warps": DELTA_WARPS,
         "blocks": DELTA_BLOCKS,
+        "loads": 2 * 2 * -(-vectors // lanes_of_row(vectors)),  # of 2 rows of O and of dO
+        "chained_loads": 1,
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     row_traffic = ROW_TRAFFIC
@@ -99,6 +113,8 @@ def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple
         "M_sm": arch.smem_per_sm,
         "reserved": SMEM_RESERVED,
         "warps": CONVERT_WARPS,
+        "loads": CONVERT_LOADS,
+        "chained_loads": 1,
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     smem = CONVERT_SMEM(at)
@@ -114,24 +130,44 @@ def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple
     )
 
 
-def plan_merge(spec: AttentionSpec, arch: Arch) -> Plan:
-    """The plan of the kernel that merges partial results into an output of the spec's dtype."""
+def plan_merge(spec: AttentionSpec, arch: Arch, *, splits: bool = False) -> Plan:
+    """The plan of the kernel that merges partial results into an output of the spec's dtype.
+
+    Args:
+        splits: whether the parts are those of split keys, many of few rows.
+    """
     d_v = spec.head_dim_v or spec.head_dim
+    vectors = PART_BYTES * d_v // 16
+    lanes = lanes_of_row(vectors)
+    at_once = MERGED_AT_ONCE
+    if splits:  # a power of two, as the number of lanes is
+        at_once = min(lanes, 1 << (MERGE_LOADS // -(-vectors // lanes)).bit_length() - 1)
     at: dict[str, Number] = {
         "e": ITEMSIZE[spec.dtype],
         "d_v": d_v,
         "R": arch.registers_per_sm,
-        "warps": MERGE_WARPS,
-        "blocks": MERGE_BLOCKS,
+        "lanes": lanes,
+        "groups": 1,
+        "loads": at_once * -(-vectors // lanes),
+        "chained_loads": 2,  # of LSE, then of O
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
+    if splits:
+        at["groups"] = int(LANE_GROUPS(at))
+    at["warps"] = int(at["groups"]) * lanes // WARP if splits else MERGE_WARPS
+    at["blocks"] = min(MERGE_BLOCKS, MERGE_WARPS_OF_SM // int(at["warps"]))
     formulas = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
     note = (
         f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
         f"an SM per row of a part. Bound by memory: each byte of a part with keys is read once."
     )
+    if splits:
+        formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
+        note += " Groups of lanes share the parts of a row."
     plan = _plan("merge", spec, arch, at, formulas, MERGE_REGISTERS, note)
-    return replace(plan, block_q=plan.threads // lanes_of_row(PART_BYTES * d_v // 16))
+    if splits:
+        return replace(plan, block_q=1, smem_bytes=int(at["smem"]))
+    return replace(plan, block_q=plan.threads // lanes)
 
 
 def plan_append_kv(spec: AttentionSpec, arch: Arch, access_bytes: int) -> Plan:

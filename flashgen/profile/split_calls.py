@@ -83,7 +83,7 @@ def predict_splits(
         for part, behind in _splits(spec, call, length):
             walks += _walks(spec, mask, plan, replace(part, batch=batch), captured, behind)
         entries.append((batch, walks))
-    merge = plan_merge(spec, plan.arch) if spec.split else None
+    merge = plan_merge(spec, plan.arch, splits=True) if spec.split else None
     keys = call.heads_kv * sum(length * batch for length, batch in lengths.items())
     traffic = split_traffic(
         plan,

@@ -237,7 +237,7 @@ class SpecProgram(Program):
         from flashgen.pipeline import build_merge
 
         signature = self.signature
-        return build_merge(signature.head_dim_v, signature.out_dtype, arch)
+        return build_merge(signature.head_dim_v, signature.out_dtype, arch, splits=True)
 
 
 def program_of(spec: AttentionSpec | Program) -> Program:

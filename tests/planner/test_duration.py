@@ -7,7 +7,8 @@ import random
 import pytest
 
 import flashgen as fg
-from flashgen.planner import Plan, plan, plan_backward
+from flashgen.arch import facts
+from flashgen.planner import Plan, plan, plan_backward, plan_merge
 from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.planner.formulas import evaluate
 from flashgen.planner.models.fitted_time import STATED_ERROR
@@ -29,6 +30,9 @@ def test_every_line_is_its_own_arithmetic() -> None:
         assert values["time"] == pytest.approx(
             max(values["work"] * values["quantisation"], values["hbm"])
         )
+        if each.streams:
+            bytes_in_flight = 512 * each.warps * each.quantities["loads"]
+            assert values["block_rate"] <= bytes_in_flight / facts(each.arch).memory_latency
         assert found.seconds > 0
         assert "predicted" in str(found)
 
@@ -110,6 +114,26 @@ def test_a_block_walks_for_each_head_of_its_group() -> None:
     of_starts = 2 * value(alike, "begun")  # of two work tiles
     share = (4 + of_starts) / (6 + of_starts)
     assert value(fewer, "work") == pytest.approx(value(alike, "work") * share)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_block_with_few_companions_is_bound_by_its_loads_in_flight_or_by_l2(arch: str) -> None:
+    """One block takes as long as few, no SM exceeds the rate of L2, and many are bound by HBM."""
+    merge, gpu = plan_merge(SPEC.replace(head_dim=128), arch, splits=True), facts(arch)
+
+    def at(rows: int, splits: int) -> Duration:
+        sizes = LaunchSizes(1, rows, rows, 1, 0)
+        return duration_of(merge, [(sizes, None)], splits=splits)
+
+    assert at(1, 500).seconds == pytest.approx(at(gpu.sms // 4, 500).seconds)
+    assert value(at(1, 500), "block_rate") == gpu.l2_bytes_per_clock
+    assert value(at(2 * gpu.sms, 500), "block_rate") == gpu.l2_bytes_per_clock / 2
+    assert at(1, 1).seconds * gpu.clock_hz >= 2 * gpu.memory_latency
+    many = at(64 * gpu.sms, 20)
+    assert many.bound == "hbm"
+    assert many.seconds == pytest.approx(
+        64 * gpu.sms * (20 * (512 + 4) + 256 + 4) / gpu.hbm_bytes_per_s
+    )
 
 
 def test_interleaved_heads_leave_no_long_block_for_the_end() -> None:
