@@ -30,6 +30,7 @@ _PAGES = (
     Param("page_divisor", "long long", "multiplier and shift of a division by page_size"),
     Param("box_rows", "int", "rows of a page that TMA copies at once; 0: TMA copies no keys"),
 )
+_BOX_ROWS = Param("box_rows", "int", "rows of K and of V that TMA copies at once")
 _NUMBERS = (
     Param("batch", "int"),
     Param("heads_q", "int"),
@@ -154,7 +155,10 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
     params += _strides(*in_memory)
     if role == "merge":
         params += _strides("parts_o", "merged_o")
-    params += [*_NUMBERS, *(_PAGES if paged else ()), *(_DROPOUT if spec.dropout else ())]
+    params += [*_NUMBERS, *(_PAGES if paged else ())]
+    if role == "forward" and spec.split and by_tma and not paged:
+        params.append(_BOX_ROWS)
+    params += _DROPOUT if spec.dropout else ()
     for scalar in spec.scalars:
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
         params.append(Param(f"s_{scalar.name}", c_type, f"the spec's {scalar.name}"))

@@ -141,7 +141,8 @@ def split_traffic(
     rows: int,
     keys: int,
     *,
-    box_rows: int | None = None,
+    box_rows: int = 0,
+    paged: bool = False,
 ) -> SplitTraffic:
     """The bytes of the launches of a call.
 
@@ -151,12 +152,12 @@ def split_traffic(
         walks: the work of each split.
         rows: query rows of all heads and sequences.
         keys: keys of all key heads and sequences.
-        box_rows: for a paged cache, the keys that TMA copies at once, or 0 where lanes copy every
-            row; None for contiguous keys.
+        box_rows: the keys that TMA copies at once; 0 where lanes copy every row.
+        paged: whether K and V are read from the pages of a cache.
     """
-    counts = Rows()
+    counts, copies = Rows(), KeyCopies(box_rows, paged)
     for walk in walks:
-        counts = counts.plus(_rows_of(plan, walk, box_rows, split=merge is not None))
+        counts = counts.plus(_rows_of(plan, walk, copies, split=merge is not None))
     at: dict[str, Number] = {
         "e": plan.itemsize,
         "e_out": plan.out_itemsize,
@@ -169,10 +170,17 @@ def split_traffic(
     }
     formulas = (*OF_FORWARD, *(OF_MERGE if merge is not None else ()), BOUND_BYTES, OVER_BOUND)
     FormulaSequence(*formulas)(at)
-    return SplitTraffic(merge is not None, box_rows is not None, at)
+    return SplitTraffic(merge is not None, paged, at)
 
 
-def _rows_of(plan: Plan, walk: SplitWalk, box_rows: int | None, *, split: bool) -> Rows:
+class KeyCopies(NamedTuple):
+    """How keys are copied: by the arguments of `split_traffic`."""
+
+    box_rows: int
+    paged: bool
+
+
+def _rows_of(plan: Plan, walk: SplitWalk, copies: KeyCopies, *, split: bool) -> Rows:
     """The rows of one split."""
     sizes = walk.sizes
     walks = walks_of_head(plan, sizes, walk.visited)
@@ -185,27 +193,27 @@ def _rows_of(plan: Plan, walk: SplitWalk, box_rows: int | None, *, split: bool) 
         query_rows=(pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)) * queries,
         part_rows=pairs * (queries if split else sizes.seq_q),
         lse_rows=pairs * sizes.seq_q,
-        length_reads=0 if box_rows is None else shared * len(walks) * threads,
+        length_reads=shared * len(walks) * threads if copies.paged else 0,
         keys=sizes.batch * sizes.heads_kv * rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k),
     )
     for tile in chain(*walks):
-        found = found.plus(_rows_of_tile(plan, walk, tile, box_rows), shared)
+        found = found.plus(_rows_of_tile(plan, walk, tile, copies), shared)
     return found
 
 
-def _rows_of_tile(plan: Plan, walk: SplitWalk, tile: int, box_rows: int | None) -> Rows:
+def _rows_of_tile(plan: Plan, walk: SplitWalk, tile: int, copies: KeyCopies) -> Rows:
     """The rows of K and V of one tile, and the entries of the page table that are read for them."""
     valid = min(plan.block_k, walk.sizes.seq_k - tile * plan.block_k)
-    if box_rows is None:
-        # TMA reads whole tiles, past the border of a split.
-        if plan.path == "sm_90a":
-            valid = min(plan.block_k, valid + walk.keys_behind)
-        return Rows(key_rows=valid, value_rows=valid)
+    box_rows = copies.box_rows
+    boxes = -(-valid // box_rows) if box_rows else 0
+    if not copies.paged:
+        # A box reads on where a split begins or ends with the tensor inside of it.
+        rows = min(boxes * box_rows, valid + walk.keys_behind) if boxes else valid
+        return Rows(key_rows=rows, value_rows=rows)
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
-    if not box_rows or plan.path != "sm_90a":
+    if not box_rows:
         reads = valid * (vectors + vectors_v)
         return Rows(key_rows=valid, value_rows=valid, table_reads=reads)
-    boxes = -(-valid // box_rows)
     # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
     reads = 2 * boxes + valid % box_rows * vectors_v
     return Rows(key_rows=boxes * box_rows, value_rows=valid, table_reads=reads)

@@ -92,6 +92,7 @@ def predict_splits(
         call.batch * call.heads_q * call.seq_q,
         keys,
         box_rows=_box_rows(spec, plan, call, captured),
+        paged=spec.paged,
     )
     # The splits of a batch entry follow each other, as its work tiles do.
     in_order = [
@@ -167,10 +168,12 @@ def _walks(
 
 def _box_rows(
     spec: AttentionSpec, plan: Plan, call: CheckedCall, captured: Mapping[str, Array]
-) -> int | None:
-    """The keys of a page that TMA copies at once, as the argument of `split_traffic`."""
-    if not spec.paged:
-        return None
-    page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
-    rows = box_rows_of(page_size, plan.block_k, call)
+) -> int:
+    """The keys that TMA copies at once; 0 where lanes copy every row."""
+    if plan.path != "sm_90a":
+        return 0
+    page_size = 0
+    if spec.paged:
+        page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
+    rows = box_rows_of(plan.block_k, call, page_size)
     return rows if rows >= LEAST_BOX_ROWS else 0

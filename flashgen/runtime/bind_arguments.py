@@ -14,7 +14,7 @@ from flashgen.errors import PlanError
 from flashgen.launch_facts import HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.paged_caches import box_rows_of
+from flashgen.runtime.paged_caches import LEAST_BOX_ROWS, box_rows_of
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.tensormap import TensorMapSpec
 
@@ -58,6 +58,11 @@ def bind(
     grouped = any(param.name == "head_bits" for param in params)
     bits = facts.head_bits(*call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
+    boxes = NO_NUMBERS
+    if any(param.name == "box_rows" for param in params):
+        rows = box_rows_of(facts.block_k, call, numbers.get("page_size", 0))
+        numbers["box_rows"] = rows if rows >= LEAST_BOX_ROWS else 0
+        boxes = dict.fromkeys(("k", "v"), rows)
     grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
     vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
@@ -78,8 +83,7 @@ def bind(
             numbers=f"given {blocks!r} for {facts.name} on path {facts.path}",
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
-    paged = any(param.name == "page_size" for param in params)
-    maps = maps_of(facts, tensors, packed=packed, paged=call if paged else None)
+    maps = maps_of(facts, tensors, packed=packed, boxes_of=boxes)
     rest = None
     for first_head, first_batch, part in reversed(list(_parts(grid))):
         firsts = {"first_head_group": first_head, "first_batch": first_batch}
@@ -152,7 +156,11 @@ def heads_of_call(
 
 
 def maps_of(
-    facts: LaunchFacts, tensors: Tensors, *, packed: bool = False, paged: CheckedCall | None = None
+    facts: LaunchFacts,
+    tensors: Tensors,
+    *,
+    packed: bool = False,
+    boxes_of: Mapping[str, int] = NO_NUMBERS,
 ) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 
@@ -161,17 +169,14 @@ def maps_of(
             strides of multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
-        paged: the call, where keys and values are in pages, from which boxes of some rows are
-            copied.
+        boxes_of: by operand, the rows of its boxes where they are fewer than those of a tile.
     """
     found = {}
     for name, (columns, rows, heads) in facts.boxes:
         tensor = tensors[name]
         assert tensor is not None, "operands of a kernel are never null"
         size, width = tensor.shape, tensor.element_size()
-        in_pages = paged is not None and name in ("k", "v")
-        if paged is not None and in_pages:
-            rows = box_rows_of(size[2], rows, paged)
+        rows = boxes_of.get(name, rows)
         steps = (
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )
@@ -182,5 +187,5 @@ def maps_of(
             (columns, rows, heads, 1),
             columns * width,
         )
-        found[name] = made.ragged() if packed and not in_pages else made
+        found[name] = made.ragged() if packed and name not in boxes_of else made
     return found

@@ -192,7 +192,7 @@ class PreparedForward(PreparedCall):
             numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
             tensors = {**tensors, "o": parts_out[0]}
         if self.signature.paged:
-            numbers |= numbers_of_pages(k, built.facts, call)
+            numbers |= numbers_of_pages(k)
         bound = bind(
             built,
             call,

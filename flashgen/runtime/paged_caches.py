@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from flashgen.runtime.check_basics import known, refuse
 from flashgen.runtime.fast_division import multiplier_of
 from flashgen.runtime.packed_sequences import given
 from flashgen.signature import PAGE_NAMES, SPLIT, CallSignature
-
-if TYPE_CHECKING:
-    from flashgen.launch_facts import LaunchFacts
 
 Tensor = torch.Tensor
 
@@ -124,21 +121,22 @@ def longest_of(captured: Mapping[str, Tensor]) -> int:
     return max(captured[PAGE_NAMES[1]].tolist(), default=0)
 
 
-def numbers_of_pages(k: Tensor, kernel: LaunchFacts, call: CheckedCall) -> dict[str, int]:
+def numbers_of_pages(k: Tensor) -> dict[str, int]:
     """The fields of a kernel that describe the pages of the caches."""
     page_size = k.shape[2]
-    box_rows = box_rows_of(page_size, kernel.block_k, call)
     return {
         "pages": k.shape[0],
         "page_size": page_size,
         "page_divisor": multiplier_of(page_size),
-        "box_rows": box_rows if box_rows >= LEAST_BOX_ROWS else 0,
     }
 
 
-def box_rows_of(page_size: int, block_k: int, call: CheckedCall) -> int:
-    """The largest number of rows that divides a page, a tile of keys and a split.
+def box_rows_of(block_k: int, call: CheckedCall, page_size: int = 0) -> int:
+    """The largest number of rows that divides a tile of keys, a split and a page.
 
-    Tiles begin at the borders of splits: boxes of these rows lie in one page each.
+    Tiles begin at the borders of splits: boxes of these rows lie in one split and one page each.
+
+    Args:
+        page_size: keys of a page; 0 for contiguous keys.
     """
     return math.gcd(page_size, block_k, int(call.scalars.get(SPLIT, 0)))

@@ -181,8 +181,19 @@ def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
     call.numbers["scalars"] = {"window": 30}
     run = call.forward(split_size=112)  # 8 splits, of which the window reaches the fourth alone
     assert run.counters.global_write_bytes == 2 * (64 * 4 + 8 * 4)
-    tile = 208 if arch == "sm_90a" else 2 * 96  # whole boxes; a tile, and its cut successor
-    assert run.counters.global_read_bytes <= 2 * (tile * 2 + 1) * 64 * 2 + 4096
+    keys = 112 if arch == "sm_90a" else 2 * 96  # boxes; a tile, and its cut successor
+    assert run.counters.global_read_bytes <= 2 * (keys * 2 + 1) * 64 * 2 + 4096
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_key_behind_the_border_of_a_split_is_read(arch: str) -> None:
+    """The tile has more keys than the split, and NaN in V would reach the rows of the tile."""
+    q, k, v = Case(1, 250, 1, 4, 2).tensors()
+    v[:, :, 112:] = math.nan
+    run = run_forward(CAUSAL, q, k, v, q_offset=111, split_size=112, arch=arch, **HOW)
+    assert run.plan is not None
+    assert run.plan.block_k % 112
+    judge_forward((run.out, run.lse), CAUSAL, q, k[:, :, :112], v[:, :, :112], q_offset=111)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
