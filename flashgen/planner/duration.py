@@ -5,7 +5,8 @@ steps: nothing overlaps the loads of the rows that its block owns, the products 
 its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
 run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
 numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
-through global memory once.
+through global memory once. Where its rounds are bound by global memory, whose rate all SMs share, the
+last round is not shorter than one of its work tiles.
 
 A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
 may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
@@ -40,8 +41,14 @@ QUANTISATION = Formula("quantisation", "makespan*slots/(steps + begun*work_tiles
 WORK = Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
+# The rounds in which all slots share the rate of global memory, and the last one, whose work tiles
+# take at least the time of their own work, however few share it.
+FULL_ROUNDS = Formula("full_rounds", "hbm*(rounds - 1)*slots/work_tiles", "clk")
+TIME_OF_ROUNDS = Formula(
+    "time", "max(work*quantisation, hbm, full_rounds + work*quantisation/rounds)", "clk"
+)
 
-FORMULAS = (SLOTS, BEGUN, QUANTISATION, WORK, HBM, TIME)
+FORMULAS = (SLOTS, ROUNDS, BEGUN, QUANTISATION, WORK, HBM, FULL_ROUNDS, TIME_OF_ROUNDS)
 
 # Kernels without score elements.
 RESIDENT = Formula("resident", "min(blocks, ceil(work_tiles/sms))")
@@ -137,10 +144,10 @@ def duration_of(
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
         "steps": max(1, steps),
-        "work_tiles": work_tiles,
+        "work_tiles": max(1, work_tiles),
         "block_q": plan.block_q,
         "block_k": plan.block_k,
-        "edges": 0 if streams else _edges(plan),
+        "edges": 0 if streams else _edges(plan, walks) / max(1, work_tiles),
         "l2_rate": arch.l2_bytes_per_clock,
         "cost": plan.cost,
         "scores": scores,
@@ -149,7 +156,7 @@ def duration_of(
     }
     if streams:
         formulas, launched = STREAMING_FORMULAS, parts
-        at |= {"latency": arch.memory_latency, "warps": plan.warps, "work_tiles": max(1, work_tiles)}
+        at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
     else:
         formulas, begun = FORMULAS, BEGUN(at)
@@ -160,7 +167,7 @@ def duration_of(
         at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
     FormulaSequence(*formulas)(at)
     lines = tuple(line_of(formula, at) for formula in formulas)
-    bound = "hbm" if at["time"] == at["hbm"] else "work"
+    bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
     seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
     return Duration(plan, lines, seconds, bound, quantisation, launched)
 
@@ -225,15 +232,20 @@ def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None
     return [times * sum(map(len, walks[tile::tiles])) for tile in range(tiles)]
 
 
-def _edges(plan: Plan) -> int:
-    """Bytes of the rows that a block owns: operands before its steps, results after them."""
+def _edges(plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]]) -> int:
+    """Bytes of the rows that blocks own: operands before their steps, results after them.
+
+    Rows past the end are neither read nor written: decoding has few rows in a tile.
+    """
     d_qk, d_v = plan.head_dim, plan.head_dim_v
-    if plan.kernel == "forward":
-        return plan.block_q * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
     if plan.owns_keys:
-        return plan.itemsize * plan.block_k * 2 * (d_qk + d_v)
+        keys = sum(sizes.batch * sizes.heads_kv * sizes.seq_k for sizes, _ in walks)
+        return plan.itemsize * keys * 2 * (d_qk + d_v)
+    queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, _ in walks)
+    if plan.kernel == "forward":
+        return queries * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
     gradient = d_qk if plan.kernel == "dq" else 0
-    return plan.itemsize * plan.block_q * (d_qk + d_v + gradient)
+    return plan.itemsize * queries * (d_qk + d_v + gradient)
 
 
 def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:

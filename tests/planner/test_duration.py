@@ -27,9 +27,11 @@ def test_every_line_is_its_own_arithmetic() -> None:
         values = {line.name: line.value for line in found.lines}
         for line in found.lines:
             assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
-        assert values["time"] == pytest.approx(
-            max(values["work"] * values["quantisation"], values["hbm"])
-        )
+        work = values["work"] * values["quantisation"]
+        least = max(work, values["hbm"])
+        if not each.streams:
+            least = max(least, values["full_rounds"] + work / values["rounds"])
+        assert values["time"] == pytest.approx(least)
         if each.streams:
             bytes_in_flight = 512 * each.warps * each.quantities["loads"]
             assert values["block_rate"] <= bytes_in_flight / facts(each.arch).memory_latency
@@ -85,6 +87,29 @@ def test_a_work_tile_takes_its_steps_one_more_and_the_copies_of_its_rows() -> No
     assert value(found, "time") == pytest.approx(
         (3 + 1 + copies) * chosen.cost * rows * chosen.blocks_per_sm
     )
+
+
+def test_rows_past_the_end_of_a_tile_are_not_copied() -> None:
+    chosen = plan(SPEC, "sm_90a")
+    sizes = (1, 40, 40, 1, 5000)
+    copies = 2 * (64 + 64) / chosen.quantities["l2_rate"]  # of one query and its result
+    of_a_step = chosen.cost * chosen.block_q * chosen.block_k
+    assert value(duration(chosen, *sizes), "begun") == pytest.approx(1 + copies / of_a_step)
+
+
+def test_the_last_round_is_not_shorter_than_a_work_tile() -> None:
+    """One query over many keys is bound by global memory, which the last work tiles do not fill."""
+    chosen = plan(SPEC.replace(head_dim=128), "sm_90a")
+
+    def of(heads: int) -> Duration:
+        return duration(chosen, 1, heads, heads, 1, 20 * chosen.block_k)
+
+    slots = facts(chosen.arch).sms * chosen.blocks_per_sm
+    alone, full, more, most = of(1), of(2 * slots), of(2 * slots + 1), of(3 * slots)
+    assert (alone.bound, full.bound) == ("work", "hbm")
+    assert more.seconds == pytest.approx(full.seconds + alone.seconds, rel=1e-3)
+    assert more.seconds < most.seconds
+    assert most.seconds == pytest.approx(1.5 * full.seconds, rel=1e-3)
 
 
 def test_every_prediction_states_the_error_of_the_model() -> None:

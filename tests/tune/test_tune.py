@@ -291,7 +291,7 @@ def test_the_command_refuses_where_nothing_fits():
     [
         ("causal", (), "predicted forward: "),
         ("causal", ("--backward",), "predicted fused: "),
-        ("document", (), "time = max(work*quantisation, hbm)"),
+        ("document", (), "full_rounds + work*quantisation/rounds)"),
         ("sliding_window", ("--scalar", "window=64"), "predicted forward: "),
         ("variable_length", (), "no time is predicted"),
     ],
