@@ -95,6 +95,7 @@ class LaunchRules(ABC):
     head_dim_v: int
     block_q: int
     block_k: int
+    warps: int
     blocks_per_sm: int
     heads_per_tile: int
     sums_tile: tuple[int, int] | None

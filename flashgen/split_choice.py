@@ -1,23 +1,56 @@
-"""The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU."""
+"""The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
+
+Short splits divide the work among the SMs evenly, whatever the length of a sequence. Each split
+costs bytes beside its keys: the queries are read again, and a part is written and read. A split
+therefore consists of whole tiles, enough of them that these bytes are few.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
-"""Numbers of keys of one sequence for which the SMs are kept busy."""
+from flashgen.launch_facts import LaunchRules
+
+LEAST_KEYS = 32_768
+"""The length of one sequence from which on the SMs are kept busy."""
+
+LENGTHS = (32_768, 36_864, 49_152, 65_536, 98_304, 131_072)
+"""Numbers of keys of one sequence that a `SplitPlan` prints."""
 
 LEAST_BUSY = 0.9
-"""The least share of the time in which an SM has work, for each of `LENGTHS`."""
+"""The wanted share of the time in which an SM has work, for every length from `LEAST_KEYS` on."""
+
+MOST_OVER_BOUND = 1.05
+"""The bytes of a split over those of its keys and values, at most."""
+
+GROUP = 4
+"""Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
+and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
 STEP = 16
 """A split is a multiple of the keys of one matrix product."""
 
-SHORTER = 0.9
-"""How much shorter than the longest that keeps SMs busy a split may be to fill its tiles better."""
+_MOST_KEYS = 1 << 14
 
-_SIZES = range(4 * STEP, 1 << 14, STEP)
+
+@dataclass(frozen=True)
+class SplitBytes:
+    """Bytes that the launches of a call move for a split, by the formulas of its traffic.
+
+    Attributes:
+        of_key: bytes of a row of K and a row of V.
+        of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
+            are written and read, and the threads of a block read the length of the sequence.
+    """
+
+    of_key: int
+    of_part: int
+
+    def over_bound(self, keys: int) -> float:
+        """The bytes of a split over those of its keys and values."""
+        return 1 + self.of_part / (keys * self.of_key)
 
 
 @dataclass(frozen=True)
@@ -26,58 +59,94 @@ class SplitPlan:
 
     Attributes:
         size: the keys of a split, a multiple of 16.
-        block_k: keys of a tile; the last tile of a split is cut at its border.
+        block_k: keys of a tile.
         heads_kv: key heads, whose splits are work tiles each.
         slots: blocks that run at the same time.
+        bytes: the bytes of a split.
     """
 
     size: int
     block_k: int
     heads_kv: int
     slots: int
+    bytes: SplitBytes
 
     @property
-    def waste(self) -> float:
-        """The keys of the tiles of a split over the keys of the split."""
-        return math.ceil(self.size / self.block_k) * self.block_k / self.size
+    def over_bound(self) -> float:
+        """The bytes of a split over those of its keys and values."""
+        return self.bytes.over_bound(self.size)
+
+    @property
+    def least_busy(self) -> tuple[float, int]:
+        """The least `busy` of all lengths from `LEAST_KEYS` on, and the length where it is.
+
+        It is just past a number of whole rounds. Later ends of rounds lose less.
+        """
+        lengths = {LEAST_KEYS}
+        first = math.ceil(LEAST_KEYS / self.size)
+        for splits in range(first, first + 2 * self.slots):
+            if self._rounds(splits + 1) > self._rounds(splits):
+                lengths.add(splits * self.size + 1)
+        return min((self.busy(keys), keys) for keys in lengths)
 
     def busy(self, keys: int) -> float:
         """The share of the time in which slots have work, where keys take equal times.
 
         The last split may have few keys.
         """
-        rounds = math.ceil(self.heads_kv * math.ceil(keys / self.size) / self.slots)
+        rounds = self._rounds(math.ceil(keys / self.size))
         return self.heads_kv * keys / (rounds * self.slots * self.size)
 
+    def _rounds(self, splits: int) -> int:
+        return math.ceil(self.heads_kv * splits / self.slots)
+
     def __str__(self) -> str:
-        tiles = math.ceil(self.size / self.block_k)
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        least, where = self.least_busy
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
-            why = f"about the most that keeps {wanted}"
+        of_tiles = f"split_size = {self.size:,} keys, {self.size // self.block_k} tiles of {self.block_k}"
+        if least >= LEAST_BUSY:
+            yield f"{of_tiles}: the most that keep {wanted}"
         else:
-            why = f"none keeps {wanted}, and this one comes nearest"
-        lines = [f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"]
+            yield f"{of_tiles}: no whole tiles with as few bytes keep {wanted}; these come nearest"
+        yield f"  busy >= {least:.1%} for all lengths from {LEAST_KEYS:,} keys on: least at {where:,}"
+        yield (
+            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
+            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
+        )
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
-            lines.append(
+            yield (
                 f"  {keys:>9,} keys   work_tiles = {self.heads_kv}*ceil({keys}/{self.size}) = "
                 f"{tiles:,}   busy = {self.busy(keys):.1%}"
             )
-        return "\n".join(lines)
 
 
-def choose_split(block_k: int, heads_kv: int, slots: int) -> SplitPlan:
+def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
     """The splits of a call with a paged cache that gives no split_size.
 
     Args:
-        block_k: keys of a tile.
+        kernel: the plan or the facts of the forward kernel, with one query head in a tile.
         heads_kv: key heads.
-        slots: thread blocks that run at the same time.
+        sms: SMs of the GPU.
     """
-    all_sizes = [SplitPlan(size, block_k, heads_kv, slots) for size in _SIZES]
-    least_busy = {each: min(map(each.busy, LENGTHS)) for each in all_sizes}
-    busy = [each for each in all_sizes if least_busy[each] >= LEAST_BUSY]
-    if not busy:  # so many SMs that no split suffices
-        return max(all_sizes, key=lambda each: least_busy[each])
-    long = [each for each in busy if each.size >= SHORTER * busy[-1].size]
-    return min(long, key=lambda each: (each.waste, -each.size))
+    of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
+    step = math.lcm(kernel.block_k, STEP)
+    few_bytes = [
+        SplitPlan(size, kernel.block_k, heads_kv, slots, of_split)
+        for size in range(step, _MOST_KEYS, step)
+        if of_split.over_bound(size) <= MOST_OVER_BOUND
+    ]
+    busy = [each for each in few_bytes if each.least_busy[0] >= LEAST_BUSY]
+    if busy:
+        return busy[-1]
+    return max(few_bytes, key=lambda each: (each.least_busy[0], each.size))
+
+
+def _bytes_of(kernel: LaunchRules) -> SplitBytes:
+    d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
+    part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
+    lengths = 4 * 32 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
+    return SplitBytes(e * (d_qk + d_v), GROUP * (e * d_qk + part) + lengths)

@@ -209,8 +209,7 @@ class ExportedProgram(Program):
         facts = self._kernel(
             next(r for r in split.forward if r.arch == target.arch and r.heads == 1).kernel
         ).facts
-        slots = (target.sms or facts.machine.sms) * facts.blocks_per_sm
-        return choose_split(facts.block_k, max(heads_kv, 1), slots).size
+        return choose_split(facts, max(heads_kv, 1), target.sms or facts.machine.sms).size
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""The keys of a split in calls with a paged cache: as many as keep the SMs busy.
+"""The keys of a split in calls with a paged cache, which keep the SMs busy for few more bytes.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
@@ -37,5 +37,4 @@ def plan_splits(
 
 @functools.lru_cache(maxsize=1024)
 def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
-    plan = plan_forward(PlanRequest(split(spec), arch))
-    return choose_split(plan.block_k, heads_kv, sms * plan.blocks_per_sm)
+    return choose_split(plan_forward(PlanRequest(split(spec), arch)), heads_kv, sms)
