@@ -42,7 +42,7 @@ class SplitBytes:
     Attributes:
         of_key: bytes of a row of K and a row of V.
         of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
-            are written and read, and the threads of a block read the length of the sequence.
+            are written and read, and the warps of a block read the length of the sequence.
     """
 
     of_key: int
@@ -148,5 +148,5 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
 def _bytes_of(kernel: LaunchRules) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
-    lengths = 4 * 32 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
+    lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
     return SplitBytes(e * (d_qk + d_v), GROUP * (e * d_qk + part) + lengths)

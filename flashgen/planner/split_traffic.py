@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from flashgen.arch import WARP
 from flashgen.planner.derivation import line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
@@ -188,12 +187,12 @@ def _rows_of(plan: Plan, walk: SplitWalk, copies: KeyCopies, *, split: bool) -> 
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
-    threads = WARP * (plan.warps + (1 if plan.other_warps else 0))
+    warps = plan.warps + (1 if plan.other_warps else 0)  # a lane of each reads the length
     found = Rows(
         query_rows=(pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)) * queries,
         part_rows=pairs * (queries if split else sizes.seq_q),
         lse_rows=pairs * sizes.seq_q,
-        length_reads=shared * len(walks) * threads if copies.paged else 0,
+        length_reads=shared * len(walks) * warps if copies.paged else 0,
         keys=sizes.batch * sizes.heads_kv * rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k),
     )
     for tile in chain(*walks):
