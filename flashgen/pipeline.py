@@ -268,9 +268,7 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
 
 
 @functools.lru_cache(maxsize=64)
-def build_merge(
-    head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False
-) -> Build:
+def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
 
     Args:

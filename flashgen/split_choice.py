@@ -106,12 +106,14 @@ class SplitPlan:
     def _lines(self) -> Iterator[str]:
         least, where = self.least_busy
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        of_tiles = f"split_size = {self.size:,} keys, {self.size // self.block_k} tiles of {self.block_k}"
+        of_tiles = (
+            f"split_size = {self.size:,} keys, {self.size // self.block_k} tiles of {self.block_k}"
+        )
         if least >= LEAST_BUSY:
             yield f"{of_tiles}: the most that keep {wanted}"
         else:
             yield f"{of_tiles}: no whole tiles with as few bytes keep {wanted}; these come nearest"
-        yield f"  busy >= {least:.1%} for all lengths from {LEAST_KEYS:,} keys on: least at {where:,}"
+        yield f"  busy >= {least:.1%} at every length from {LEAST_KEYS:,} keys, least at {where:,}"
         yield (
             f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
             f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"

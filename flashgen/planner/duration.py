@@ -5,8 +5,8 @@ steps: nothing overlaps the loads of the rows that its block owns, the products 
 its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
 run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
 numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
-through global memory once. Where its rounds are bound by global memory, whose rate all SMs share, the
-last round is not shorter than one of its work tiles.
+through global memory once. Where its rounds are bound by global memory, whose rate all SMs share,
+the last round is not shorter than one of its work tiles.
 
 A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
 may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
@@ -154,13 +154,13 @@ def duration_of(
         "bytes": sum(_bytes(plan, sizes, splits) for sizes, _ in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
+    formulas: tuple[Formula, ...] = STREAMING_FORMULAS if streams else FORMULAS
+    launched = parts
     if streams:
-        formulas, launched = STREAMING_FORMULAS, parts
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
     else:
-        formulas, begun = FORMULAS, BEGUN(at)
-        at["begun"] = begun
+        begun = at["begun"] = BEGUN(at)
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )

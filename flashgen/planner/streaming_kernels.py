@@ -156,7 +156,7 @@ def plan_merge(spec: AttentionSpec, arch: Arch, *, splits: bool = False) -> Plan
         at["groups"] = int(LANE_GROUPS(at))
     at["warps"] = int(at["groups"]) * lanes // WARP if splits else MERGE_WARPS
     at["blocks"] = min(MERGE_BLOCKS, MERGE_WARPS_OF_SM // int(at["warps"]))
-    formulas = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
+    formulas: tuple[Formula, ...] = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
     note = (
         f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
         f"an SM per row of a part. Bound by memory: each byte of a part with keys is read once."

@@ -28,6 +28,7 @@ MOST_ALONG_Y_AND_Z = 65_535
 """Thread blocks along y and z of a grid, by the CUDA programming guide."""
 
 NO_NUMBERS: Mapping[str, int | float] = MappingProxyType({})
+NO_BOXES: Mapping[str, int] = MappingProxyType({})
 
 
 def bind(
@@ -58,9 +59,9 @@ def bind(
     grouped = any(param.name == "head_bits" for param in params)
     bits = facts.head_bits(*call.sizes[1:]) if grouped else 0
     numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
-    boxes = NO_NUMBERS
+    boxes: Mapping[str, int] = NO_BOXES
     if any(param.name == "box_rows" for param in params):
-        rows = box_rows_of(facts.block_k, call, numbers.get("page_size", 0))
+        rows = box_rows_of(facts.block_k, call, int(numbers.get("page_size", 0)))
         numbers["box_rows"] = rows if rows >= LEAST_BOX_ROWS else 0
         boxes = dict.fromkeys(("k", "v"), rows)
     grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
@@ -160,7 +161,7 @@ def maps_of(
     tensors: Tensors,
     *,
     packed: bool = False,
-    boxes_of: Mapping[str, int] = NO_NUMBERS,
+    boxes_of: Mapping[str, int] = NO_BOXES,
 ) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 

@@ -132,7 +132,7 @@ def run_splits(
     dtype: torch.dtype = torch.float32,
     **launch: Any,
 ) -> tuple[Tensor, Tensor, Any]:
-    """The same with the kernel for split keys, in which groups of lanes share the parts of a row."""
+    """The same with the kernel for split keys, whose groups of lanes share the parts of a row."""
     results = torch.full_like(out[0], torch.nan, dtype=dtype), torch.full_like(lse[0], torch.nan)
     given = (out, lse), results, merged, sink
     name = str(dtype).removeprefix("torch.")
@@ -180,7 +180,7 @@ def test_lanes_that_share_the_parts_of_a_row_give_the_result_over_all_keys(
 
 @pytest.mark.parametrize("dim", [40, slow(256)])
 def test_the_bits_of_a_row_depend_on_its_parts_alone(dim: int) -> None:
-    """Neither on other rows, nor on further parts without keys, whose memory nothing has written."""
+    """Neither on other rows, nor on further parts without keys, whose memory is not written."""
     out, lse = (tensor[:, :, :, :9] for tensor in parts_of(70, dim))
     found = run_splits(out, lse)
     alone = run_splits(out[:, 1:, 1:2, 3:4], lse[:, 1:, 1:2, 3:4])
