@@ -19,15 +19,19 @@ _CONSTANT = re.compile(r"constexpr \w+ (\w+) =")
 _ALIAS = re.compile(r"typedef .* (\w+);")
 _FUNCTION = re.compile(r"__device__ __(?:force|no)inline__ .*?(\w+)\(")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
+_TEMPLATE = re.compile(r"^template <[^{]*?>\s+(?=__device__|struct)")
+_OPENED_OR_ENDED = re.compile(r"(?:(?!//)[^{;])*[{;]")
 _DECLARATIONS = ("template <", "__device__", "struct ", "constexpr ", "typedef ")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed|call)\.(\w+)")
 _KERNEL = 'extern "C" __global__'
+_PARAMS = "Params"
 _LOCAL = re.compile(
     r"( +)(?:(?:const|constexpr) [\w<>*& ]+?|unsigned)[ *&](\w+)(?:\[[^=]*\])?(?: =|;|\()"
 )
 _NEXT_LOCAL = re.compile(r", (\w+) = ")
-_Line = tuple[str, set[str], re.Match[str] | None]
+_KEPT_LINES = 1 << 14  # kernels share most of their lines
+_Line = tuple[str, frozenset[str], re.Match[str] | None]
 """A line of a kernel, the words of its code, and the local that it declares."""
 
 
@@ -56,8 +60,18 @@ def _words_of(lines: tuple[str, ...]) -> frozenset[str]:
     return frozenset(_WORD.findall(_code_of(lines)))
 
 
+@functools.lru_cache(maxsize=1024)
+def _fields_of(lines: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(_FIELD.findall(_code_of(lines)))
+
+
 def _code(line: str) -> str:
     return line.partition("//")[0].rstrip()
+
+
+@functools.lru_cache(maxsize=_KEPT_LINES)
+def _read(line: str) -> _Line:
+    return line, frozenset(_WORD.findall(_code(line))), _LOCAL.match(line)
 
 
 def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
@@ -71,9 +85,7 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
     lines = [*head.splitlines(), *_with_used_locals((kernel + body).splitlines())]
     pieces = list(_pieces(lines))
     reached = _reached(pieces)
-    mentioned = set(
-        _FIELD.findall("\n".join(_code_of(p.lines) for p in pieces if p.name in reached))
-    )
+    mentioned = frozenset().union(*(_fields_of(p.lines) for p in pieces if p.name in reached))
     kept = tuple(param for param in params if param.field in mentioned)
     unused = {param.declaration for param in params} - {param.declaration for param in kept}
     lines = []
@@ -83,7 +95,11 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
             heading = heading or piece.comment
             continue
         lines += piece.comment or (heading if piece.name else ())
-        lines += [line for line in piece.lines if line.partition("  //")[0].strip() not in unused]
+        lines += (
+            (line for line in piece.lines if line.partition("  //")[0].strip() not in unused)
+            if piece.name == _PARAMS
+            else piece.lines
+        )
         heading = ()
     return "\n".join(lines) + "\n", kept
 
@@ -92,8 +108,8 @@ def _with_used_locals(lines: list[str]) -> list[str]:
     """The lines of a kernel without the locals that no later line of their block mentions."""
     later: list[_Line] = []  # the last line first
     for line in reversed(lines):
-        local = _LOCAL.match(line)
-        later.append((line, set(_WORD.findall(_code(line))), local))
+        later.append(_read(line))
+        local = later[-1][2]
         if local is None or line.endswith("{"):
             continue
         statement = [later.pop()]
@@ -126,13 +142,14 @@ def _is_within(line: str, indent: str) -> bool:
 
 def _reached(pieces: list[_Piece]) -> set[str | None]:
     """The names that are used, directly or by used declarations; None stands for other lines."""
-    words: dict[str | None, set[str]] = {}
+    declared = {piece.name for piece in pieces}
+    names: dict[str | None, set[str | None]] = {}  # those of declarations that a piece mentions
     for piece in pieces:
-        words.setdefault(piece.name, set()).update(_words_of(piece.lines))
+        names.setdefault(piece.name, set()).update(_words_of(piece.lines) & declared)
     reached: set[str | None] = {None}
     pending: list[str | None] = [None]
     while pending:
-        new = words[pending.pop()] & (words.keys() - reached)
+        new = names.get(pending.pop(), set()) - reached
         reached |= new
         pending += new
     return reached
@@ -151,7 +168,7 @@ def _pieces(lines: list[str]) -> Iterator[_Piece]:
         name, end = None, at + 1
         if line.startswith(_DECLARATIONS):
             end = _end(lines, at)
-            name = _declared(lines[at:end])
+            name = _declared(tuple(lines[at : min(end, at + 3)]))
         if name is None:
             others += (*comment, *lines[at:end])
         else:
@@ -164,9 +181,11 @@ def _pieces(lines: list[str]) -> Iterator[_Piece]:
         yield _Piece(None, (*others, *comment))
 
 
-def _declared(lines: list[str]) -> str | None:
-    text = " ".join(line.partition("//")[0] for line in lines[:3])
-    text = re.sub(r"^template <[^{]*?>\s+(?=__device__|struct)", "", text)
+@functools.lru_cache(maxsize=1024)
+def _declared(lines: tuple[str, ...]) -> str | None:
+    """The name that the first lines of a declaration declare."""
+    text = " ".join(line.partition("//")[0] for line in lines)
+    text = _TEMPLATE.sub("", text)
     for pattern in (_CONSTANT, _ALIAS, _FUNCTION, _STRUCT):
         found = pattern.match(text)
         if found:
@@ -176,7 +195,7 @@ def _declared(lines: list[str]) -> str | None:
 
 def _end(lines: list[str], at: int) -> int:
     """The index after the last line of the declaration that begins there."""
-    while not re.search(r"[{;]", lines[at].partition("//")[0]):
+    while not _OPENED_OR_ENDED.match(lines[at]):
         at += 1
     if "{" not in lines[at] or lines[at].rstrip().endswith(("}", "};")):
         return at + 1
