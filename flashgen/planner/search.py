@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,13 +21,18 @@ from flashgen.planner.windows import window_bytes
 
 def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:
     """The quantities of the kernel's constraints, evaluated for a tile."""
+    at = {**_of_shape(problem, tile), "blocks": tile.blocks}
+    return problem.model_of(tile).needs(at)
+
+
+def _of_shape(problem: TileProblem, tile: Tile) -> dict[str, Number]:
+    """The quantities that are given for a tile, whatever its number of resident blocks."""
     at: dict[str, Number] = {
         **problem.given,
         problem.model.owns: tile.owned,
         problem.model.walks: tile.step,
         "warps": tile.warps,
         "row_groups": tile.row_groups,
-        "blocks": tile.blocks,
     }
     if problem.kernel != "forward":
         at |= {
@@ -42,7 +48,7 @@ def quantities(problem: TileProblem, tile: Tile) -> dict[str, Number]:
         at["windows"] = window_bytes(
             problem.kernel, problem.itemsize, problem.learned, rows, tile.step
         )
-    return problem.model_of(tile).needs(at)
+    return at
 
 
 def costs(problem: TileProblem, tile: Tile) -> dict[str, Number]:
@@ -112,7 +118,7 @@ def fits(problem: TileProblem, tile: Tile) -> bool:
 
 def is_feasible(problem: TileProblem, tile: Tile) -> bool:
     """Whether the template supports this tile, and it fits."""
-    shape = replace(tile, blocks=1) in shapes(problem)
+    shape = tile.at_occupancy(1) in shapes(problem)
     return shape and tile.blocks >= 1 and fits(problem, tile)
 
 
@@ -123,9 +129,10 @@ def with_blocks(problem: TileProblem, tile: Tile) -> list[Tile]:
 
 def _evaluated(problem: TileProblem, tile: Tile) -> Iterator[tuple[Tile, dict[str, Number]]]:
     """The tiles of `with_blocks`, each with its `quantities`."""
+    needs, of_shape = problem.model_of(tile).needs, _of_shape(problem, tile)
     for blocks in range(1, problem.arch.blocks_per_sm + 1):
-        candidate = replace(tile, blocks=blocks)
-        at = quantities(problem, candidate)
+        candidate = tile.at_occupancy(blocks)
+        at = needs({**of_shape, "blocks": blocks})
         if next(excesses(problem, candidate, at), None) is not None:
             return  # more blocks leave fewer resources to each
         yield candidate, at
@@ -139,9 +146,9 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                 if warps % column_warps:
                     continue
                 for row_groups in model.row_groups:
-                    least = Tile(STEP, warps, row_groups, 1, column_warps, score_warps)
-                    for step in range(least.unit, model.max_step + 1, least.unit):
-                        yield replace(least, step=step)
+                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
+                    for step in range(unit, model.max_step + 1, unit):
+                        yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
 
 
 def tiles_of(problem: TileProblem) -> Iterator[Tile]:
@@ -150,6 +157,7 @@ def tiles_of(problem: TileProblem) -> Iterator[Tile]:
         yield from with_blocks(problem, shape)
 
 
+@functools.lru_cache(maxsize=1024)
 def cheapest(problem: TileProblem) -> Tile | None:
     """The feasible tile of least predicted cost; None when there is none."""
     return _least(problem, shapes(problem))

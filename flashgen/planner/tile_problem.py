@@ -50,6 +50,12 @@ class Tile:
     column_warps: int = 1
     score_warps: int = 1
 
+    def at_occupancy(self, blocks: int) -> Tile:
+        """The tile with another number of resident blocks."""
+        return Tile(
+            self.step, self.warps, self.row_groups, blocks, self.column_warps, self.score_warps
+        )
+
     @property
     def owned(self) -> int:
         """Rows of the side that the block owns."""

@@ -25,6 +25,7 @@ staged over the operands that the block owns, and need no other space.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
@@ -60,6 +61,7 @@ SHARING = {
 WRITTEN_TILES = {"dkdv": "exchanged", "fused": "max(1, exchanged)"}
 
 
+@functools.lru_cache(maxsize=1024)
 def dq_row_warps(block_q: int, warps: int, d_qk: int) -> int:
     """The number of warps of "fused" that divide the row groups of a dQ tile; others share columns.
 
