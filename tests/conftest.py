@@ -83,6 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--minutes", type=float, help="no test starts after this time")
 
 
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector off what is imported and collected: millions of objects."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the tests of one share, and puts the longest first, so that no worker ends late."""
     commit = config.getoption("--share-of-commit")

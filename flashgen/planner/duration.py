@@ -198,7 +198,15 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
     if len(different) == 1:
         blocks = sum(len(part.lengths) * part.times for part in parts)
         return max(1, different.pop() * -(-blocks // slots))
-    return max(end for _, _, end, _, _ in placed(parts, slots))
+    free = [0.0] * slots  # as `placed`, without the numbers of slots, tiles and heads
+    for lengths, times, together in parts:
+        ordered = sorted(lengths, reverse=True)
+        for first in range(0, times, together):
+            heads = range(min(together, times - first))
+            for length in ordered:
+                for _ in heads:
+                    heapq.heapreplace(free, free[0] + length)
+    return max(free)
 
 
 def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float, float, int, int]]:
