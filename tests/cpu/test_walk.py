@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.cpu.test_attention import gradient_of, spec_of
 from tests.support.examples import SPECS, values_of
 from tests.support.expr_trees import MASKS, SCALARS, SIZES, VALUES, traced
 from tests.support.shapes import Case
+from tests.support.tiers import one_in
 from tests.support.tiled_calls import arguments, both, forward
 
 DIM = 8
@@ -62,8 +64,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("offsets", [(0, 0), (37, 5), (-20, 9)])
+@pytest.mark.parametrize(
+    ("path", "offsets"), one_in(2, itertools.product(SPECS, [(0, 0), (37, 5), (-20, 9)]))
+)
 def test_tiles_are_classified_as_their_elements_say(path: Path, offsets: tuple[int, int]) -> None:
     spec = fg.load(path)
     case = Case(150, 210)

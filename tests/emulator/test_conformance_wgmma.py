@@ -16,6 +16,7 @@ import pytest
 from flashgen import emulator
 from flashgen.emulator.counters.totals import added
 from tests.support.nvrtc_helper import compile_ptx
+from tests.support.tiers import one_in, slow
 from tests.support.wgmma_kernels import (
     HEAD,
     KINDS,
@@ -65,7 +66,7 @@ LAYOUTS = HEAD + "".join(
 )
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("kind", ["f16", slow("bf16")])
 @pytest.mark.parametrize("major_a", [0, 1])
 @pytest.mark.parametrize("major_b", [0, 1])
 def test_16_bit_operands_in_every_swizzle_and_major(kind: str, major_a: int, major_b: int) -> None:
@@ -119,7 +120,7 @@ def test_every_8_bit_float_has_its_value(kind: str) -> None:
         np.testing.assert_array_equal(sums_of(out, 40), want)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", one_in(3, WIDTHS))
 def test_every_width_with_sums_that_were_never_written(width: int) -> None:
     """In PTX as other compilers write it: floats in .b32 registers."""
     a, b = integers(6, (64, 32), "f16"), integers(width, (width, 32), "f16")

@@ -158,7 +158,7 @@ def test_sums_of_any_values_follow_the_rules(
             assert np.isfinite(wanted).mean() > 0.2
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("half", [False, slow(True)])
 @pytest.mark.parametrize(("gpu", "kind"), OF_WGMMA)
 def test_successive_wgmma_add_block_by_block(gpu: str, kind: str, half: bool) -> None:
     """Four instructions along k; the first starts from zero."""

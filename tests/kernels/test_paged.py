@@ -21,7 +21,7 @@ ARCHS = ("sm_80", "sm_90a")
 @pytest.mark.parametrize(
     ("name", "of", "page_size", "split_size"),
     [
-        ("causal", DECODING, 16, 128),
+        slow("causal", DECODING, 16, 128),
         ("tree", VERIFYING, 16, 64),
         slow("window", DECODING, 64, 64),
         slow("of_the_end", VERIFYING, 16, 64),

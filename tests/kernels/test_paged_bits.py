@@ -149,7 +149,8 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(name: str, arch: str) 
             assert torch.equal(lse[0, :, 0], prefill.lse[0, :, p]), p
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_one_split_equals_unsplit(arch: str) -> None:
     call = paged("causal", DECODING, arch)
     assert equal(call.run(split_size=512), call.run(split_size=None))
@@ -162,7 +163,7 @@ def variants_of(spec: fg.AttentionSpec) -> list[fg.AttentionSpec]:
     return [split(over_pages), split(packed_queries(over_pages)), split(spec)]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
 def test_all_calls_of_a_spec_have_one_tile(arch: str) -> None:
     for path in SERVED_PATHS:
         plans = [fg.plan(variant, arch) for variant in variants_of(fg.load(path))]

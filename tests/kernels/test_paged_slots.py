@@ -21,7 +21,8 @@ Tensor = torch.Tensor
 ARCHS = ("sm_80", "sm_90a")
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", slow("sm_80")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_parts_that_are_not_written_are_not_read(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

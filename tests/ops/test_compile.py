@@ -192,7 +192,7 @@ def test_transforms_of_torch_func_compile():
 @pytest.mark.parametrize(
     ("wrong", "options"),
     one_in(
-        4,
+        11,
         [
             (lambda q, k, v: (q, k[:1], v), {}),
             (lambda q, k, v: (q[0], k, v), {}),

@@ -104,7 +104,7 @@ def environment(tmp_path: Path) -> Environment:
 def test_an_installed_wheel_runs_a_spec_where_no_checkout_is(
     wheel_file: Path, environment: Environment
 ) -> None:
-    environment.install("--no-deps", "--no-index", wheel_file)
+    environment.install("--no-deps", "--no-index", "--no-compile", wheel_file)
     environment.check()
 
 

@@ -23,6 +23,7 @@ from tests.support.plain_attention import (
     plain_gradients,
 )
 from tests.support.shapes import DTYPES, Case
+from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 CASE = Case(7, 11, 2, 4, 2, head_dim=8, head_dim_v=16)
@@ -46,8 +47,9 @@ def assert_close(found, expected, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.17])
-@pytest.mark.parametrize("offsets", [{}, OFFSETS], ids=["from 0", "offsets"])
+@pytest.mark.parametrize(
+    ("p", "offsets"), [(0.0, {}), (0.17, OFFSETS), slow(0.0, OFFSETS), slow(0.17, {})]
+)
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_output_and_gradients_are_those_of_plain_pytorch(name, offsets, p):
     q, k, v, dout, dlse = doubles(CASE)

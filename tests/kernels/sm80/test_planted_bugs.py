@@ -32,10 +32,12 @@ DONE_WITH_DO = "very warp is done with dO"
 
 
 @functools.cache
-def call(head_dim: int = 16, head_dim_v: int = 16, heads_kv: int = 1) -> Call:
-    """Two tiles of queries and of keys, the last of both ragged."""
+def call(head_dim: int = 16, head_dim_v: int = 16, heads_kv: int = 1, length: int = 150) -> Call:
+    """Two tiles of queries and of keys at the least, the last of both ragged."""
     spec = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim_v)
-    return Call(spec, Case(150, 150, 1, 2, heads_kv, "float16", head_dim, head_dim_v).tensors())
+    return Call(
+        spec, Case(length, length, 1, 2, heads_kv, "float16", head_dim, head_dim_v).tensors()
+    )
 
 
 def run(kernel: str, of: Call, seed: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -111,12 +113,12 @@ def test_a_missing_wait_for_a_copy_is_seen(kernel: str, step: str) -> None:
     ("kernel", "step", "barrier", "dims"),
     [
         ("forward", "// 6.", OUTER_SYNC, (8, 64)),
-        ("dkdv", "// 5e.", SYNC, (256, 256)),
+        ("dkdv", "// 5e.", SYNC, (256, 256, 1, 70)),
         ("fused", "// 7.", OUTER_SYNC, (64, 64)),
     ],
 )
 def test_a_missing_barrier_where_shared_memory_is_used_anew_is_a_race(
-    kernel: str, step: str, barrier: str, dims: tuple[int, int]
+    kernel: str, step: str, barrier: str, dims: tuple[int, ...]
 ) -> None:
     run(kernel, call(*dims))
     check(kernel, (step, barrier, ""), "RaceError", call(*dims))
