@@ -61,13 +61,18 @@ class FormulaSequence:
 
     @functools.cached_property
     def _code(self) -> CodeType:
-        lines = "\n".join(f"{formula.name} = {formula.text}" for formula in self.formulas)
-        return compile(lines, "<formulas>", "exec")
+        return _code_of(self.formulas)
 
     def __call__(self, values: dict[str, Number]) -> dict[str, Number]:
         """``values``, to which the value of each formula is added under its name."""
         exec(self._code, _GLOBALS, values)
         return values
+
+
+@functools.lru_cache(maxsize=256)
+def _code_of(formulas: tuple[Formula, ...]) -> CodeType:
+    lines = "\n".join(f"{formula.name} = {formula.text}" for formula in formulas)
+    return compile(lines, "<formulas>", "exec")
 
 
 def tidy(value: Number) -> Number:
