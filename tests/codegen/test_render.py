@@ -13,6 +13,7 @@ from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
+from tests.support.tiers import slow
 
 
 def emitted(name: str, **changes: object) -> str:
@@ -49,7 +50,7 @@ def test_every_function_in_an_emitted_file_is_called() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["dense_bias", "symmetric_bias", "head_gate"])
+@pytest.mark.parametrize("name", ["dense_bias", "symmetric_bias", slow("head_gate")])
 def test_kernels_of_captured_gradients_have_what_they_call_alone(
     name: str, deterministic: bool
 ) -> None:

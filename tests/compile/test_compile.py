@@ -17,7 +17,7 @@ from flashgen.errors import CompileError
 from flashgen.launch import pack
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
 from tests.support.processes import run_python
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
@@ -261,7 +261,7 @@ def test_an_override_file_of_the_same_name_is_compiled_instead(
     assert build(TOY, "toy").source == TOY
 
 
-@pytest.mark.parametrize("code", ["C7510", "C7519"])
+@pytest.mark.parametrize("code", ["C7510", slow("C7519")])
 def test_a_kernel_whose_wgmma_the_assembler_changes_is_not_built(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ def test_a_missing_wait_for_a_copy_is_seen(kernel: str, step: str) -> None:
     ("kernel", "step", "barrier", "dims"),
     [
         ("forward", "// 6.", OUTER_SYNC, (8, 64)),
-        ("dkdv", "// 5e.", SYNC, (256, 256, 1, 70)),
+        ("dkdv", "// 5e.", SYNC, (192, 192, 1, 70)),
         ("fused", "// 7.", OUTER_SYNC, (64, 64)),
     ],
 )

@@ -89,6 +89,7 @@ def test_unaligned_operands_use_the_sm80_path() -> None:
     assert "past a multiple of 16 B" in run.report.access_reason
 
 
+@pytest.mark.slow
 def test_expanded_operands_use_the_sm80_path() -> None:
     q, k, v = Case(40, 40, 1, 2, 1, "float16", 64).tensors(seed=1)
     k, v = k.expand(1, 2, 40, 64), v.expand(1, 2, 40, 64)
