@@ -331,7 +331,8 @@ def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns(
         ),
     ],
 )
-@pytest.mark.parametrize("dropout", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [False, True])
 def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, dropout: bool) -> None:
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout)
     built = fg.build(spec, arch, heads_per_tile=heads)

@@ -16,7 +16,6 @@ from tests.kernels.test_sink import causal, like, logits, plain, sink_spec
 from tests.support.examples import spec_path
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case
-from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
@@ -154,7 +153,8 @@ def test_a_wrong_sink_is_refused_before_anything_runs(sink: Any, what: str) -> N
         OP(*CASE.tensors(), **({} if sink is None else {"sink": sink}))
 
 
-@pytest.mark.parametrize("drops", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("drops", [False, True])
 def test_opcheck_passes_for_both_operators(drops: bool) -> None:
     operator = operator_of(SPEC.replace(dropout=drops))
     state = (torch.tensor([3, 4]), torch.tensor(0.3)) if drops else ()
