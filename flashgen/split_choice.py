@@ -110,9 +110,9 @@ class SplitPlan:
             f"split_size = {self.size:,} keys, {self.size // self.block_k} tiles of {self.block_k}"
         )
         if least >= LEAST_BUSY:
-            yield f"{of_tiles}: the most that keep {wanted}"
+            yield f"{of_tiles}: the longest that keeps {wanted}"
         else:
-            yield f"{of_tiles}: no whole tiles with as few bytes keep {wanted}; these come nearest"
+            yield f"{of_tiles}: none with few bytes keeps {wanted}, this one comes nearest"
         yield f"  busy >= {least:.1%} at every length from {LEAST_KEYS:,} keys, least at {where:,}"
         yield (
             f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"

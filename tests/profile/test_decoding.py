@@ -206,8 +206,8 @@ def test_the_choice_says_whether_slots_are_busy(sms: int) -> None:
     chosen = plan_splits(SERVED, "sm_90a", 16, sms=sms)
     enough = chosen.least_busy[0] >= LEAST_BUSY
     assert enough == (sms == 132)
-    assert ("the most that keep" in str(chosen)) == enough
-    assert ("these come nearest" in str(chosen)) == (not enough)
+    assert ("the longest that keeps" in str(chosen)) == enough
+    assert ("this one comes nearest" in str(chosen)) == (not enough)
 
 
 @pytest.mark.parametrize("heads_kv", [1, 3, 8, 200])
