@@ -247,7 +247,7 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     )
     assert "plan block_q 128 heads_per_tile 4 block_k" in text
     assert "tiles 4 for 4 blocks" in text
-    assert "makespan*slots/(steps + begun*work_tiles) = 2.253*132/(4 + 1.253*4)" in text
+    assert "makespan*slots/(steps + begun*work_tiles) = 2.04*132/(4 + 1.04*4)" in text
     text = said("plan", "specs/causal.py", *shape)
     assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
     assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,1000")
