@@ -1,8 +1,7 @@
 """The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
 
-Short splits divide the work among the SMs evenly, whatever the length of a sequence. Each split
-costs bytes beside its keys: the queries are read again, and a part is written and read. A split
-therefore consists of whole tiles, enough of them that these bytes are few.
+Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
+Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from dataclasses import dataclass
 
 from flashgen.launch_facts import LaunchRules
 
-LEAST_KEYS = 32_768
-"""The length of one sequence from which on the SMs are kept busy."""
-
-LENGTHS = (32_768, 36_864, 49_152, 65_536, 98_304, 131_072)
-"""Numbers of keys of one sequence that a `SplitPlan` prints."""
+LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
+"""Numbers of keys of one sequence for which the SMs are kept busy."""
 
 LEAST_BUSY = 0.9
-"""The wanted share of the time in which an SM has work, for every length from `LEAST_KEYS` on."""
+"""The wanted share of the time in which an SM has work, for each of `LENGTHS`."""
 
 MOST_OVER_BOUND = 1.05
 """The bytes of a split over those of its keys and values, at most."""
@@ -31,6 +27,9 @@ and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
 STEP = 16
 """A split is a multiple of the keys of one matrix product."""
+
+SHORTER = 0.9
+"""How much shorter than the longest that keeps SMs busy a split may be to fill its tiles better."""
 
 _MOST_KEYS = 1 << 14
 
@@ -59,7 +58,7 @@ class SplitPlan:
 
     Attributes:
         size: the keys of a split, a multiple of 16.
-        block_k: keys of a tile.
+        block_k: keys of a tile; the last tile of a split is cut at its border.
         heads_kv: key heads, whose splits are work tiles each.
         slots: blocks that run at the same time.
         bytes: the bytes of a split.
@@ -72,18 +71,23 @@ class SplitPlan:
     bytes: SplitBytes
 
     @property
+    def waste(self) -> float:
+        """The keys of the tiles of a split over the keys of the split."""
+        return math.ceil(self.size / self.block_k) * self.block_k / self.size
+
+    @property
     def over_bound(self) -> float:
         """The bytes of a split over those of its keys and values."""
         return self.bytes.over_bound(self.size)
 
     @property
     def least_busy(self) -> tuple[float, int]:
-        """The least `busy` of all lengths from `LEAST_KEYS` on, and the length where it is.
+        """The least `busy` of all lengths from the first of `LENGTHS` on, and where it is.
 
         It is just past a number of whole rounds. Later ends of rounds lose less.
         """
-        lengths = {LEAST_KEYS}
-        first = math.ceil(LEAST_KEYS / self.size)
+        lengths = {LENGTHS[0]}
+        first = math.ceil(LENGTHS[0] / self.size)
         for splits in range(first, first + 2 * self.slots):
             if self._rounds(splits + 1) > self._rounds(splits):
                 lengths.add(splits * self.size + 1)
@@ -104,26 +108,25 @@ class SplitPlan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        least, where = self.least_busy
+        tiles = math.ceil(self.size / self.block_k)
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        of_tiles = (
-            f"split_size = {self.size:,} keys, {self.size // self.block_k} tiles of {self.block_k}"
-        )
-        if least >= LEAST_BUSY:
-            yield f"{of_tiles}: the longest that keeps {wanted}"
+        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
+            why = f"about the most that keeps {wanted}"
         else:
-            yield f"{of_tiles}: none with few bytes keeps {wanted}, this one comes nearest"
-        yield f"  busy >= {least:.1%} at every length from {LEAST_KEYS:,} keys, least at {where:,}"
-        yield (
-            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
-            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
-        )
+            why = f"none with few bytes keeps {wanted}, this one comes nearest"
+        yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
             yield (
                 f"  {keys:>9,} keys   work_tiles = {self.heads_kv}*ceil({keys}/{self.size}) = "
                 f"{tiles:,}   busy = {self.busy(keys):.1%}"
             )
+        least, where = self.least_busy
+        yield f"  between them busy is least at {where:,} keys: {least:.1%}"
+        yield (
+            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
+            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
+        )
 
 
 def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
@@ -135,16 +138,17 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
         sms: SMs of the GPU.
     """
     of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
-    step = math.lcm(kernel.block_k, STEP)
     few_bytes = [
         SplitPlan(size, kernel.block_k, heads_kv, slots, of_split)
-        for size in range(step, _MOST_KEYS, step)
+        for size in range(4 * STEP, _MOST_KEYS, STEP)
         if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
-    busy = [each for each in few_bytes if each.least_busy[0] >= LEAST_BUSY]
-    if busy:
-        return busy[-1]
-    return max(few_bytes, key=lambda each: (each.least_busy[0], each.size))
+    least = {each: min(map(each.busy, LENGTHS)) for each in few_bytes}
+    busy = [each for each in few_bytes if least[each] >= LEAST_BUSY]
+    if not busy:  # few key heads, or so many SMs that no split suffices
+        return max(few_bytes, key=lambda each: (least[each], each.size))
+    long = [each for each in busy if each.size >= SHORTER * busy[-1].size]
+    return min(long, key=lambda each: (each.waste, -each.size))
 
 
 def _bytes_of(kernel: LaunchRules) -> SplitBytes:

@@ -88,35 +88,28 @@ def test_a_decoding_call_moves_few_more_bytes_than_the_hbm_bound(
     assert 1 < found.traffic.over_bound <= 1.05
 
 
-@pytest.mark.parametrize("heads_kv", [32, 16, 8, 4, 2, 1])
-def test_slots_are_as_busy_as_the_choice_says_from_one_sequence_of_32k_keys_on(
-    heads_kv: int,
-) -> None:
-    least, where = plan_splits(SERVED.replace(paged=True), "sm_90a", heads_kv).least_busy
-    assert (least >= LEAST_BUSY) == (heads_kv >= 16)
-    for keys in (where, *LENGTHS):
+@pytest.mark.parametrize("heads_kv", [16, 8, 4, 2])
+def test_slots_are_busy_from_one_sequence_of_32k_keys_on(heads_kv: int) -> None:
+    for keys in LENGTHS:
         found = large(1, keys, 16, heads=(4 * heads_kv, heads_kv)).predicted
         assert found is not None
-        assert found.busy >= least - 0.01, keys  # the last split has whole tiles
+        assert found.busy >= LEAST_BUSY, keys
         assert found.traffic.over_bound <= 1.05
 
 
-@pytest.mark.parametrize("heads_kv", [8, 4, 2, 1])
-def test_the_choice_is_predicted_no_slower_than_longer_splits(heads_kv: int) -> None:
-    """The worst and the mean of both launches over the HBM bound, for lengths up to 131,072."""
-
-    def over(split_size: int | None) -> list[float]:
-        found = []
-        for keys in range(32_768, 131_073, 3_616):
-            sizes = LaunchSizes(1, 4 * heads_kv, heads_kv, 1, keys)
-            plan = plan_decoding(SERVED, "sm_90a", sizes, page_size=16, split_size=split_size)
-            assert plan.predicted is not None
-            found.append(plan.predicted.seconds / plan.bound_seconds)
-        return found
-
-    chosen, longer = over(None), over(1_088)
-    assert max(chosen) < max(longer)
-    assert sum(chosen) < sum(longer)
+def test_short_splits_keep_slots_busy_at_every_length_and_are_predicted_slower() -> None:
+    """Why the plan's splits are longer: see benchmarks/NOTES.md."""
+    for keys in range(32_768, 131_073, 3_616):
+        sizes = LaunchSizes(1, 32, 8, 1, keys)
+        short, planned = (
+            plan_decoding(SERVED, "sm_90a", sizes, page_size=16, split_size=size).predicted
+            for size in (208, None)
+        )
+        assert short is not None
+        assert planned is not None
+        assert short.busy >= LEAST_BUSY
+        assert short.traffic.over_bound <= 1.05
+        assert short.seconds > 1.1 * planned.seconds
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", slow("sm_80")])
@@ -203,10 +196,10 @@ def test_what_cannot_be_predicted_and_what_is_refused() -> None:
 
 @pytest.mark.parametrize("sms", [132, 4_000])
 def test_the_choice_says_whether_slots_are_busy(sms: int) -> None:
-    chosen = plan_splits(SERVED, "sm_90a", 16, sms=sms)
-    enough = chosen.least_busy[0] >= LEAST_BUSY
+    chosen = plan_splits(SERVED, "sm_90a", 8, sms=sms)
+    enough = min(map(chosen.busy, LENGTHS)) >= LEAST_BUSY
     assert enough == (sms == 132)
-    assert ("the longest that keeps" in str(chosen)) == enough
+    assert ("about the most that keeps" in str(chosen)) == enough
     assert ("this one comes nearest" in str(chosen)) == (not enough)
 
 
