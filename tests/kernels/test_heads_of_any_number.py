@@ -248,27 +248,27 @@ def test_what_a_neighbour_contains_reaches_no_other_row(value: float, arch: str)
 
 
 @pytest.mark.parametrize(
-    ("arch", "old", "new"),
+    ("arch", "group", "old", "new"),
     [
-        ("sm_80", " && head < HEADS_PER_TILE", ""),
-        ("sm_80", "row_head = head + 2 * g + r", "row_head = head + 2 * g"),
-        ("sm_80", " && head + 2 * g + r <= last_head", ""),
-        slow("sm_80", " && first_head + n <= last_head", ""),
-        slow("sm_80", "warp_query + lane / 4 % TILE_QUERIES", "warp_query + lane / 4"),
-        slow("sm_80", "+ lane / 4 / TILE_QUERIES", ""),
-        slow("sm_90a", "row_head = head + r", "row_head = head"),
-        slow("sm_90a", "row_head = first_head + r", "row_head = first_head"),
-        slow("sm_90a", " && first_head + r <= last_head", ""),
-        slow("sm_90a", "q_start + lane / 4 % TILE_QUERIES", "q_start + lane / 4"),
-        slow("sm_90a", "(first_head + r) * p.o_stride_h", "first_head * p.o_stride_h"),
+        ("sm_80", 12, " && head < HEADS_PER_TILE", ""),
+        ("sm_80", 12, "row_head = head + 2 * g + r", "row_head = head + 2 * g"),
+        ("sm_80", 12, " && head + 2 * g + r <= last_head", ""),
+        slow("sm_80", 12, " && first_head + n <= last_head", ""),
+        slow("sm_80", 24, "warp_query + lane / 4 % TILE_QUERIES", "warp_query + lane / 4"),
+        slow("sm_80", 24, "+ lane / 4 / TILE_QUERIES", ""),
+        slow("sm_90a", 12, "row_head = head + r", "row_head = head"),
+        slow("sm_90a", 12, "row_head = first_head + r", "row_head = first_head"),
+        slow("sm_90a", 12, " && first_head + r <= last_head", ""),
+        slow("sm_90a", 24, "q_start + lane / 4 % TILE_QUERIES", "q_start + lane / 4"),
+        slow("sm_90a", 12, "(first_head + r) * p.o_stride_h", "first_head * p.o_stride_h"),
     ],
 )
 def test_a_row_that_is_computed_as_one_of_another_head_is_seen(
-    arch: str, old: str, new: str
+    arch: str, group: int, old: str, new: str
 ) -> None:
-    """Of 12 heads in 16 places: their rows, and those without a head, at the end of all tensors."""
-    call = all_by_head(Case(5, 40, 1, 24, 2, head_dim=128), arch=arch)
-    assert build(call.spec, arch, heads_per_tile=12).plan.queries_per_tile == 8
+    """Heads of 8 or 4 rows each; the rows of no head come last, at the end of all tensors."""
+    call = all_by_head(Case(48 // group, 40, 1, 24, 24 // group, head_dim=128), arch=arch)
+    assert build(call.spec, arch, heads_per_tile=group).plan.queries_per_tile == 96 // group
     after = "extern" if "HEADS_PER_TILE" not in old else ""
     with planted("forward", old, new, after), pytest.raises((AssertionError, fg.EmulatorError)):
         call.judged_forward()
