@@ -19,6 +19,7 @@ from flashgen.launch import gpu_facts
 from flashgen.trust import trial
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
+from tests.support.tiers import slow
 from tests.trust.test_decision import hopper
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -128,7 +129,7 @@ def test_all_well_on_both_paths_of_a_hopper_gpu(children: Any) -> None:
     [
         ("fail@packed", "dq FAIL, max 0.3 of 0.01 allowed"),
         ("crash@packed", "ended by SIGSEGV"),
-        ("hang@packed", "no end within 2 s"),
+        slow("hang@packed", "no end within 2 s"),
     ],
 )
 def test_a_path_that_fails_at_a_problem_still_runs_the_others(

@@ -1,11 +1,11 @@
 """Every spec of specs/ on a code path: the emitted kernels pass the static gates and meet the error
-rule in the emulator with all its checkers. The other path of a spec is in the slow tier.
+rule in the emulator with all its checkers. In `make test` is a third of the specs, which have every
+feature between them, each on one path; the others, and the other path, are in the slow tier.
 
 Each spec has one small problem per path; the dtypes, head dims, lengths, head counts, memory
-layouts, dropout and schemes of the backward pass alternate. The backward kernels of a third of the
-specs, which have every feature between them, are executed on one of the paths. Every spec at every
-head dim, forward and backward, is in the slow tier: test_forward.py and test_backward.py of sm80/
-and sm90/.
+layouts, dropout and schemes of the backward pass alternate. The backward kernels are executed of
+the specs in `make test`. Every spec at every head dim, forward and backward, is in the slow tier:
+test_forward.py and test_backward.py of sm80/ and sm90/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = {
 # codegen/test_static_gates.py have planned tiles.
 TILES = {"sm_80": Tile(16, 2, 2, 2), "sm_90a": Tile(16, 8, 1, 1)}
 BACKWARD_TILES = {"sm_80": Tile(32, 4, 1, 2), "sm_90a": Tile(64, 8, 1, 1)}
-# The specs whose backward kernels are executed, and the path on which they are.
+# The specs of `make test`, whose backward kernels are executed too, and their paths.
 BACKWARD = {
     "alibi": "sm_80",  # a score that reads positions, dropout
     "block_sparse": "sm_90a",  # a block layout
@@ -62,9 +62,9 @@ def problem(number: int, arch: str) -> tuple[Case, float, bool]:
 
 
 def in_turn(number: int) -> list[Any]:
-    """A spec on both paths; in `make test` on that of its backward kernels, or on one in turn."""
+    """A spec on both paths; in `make test` on that of its backward kernels."""
     path = SPECS[number]
-    first = BACKWARD.get(path.stem, PATHS[number % 2])
+    first = BACKWARD.get(path.stem)
     return [
         pytest.param(
             path, arch, id=f"{path.stem}-{arch}", marks=() if arch == first else pytest.mark.slow

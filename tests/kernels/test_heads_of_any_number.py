@@ -75,8 +75,8 @@ def all_by_head(case: Case, dtype: str = "float16", **how: Any) -> Call:
         slow("sm_90a", Case(3, 90, 1, 16, 1)),
         ("sm_80", Case(5, 90, 1, 24, 2)),
         slow("sm_90a", Case(9, 90, 1, 7, 1, "bfloat16")),
-        ("sm_80", Case(30, 90, 1, 3, 1)),
-        ("sm_80", Case(9, 90, 1, 14, 2, "float16", 64, None, "gaps")),
+        slow("sm_80", Case(30, 90, 1, 3, 1)),
+        slow("sm_80", Case(9, 90, 1, 14, 2, "float16", 64, None, "gaps")),
         *(
             slow(arch, Case(seq_q, 150, 2, 2 * group, 2, dtype, dim, dim_v, layout))
             for arch in ARCHS
@@ -168,7 +168,7 @@ def test_dropout_in_groups_of_any_number(arch: str) -> None:
     ("name", "group", "queries", "arch"),
     [
         ("tree", 16, 3, "sm_90a"),
-        ("sink", 7, 1, "sm_80"),
+        slow("sink", 7, 1, "sm_80"),
         *(
             slow(name, group, queries, arch)
             for arch in ARCHS

@@ -34,7 +34,7 @@ HOW: dict[str, Any] = {"backend": "emulator"}
 @pytest.mark.parametrize(
     ("name", "case", "split_size", "offset", "dropout_p", "arch"),
     [
-        ("causal", Case(70, 300, 2, 4, 2, layout="sequence_major"), 128, 230, 0.0, "sm_80"),
+        slow("causal", Case(70, 300, 2, 4, 2, layout="sequence_major"), 128, 230, 0.0, "sm_80"),
         ("sliding_window", Case(5, 300, 1, 8, 2), 112, 295, 0.0, "sm_90a"),
         slow("sink", Case(33, 217, 1, 4, 2, "bfloat16"), 64, 180, 0.0, "sm_90a"),
         slow("sink", Case(33, 217, 1, 4, 2), 64, 180, 0.0, "sm_80"),

@@ -99,7 +99,7 @@ def test_slots_are_busy_from_one_sequence_of_32k_keys_on(heads_kv: int) -> None:
 
 def test_short_splits_keep_slots_busy_at_every_length_and_are_predicted_slower() -> None:
     """Why the plan's splits are longer: see benchmarks/NOTES.md."""
-    for keys in range(32_768, 131_073, 3_616):
+    for keys in (32_768, 36_801, 40_960, 65_537, 131_072):
         sizes = LaunchSizes(1, 32, 8, 1, keys)
         short, planned = (
             plan_decoding(SERVED, "sm_90a", sizes, page_size=16, split_size=size).predicted

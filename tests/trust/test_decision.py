@@ -21,6 +21,7 @@ from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
+from tests.support.tiers import slow
 
 HOPPER = "NVIDIA H100 80GB HBM3"
 
@@ -83,7 +84,7 @@ def test_a_decision_is_made_once_in_a_process(trials: Trials) -> None:
     [
         ("fail@causal", "causal: dq FAIL, max 0.3 of 0.01 allowed"),
         ("crash@packed", "packed: ended by SIGSEGV"),
-        ("hang@boxes", "boxes: no end within 3 s"),
+        slow("hang@boxes", "boxes: no end within 3 s"),
     ],
 )
 def test_a_path_that_fails_gives_way_to_the_next_with_a_warning_that_names_the_problem(
@@ -128,7 +129,7 @@ def test_where_both_paths_fail_the_error_names_both(trials: Trials) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("absent", "devices are busy or unavailable"), ("slow@causal", "no end within 3 s")],
+    [("absent", "devices are busy or unavailable"), slow("slow@causal", "no end within 3 s")],
 )
 def test_a_trial_that_proves_nothing_is_no_failure_and_is_made_again(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, kind: str, why: str

@@ -62,7 +62,7 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("kernel", ["forward", "fused", "dkdv"])
+@pytest.mark.parametrize("kernel", ["forward", "fused", slow("dkdv")])
 def test_the_kernels_without_a_planted_bug_run_in_every_order(kernel: str) -> None:
     """The pass that has "dkdv" has "dq" too."""
     first = run(kernel, call())
@@ -113,7 +113,7 @@ def test_a_missing_wait_for_a_copy_is_seen(kernel: str, step: str) -> None:
     ("kernel", "step", "barrier", "dims"),
     [
         ("forward", "// 6.", OUTER_SYNC, (8, 64)),
-        ("dkdv", "// 5e.", SYNC, (192, 192, 1, 70)),
+        slow("dkdv", "// 5e.", SYNC, (192, 192, 1, 70)),
         ("fused", "// 7.", OUTER_SYNC, (64, 64)),
     ],
 )
