@@ -124,7 +124,7 @@ SHORT, LONG = ([1, 3, 0, 20, 1, 2], [90, 30, 5, 150, 0, 2]), ([17, 140, 5, 1], [
 @pytest.mark.parametrize(
     ("mods", "lengths", "heads", "options", "arch"),
     [
-        ("bottom_right", SHORT, 4, {}, "sm_80"),
+        slow("bottom_right", SHORT, 4, {}, "sm_80"),
         slow("bottom_right", SHORT, 4, {}, "sm_90a"),
         *(slow("biased", LONG, 8, {"sink": True}, arch) for arch in ARCHS),
         *(slow("same_part", LONG, 2, {"dropout": True}, arch) for arch in ARCHS),

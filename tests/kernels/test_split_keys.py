@@ -106,7 +106,7 @@ SERVED = {
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        ("causal", "sm_80"),
+        slow("causal", "sm_80"),
         slow("causal", "sm_90a"),
         *(slow(name, arch) for name in SERVED for arch in ARCHS if name != "causal"),
     ],
