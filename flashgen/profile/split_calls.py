@@ -18,7 +18,7 @@ from flashgen.planner.split_traffic import SplitTraffic, SplitWalk, split_traffi
 from flashgen.planner.traffic import LaunchSizes, walks_of_head
 from flashgen.profile.visited_tiles import Array, heads_of, joined
 from flashgen.runtime.bind_arguments import blocks_of_call
-from flashgen.runtime.paged_caches import LEAST_BOX_ROWS, box_rows_of
+from flashgen.runtime.paged_caches import box_rows_of
 from flashgen.signature import PAGE_NAMES, SPLIT, WHOLE
 
 
@@ -175,5 +175,4 @@ def _box_rows(
     page_size = 0
     if spec.paged:
         page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
-    rows = box_rows_of(plan.block_k, call, page_size)
-    return rows if rows >= LEAST_BOX_ROWS else 0
+    return box_rows_of(plan.block_k, call, page_size)

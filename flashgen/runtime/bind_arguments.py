@@ -14,7 +14,7 @@ from flashgen.errors import PlanError
 from flashgen.launch_facts import HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.paged_caches import LEAST_BOX_ROWS, box_rows_of
+from flashgen.runtime.paged_caches import box_rows_of
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.tensormap import TensorMapSpec
 
@@ -62,8 +62,8 @@ def bind(
     boxes: Mapping[str, int] = NO_BOXES
     if any(param.name == "box_rows" for param in params):
         rows = box_rows_of(facts.block_k, call, int(numbers.get("page_size", 0)))
-        numbers["box_rows"] = rows if rows >= LEAST_BOX_ROWS else 0
-        boxes = dict.fromkeys(("k", "v"), rows)
+        numbers["box_rows"] = rows
+        boxes = dict.fromkeys(("k", "v"), max(rows, 1))  # also of maps that the kernel leaves unused
     grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
     vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}

@@ -132,11 +132,13 @@ def numbers_of_pages(k: Tensor) -> dict[str, int]:
 
 
 def box_rows_of(block_k: int, call: CheckedCall, page_size: int = 0) -> int:
-    """The largest number of rows that divides a tile of keys, a split and a page.
+    """The keys that TMA copies at once; 0 where that would be so few that lanes copy every key.
 
-    Tiles begin at the borders of splits: boxes of these rows lie in one split and one page each.
+    It is the largest number that divides a tile of keys, a split and a page. Tiles begin at the
+    borders of splits: boxes of these rows lie in one split and one page each.
 
     Args:
         page_size: keys of a page; 0 for contiguous keys.
     """
-    return math.gcd(page_size, block_k, int(call.scalars.get(SPLIT, 0)))
+    rows = math.gcd(page_size, block_k, int(call.scalars.get(SPLIT, 0)))
+    return rows if rows >= LEAST_BOX_ROWS else 0

@@ -17,7 +17,7 @@ import flashgen as fg
 from flashgen.language.signature import split
 from flashgen.ops import run_forward
 from flashgen.pipeline import build
-from tests.kernels.test_heads_per_tile import ARCH, ARCHS, judged
+from tests.kernels.test_heads_per_tile import ARCH, ARCHS, judged, shared_tiles
 from tests.kernels.test_heads_per_tile_plans import bytes_of
 from tests.kernels.test_packed import ends, spec_of
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
@@ -335,16 +335,7 @@ def test_the_operator_chooses_the_group() -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "heads", "arch"),
-    [
-        ("causal", 64, 16, ARCH),
-        *(
-            slow(name, head_dim, heads, arch)
-            for name in ("causal", "full", "alibi", "sink", "document", "softcap", "bigbird")
-            for head_dim in (64, 128, 256)
-            for heads in (7, 12, 16, 32, 128)
-            for arch in ARCHS
-        ),
-    ],
+    [("causal", 64, 16, ARCH), *shared_tiles(7, 12, 16, 32, 128)],
 )
 @pytest.mark.parametrize("kind", ["plain", slow("split"), slow("paged")])
 def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, kind: str) -> None:
