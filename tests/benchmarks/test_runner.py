@@ -152,6 +152,7 @@ def test_a_part_that_cannot_even_begin_is_not_started_again(tmp_path: Path) -> N
     assert found["good"].state == "done"
 
 
+@pytest.mark.slow
 def test_parts_without_time_are_skipped_and_listed_in_the_summary(tmp_path: Path) -> None:
     late = STEPS + 'step("one", lambda: time.sleep(1000))'
     found = run_programs(

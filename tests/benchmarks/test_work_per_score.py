@@ -44,9 +44,10 @@ def target(head_dim: int, loop: str, *, backward: bool = False) -> float:
     return found
 
 
+@pytest.mark.slow
 @needs_nvdisasm
-@pytest.mark.parametrize("backward", [False, slow(True)])
-@pytest.mark.parametrize("head_dim", [slow(64), 128])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_take_less_work_per_score_than_those_of_the_better_rival(
     head_dim: int, backward: bool
 ) -> None:

@@ -14,7 +14,7 @@ from flashgen.doctor import Result, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
 from flashgen.pipeline import build, build_backward
-from tests.support.tiers import one_in, slow
+from tests.support.tiers import one_in
 
 CPU = torch.device("cpu")
 TRIAL = [problem for problem in PROBLEMS if problem.trial]
@@ -43,7 +43,8 @@ def test_names_of_problems_are_unique_and_the_trial_has_few() -> None:
     assert any(problem.dropout_p for problem in TRIAL)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("problem", TRIAL[1:2], ids=lambda problem: problem.name)
 def test_a_trial_compiles_nothing_once_a_problem_runs(
     problem: Problem, arch: str, monkeypatch: pytest.MonkeyPatch

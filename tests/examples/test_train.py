@@ -143,6 +143,7 @@ def test_the_emitted_kernels_train_it_in_bfloat16_as_on_a_gpu(
     assert "flashgen  causal_forward_bf16_d8, delta_bf16_d8" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_an_attention_that_sees_the_future_fails_the_example(
     example: ModuleType,

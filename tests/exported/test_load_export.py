@@ -56,7 +56,8 @@ def assert_four_lines(error: FlashgenError) -> None:
     assert all((error.where, error.numbers, error.way_out))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_call_needs_neither_sympy_nor_jinja2_nor_nvrtc(arch: str, tmp_path: Path) -> None:
     folder = exported("sliding_window", (arch,))
     q, k, v = CASE.tensors(3)

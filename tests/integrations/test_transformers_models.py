@@ -105,8 +105,9 @@ def test_padding_may_be_anywhere(name: str, padding: str) -> None:
     check(name, 0.0, None, padding)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
-@pytest.mark.parametrize("name", [n if n == "gpt_oss" else slow(n) for n in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_layer_meets_the_error_rule_by_emitted_kernels(
     name: str, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,20 +48,9 @@ CASES = {
 }
 
 
-# Every fourth block size in `make test`, with a mask.
-MASKED = [
-    pytest.param(
-        name,
-        causal if masked else None,
-        id=f"{name}-{'causal' if masked else 'all'}",
-        marks=[] if number == 0 and masked else pytest.mark.slow,
-    )
-    for number, name in enumerate(CASES)
-    for masked in (False, True)
-]
-
-
-@pytest.mark.parametrize(("name", "masked"), MASKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [None, causal], ids=["all", "causal"])
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_that_walk_a_layout_meet_the_error_rule(name: str, masked: Any) -> None:
     dtype, head_dim, block, heads, lengths, lines, offsets = CASES[name]
     number = list(CASES).index(name)

@@ -122,6 +122,7 @@ def test_work_grows_with_the_live_tiles_and_not_with_all_tiles() -> None:
     assert work[1] < 4.4 * work[0]
 
 
+@pytest.mark.slow
 def test_a_layout_with_causal_visits_no_tile_above_the_diagonal() -> None:
     seq = 8 * TILE.block_q
     run = forward(small(64, 64, causal, layout=lambda i, j: j >= i), small_case(seq, seq))

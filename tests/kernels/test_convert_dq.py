@@ -84,7 +84,7 @@ def run(build: Build, dq: Tensor, sums: Tensor, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim", "seq"),
     [
-        ("sm_80", "float16", 64, 200),
+        slow("sm_80", "float16", 64, 200),
         slow("sm_80", "bfloat16", 40, 37),
         slow("sm_80", "float16", 256, 70),
         slow("sm_80", "float32", 32, 50),
@@ -142,8 +142,9 @@ def test_a_planted_bug_is_found(
     assert kernel in error.value.where
 
 
-@pytest.mark.parametrize("packed", [False, slow(True)])
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_sum_begins_at_what_the_delta_kernel_writes(arch: str, packed: bool) -> None:
     """Every sum begins at the zero that delta writes. The scale is 1/8."""
     call = of_causal(arch, packed=packed)
@@ -156,7 +157,8 @@ def test_every_sum_begins_at_what_the_delta_kernel_writes(arch: str, packed: boo
     assert torch.equal(wrong.dv, clean.dv)
 
 
-@pytest.mark.parametrize("packed", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_grids_of_several_launches_write_the_same_bits(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

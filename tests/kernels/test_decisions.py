@@ -36,9 +36,10 @@ def numbers(seq_q: int, seq_k: int) -> dict[str, torch.Tensor]:
     return {"row": rows, "column": columns, "rest": rows * few[torch.arange(seq_q) % 8]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [slow("sm_80", 64), slow("sm_90a", 16), slow("sm_90a", 64), slow("sm_90a", 128), ("sm_80", 16)],
+    [("sm_80", 64), ("sm_90a", 16), ("sm_90a", 64), ("sm_90a", 128), ("sm_80", 16)],
 )
 def test_every_kernel_keeps_the_elements_that_float32_keeps(arch: str, head_dim: int) -> None:
     case = Case(130, 300, 1, 1, 1, "float16", head_dim)

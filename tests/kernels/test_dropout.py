@@ -58,17 +58,13 @@ def check(spec: fg.AttentionSpec, q_offset: int, k_offset: int, **how: Any) -> N
             assert torch.equal(pattern, expected), f"{name}, deterministic {deterministic}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "offsets"),
     [
         ("sm_80", (48, -32)),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in itertools.product(
-                ("sm_80", "sm_90a"), ((0, 16), (-16, 0), (2**28 - 64, 80))
-            )
-        ),
-        pytest.param("sm_90a", (-48, 2**20), marks=pytest.mark.slow),
+        *itertools.product(("sm_80", "sm_90a"), ((0, 16), (-16, 0), (2**28 - 64, 80))),
+        ("sm_90a", (-48, 2**20)),
     ],
 )
 def test_kernels_drop_the_elements_at_global_positions(arch: str, offsets: tuple[int, int]) -> None:

@@ -146,14 +146,10 @@ def of_spec(name: str, case: Case, dropout_p: float = 0.0) -> Call:
     return example(spec_path(name), case, dropout_p, deterministic=True)
 
 
-# In `make test` one spec in two orders, all specs in twenty in the slow tier.
-ORDERED = [
-    ("symmetric_bias", 2),
-    *(pytest.param(name, ORDERS, marks=pytest.mark.slow) for name in NAMES),
-]
-
-
-@pytest.mark.parametrize(("name", "orders"), ORDERED)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "orders"), [("symmetric_bias", 2), *((name, ORDERS) for name in NAMES)]
+)
 def test_gradients_are_the_same_bits_in_any_order_of_blocks(name: str, orders: int) -> None:
     call = of_spec(name, BLOCKS, 0.2)
     runs = [call.backward(check_memory=False, order_seed=seed) for seed in range(orders)]

@@ -45,8 +45,8 @@ def operands(dtype: str) -> tuple[torch.Tensor, ...]:
     return tuple(normal((1, 2, 48, 16), getattr(torch, dtype), seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("arch", [None, "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [None, slow("sm_80"), slow("sm_90a")])
+@pytest.mark.parametrize("dtype", ["float16", slow("float32")])
 def test_functions_and_bits_agree_with_the_oracle(dtype: str, arch: str | None) -> None:
     spec = fg.AttentionSpec(bits, every, head_dim=16, dtype=dtype, name="every_function")
     how = {"backend": "tiled"} if arch is None else {"arch": arch}

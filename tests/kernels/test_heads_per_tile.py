@@ -217,6 +217,7 @@ def test_shared_tiles_give_those_results_at_padded_head_dims(
     of_file("causal", case, heads if arch == ARCH else None, q_offset=100, arch=arch)
 
 
+@pytest.mark.slow
 def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     runs = [run_forward(CAUSAL, *Case(n, 40, 1, 4, 1).tensors(), **HOW) for n in (1, 9, 130)]
     made = [run.report.kernel for run in runs]

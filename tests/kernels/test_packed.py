@@ -130,14 +130,8 @@ def check(
     return run, back
 
 
-PAIRS = [
-    pytest.param(mods, lengths, marks=[] if (i, j) == (4, 0) else pytest.mark.slow)
-    for i, mods in enumerate(MODS)
-    for j, lengths in enumerate(LENGTHS)
-]
-
-
-@pytest.mark.parametrize(("mods", "lengths"), PAIRS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mods", "lengths"), list(itertools.product(MODS, LENGTHS)))
 def test_kernels_meet_the_error_rule(mods: str, lengths: str) -> None:
     turn = list(MODS).index(mods) + list(LENGTHS).index(lengths)
     spec = spec_of(mods, dtype=DTYPES[turn % 3])

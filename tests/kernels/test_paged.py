@@ -57,16 +57,17 @@ def test_queries_of_different_numbers_are_packed(
     call.judged()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dims", "dtype"),
     [
         ("sm_90a", (40, 96), "bfloat16"),
-        slow("sm_80", (40, 96), "bfloat16"),
-        *(slow(arch, (128, 128), "bfloat16") for arch in ARCHS),
-        *(slow(arch, (256, 256), "float16") for arch in ARCHS),
-        *(slow(arch, (192, 128), "bfloat16") for arch in ARCHS),
-        slow("sm_80", (64, 64), "float32"),
-        slow("sm_80", (72, 40), "float32"),
+        ("sm_80", (40, 96), "bfloat16"),
+        *((arch, (128, 128), "bfloat16") for arch in ARCHS),
+        *((arch, (256, 256), "float16") for arch in ARCHS),
+        *((arch, (192, 128), "bfloat16") for arch in ARCHS),
+        ("sm_80", (64, 64), "float32"),
+        ("sm_80", (72, 40), "float32"),
     ],
 )
 def test_head_dims_and_dtypes(arch: str, dims: tuple[int, int], dtype: str) -> None:

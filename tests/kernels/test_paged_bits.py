@@ -33,14 +33,9 @@ def contiguous(call: Paged, b: int) -> ForwardRun:
     return run_forward(call.spec.replace(paged=False), q, k, v, q_offset=first, **given)
 
 
-@pytest.mark.parametrize(
-    ("arch", "page_size"),
-    [
-        ("sm_90a", 16),
-        slow("sm_80", 16),
-        *(slow(arch, page_size) for arch in ARCHS for page_size in (1, 4, 64, 128, 256)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64, 128, 256])
 def test_any_permutation_of_pages_of_any_size_equals_contiguous_keys(
     arch: str, page_size: int
 ) -> None:

@@ -42,7 +42,7 @@ def unknown_pages(call: Paged, arch: str, page: int) -> ForwardRun:
     ("arch", "page_size", "page"),
     [
         ("sm_80", 16, -1),
-        ("sm_90a", 4, 10_000),
+        slow("sm_90a", 4, 10_000),
         slow("sm_90a", 16, 10_000),
         *(slow(arch, 4, -1) for arch in ARCHS),
         slow("sm_80", 4, 10_000),
@@ -108,7 +108,8 @@ def test_caches_of_serving_engines_are_read_in_place(arch: str, layout: str) -> 
     assert equal(found, run_forward(CAUSAL, q, *plain, split_size=128, **how))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_a_cache_that_is_not_aligned_is_read_element_by_element(arch: str) -> None:
     call = paged("causal", DECODING, arch, split_size=128)
     q, k, v, tables = call.operands()

@@ -87,8 +87,6 @@ def computed(
     return Results(out.detach(), lse.detach(), *gradients[:3], gradients[3:])
 
 
-# What `make test` executes; tests/kernels/test_split_keys.py has calls inside a whole on sm_90a.
-FAST = {("sizes", "sm_80"), *((name, "tiled") for name in SPECS)}
 WHERE = {"tiled": {"backend": "tiled"}} | {
     arch: {"backend": "emulator", "arch": arch} for arch in ("sm_80", "sm_90a")
 }
@@ -96,11 +94,7 @@ WHERE = {"tiled": {"backend": "tiled"}} | {
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        pytest.param(name, where, marks=[] if (name, where) in FAST else pytest.mark.slow)
-        for name in SPECS
-        for where in WHERE
-    ],
+    [(name, where) if where == "tiled" else slow(name, where) for name in SPECS for where in WHERE],
 )
 def test_some_heads_are_those_of_the_whole(name: str, where: str) -> None:
     """torch.equal for each head; learned gradients are sums over the parts."""

@@ -59,6 +59,7 @@ def test_out_is_returned_as_the_ordinary_call_has_it_before_rounding(
         check_gates(found.report.kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "arch"),
     [(Case(112, 203, 1, 4, 2), "sm_80"), (Case(112, 203, 1, 4, 2, "bfloat16", 40), "sm_90a")],

@@ -89,7 +89,8 @@ def test_a_sink_with_a_window_and_shared_keys_meets_the_error_rule(
     check(sink_spec(case, window), case, logits(case), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", one_in(3, DTYPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sink_with_dropout_a_score_and_offsets_meets_the_error_rule(dtype: str) -> None:
     case = Case(50, 90, 1, 2, 2, dtype, 40)
     spec = sink_spec(case, window, score_mod=capped, dropout=True)

@@ -136,7 +136,8 @@ def test_decoding_gives_the_bits_of_the_row_in_a_prefill(name: str, arch: str) -
         assert some.plan.block_k == prefill.plan.block_k
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_positions_in_tensors_split_each_entry_at_the_same_global_positions(arch: str) -> None:
     case = Case(1, 150, 3, 4, 2)
     q, k, v = case.tensors(seed=2)
@@ -153,6 +154,7 @@ def test_positions_in_tensors_split_each_entry_at_the_same_global_positions(arch
         )
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_number_of_blocks_and_their_order() -> None:
     call = example(spec_path("sliding_window"), Case(70, 300, 1, 4, 2), offsets={"q_offset": 230})
     how = {"arch": "sm_90a", "split_size": 64}
@@ -259,6 +261,7 @@ def test_a_sink_that_counts_in_each_split_is_seen() -> None:
         call.judged_forward(split_size=64)
 
 
+@pytest.mark.slow
 def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
     """The oracle drops by position, whatever the splits."""
     example(spec_path("full"), Case(32, 96, 1, 2, 1), 0.3).judged_forward(split_size=32)

@@ -51,11 +51,9 @@ def test_four_sizes_of_sram_give_four_backward_passes_that_pass(deterministic):
     assert len(found) == len(SIZES)
 
 
-@pytest.mark.parametrize(
-    "head_dim",
-    [64, pytest.param(192, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("size", [48, pytest.param(99, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+@pytest.mark.parametrize("size", [48, 99])
 def test_a_small_sram_also_works_for_other_head_dims(head_dim, size):
     spec = causal(head_dim, "bfloat16")
     plain(spec, 130, 150, sram=size * KIB).judged_forward()

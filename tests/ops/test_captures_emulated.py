@@ -66,7 +66,8 @@ def test_only_captures_are_learned_through_the_emulated_operator():
     assert {report.backend for report in OP.backward_reports} == {"emulator"}
 
 
-@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_kernels_for_gradients_that_are_not_required_are_not_run(deterministic):
     qkv, given = [t.requires_grad_() for t in operands(13)], captured(13)
     wanted = torch.autograd.grad(OP(*qkv, **given).sum(), qkv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import Any
 
@@ -83,13 +82,10 @@ def test_the_tiled_path_takes_a_position_for_each_batch_entry(mods: str, dtype: 
     both(call_of(spec_of(mods, dtype=dtype), {"q_offset": AT_Q, "k_offset": AT_K}, backend="tiled"))
 
 
-KERNELS = [
-    pytest.param(*each, marks=[] if each == ("windowed", "sm_80", False) else pytest.mark.slow)
-    for each in itertools.product(MODS, ("sm_80", "sm_90a"), (False, True))
-]
-
-
-@pytest.mark.parametrize(("mods", "arch", "deterministic"), KERNELS)
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("mods", MODS)
 def test_kernels_take_a_position_for_each_batch_entry(mods, arch, deterministic) -> None:
     call = call_of(spec_of(mods), {"q_offset": AT_Q, "k_offset": AT_K}, arch=arch)
     both(call, deterministic=deterministic)

@@ -176,6 +176,7 @@ def test_the_planned_split_keeps_sms_busy_and_has_few_bytes(heads_kv: int, arch:
     assert f"split_size = {planned.size:,}" in str(planned)
 
 
+@pytest.mark.slow
 def test_the_planned_split_is_that_of_a_call() -> None:
     q, k, v = operands()
     how: dict[str, Any] = {"backend": "emulator", "arch": "sm_90a"}

@@ -113,6 +113,7 @@ def test_a_module_that_holds_an_operator_survives(name):
         assert torch.equal(found(x), layer(x))
 
 
+@pytest.mark.slow
 def test_another_process_gets_the_same_operator_by_the_same_name(tmp_path):
     spec = SPECS["lambda"]
     q, k, v = Case(20, 20, 1, 2, 2, "float32", 16).tensors()

@@ -101,6 +101,7 @@ def environment(tmp_path: Path) -> Environment:
     return made
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_runs_a_spec_where_no_checkout_is(
     wheel_file: Path, environment: Environment
 ) -> None:

@@ -112,7 +112,8 @@ def test_short_splits_keep_slots_busy_at_every_length_and_are_predicted_slower()
         assert short.seconds > 1.1 * planned.seconds
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", slow("sm_80")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_pages_of_16_are_read_in_the_sectors_of_contiguous_keys(arch: str) -> None:
     """Once for the heads that share a tile: all 4 of a group on sm_90a, one on sm_80."""
     of = Sequences.of((1,), (416,), heads=(4, 1))

@@ -127,6 +127,7 @@ def test_the_errors_are_those_of_the_oracle(written: Path) -> None:
 # ---- comparisons
 
 
+@pytest.mark.slow
 def test_two_tiles_are_compared_by_their_figures(comparison: Path) -> None:
     rows = {row[0]: row[1:] for row in Elements(comparison.read_text(encoding="utf-8")).rows[:40]}
     first, second, change, _ = rows["shared memory"]

@@ -103,7 +103,8 @@ def inputs(seq_q=40, seq_k=50) -> Inputs:
 HOW = {"backend": "emulator", "arch": ARCH}
 
 
-@pytest.mark.parametrize("which", one_in(3, tuned.PASSES))
+@pytest.mark.slow
+@pytest.mark.parametrize("which", tuned.PASSES)
 def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
     choices = rank(NARROW, NARROW_PROBLEM, {}, ARCH, which=which)[:2]
     candidates = checked(NARROW, choices, inputs(), which, **HOW)

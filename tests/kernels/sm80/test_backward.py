@@ -6,7 +6,6 @@ of the lengths and the other factors in turn, is `slow`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.support.shapes import (
     Case,
     halves_of_lengths,
 )
-from tests.support.tiers import one_in
 
 ROWS = 256
 MOST_SCORES = 120_000  # with those of 16 x 16 tiles that lie outside, which take the same time
@@ -62,15 +60,10 @@ def with_rows(case: Case) -> Case:
     return replace(case, batch=max(case.batch, min(math.ceil(ROWS / rows), affordable)))
 
 
-# In `make test` one pair of head dims.
-UNEQUAL = [
-    pytest.param(*dims, dtype, fixed, marks=[] if turn == place == 2 else pytest.mark.slow)
-    for place, dims in enumerate([(192, 128), (64, 128), (128, 8), (24, 72)])
-    for turn, (dtype, fixed) in enumerate(itertools.product(DTYPES, (False, True)))
-]
-
-
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype", "deterministic"), UNEQUAL)
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 8), (24, 72)])
 def test_values_may_be_longer_or_shorter_than_keys(
     dtype: str, head_dim: int, head_dim_v: int, deterministic: bool
 ) -> None:
@@ -86,9 +79,9 @@ def test_offsets_shift_the_positions_that_mods_see(path: Path) -> None:
     check_gradients(path, Case(113, 103), 0.1, fixed, q_offset=q_offset, k_offset=k_offset)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "deterministic"), one_in(6, itertools.product(DTYPES, (False, True)), first=1)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fully_masked_rows_and_keys_get_exactly_zero_from_buffers_of_nan(
     dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

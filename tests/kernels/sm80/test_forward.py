@@ -47,18 +47,14 @@ def test_values_may_be_longer_or_shorter_than_keys(dims: tuple[int, int], dtype:
     check_case(spec_path("causal"), Case(113, 203, 1, 2, 1, dtype, *dims))
 
 
-SHIFTED = [
-    pytest.param(path, id=path.stem, marks=[] if number % 36 == 2 else pytest.mark.slow)
-    for number, path in enumerate(SPECS)
-]
-
-
-@pytest.mark.parametrize("path", SHIFTED)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_offsets_shift_the_positions_that_mods_see(path: Path) -> None:
     q_offset, k_offset = OFFSETS[SPECS.index(path) % len(OFFSETS)]
     check_case(path, Case(113, 203), q_offset=q_offset, k_offset=k_offset)
 
 
+@pytest.mark.slow
 def test_a_prefill_in_pieces_equals_the_whole() -> None:
     call = example(spec_path("sliding_window"), Case(257, 257, 1, 2, 2, "float16", 64))
     whole, (q, k, v) = call.forward(), call.qkv

@@ -64,9 +64,10 @@ def test_values_may_be_longer_or_shorter_than_keys(
     judged(causal(case), deterministic=deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "deterministic"),
-    [(8, False), slow(40, True), slow(104, False), slow(168, True), slow(248, False)],
+    [(8, False), (40, True), (104, False), (168, True), (248, False)],
 )
 def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(
     head_dim: int, deterministic: bool
@@ -88,7 +89,8 @@ def test_offsets_shift_the_positions_that_masks_see(offsets: tuple[int, int]) ->
     judged(causal(Case(113, 103), q_offset=q_offset, k_offset=k_offset))
 
 
-@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_rows_that_end_far_from_the_tile_are_masked_whole(deterministic: bool) -> None:
     """16 times such an end does not fit in an int."""
     steep = fg.AttentionSpec(lambda b, h, q, k: q >= (k - 60) * 30_000_000, head_dim=64)
@@ -103,16 +105,17 @@ GIVEN = [
     # Both warpgroups own the same keys, where the plan gives each its own; and the other way. Rows
     # of P and dS have panels of 64, 32 and 16 keys; one pass, or several, of which two overlap.
     ("fused", 64, Tile(64, 8, 3, 1, 8, 8)),
-    slow("fused", 128, Tile(64, 8, 8, 1, 8, 8)),
-    slow("fused", 128, Tile(48, 8, 1, 1)),
-    slow("dkdv", 160, Tile(64, 8, 7, 1, 8, 8)),
-    slow("fused", 192, Tile(64, 8, 8, 1, 8, 8)),
-    slow("fused", 256, Tile(64, 8, 6, 1, 8, 8)),
-    slow("dkdv", 256, Tile(64, 8, 5, 1, 8, 8)),
-    slow("dq", 256, Tile(16, 8, 1, 1)),
+    ("fused", 128, Tile(64, 8, 8, 1, 8, 8)),
+    ("fused", 128, Tile(48, 8, 1, 1)),
+    ("dkdv", 160, Tile(64, 8, 7, 1, 8, 8)),
+    ("fused", 192, Tile(64, 8, 8, 1, 8, 8)),
+    ("fused", 256, Tile(64, 8, 6, 1, 8, 8)),
+    ("dkdv", 256, Tile(64, 8, 5, 1, 8, 8)),
+    ("dq", 256, Tile(16, 8, 1, 1)),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "head_dim", "tile"), GIVEN)
 def test_a_given_tile_gives_the_same_gradients(kernel: str, head_dim: int, tile: Tile) -> None:
     call = causal(Case(150, 200, 1, 2, 1, "bfloat16", head_dim))
@@ -187,7 +190,8 @@ def test_unaligned_operands_are_copied_first() -> None:
     assert any("q was copied" in text for text in run.copies)
 
 
-@pytest.mark.parametrize("which", ["k", slow("dout")])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["k", "dout"])
 def test_expanded_operands_use_the_sm80_path(which: str) -> None:
     q, k, v = Case(40, 40, 1, 2, 2, "float16", 64).tensors(seed=1)
     if which == "k":

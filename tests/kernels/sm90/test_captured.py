@@ -160,8 +160,9 @@ def test_a_given_tile_gives_the_same_gradients(head_dim: int, tile: Tile, stages
     assert (plan.policy, plan.stages) == ("given", stages)
 
 
-@pytest.mark.parametrize("arch", [slow("sm_80"), ARCH])
-@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", ARCH])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_is_added_for_queries_past_the_last(arch: str, deterministic: bool) -> None:
     """There the score function may give what is no number."""
     bias = fg.Tensor("bias", ("heads",), "float32", grad=True)

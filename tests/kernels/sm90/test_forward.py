@@ -46,14 +46,14 @@ def causal(case: Case) -> Call:
     return Call(sized(CAUSAL, case), case.tensors(seed=1), arch=ARCH)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [slow(192, 128), slow(64, 128), slow(128, 8), (24, 72)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 8), (24, 72)])
 def test_values_may_be_longer_or_shorter_than_keys(head_dim: int, head_dim_v: int) -> None:
     judged(causal(Case(113, 203, 1, 2, 1, "float16", head_dim, head_dim_v)))
 
 
-@pytest.mark.parametrize("head_dim", [slow(8), 40, slow(104), slow(168), slow(248)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [8, 40, 104, 168, 248])
 def test_head_dims_that_fill_no_panel_are_padded_by_the_copies(head_dim: int) -> None:
     judged(causal(Case(70, 90, 1, 2, 2, "float16", head_dim, None, "gaps")))
 
