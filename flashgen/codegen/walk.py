@@ -171,9 +171,12 @@ class ScoreCode:
         """
         if make.score.identity:
             return ScoreCode((), None, element, uses_q=False)
-        make.printer.score_is_product = not scaled
+        # A row that is served has the same bits in every kernel of its spec.
+        make.printer.rounds_products = served = make.spec.is_served
+        make.printer.score_is_product = not scaled and not served
         parts = make.score_mod_and_slope() if slope else make.score_mod()
-        given = element if scaled else f"{element} * p.scale"
+        product = f"__fmul_rn({element}, p.scale)" if served else f"{element} * p.scale"
+        given = element if scaled else product
         call = parts.function.call(score=given, h=head)
         value = "scored.value" if slope else "value"
         uses_q = any(fx.Q in function.uses for function in parts.functions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,21 @@ def test_no_line_of_a_kernel_of_split_keys_is_too_long_to_read(arch: str) -> Non
     spec = split(fg.load(ROOT / "specs/causal.py"))
     text = fg.emit(spec, arch, heads_per_tile=4).forward.text
     assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+def test_products_of_served_scores_are_rounded_so_that_all_kernels_have_the_same_bits() -> None:
+    """The compiler may fuse another product in a kernel with other rows in its tile."""
+
+    def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * (1.5 + h) + (score * q) ** 3 / 7 - k * score
+
+    spec = AttentionSpec(None, biased, head_dim=96, name="products")
+    served, trained = (fg.emit(s).forward.text for s in (split(spec), spec))
+    body = re.compile(r"float score_mod\(.*?\n}", re.S)
+    assert " * " not in body.search(served).group()  # type: ignore[union-attr]
+    assert " * " in body.search(trained).group()  # type: ignore[union-attr]
+    assert re.search(r"score_mod\(.*__fmul_rn\(s\S+, p\.scale\)", served)
+    assert re.search(r"score_mod\(.*s\S+ \* p\.scale", trained)
 
 
 def test_a_spec_made_in_python_says_how_to_emit_it_again() -> None:

@@ -110,7 +110,10 @@ def test_every_group_and_few_queries(group: int, seq_q: int, arch: str) -> None:
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_every_spec_with_groups_of_12_and_16(path: Any, arch: str) -> None:
     for case in (Case(3, 200, 2, 12, 1), Case(2, 90, 1, 32, 2, "bfloat16", 96)):
-        judged(example(path, case, arch=arch), None)
+        call = example(path, case, arch=arch)
+        # A power of two: the products are exact, whether the compiler fuses them with sums or not.
+        call.spec = call.spec.replace(scale=0.125)
+        judged(call, None)
 
 
 @pytest.mark.slow

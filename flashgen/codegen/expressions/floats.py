@@ -147,7 +147,7 @@ class FloatPrinter(IntegerPrinter):
     def _product(self, parts: list[Text]) -> Text:
         if len(parts) == 1:
             return parts[0]
-        if self._in_predicate:
+        if self._in_predicate or self.rounds_products:
             return self._nested("__fmul_rn", [text for text, _ in parts])
         text = inside(parts[0], TIMES)
         return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
@@ -160,7 +160,8 @@ class FloatPrinter(IntegerPrinter):
         if exponent.is_Rational and exponent < 0:
             return self._ratio([sympy.S.One], [base**-exponent])
         if exponent.is_Integer:
-            repeated = self._rounded_power if self._in_predicate else self._repeated
+            rounded = self._in_predicate or self.rounds_products
+            repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
         if exponent.is_Rational and exponent.q == 2:
             whole = self._float_power(base, exponent - _HALF)

@@ -48,6 +48,8 @@ class CPrinter(FloatPrinter):
         multipliers: C++ of the multiplier and shift of each symbol by which kernels divide fast.
         assumptions: what must be within int32 where integers are not wide, block by block.
         score_is_product: whether kernels multiply the score by the scale where they pass it.
+        rounds_products: whether every product of floats is rounded. Otherwise the compiler chooses
+            which products it fuses with sums, and may choose differently in another kernel.
         tensors: the tensors that the text reads, each by a function ``read_<name>(p, i, ...)``.
         extremes: (tensor, axis, true for the minimum) for each min/max table that the text reads,
             by a function ``least_<name>_<axis>(p, lo, hi, ...)`` or ``greatest_...``.
