@@ -8,12 +8,14 @@ at its deadline or when it hangs, and starts it again behind the step in which i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -337,23 +339,55 @@ def run_all(
     tell: Callable[[str], None] = print,
     grace: float = GRACE,
 ) -> list[Outcome]:
-    """Runs every part in order; a part without time left is listed as skipped."""
+    """Runs every part in order; a part without time left is listed as skipped.
+
+    On a GPU, consecutive parts that measure no time run side by side, because the host spends most
+    of their time on compilation and on reference results. They get the share of the largest one.
+    """
     settings.work.mkdir(parents=True, exist_ok=True)
     whole = Budget(time.time() + 60 * settings.minutes)
-    outcomes = []
-    for place, part in enumerate(parts):
-        shares = [later.share for later in parts[place + 1 :]]
-        seconds = allowed(part.share, shares, whole.left)
-        if seconds > 0:
-            warm = settings.warm and not part.times and len(parts) > 1
-            with warming(settings) if warm else contextlib.nullcontext():
-                outcome = run_part(part, settings, seconds, command, min(grace, whole.left / 4))
-        else:
-            note = f"needs {part.share.least:.0f} s, {whole.left:.0f} s were left"
-            outcome = Outcome(part.name, "skipped", note=note)
-        outcomes.append(outcome)
+    groups = groups_of(parts) if settings.device == "gpu" else [[part] for part in parts]
+    outcomes: list[Outcome] = []
+
+    def ended(part: Part, seconds: float) -> Outcome:
+        outcome = run_part(part, settings, seconds, command, min(grace, whole.left / 4))
         tell(str(outcome))
+        return outcome
+
+    for place, group in enumerate(groups):
+        share = _share_of(group)
+        seconds = allowed(share, [_share_of(later) for later in groups[place + 1 :]], whole.left)
+        if seconds > 0:
+            warm = settings.warm and not group[0].times and len(parts) > 1
+            with (
+                warming(settings) if warm else contextlib.nullcontext(),
+                ThreadPoolExecutor(len(group)) as pool,
+            ):
+                outcomes += pool.map(ended, group, itertools.repeat(seconds))
+        else:
+            note = f"needs {share.least:.0f} s, {whole.left:.0f} s were left"
+            left_out = [Outcome(part.name, "skipped", note=note) for part in group]
+            outcomes += left_out
+            for outcome in left_out:
+                tell(str(outcome))
     return outcomes
+
+
+def groups_of(parts: Sequence[Part]) -> list[list[Part]]:
+    """Consecutive parts that measure no time, together; every other part by itself."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and not part.times and not groups[-1][0].times:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
+
+
+def _share_of(group: Sequence[Part]) -> Share:
+    """The share of the time of a group; each of its parts gets all of it."""
+    weight = max(part.share.weight for part in group)
+    return Share(group[0].name, weight, max(part.share.least for part in group))
 
 
 @contextlib.contextmanager

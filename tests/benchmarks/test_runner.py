@@ -197,6 +197,29 @@ def test_nothing_is_compiled_beside_a_part_that_times(
     ]  # fmt: skip
 
 
+def test_parts_that_measure_no_time_run_side_by_side_on_a_gpu(tmp_path: Path) -> None:
+    """Each of the two waits until the other one has begun."""
+    meet = """
+import pathlib, sys, time
+mine, other = (pathlib.Path(name) for name in sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.02)
+"""
+    parts = [replace(fake(name), times=False) for name in ("one", "two")] + [fake("three")]
+
+    def command(part: Part, settings: Settings, deadline: float) -> list[str]:
+        files = {name: str(tmp_path / name) for name in ("one", "two", "three")}
+        other = {"one": "two", "two": "one", "three": "one"}[part.name]
+        return [sys.executable, "-c", meet, files[part.name], files[other]]
+
+    given = replace(settings(tmp_path, 60), device="gpu")
+    outcomes = run_all(parts, given, command=command, tell=lambda line: None)
+    assert [(outcome.name, outcome.state) for outcome in outcomes] == [
+        ("one", "done"), ("two", "done"), ("three", "done"),
+    ]  # fmt: skip
+
+
 def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: Path) -> None:
     stamp = Stamp("1", "c", "gpu", "g", "d", "v")
     row = {

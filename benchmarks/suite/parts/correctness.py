@@ -54,6 +54,7 @@ def run_files(context: Context, files: Sequence[str]) -> None:
     command += ["--outcomes", str(outcomes), "--deadline", str(deadline), "-q", "--no-header"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
     reasons: dict[str, str] = {}
+    log = context.work / f"pytest-{context.journal.path.stem}.log"
     for _ in range(MOST_PROCESSES):
         before = len(entries(outcomes))
 
@@ -64,7 +65,7 @@ def run_files(context: Context, files: Sequence[str]) -> None:
 
         ended = watch(
             [*command, *files],
-            log=context.work / "pytest.log",
+            log=log,
             budget=context.budget,
             environment=variables,
             alive=sign_of_life,
@@ -76,7 +77,7 @@ def run_files(context: Context, files: Sequence[str]) -> None:
         # Without the test that took the process with it, there is more to be run.
         reasons |= {test: ended.reason for test in open_steps(found) if test not in reasons}
     if ended.code not in (*COMPLETE, RESTART) and not ended.out_of_time:
-        tail = (context.work / "pytest.log").read_text(encoding="utf-8", errors="replace")[-600:]
+        tail = log.read_text(encoding="utf-8", errors="replace")[-600:]
         context.journal.failed(f"pytest: {ended.reason}: {tail}")
     record(context, entries(outcomes), reasons)
 
