@@ -187,23 +187,30 @@ class LaunchRules(ABC):
     def head_bits(self, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
         """Logarithm to base 2 of the number of heads that are interleaved tile by tile.
 
-        The largest power of two that divides the heads of a batch entry (query heads, or key heads
-        where blocks own keys) and whose operands fit in a share of L2. The low bits of a block's
-        number are then its head. Heads that share a tile count as one.
+        A power of two that divides the heads of a batch entry (query heads, or key heads where
+        blocks own keys): the largest one whose operands fit in a share of L2, but at least so many
+        that their tiles occupy all SMs. With fewer, the short tiles of one head end beside the long
+        tiles of the next: causal gradients of 8 key heads in 64 tiles each took 1.21 times as long
+        on an H200, head by head. The low bits of a block's number are then its head. Heads that
+        share a tile count as one.
 
         Args:
             seq_q, seq_k: with packed sequences, the sums of their lengths.
         """
         group, heads = heads_q // heads_kv, heads_q
+        tiles = -(-seq_q // self.queries_per_tile)
         row_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
         if self.owns_keys:  # all key tiles of a head read its Q and dO
-            heads = heads_kv
+            heads, tiles = heads_kv, -(-seq_k // self.block_k)
             bytes_of_head: float = group * seq_q * row_bytes
         else:
             heads //= self.heads_per_tile
             bytes_of_head = self.heads_per_tile * seq_k * row_bytes / group
         bits, room = 0, self.machine.l2_room
-        while heads % (2 << bits) == 0 and (2 << bits) * bytes_of_head <= room:
+        slots = self.machine.sms * self.blocks_per_sm
+        while heads % (2 << bits) == 0 and (
+            (2 << bits) * bytes_of_head <= room or tiles << bits < slots
+        ):
             bits += 1
         return bits
 

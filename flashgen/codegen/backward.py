@@ -45,7 +45,7 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
     element = ("prob[n][e]" if plan.in_passes else "s[n][e]") if hopper else "s[g][n][e]"
     score = ScoreCode.of(functions, slope=True, element=element, scaled=plan.in_passes)
-    walk = walk_of(functions, **renamed)
+    walk = walk_of(functions, plan, **renamed)
     fields: dict[str, Any] = {}
     if hopper:
         # Past the last query P and dP - delta are 0 without a mask, unless the score function

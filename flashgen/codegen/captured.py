@@ -84,7 +84,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     hopper = plan.path == "sm_90a"
     fragment = "s[n]" if hopper else "s[g][n]"
     score = ScoreCode.of(functions, element=f"{fragment}[e]")
-    walk = walk_of(functions)
+    walk = walk_of(functions, plan)
     derivatives = functions.score_partials()
     elements = [element for element, _ in analysis.score.learned]
     learned = dict.fromkeys(element.tensor.name for element in elements)

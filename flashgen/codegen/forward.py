@@ -26,7 +26,7 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
-    walk = walk_of(functions)
+    walk = walk_of(functions, plan)
     fields: dict[str, Any] = {}
     if plan.path == "sm_90a":
         shapes = {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim_v)}

@@ -1,4 +1,4 @@
-"""How a kernel walks a block layout: listed tiles, full tiles, single elements.
+"""How a kernel walks a block layout: listed tiles, full tiles, rows of scores, single elements.
 
 The lists of live blocks are searched instead of walked: the next tile depends on the current tile
 alone, and a binary search finds it in a few steps, however many tiles are skipped.
@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import sympy
+
 from flashgen import language as fx
 from flashgen.codegen.functions import KEYS, SpecFunctions
 from flashgen.codegen.params import head_in_whole
+from flashgen.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.codegen.text import comment
 from flashgen.language.block_layout import TENSORS
+from flashgen.language.lets import atoms_of, contains
+from flashgen.language.spec import AttentionSpec
+from flashgen.planner import Plan
+
+LEAST_BLOCK = 16
+"""The narrowest blocks of which the bits of a row of scores fit in 32 bits: a tile has at most 256
+columns."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,9 @@ class _Side:
 
 _QUERIES = _Side("q", "LAYOUT_Q", "p.q_offset", "BLOCK_Q", "layout_row")
 _KEYS = _Side("k", "LAYOUT_K", "p.k_offset", "BLOCK_K", "layout_column")
+
+
+_LIVE = "Whether the score's block is live. Negative positions are in block 0."
 
 
 class LayoutFunctions:
@@ -76,20 +89,99 @@ class LayoutFunctions:
 
     def element(self, mask: SpecFunction | None) -> SpecFunction:
         """The function that is true if both the mask and the block layout keep a score."""
-        why = "Whether the score's block is live. Negative positions are in block 0."
         body = (f"return read_layout(p, b, {self._head}, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
         uses = {fx.B, fx.H, fx.Q, fx.K}
-        inside = SpecFunction.of("in_layout", "bool", comment(why), body, uses)
+        inside = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, uses)
         self.functions += (inside,)
-        if mask is None:
-            return inside
-        body = (f"return {mask.call()} && {inside.call()};",)
-        why = "Whether the mask and the block layout both keep a score."
+        return inside if mask is None else self._and_mask(mask, inside)
+
+    def by_rows(
+        self, parts: FunctionInParts | None, mask: SpecFunction | None, plan: Plan
+    ) -> FunctionInParts:
+        """The same, where a lane reads the blocks of each of its rows once, as bits.
+
+        Args:
+            parts: the mask's function with what scores share.
+            mask: the mask's function; None where the mask is true.
+        """
+        rows, columns = (_QUERIES, _KEYS) if plan.rows_are_queries else (_KEYS, _QUERIES)
+        column, level = (fx.K, "query") if plan.rows_are_queries else (fx.Q, "key")
+        row = f"layout_{level}"
+        shared = {of: getattr(parts, of) for of in ("head", "query", "key")} if parts else {}
+        of_mask: SharedValues | None = shared.get(level)
+        values = self._blocks_of_row(rows, columns, of_mask)
+        place = f"max({columns.position}, 0) / {columns.block} - {row}.first"
+        body = (f"return ({row}.blocks >> ({place}) & 1) != 0;",)
+        given = [f"const {values.kind}& {row}"]
+        made = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, {column}, given=given)
+        self.functions += (made,)
+        if mask is not None:
+            made = self._and_mask(mask, made, of_mask, row)
+        return FunctionInParts(made, **{**shared, level: values})
+
+    def _and_mask(
+        self,
+        mask: SpecFunction,
+        inside: SpecFunction,
+        of_mask: SharedValues | None = None,
+        row: str = "",
+    ) -> SpecFunction:
+        """The function of mask and layout.
+
+        Args:
+            of_mask: what the mask shares in a row, which is a field of ``row``.
+        """
+        passed = {of_mask.name: f"{row}.{of_mask.name}"} if of_mask else {}
         both = SpecFunction.of(
-            "mask_and_layout", "bool", comment(why), body, uses, given=mask.given
+            "mask_and_layout",
+            "bool",
+            comment("Whether the mask and the block layout both keep a score."),
+            (f"return {mask.call(**passed)} && {inside.call()};",),
+            mask.uses | inside.uses,
+            given=[
+                *(text for text in mask.given if text.split()[-1] not in passed),
+                *inside.given,
+            ],
         )
         self.functions += (both,)
         return both
+
+    def _blocks_of_row(
+        self, rows: _Side, columns: _Side, of_mask: SharedValues | None
+    ) -> SharedValues:
+        """What the scores of a row share: the blocks at its columns, a bit each."""
+        word, words = ("query", "queries") if rows is _QUERIES else ("key", "keys")
+        kind = f"Layout{word.title()}"
+        fields = ["unsigned blocks;  // which are live, a bit each", "int first;  // of the blocks"]
+        made = "live, first"
+        if of_mask is not None:
+            fields.append(f"{of_mask.kind} {of_mask.name};")
+            made += f", {of_mask.function.call()}"
+        at = {rows: f"{rows.position} / {rows.block}", columns: "first + i"}
+        body = (
+            f"const int start = {columns.offset} + (column & ~7);",
+            f"const int first = max(start / {columns.block}, 0);",
+            "unsigned live = 0;",
+            f"for (int i = 0; i < (MASKED_COLUMNS - 1) / {columns.block} + 2; ++i) {{",
+            f"  const int here = read_layout(p, b, {self._head}, {at[_QUERIES]}, {at[_KEYS]});",
+            "  live |= unsigned(here != 0) << i;",
+            "}",
+            f"return {{{made}}};",
+        )
+        why = "The blocks of the layout in a row of the scores that a warp masks."
+        given = [*(of_mask.function.given if of_mask else ()), "int column"]
+        uses = {fx.B, fx.H, fx.Q if rows is _QUERIES else fx.K}
+        function = SpecFunction.of(
+            f"layout_{word}_values",
+            kind,
+            comment(why),
+            body,
+            uses | of_mask.function.uses if of_mask else uses,
+            given=given,
+            struct="\n".join([f"struct {kind} {{", *(f"  {line}" for line in fields), "};"]),
+        )
+        self.functions += (function,)
+        return SharedValues(kind, f"layout_{word}", f"layout_{words}", function, function.call())
 
     def _next_listed_tile(self) -> SpecFunction:
         owned, walked = self._owned, self._walked
@@ -149,3 +241,21 @@ class LayoutFunctions:
 
     def _what(self) -> str:
         return "block's queries" if self._owned is _QUERIES else "block's keys"
+
+
+def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
+    """Whether a lane reads the layout's blocks of a row of scores once, as bits.
+
+    Else it reads them for each score: of blocks that are too narrow, and beside a costly mask,
+    whose values in a row are not kept.
+    """
+    sparse = spec.block_sparse
+    if sparse is None or is_costly(mask):
+        return False
+    return (sparse.block_k if plan.rows_are_queries else sparse.block_q) >= LEAST_BLOCK
+
+
+def is_costly(mask: sympy.Basic) -> bool:
+    """Whether unrolled code would keep elements or quotients of every row and column."""
+    quotients = atoms_of(mask, fx.FloorDiv, fx.FloorMod)
+    return contains(mask, fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)

@@ -7,7 +7,8 @@ Each choice depends on what the analysis can prove:
   block layout ``next_listed_tile``, or ``next_common_tile`` by both.
 - ``tile_full`` or ``tile_must``: the tiles that skip the mask; a range where it has a closed form.
 - ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; by one range per row
-  where the kept positions of a row are a range and there is no block layout.
+  where the kept positions of a row are a range and there is no block layout. With a layout, a lane
+  has the blocks of each of its rows as bits.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import sympy
 from flashgen import language as fx
 from flashgen.codegen.functions import KEYS, SpecFunctions
 from flashgen.codegen.shared_values import FunctionInParts
-from flashgen.codegen.sparse import LayoutFunctions
+from flashgen.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.codegen.spec_function import SpecFunction
-from flashgen.language.lets import atoms_of, contains
+from flashgen.planner import Plan
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -48,12 +49,13 @@ class WalkCode:
     mask_alone: str | None  # the same with the calls for the values that it shares
     mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
     mask_costly: bool  # the mask reads memory, or divides a position of one row or column
+    blocks_by_row: bool  # a lane has the blocks of the layout in its rows as bits
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
 
 
-def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
+def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     """The walk of a kernel. ``renamed``: the kernel's names of the functions' h and tile."""
     mask = make.mask
     bounded = mask.reach.lo is not None or mask.reach.hi is not None
@@ -71,7 +73,11 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
     masked = make.row() if by_row else by_element.function if by_element else None
     live = make.next_live_tile(may) if may else None
     visit = layout.next_tile(live) if layout else live
-    element = layout.element(masked) if layout else masked
+    costly = not by_row and is_costly(mask.expr)
+    in_rows = None
+    if layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
+        in_rows = layout.by_rows(by_element, masked, plan)
+    element = in_rows.function if in_rows else layout.element(masked) if layout else masked
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions = by_element.functions[:-1] if by_element else ()
     if may or must:
@@ -95,18 +101,14 @@ def walk_of(make: SpecFunctions, **renamed: str) -> WalkCode:
         row_has_q=by_row and fx.Q in element.uses,
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
-        mask_parts=by_element,
-        mask_costly=not by_row and (layout is not None or _is_costly(mask.expr)),
+        mask_parts=in_rows or by_element,
+        # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
+        mask_costly=costly or (layout is not None and (not in_rows or plan.loops_over_masks)),
+        blocks_by_row=in_rows is not None,
         by_head=any(fx.H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
     )
-
-
-def _is_costly(mask: sympy.Basic) -> bool:
-    """Whether unrolled code would keep elements or quotients of every row and column."""
-    quotients = atoms_of(mask, fx.FloorDiv, fx.FloorMod)
-    return contains(mask, fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
 
 
 def _calls(parts: FunctionInParts | None) -> dict[str, str]:

@@ -175,6 +175,13 @@ class Plan(LaunchRules):
         return int(self.quantities["pass_keys"])
 
     @property
+    def masked_columns(self) -> int:
+        """Columns of the accumulators of scores for which a lane masks its rows at a time."""
+        if self.in_passes:
+            return self.pass_keys
+        return self.block_q // self.score_warps if self.owns_keys else self.block_k
+
+    @property
     def dq_row_warps(self) -> int:
         """Warps of "fused" that divide the rows of a dQ tile; the others divide its columns."""
         return int(self.quantities["dq_row_warps"])

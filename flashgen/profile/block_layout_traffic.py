@@ -3,9 +3,11 @@
 A warp searches for the next listed tile before its loop and in each step (`next_listed_tile`): each
 of its lanes reads the count of one line of blocks that the thread block's tile touches, and then
 searches that line's list by bisection. For a tile that the mask leaves full, the lanes divide the
-layout blocks that it touches, and each stops at the first one that is not live (`layout_full`). For
-the elements of a mixed tile, the lane that holds an element reads its block where the mask is true
-(`in_layout`). All warps of a thread block do the same, except for elements, which they divide.
+layout blocks that it touches, and each stops at the first one that is not live (`layout_full`). In
+a mixed tile, each lane reads the blocks of its rows (`layout_query_values`, `layout_key_values`),
+or, where blocks are narrow or the mask is costly, the block of each element that the mask keeps
+(`in_layout`). All warps of a thread block do the same, except for rows and elements, which they
+divide.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
+LANES_OF_ROW = 4  # of a warp, which have the scores of a row
 
 
-def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads]) -> dict[str, int]:
-    """Bytes that a launch reads of the layout, by the names of the kernel's pointers."""
+def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -> dict[str, int]:
+    """Bytes that a launch reads of the layout, by the names of the kernel's pointers.
+
+    Args:
+        by_rows: whether lanes read the blocks of their rows (`codegen.sparse.blocks_are_bits`).
+    """
     counts = entries = blocks = 0
     searching, _ = _searching_warps(plan)
     for each in heads:
@@ -43,7 +50,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads]) -> dict[str, int]:
             reads = _reads_of_lists(each.walk, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
-            by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit)
+            by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
     if plan.path == "sm_90a" and plan.kernel == "forward":
         # All producer warps search for the first tile, but only one of them for the next.
@@ -95,13 +102,13 @@ def _search_starts(visit: Visit, listed: Array, may: Array | None) -> Iterator[i
 
 
 def _reads_of_tiles(
-    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit, by_rows: bool
 ) -> tuple[int, int]:
     """Blocks read of the layout itself, for the tiles that a thread block visits.
 
     Returns:
         The number of blocks that its warps read for whole tiles, and the number of blocks that
-        lanes read for the elements of a head.
+        lanes read for the rows or the elements of a head.
     """
     lines = listed.lines(walk.owned, visit.start, visit.stop)
     unmasked = _unmasked(walk, plan, visit)
@@ -116,7 +123,10 @@ def _reads_of_tiles(
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
-        elements += _unmasked_elements(walk, plan, visit, tile)
+        if by_rows:
+            elements += _blocks_of_rows(walk, plan, listed)
+        else:
+            elements += _unmasked_elements(walk, plan, visit, tile)
     return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
 
 
@@ -144,6 +154,16 @@ def _unmasked(walk: TileWalk, plan: Plan, visit: Visit) -> Array:
         return whole & inside & (starts >= (0 if lo is None else lo))
     found: Array = whole & (walk.classes(visit.start, visit.stop) == FULL)
     return found
+
+
+def _blocks_of_rows(walk: TileWalk, plan: Plan, listed: ListedBlocks) -> int:
+    """The blocks that lanes read for the rows of a tile, those past the end included."""
+    rows, columns = walk.owned.block, walk.walked.block
+    size = listed.walked_block
+    if plan.in_passes:
+        rows, columns, size = columns, rows, listed.owned_block
+    times = -(-columns // plan.masked_columns)
+    return LANES_OF_ROW * rows * times * ((plan.masked_columns - 1) // size + 2)
 
 
 def _unmasked_elements(walk: TileWalk, plan: Plan, visit: Visit, tile: int) -> int:

@@ -12,6 +12,7 @@ from flashgen.analysis import MaskAnalysis
 from flashgen.arch import WARP
 from flashgen.call import CheckedCall
 from flashgen.codegen import walk_of_kernel
+from flashgen.codegen.sparse import blocks_are_bits
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, analysed
 from flashgen.planner import (
@@ -83,7 +84,8 @@ def predict(
         distinct = None
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None and not plan.streams:
-        bytes_ |= bytes_of_layout(plan, heads)
+        by_rows = blocks_are_bits(spec, mask.expr, plan)
+        bytes_ |= bytes_of_layout(plan, heads, by_rows=by_rows)
     if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
     if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):

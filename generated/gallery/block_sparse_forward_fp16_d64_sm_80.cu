@@ -151,6 +151,7 @@ __device__ __forceinline__ int inside(int i, int size) {
 
 constexpr int LAYOUT_Q = 48;  // queries in a block of the block layout
 constexpr int LAYOUT_K = 48;  // keys in a block of the block layout
+constexpr int MASKED_COLUMNS = 96;  // of scores, for each row of a lane
 
 // The spec's layout: an index outside it means its nearest element.
 __device__ __forceinline__ int read_layout(const Params& p, int i, int j, int k, int l) {
@@ -239,14 +240,32 @@ __device__ __forceinline__ bool layout_full(
   return __all_sync(0xffffffffu, live);
 }
 
+struct LayoutQuery {
+  unsigned blocks;  // which are live, a bit each
+  int first;  // of the blocks
+};
+
+// The blocks of the layout in a row of the scores that a warp masks.
+__device__ __forceinline__ LayoutQuery layout_query_values(
+    const Params& p, int column, int b, int h, int q) {
+  const int start = p.k_offset + (column & ~7);
+  const int first = max(start / LAYOUT_K, 0);
+  unsigned live = 0;
+  for (int i = 0; i < (MASKED_COLUMNS - 1) / LAYOUT_K + 2; ++i) {
+    const int here = read_layout(p, b, h, q / LAYOUT_Q, first + i);
+    live |= unsigned(here != 0) << i;
+  }
+  return {live, first};
+}
+
 // Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const Params& p, int b, int h, int q, int k) {
-  return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
+__device__ __forceinline__ bool in_layout(const LayoutQuery& layout_query, int k) {
+  return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // Whether the mask and the block layout both keep a score.
-__device__ __forceinline__ bool mask_and_layout(const Params& p, int b, int h, int q, int k) {
-  return mask_mod(q, k) && in_layout(p, b, h, q, k);
+__device__ __forceinline__ bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
+  return mask_mod(q, k) && in_layout(layout_query, k);
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -704,6 +723,12 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      LayoutQuery layout_queries[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = q_first + 8 * i;
+        layout_queries[i] = layout_query_values(p, column, b, h, q);
+      }
       // The mask is costly: evaluated one by one, its reads and divisions would wait for each
       // other; evaluated all at once, they would take too many registers. A loop computes a bit
       // mask.
@@ -722,7 +747,8 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
               for (int r = 0; r < 2; ++r) {
                 const int q = q_first + 16 * g + 8 * r;
-                const bool kept = mask_and_layout(p, b, h, q, k);
+                const LayoutQuery& layout_query = layout_queries[2 * g + r];
+                const bool kept = mask_and_layout(layout_query, q, k);
                 if (!(in_range & kept)) outside[g][r] |= 1u << (2 * n + e);
               }
             }

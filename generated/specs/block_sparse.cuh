@@ -96,16 +96,35 @@ __device__ __forceinline__ bool layout_full(
   return __all_sync(0xffffffffu, live);
 }
 
-// in sm_80 and sm_90a: forward, fused, dkdv, dq
-// Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const Params& p, int b, int h, int q, int k) {
-  return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
+// in sm_80 and sm_90a: forward, dq
+struct LayoutQuery {
+  unsigned blocks;  // which are live, a bit each
+  int first;  // of the blocks
+};
+
+// The blocks of the layout in a row of the scores that a warp masks.
+__device__ __forceinline__ LayoutQuery layout_query_values(
+    const Params& p, int column, int b, int h, int q) {
+  const int start = p.k_offset + (column & ~7);
+  const int first = max(start / LAYOUT_K, 0);
+  unsigned live = 0;
+  for (int i = 0; i < (MASKED_COLUMNS - 1) / LAYOUT_K + 2; ++i) {
+    const int here = read_layout(p, b, h, q / LAYOUT_Q, first + i);
+    live |= unsigned(here != 0) << i;
+  }
+  return {live, first};
 }
 
-// in sm_80 and sm_90a: forward, fused, dkdv, dq
+// in sm_80 and sm_90a: forward, dq
+// Whether the score's block is live. Negative positions are in block 0.
+__device__ __forceinline__ bool in_layout(const LayoutQuery& layout_query, int k) {
+  return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
+}
+
+// in sm_80 and sm_90a: forward, dq
 // Whether the mask and the block layout both keep a score.
-__device__ __forceinline__ bool mask_and_layout(const Params& p, int b, int h, int q, int k) {
-  return mask_mod(q, k) && in_layout(p, b, h, q, k);
+__device__ __forceinline__ bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
+  return mask_mod(q, k) && in_layout(layout_query, k);
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -186,4 +205,35 @@ __device__ __forceinline__ bool layout_full(
     live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
   }
   return __all_sync(0xffffffffu, live);
+}
+
+// in sm_80 and sm_90a: fused, dkdv
+struct LayoutKey {
+  unsigned blocks;  // which are live, a bit each
+  int first;  // of the blocks
+};
+
+// The blocks of the layout in a row of the scores that a warp masks.
+__device__ __forceinline__ LayoutKey layout_key_values(
+    const Params& p, int column, int b, int h, int k) {
+  const int start = p.q_offset + (column & ~7);
+  const int first = max(start / LAYOUT_Q, 0);
+  unsigned live = 0;
+  for (int i = 0; i < (MASKED_COLUMNS - 1) / LAYOUT_Q + 2; ++i) {
+    const int here = read_layout(p, b, h, first + i, k / LAYOUT_K);
+    live |= unsigned(here != 0) << i;
+  }
+  return {live, first};
+}
+
+// in sm_80 and sm_90a: fused, dkdv
+// Whether the score's block is live. Negative positions are in block 0.
+__device__ __forceinline__ bool in_layout(const LayoutKey& layout_key, int q) {
+  return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
+}
+
+// in sm_80 and sm_90a: fused, dkdv
+// Whether the mask and the block layout both keep a score.
+__device__ __forceinline__ bool mask_and_layout(const LayoutKey& layout_key, int q, int k) {
+  return mask_mod(q, k) && in_layout(layout_key, q);
 }

@@ -109,10 +109,11 @@ def test_heads_that_share_a_tile_count_once_among_interleaved_heads() -> None:
     one, four = (fg.plan(CAUSAL, ARCH, heads_per_tile=n) for n in (1, 4))
     # K and V of all 16 heads fit in L2, of 8, and of 2; four query heads read each of them.
     for seq_k, bits in ((1024, 6), (1 << 14, 5), (1 << 16, 3)):
-        sizes = 64, 16, 64, seq_k
+        sizes = 64, 16, 1 << 15, seq_k
         assert one.head_bits(*sizes) == bits
         assert four.head_bits(*sizes) == bits - 2
-        assert four.grid(2, *sizes, head_bits=bits - 2) == (2 << bits - 2, 16 >> bits - 2, 2)
+        tiles = (1 << 15) // four.queries_per_tile
+        assert four.grid(2, *sizes, head_bits=bits - 2) == (tiles << bits - 2, 16 >> bits - 2, 2)
 
 
 def test_a_larger_tile_that_the_heads_cannot_share_is_refused_with_that_reason() -> None:

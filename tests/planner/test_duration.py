@@ -185,9 +185,10 @@ def test_interleaved_heads_leave_no_long_block_for_the_end() -> None:
 )
 def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
     chosen = plan(fg.AttentionSpec(head_dim=128), "sm_90a")
-    assert chosen.head_bits(*heads, 100, seq) == bits
-    tiles = -(-100 // chosen.block_q)
-    assert chosen.grid(3, *heads, 100, seq, head_bits=bits) == (
+    queries = 1 << 15  # the tiles of one head occupy all SMs
+    assert chosen.head_bits(*heads, queries, seq) == bits
+    tiles = -(-queries // chosen.block_q)
+    assert chosen.grid(3, *heads, queries, seq, head_bits=bits) == (
         tiles << bits,
         heads[0] >> bits,
         3,
@@ -196,6 +197,18 @@ def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
 
 def test_where_blocks_own_keys_it_is_q_and_its_gradient_that_must_fit() -> None:
     fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
-    assert fused.head_bits(16, 16, 4096, 100) == 4
-    assert fused.head_bits(16, 2, 4096, 100) == 1
-    assert fused.head_bits(16, 2, 8192, 100) == 0
+    keys = 1 << 15
+    assert fused.head_bits(16, 16, 4096, keys) == 4
+    assert fused.head_bits(16, 2, 4096, keys) == 1
+    assert fused.head_bits(16, 2, 8192, keys) == 0
+
+
+def test_enough_heads_are_interleaved_to_occupy_all_sms_whatever_fits_in_l2() -> None:
+    fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
+    sms = fused.machine.sms * fused.blocks_per_sm
+    group, seq = 8, 8192  # Q and dO of a key head: 32 MiB
+    tiles = seq // fused.block_k
+    assert tiles < sms < 4 * tiles
+    assert fused.head_bits(8 * group, 8, seq, seq) == 2
+    long = 2 * sms * fused.block_k
+    assert fused.head_bits(8 * group, 8, long, long) == 0

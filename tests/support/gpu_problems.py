@@ -133,14 +133,26 @@ class Problem:
             results: the values of `results`, which is called for None.
         """
         found = results or self.results()
+        operands = (self.spec, self.q, self.k, self.v)
+        verdicts = [
+            reference.compare(*three)
+            for three in zip(
+                found[:2],
+                reference.attention(*operands, **self.numbers),
+                reference.same_dtype(*operands, **self.numbers),
+                strict=True,
+            )
+        ]
+        gradients = reference.judge_gradients(
+            found[2:], *operands, self.dout, self.dlse, **self.numbers
+        )
         lines = []
-        for place, (got, ref, same) in enumerate(
-            zip(found, self.exact(), self.ordinary(), strict=True)
+        for place, (got, verdict) in enumerate(
+            zip(found, [*verdicts, *gradients.values()], strict=True)
         ):
             name = self.names[place]
-            line = verdict_of(name, got, ref, same)
-            if line:
-                lines.append(line)
+            if not verdict.ok:
+                lines.append(f"{name} {verdict}")
             dtype = self.q.dtype if place < len(NAMES) and name != "lse" else torch.float32
             if got.dtype != dtype or got.device != self.q.device:
                 lines.append(f"{name} is {got.dtype} on {got.device}")
