@@ -124,13 +124,16 @@ def _in_order() -> Iterator[Case]:
     yield grid("full", 8192, 128, key=True)
     yield grid("causal", 8192, 64, key=True)
     yield make("gpt2-medium", "causal", 64, 16, 16, 1024, 1024, 64)
-    # GPT-OSS and Gemma first among the variants, as these are what people train and serve.
-    first = ("sliding_window", "softcap", "alibi", "prefix_lm", "causal_offset")
+    for seq_k in (131072, 8192):
+        yield decode(seq_k)
+    for spec in ("causal", "full"):
+        yield grid(spec, 8192, 256)
+    # GPT-OSS and Gemma first among the variants, as these are what people train and serve; then
+    # block layouts, whose tiles are mixed.
+    first = ("sliding_window", "softcap", "alibi", "bigbird", "local_global", "butterfly")
     for name in sorted(spec_names(), key=lambda n: first.index(n) if n in first else len(first)):
         if name not in ("full", "causal"):
             yield make("variant", name, 2, 16, 16, 8192, 8192, 128, key=True)
-    for seq_k in (8192, 131072):
-        yield decode(seq_k)
     for seq in (16384, 4096, 2048, 32768, 8192):
         yield llama("causal", seq)
         yield llama("full", seq)

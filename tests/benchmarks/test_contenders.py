@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.suite.contenders import Prepared, contenders
 from benchmarks.suite.contenders.flex import Flex
 from benchmarks.suite.contenders.ours import Flashgen, flashgens, spec_of
 from benchmarks.suite.contenders.sdpa import dense_mask, sdpas
+from benchmarks.suite.contenders.served import Served
 from benchmarks.suite.contenders.standard import Standard
 from benchmarks.suite.contenders.triton_fused import TritonFused
 from benchmarks.suite.context import Context, Unusable
@@ -88,6 +90,18 @@ def test_standard_attention_agrees_with_the_oracle_and_so_does_the_dense_mask(na
         torch.testing.assert_close(other, out, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_split_and_paged_decoding_equal_plain_attention(paged: bool) -> None:
+    case = make("decode", "full", 2, 4, 2, 1, 96, 32)
+    inputs = check.make_inputs(case, CPU, seed=3, learnt=False)
+    served = Served("sm_80", paged=paged)
+    assert served.supports(case, DEVICE) is None
+    assert served.supports(grid("full", 1024, 128), DEVICE) is not None
+    out = served.prepare(case, DEVICE).attend(*inputs.learnt)
+    verdict = check.Oracle(case, inputs, backward=False).verdict({"out": out}, ours=True)
+    assert verdict.ok, verdict.text
+
+
 def test_flash_takes_no_mask_and_efficient_no_groups() -> None:
     causal, window = grid("causal", 1024, 128), grid("sliding_window", 1024, 128)
     assert SDPA["flash"].supports(causal, GPU) is None
@@ -98,8 +112,10 @@ def test_flash_takes_no_mask_and_efficient_no_groups() -> None:
     assert SDPA["cudnn"].supports(grouped, GPU) is None
 
 
-def test_torch_attention_takes_biases_but_no_other_score_function() -> None:
-    assert SDPA["efficient"].supports(grid("alibi", 1024, 64), GPU) is None
+def test_torch_attention_takes_exact_biases_but_no_other_score_function() -> None:
+    wide = replace(grid("alibi", 1024, 64), dtype="float32")
+    assert SDPA["efficient"].supports(wide, GPU) is None
+    assert "round the bias" in str(SDPA["efficient"].supports(grid("alibi", 1024, 64), GPU))
     assert "no bias" in str(SDPA["math"].supports(grid("softcap", 1024, 64), GPU))
     bias = dense_mask(small("alibi"), DEVICE)
     assert bias is not None

@@ -63,7 +63,9 @@ def contenders(device: Device) -> list[Contender]:
     from benchmarks.suite.contenders.flex import Flex
     from benchmarks.suite.contenders.ours import flashgens
     from benchmarks.suite.contenders.sdpa import sdpas
+    from benchmarks.suite.contenders.served import Served
     from benchmarks.suite.contenders.standard import Standard
     from benchmarks.suite.contenders.triton_fused import TritonFused
 
-    return [*flashgens(device), *sdpas(), Flex(), TritonFused(), Standard()]
+    served = [Served(arch, paged=paged) for arch in device.archs for paged in (False, True)]
+    return [*flashgens(device), *served, *sdpas(), Flex(), TritonFused(), Standard()]
