@@ -41,7 +41,8 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
         lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         range_bits=_pays_for_range_bits(walk, plan),
-        mask_loop=walk.mask_costly and plan.loops_over_masks,
+        # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
+        mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,
         **fields,
     )
 

@@ -102,8 +102,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
-        # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
-        mask_costly=costly or (layout is not None and (not in_rows or plan.loops_over_masks)),
+        mask_costly=costly or (layout is not None and in_rows is None),
         blocks_by_row=in_rows is not None,
         by_head=any(fx.H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,

@@ -218,7 +218,8 @@ def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]
 
     The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     """
-    extra = problem.extra_registers - served_registers(problem.path, problem.d_v)
+    served = served_registers(problem.path, problem.d_v, problem.block_layout)
+    extra = problem.extra_registers - served
     best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
     assert best is not None, "the tile itself can have one head"
     return (

@@ -170,9 +170,9 @@ class TileProblem:
         return forward_sm80.COPY_WARPS(self.given)
 
 
-def served_registers(path: str, d_v: int) -> int:
+def served_registers(path: str, d_v: int, block_layout: str) -> int:
     """The registers that calls with split keys or pages take beyond those of other calls."""
-    needed = path == "sm_80" or d_v > fitted_sm90.SERVED_HEAD_DIM
+    needed = path == "sm_80" or d_v > fitted_sm90.SERVED_HEAD_DIM or block_layout
     return fitted_sm80.FORWARD_SERVED_REGISTERS if needed else 0
 
 
@@ -197,8 +197,9 @@ def problem_of(
     if kernel != "forward":  # its formulas have a constant of their own
         by_tile = spec_terms.pending_sm90(spec, kernel)
         pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
+    block_layout = spec.block_sparse.described if spec.block_sparse else ""
     if spec.is_served:
-        extra += served_registers(path, spec.head_dim_v or spec.head_dim)
+        extra += served_registers(path, spec.head_dim_v or spec.head_dim, block_layout)
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(
@@ -220,7 +221,7 @@ def problem_of(
         score_ops=spec_terms.score_instructions(spec, kernel),
         dropout_ops=spec_terms.dropout_instructions(spec, kernel),
         sink_bytes=0 if sink is None or kernel != "forward" else ITEMSIZE[sink.dtype],
-        block_layout=spec.block_sparse.described if spec.block_sparse else "",
+        block_layout=block_layout,
         heads_per_tile=heads_per_tile,
         learned=added_by_scores(spec, kernel),
         partial=spec.partial or (spec.split and ITEMSIZE[spec.dtype] == 2),

@@ -23,6 +23,7 @@ from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal
 from benchmarks.suite.one_case import run_case
+from benchmarks.suite.parts.blocks import forced
 from benchmarks.suite.parts.sparsity import with_share
 from benchmarks.suite.records import Stamp, Writer, read
 from benchmarks.suite.supervisor import Budget
@@ -98,6 +99,15 @@ def test_split_and_paged_decoding_equal_plain_attention(paged: bool) -> None:
     assert served.supports(case, DEVICE) is None
     assert served.supports(grid("full", 1024, 128), DEVICE) is not None
     out = served.prepare(case, DEVICE).attend(*inputs.learnt)
+    verdict = check.Oracle(case, inputs, backward=False).verdict({"out": out}, ours=True)
+    assert verdict.ok, verdict.text
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_kernel_of_a_given_tile_runs_by_itself(arch: str) -> None:
+    case = make("blocks", "causal", 1, 2, 1, 96, 96, 64, dtype="float16")
+    inputs = check.make_inputs(case, CPU, seed=4, learnt=False)
+    out = forced(fg.build(spec_of(case), arch), case, inputs, "emulator")()
     verdict = check.Oracle(case, inputs, backward=False).verdict({"out": out}, ours=True)
     assert verdict.ok, verdict.text
 

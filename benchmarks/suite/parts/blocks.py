@@ -133,9 +133,11 @@ def forced(build: Build, case: Case, inputs: Inputs, backend: str) -> Callable[[
     tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "rng": None}
     bound = bind(build, problem, tensors)
     target = Target(backend, build.plan.arch, q.device, q.device.index or 0)
+    persistent = bound.blocks is not None and bound.blocks.persistent
 
     def call() -> torch.Tensor:
-        bound.run(target, tensors)
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if persistent else None
+        bound.run(target, {**tensors, "tile_counter": counter})
         return out
 
     return call
