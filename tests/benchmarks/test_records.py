@@ -112,8 +112,10 @@ def test_the_table_is_of_the_newest_run_on_a_gpu_and_counts_what_is_slower(tmp_p
         [
             speed_row(tflops=412.3),
             speed_row(contender="sdpa cudnn", tflops=644.0),
-            speed_row(spec="full", ratio=1.25, tflops=500.0),
+            # The first code path is that of a call without options, and counts, however slow.
             speed_row(spec="full", contender="flashgen sm_90a", ms_p50=0.5, tflops=700.0, ratio=2),
+            speed_row(spec="full", contender="flashgen sm_80", ms_p50=0.1, tflops=900.0, ratio=9),
+            speed_row(spec="full", contender="flashgen sm_90a split", ms_p50=0.1, ratio=9),
             speed_row(spec="alibi", status="wrong", ms_p50=None),
         ]
     )

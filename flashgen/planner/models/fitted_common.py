@@ -1,7 +1,7 @@
 """Constants of the cost models that both code paths share, each with its origin.
 
-"Counted": read from the machine code of compiled kernels. "Assumed": no measurement exists. No
-kernel of flashgen has been timed on a GPU yet, so that every number of clocks is assumed.
+"Counted": read from the machine code of compiled kernels. "Assumed": no measurement exists, as for
+every number of clocks here.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 use of registers is no smooth function of the instructions: these are steps between tiles. With
 dropout, where a score reads several tensors, and for a few masks, a first plan may spill all the
 same; `flashgen.build` then plans again with spare registers. "Counted": instructions read from the
-machine code of compiled kernels. "Assumed": no measurement exists; no kernel of flashgen has been
-timed on a GPU yet.
+machine code of compiled kernels. "Assumed": no measurement exists. "Measured": on the GPU that is
+named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEARCH_BY_MASK_REGISTERS = 16
 SEARCH_BY_TENSORS_REGISTERS = 16
 
 # The head dim of v up to which calls with split keys or pages need no more registers of consumers
-# than others; beyond it they need as many more as on sm_80.
+# than others; beyond it, and with a block layout, they need as many more as on sm_80.
 SERVED_HEAD_DIM = 128
 
 # ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
@@ -71,7 +71,7 @@ INDEX_REGISTERS = 8
 
 # ---- backward: instructions, counted -------------------------------------------------------------
 
-# Measured on an H200, head dim 256, 8,192 positions: additions to dQ by the lanes' instructions
+# Measured on an H200 at head dim 256, 8,192 positions: additions to dQ by the lanes' instructions
 # (red.global.add.v4.f32) take 1.25 times as long as those of bulk copies, with which the five
 # products take 1.16 times the time of seven (benchmarks/results).
 LANES_ADD = 1.25

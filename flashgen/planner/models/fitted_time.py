@@ -2,8 +2,8 @@
 
 ``python benchmarks/fit_duration.py --fit`` fits them: it predicts the durations of kernels whose
 tiles are known, and minimises the squared logarithms of predicted over measured durations. The
-measurements and their sources are in benchmarks/published.json. No kernel of flashgen has been
-timed on a GPU yet.
+measurements and their sources are in benchmarks/published.json. Measured times of flashgen's own
+kernels (benchmarks/results) are not among them yet.
 """
 
 from __future__ import annotations
