@@ -41,8 +41,8 @@ def block(results: Path = RESULTS) -> str:
     lines = [
         f"Measured on one {first['gpu']} (driver {first['driver']}) on {first['date'][:10]} at "
         f"commit {first['commit']}, by calls without options, beside its",
-        f"peers on the same inputs; all of it is in `benchmarks/results/`. Of {len(taken)} cases a peer is faster in "
-        f"{slower}; {wrong} were wrong or failed.",
+        "peers on the same inputs; all of it is in `benchmarks/results/`. "
+        f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed.",
         "",
         "| problem | pass | TFLOP/s | of matmul | fastest peer | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",
