@@ -7,6 +7,7 @@ exact for windows, strides and similar masks. ``must`` states that the negation 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -65,6 +66,7 @@ def at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     return exactly_at_least(a, b) if fits(a - b) else sympy.true
 
 
+@functools.lru_cache(maxsize=4096)  # the walks and kernels of a spec ask for few pairs, often
 def exactly_at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     """``a >= b`` of integers that fit, with subtracted terms moved to the other side."""
     greater, lesser = [], []

@@ -29,6 +29,7 @@ from benchmarks.suite.records import Stamp, Writer, read
 from benchmarks.suite.supervisor import Budget
 from benchmarks.variants import FORMS
 from flashgen import reference
+from tests.support.tiers import slow
 
 DEVICE = Device()
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def test_standard_attention_agrees_with_the_oracle_and_so_does_the_dense_mask(na
         torch.testing.assert_close(other, out, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", [slow(False), True])
 def test_split_and_paged_decoding_equal_plain_attention(paged: bool) -> None:
     case = make("decode", "full", 2, 4, 2, 1, 96, 32)
     inputs = check.make_inputs(case, CPU, seed=3, learnt=False)
@@ -103,7 +104,7 @@ def test_split_and_paged_decoding_equal_plain_attention(paged: bool) -> None:
     assert verdict.ok, verdict.text
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
 def test_a_kernel_of_a_given_tile_runs_by_itself(arch: str) -> None:
     case = make("blocks", "causal", 1, 2, 1, 96, 96, 64, dtype="float16")
     inputs = check.make_inputs(case, CPU, seed=4, learnt=False)

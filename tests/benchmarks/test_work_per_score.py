@@ -103,6 +103,7 @@ def check_record(name: str, head_dim: int) -> None:
 
 
 @needs_nvdisasm
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
     check_record(name, 128)

@@ -84,6 +84,7 @@ def test_mods_beyond_what_a_kernel_can_hold_are_refused_with_the_factor(
     assert "about 2,000 instructions per score; limit 1,000: 2 times" in caught.value.numbers
 
 
+@pytest.mark.slow
 def test_a_large_spec_is_pickled_and_has_the_same_digest() -> None:
     spec = spec_of("integers", 600)
     assert len(lets_of(spec.score)) > 5

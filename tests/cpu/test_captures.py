@@ -47,7 +47,7 @@ def checked(name: str, case: Case, options: dict[str, Any], *, fast: bool) -> bo
 @pytest.mark.parametrize(
     ("shape", "options"), one_in(2, itertools.product(SHAPES, [{}, OFFSETS | DROPOUT]), first=1)
 )
-@pytest.mark.parametrize("name", one_in(2, VARIANTS))
+@pytest.mark.parametrize("name", one_in(4, VARIANTS))
 def test_gradients_are_the_derivative_along_random_directions(
     name: str, shape: str, options: dict[str, Any]
 ) -> None:
@@ -71,7 +71,7 @@ def test_every_element_of_the_gradients_is_the_derivative(
 
 @pytest.mark.parametrize("block", [slow(None), 32])
 @pytest.mark.parametrize("dtype", one_in(3, ["float16", "bfloat16", "float32"]))
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", one_in(2, VARIANTS))
 def test_every_variant_agrees_with_the_oracle(name: str, dtype: str, block: int | None) -> None:
     variant, case = VARIANTS[name], Case(77, 130, 2, 4, 2, dtype, 40)
     spec = variant.spec(40, dtype, dropout=True)

@@ -70,7 +70,7 @@ def checked(
 @pytest.mark.parametrize(
     ("shape", "options"), one_in(2, itertools.product(SHAPES.values(), [{}, DROPOUT]), first=1)
 )
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", one_in(2, SPECS))
 def test_gradients_are_the_derivative_along_random_directions(
     name: str, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:

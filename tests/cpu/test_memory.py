@@ -142,6 +142,7 @@ def test_dropouts_bits_are_made_tile_by_tile() -> None:
     assert all(b < 2.05 * a for a, b in itertools.pairwise(peaks)), peaks
 
 
+@pytest.mark.slow
 def test_many_heads_share_a_workspace_of_fixed_size() -> None:
     spec = SPECS["causal"]
     beyond = []

@@ -47,6 +47,7 @@ def test_a_slow_link_is_what_a_ring_waits_for() -> None:
     assert slow.seconds == max(rank.transfer for rank in slow.ranks)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_and_ten_million_positions() -> None:
     found = forecast(CAUSAL, 1024, (1, 32, 8, 10 * 1024 * 1024))
     assert len(found.ranks) == 1024

@@ -28,8 +28,9 @@ def code_blocks() -> ModuleType:
 MODULE = code_blocks()
 
 
-# That page imports transformers in a process of its own.
-PAGES = [slow(page) if page == "docs/transformers.md" else page for page in MODULE.PAGES]
+# The one imports transformers in a process of its own; the other builds many kernels.
+LONG = ("docs/transformers.md", "docs/decoding.md")
+PAGES = [slow(page) if page in LONG else page for page in MODULE.PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES)

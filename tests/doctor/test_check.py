@@ -14,7 +14,6 @@ from flashgen.doctor import Result, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
 from flashgen.pipeline import build, build_backward
-from tests.support.tiers import one_in
 
 CPU = torch.device("cpu")
 TRIAL = [problem for problem in PROBLEMS if problem.trial]
@@ -23,7 +22,8 @@ TRIAL = [problem for problem in PROBLEMS if problem.trial]
 ON_PATHS = [(arch, each.name) for arch in ("sm_80", "sm_90a") for each in PROBLEMS]
 
 
-@pytest.mark.parametrize(("arch", "problem"), one_in(2 * len(PROBLEMS), ON_PATHS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "problem"), ON_PATHS)
 def test_every_problem_is_right_in_the_emulator(arch: str, problem: str) -> None:
     found = check.run(named(problem), arch, CPU, emulate=False)
     assert found.ok, found.text

@@ -200,6 +200,7 @@ def test_a_device_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) 
 # ---- this machine, without a GPU -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_compiler_and_the_emulator_are_checked() -> None:
     """The child process is a real one."""
     from typer.testing import CliRunner

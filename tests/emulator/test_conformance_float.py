@@ -26,6 +26,7 @@ from tests.emulator.test_conformance import (
     random_f32,
     rounded,
 )
+from tests.support.tiers import slow
 
 SMALLEST = np.float32(2.0**-126)
 NEGATIVE, INF = 0x80000000, 0x7F800000
@@ -46,7 +47,7 @@ def exact_sub(x: Exact, y: Exact, mode: str = "rn") -> Exact:
 BINARY = {"add": exact_add, "sub": exact_sub, "mul": exact_mul}
 
 
-@pytest.mark.parametrize("typed", [True, False], ids=["f32-registers", "b32-registers"])
+@pytest.mark.parametrize("typed", [True, slow(False)], ids=["f32-registers", "b32-registers"])
 @pytest.mark.parametrize("mode", ["", ".rn", ".rz", ".rm", ".rp"])
 @pytest.mark.parametrize("name", [*BINARY])
 def test_f32_arithmetic_rounds_once_in_the_stated_direction(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.test_conformance import run
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 MASK = 0xFFFFFFFF
 THREADS, PROGRAMS, STAGES = 96, 16, 2
@@ -162,7 +162,7 @@ def expected(seed: int, given: list[int], n: int) -> list[tuple[int, ...]]:
     return rows
 
 
-@pytest.mark.parametrize("order", [None, 1])
+@pytest.mark.parametrize("order", [slow(None), 1])
 @pytest.mark.parametrize("seed", one_in(2, range(PROGRAMS)))
 def test_a_random_program_gives_what_python_gives(seed: int, order: int | None) -> None:
     rng = np.random.default_rng(seed)

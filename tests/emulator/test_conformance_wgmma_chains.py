@@ -9,6 +9,7 @@ import pytest
 
 from flashgen import emulator
 from tests.emulator.test_conformance_wgmma import compiled, exact, integers
+from tests.support.tiers import slow
 from tests.support.wgmma_kernels import (
     HEAD,
     issue,
@@ -57,8 +58,8 @@ extern "C" __global__ void teams(const uint4* a, const uint4* b, float* out, u64
 )
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize(("groups", "blocks"), [(1, 3), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("seed", [None, 1, slow(2)])
+@pytest.mark.parametrize(("groups", "blocks"), [slow(1, 3), slow(2, 1), (2, 3), (3, 2)])
 def test_warpgroups_share_b_and_chain_at_their_own_pace(
     groups: int, blocks: int, seed: int | None
 ) -> None:

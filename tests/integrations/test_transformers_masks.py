@@ -163,6 +163,7 @@ def test_a_compiled_model_breaks_its_graph_at_a_new_mask(
         torch.testing.assert_close(each, outputs_of(made, inputs), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_or_padding_compiles_to_one_graph_after_one_call() -> None:
     made = tiny("llama").model("fg")
     inputs: dict[str, Any] = {

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from flashgen import reference
 from flashgen.integrations import transformers as integration
 from flashgen.reference.verdict import GRADIENT_FACTOR, RMS_ELEMENTS
-from tests.support.tiers import slow
+from tests.support.tiers import one_in, slow
 from tests.support.transformers_models import (
     MODELS,
     InFloat64,
@@ -86,12 +86,12 @@ def _rms(x: Tensor) -> float:
     return float(x.double().pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(4, MODELS))
 def test_outputs_and_gradients_meet_the_error_rule(name: str) -> None:
     check(name, 0.0, None)
 
 
-@pytest.mark.parametrize("name", [n if n in ("gpt_oss", "bert") else slow(n) for n in MODELS])
+@pytest.mark.parametrize("name", [n if n == "gpt_oss" else slow(n) for n in MODELS])
 def test_dropout_is_eager_attention_with_the_same_elements(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,7 +256,7 @@ def test_what_a_neighbour_contains_reaches_no_other_row(value: float, arch: str)
     ("arch", "group", "old", "new"),
     [
         ("sm_80", 12, " && head < HEADS_PER_TILE", ""),
-        ("sm_80", 12, "row_head = head + 2 * g + r", "row_head = head + 2 * g"),
+        slow("sm_80", 12, "row_head = head + 2 * g + r", "row_head = head + 2 * g"),
         ("sm_80", 12, " && head + 2 * g + r <= last_head", ""),
         slow("sm_80", 12, " && first_head + n <= last_head", ""),
         slow("sm_80", 24, "warp_query + lane / 4 % TILE_QUERIES", "warp_query + lane / 4"),

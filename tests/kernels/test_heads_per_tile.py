@@ -227,8 +227,9 @@ def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     assert "5 tiles of 128 rows instead of 4 of 192" in runs[2].report.heads_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("head_dim", "arch"), [(64, ARCH), slow(128, ARCH), slow(64, "sm_80"), slow(256, "sm_80")]
+    ("head_dim", "arch"), [(64, ARCH), (128, ARCH), (64, "sm_80"), (256, "sm_80")]
 )
 def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int, arch: str) -> None:
     spec, how = CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim), HOW | {"arch": arch}

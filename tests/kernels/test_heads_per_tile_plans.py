@@ -228,6 +228,7 @@ def said(*arguments: str) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_run_prints_how_many_heads_share_a_tile() -> None:
     where = ("--arch", ARCH, "--backend", "emulator", "--no-check")
     shared = said("run", "specs/causal.py", "--shape", "1,8,2,5,40", *where)

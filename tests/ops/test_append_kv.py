@@ -59,7 +59,7 @@ def step(k, v, k_cache, v_cache, table, lengths, backend=None):
     return k_cache.sum() + v_cache.sum()
 
 
-@pytest.mark.parametrize("backend", [None, "emulator"])
+@pytest.mark.parametrize("backend", [slow(None), "emulator"])
 @pytest.mark.parametrize("compiler", ["aot_eager", slow("inductor")])
 def test_a_compiled_step_is_one_graph_that_writes_its_arguments_in_place(
     compiler: str, backend: str | None

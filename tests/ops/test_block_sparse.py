@@ -290,6 +290,7 @@ def test_a_mod_may_capture_the_name_layout_without_a_block_layout() -> None:
 # ---- torch's machinery -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learned", [slow(False), True])
 @pytest.mark.parametrize("static", [False, slow(True)])
 def test_opcheck_passes_all_its_tests(static: bool, learned: bool) -> None:
@@ -298,6 +299,7 @@ def test_opcheck_passes_all_its_tests(static: bool, learned: bool) -> None:
     assert passes_opcheck(operator_of(spec).overload, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dynamic", "backend"), [(False, "aot_eager"), slow(False, "inductor"), slow(True, "inductor")]
 )

@@ -102,6 +102,7 @@ def test_strides_are_of_the_tensor_and_of_a_contiguous_gradient():
     assert not any("_t_" in name for name in numbers)
 
 
+@pytest.mark.slow
 def test_a_launch_on_a_gpu_packs_the_addresses_and_strides_of_captures(gpu):
     qkv, given = operands(70), captured(70)
     run = run_forward(SPEC, *qkv, tensors=given, backend="gpu", arch="sm_80")

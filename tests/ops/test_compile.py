@@ -115,6 +115,7 @@ class Layer(torch.nn.Module):
         return self.attend(self.project(q), k, v, dropout_p=p, window=9)
 
 
+@pytest.mark.slow
 def test_a_module_holds_the_operator_and_its_probability():
     layer = Layer()
     compiled, counter = counting(layer, dynamic=True)

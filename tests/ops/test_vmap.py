@@ -100,7 +100,7 @@ def test_vmap_nests(make, name):
 @pytest.mark.parametrize(
     ("name", "dims"),
     one_in(
-        2,
+        4,
         [
             *((name, (0, None, None)) for name in PLAIN),
             *(

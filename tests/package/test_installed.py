@@ -109,6 +109,7 @@ def test_an_installed_wheel_runs_a_spec_where_no_checkout_is(
     environment.check()
 
 
+@pytest.mark.slow
 def test_the_wheel_of_the_source_distribution_is_that_of_the_checkout(
     wheel: zipfile.ZipFile, sdist_file: Path, tmp_path: Path
 ) -> None:

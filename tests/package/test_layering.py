@@ -128,6 +128,11 @@ class Import(NamedTuple):
     when: str
 
 
+def statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below a node but for expressions, which are most nodes of a module."""
+    return (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+
+
 def imports(source: str, parts: tuple[str, ...]) -> Iterator[Import]:
     """Every import of a module.
 
@@ -136,7 +141,7 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[Import]:
     """
 
     def walk(node: ast.AST, when: str) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
+        for child in statements_in(node):
             if isinstance(child, ast.Import):
                 yield from (Import(child.lineno, alias.name, when) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
@@ -394,7 +399,7 @@ def parameters(path: Path) -> Iterator[tuple[str, int]]:
     """Each function of a module as "module:function", with its number of parameters."""
 
     def walk(node: ast.AST, outer: tuple[str, ...], in_class: bool) -> Iterator[tuple[str, int]]:
-        for child in ast.iter_child_nodes(node):
+        for child in statements_in(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 every = child.args.posonlyargs + child.args.args + child.args.kwonlyargs
                 bound = in_class and bool(every) and every[0].arg in ("self", "cls")

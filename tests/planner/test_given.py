@@ -9,6 +9,7 @@ from flashgen.errors import PlanError
 from flashgen.pipeline import build_backward
 from flashgen.planner import Tile, feasible, plan, plan_backward
 from tests.support.judged import plain
+from tests.support.tiers import one_in
 
 SPEC = fg.AttentionSpec(mask_mod=lambda b, h, q, k: k <= q, head_dim=64, name="causal")
 
@@ -20,7 +21,7 @@ def test_feasible_plans_come_cheapest_first_and_the_first_is_the_planners():
     assert len({each.tile for each in plans}) == len(plans) > 100
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "fused"])
+@pytest.mark.parametrize("kernel", one_in(3, ["forward", "dkdv", "dq", "fused"]))
 def test_a_plan_made_with_its_own_tile_is_the_same_plan(kernel):
     scheme = {"dkdv": ("dkdv", "dq"), "dq": ("dkdv", "dq")}.get(kernel, (kernel,))
     others = {name: feasible(SPEC, kernel=name)[0].tile for name in scheme}

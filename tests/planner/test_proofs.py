@@ -30,7 +30,7 @@ from tests.support.tiers import one_in, slow
 t = fg.Tensor("t", ("n",), "float32", grad=True)
 
 
-@pytest.mark.parametrize("path", one_in(4, SPECS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", one_in(8, SPECS), ids=lambda path: path.stem)
 def test_every_spec_is_certified(path: Path) -> None:
     found = certify(fg.load(path))
     assert all(each.holds and each.steps for each in found)

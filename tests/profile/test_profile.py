@@ -171,6 +171,7 @@ def test_tensors_that_lie_in_one_are_one():
     assert whole.distinct == qkv.numel() * 2
 
 
+@pytest.mark.slow
 def test_what_is_not_predicted_says_so():
     ids = torch.arange(200).div(50, rounding_mode="floor")[None].int()
     spec = loaded("document")

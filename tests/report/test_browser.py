@@ -11,7 +11,10 @@ import pytest
 from tests.support.browser import MISSING, Opened, browser
 from tests.support.tiers import slow
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a browser"),
+]
 
 SHOWN = ".kernel:not([hidden])"
 

@@ -304,6 +304,7 @@ print(trust.decide(0, driver=FakeDriver((9, 0), name="NVIDIA H100 80GB HBM3")).a
 """
 
 
+@pytest.mark.slow
 def test_many_processes_at_once_try_a_path_once(trials: Trials, fresh_cache: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -331,7 +332,7 @@ def test_those_that_waited_for_a_trial_without_a_result_do_not_try_one_after_ano
     assert trials.started == []
 
 
-@pytest.mark.parametrize(("whole", "step", "lost"), [(60, 2, "causal"), (2, 60, None)])
+@pytest.mark.parametrize(("whole", "step", "lost"), [(60, 2, "causal"), slow(2, 60, None)])
 def test_a_child_that_hangs_is_stopped_and_one_whose_time_is_over_has_not_failed(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, whole: int, step: int, lost: str | None
 ) -> None:

@@ -27,7 +27,6 @@ from flashgen.tune import Inputs, TileChoice, by_time, checked, derived, fastest
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import plain
 from tests.support.shapes import Case
-from tests.support.tiers import one_in
 
 CAUSAL = fg.load(spec_path("causal"))
 NARROW = CAUSAL.replace(head_dim=16)  # whose kernels are compiled in less time
@@ -43,7 +42,8 @@ def problem(batch=4, heads=16, seq=4096, **more) -> CheckedCall:
 NARROW_PROBLEM = problem(head_dim=16, head_dim_v=16)
 
 
-@pytest.mark.parametrize("which", one_in(3, tuned.PASSES, first=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("which", tuned.PASSES)
 def test_choices_come_by_predicted_time(which):
     choices = rank(CAUSAL, problem(seq=1024), {}, ARCH, which=which)
     times = [choice.seconds for choice in choices]
@@ -58,6 +58,7 @@ def test_choices_come_by_predicted_time(which):
         assert which != "deterministic" or kernels == {"dkdv", "dq"}
 
 
+@pytest.mark.slow
 def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
     full = rank(fg.AttentionSpec(head_dim=64), problem(), {}, ARCH)
     causal = rank(CAUSAL, problem(), {}, ARCH)

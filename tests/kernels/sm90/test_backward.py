@@ -183,6 +183,7 @@ def test_float32_uses_the_sm80_path_and_the_plan_gives_the_reason() -> None:
         assert "sm_80 path" in str(plan)
 
 
+@pytest.mark.slow
 def test_unaligned_operands_are_copied_first() -> None:
     q, k, v = (t[..., 1:65] for t in Case(40, 40, 1, 1, 1, "float16", 72).tensors(seed=1))
     run = Call(CAUSAL, (q, k, v), arch=ARCH).judged_backward()
@@ -204,6 +205,7 @@ def test_expanded_operands_use_the_sm80_path(which: str) -> None:
     assert f"stride of {which} is 0" in run.reports[0].access_reason
 
 
+@pytest.mark.slow
 def test_the_operator_launches_the_same_kernels() -> None:
     qkv = Case(70, 90, 1, 2, 1, "float16", 64).tensors(seed=1)
     given = tuple(tensor.clone().requires_grad_() for tensor in qkv)

@@ -200,6 +200,7 @@ COMPUTED_COLUMNS = [
     ("rows of dK are not transposed", "x2.trans.shared.b16", "x2.shared.b16"),
     ("the mask's second row is its first", "int query = row + 8 * r;", "int query = row;"),
 ]  # fmt: skip
+COMPUTED = {"forward": COMPUTED_FORWARD, "fused": COMPUTED_FUSED, "columns": COMPUTED_COLUMNS}
 COMPUTED_CAPTURED = [
     ("the mask is left out", "if (!tile.full) {", "if (false) {", "gate"),
     ("dropped elements keep their dP",
@@ -289,11 +290,11 @@ def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> 
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "whose"),
     [
-        *(pytest.param("forward", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FORWARD),
-        *(pytest.param("fused", *bug[1:], "", id=bug[0]) for bug in COMPUTED_FUSED),
         *(
-            pytest.param("columns", *bug[1:], "", id=bug[0], marks=[pytest.mark.slow][:place])
-            for place, bug in enumerate(COMPUTED_COLUMNS)
+            pytest.param(kernel, *bug[1:], "", id=bug[0], marks=[pytest.mark.slow] * slower)
+            for kernel, bugs in COMPUTED.items()
+            for place, bug in enumerate(bugs)
+            for slower in (place > 0 or kernel == "columns",)
         ),
         *(
             pytest.param("captured", *bug[1:], id=bug[0], marks=pytest.mark.slow)
