@@ -165,7 +165,7 @@ _PLANTED: dict[str, tuple[str, str, type[EmulatorError], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("seed", one_in(3, SEEDS))
-@pytest.mark.parametrize("name", one_in(2, _PLANTED))
+@pytest.mark.parametrize("name", one_in(4, _PLANTED))
 def test_a_planted_bug_is_named(name: str, seed: int | None) -> None:
     old, new, error, words = _PLANTED[name]
     source = flash_forward(64)

@@ -25,6 +25,7 @@ from flashgen.exported.plain import from_plain, to_plain
 from flashgen.language.signature import signature_of
 from flashgen.version import __version__
 from tests.support.exports import exported, spec_of
+from tests.support.tiers import slow
 
 
 def test_the_manifest_has_versions_digests_and_the_signature() -> None:
@@ -43,7 +44,7 @@ def test_the_manifest_has_versions_digests_and_the_signature() -> None:
     assert [scalar["name"] for scalar in signature["scalars"]] == ["window"]
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "block_diagonal"])
+@pytest.mark.parametrize("name", ["sliding_window", slow("block_diagonal")])
 def test_a_manifest_survives_its_form_as_json(name: str) -> None:
     manifest = open_folder(exported(name)).manifest
     again = from_plain(Manifest, json.loads(json.dumps(to_plain(manifest))))

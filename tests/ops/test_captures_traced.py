@@ -21,7 +21,7 @@ from tests.ops.test_captures import (
 from tests.ops.test_compile import counting
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case
-from tests.support.tiers import one_in, slow
+from tests.support.tiers import slow
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +219,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(9, WRONG, first=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_capture_is_the_same_error_in_a_compiled_function(name):
     given = captured()
     for tensor, function in WRONG[name].items():
