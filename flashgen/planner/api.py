@@ -210,16 +210,17 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
         raise tile_does_not_fit(problem, tile, request.spec)
     # On sm_80 two heads can share all tiles of more than 16 rows.
     policy = request.policy if problem.path == "sm_80" else "given"
-    return plan_of_tile(problem, tile, policy, _cost_of_one_arithmetic(problem, tile))
+    return plan_of_tile(problem, tile, policy, _cost_of_one_arithmetic(problem, request.spec, tile))
 
 
-def _cost_of_one_arithmetic(problem: TileProblem, tile: Tile) -> tuple[str, ...]:
+def _cost_of_one_arithmetic(
+    problem: TileProblem, spec: AttentionSpec, tile: Tile
+) -> tuple[str, ...]:
     """The note on the tile that all calls with split keys have, however many heads share it.
 
     The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     """
-    served = served_registers(problem.path, problem.d_v, problem.block_layout)
-    extra = problem.extra_registers - served
+    extra = problem.extra_registers - served_registers(spec, problem.path)
     best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
     assert best is not None, "the tile itself can have one head"
     return (

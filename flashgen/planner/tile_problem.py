@@ -170,9 +170,11 @@ class TileProblem:
         return forward_sm80.COPY_WARPS(self.given)
 
 
-def served_registers(path: str, d_v: int, block_layout: str) -> int:
+def served_registers(spec: AttentionSpec, path: str) -> int:
     """The registers that calls with split keys or pages take beyond those of other calls."""
-    needed = path == "sm_80" or d_v > fitted_sm90.SERVED_HEAD_DIM or block_layout
+    wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
+    reads = spec.block_sparse is not None or spec_terms.reads_for_each_score(spec)
+    needed = spec.is_served and (path == "sm_80" or wide or reads)
     return fitted_sm80.FORWARD_SERVED_REGISTERS if needed else 0
 
 
@@ -198,8 +200,7 @@ def problem_of(
         by_tile = spec_terms.pending_sm90(spec, kernel)
         pending = spec_terms.pending_sm80(spec) if path == "sm_80" else by_tile
     block_layout = spec.block_sparse.described if spec.block_sparse else ""
-    if spec.is_served:
-        extra += served_registers(path, spec.head_dim_v or spec.head_dim, block_layout)
+    extra += served_registers(spec, path)
     if path != "sm_80":
         searching = spec_terms.searching_sm90(spec, kernel, spare_registers)
     return TileProblem(

@@ -178,6 +178,14 @@ def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
 
 
+def reads_for_each_score(spec: AttentionSpec) -> bool:
+    """Whether the score function reads an element of a tensor for each score of a tile.
+
+    Where heads share a tile, that includes elements which depend on the head and the key.
+    """
+    return any(kind_of_sum(each) in ("element", "column") for each in elements_of(spec.score))
+
+
 def _score_pending(spec: AttentionSpec) -> float:
     """Registers per accumulator element for the elements of tensors that the score reads."""
     read = elements_of(spec.score)
