@@ -6,6 +6,7 @@
     python benchmarks/report.py --proven [--check]      the code paths that need no trial
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
     python benchmarks/report.py --predictions sm_90     the plans' predictions, for NOTES.md
+    python benchmarks/report.py --model-errors   predicted over measured times, for docs/planner.md
 
 With --check nothing is written, and the exit code is 1 where docs/gpu.md or, with --proven,
 flashgen/trust/proven.json differs from the records.
@@ -20,7 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.suite import figures, predictions, proven, records, speed_table, summary  # noqa: E402
+from benchmarks.suite import (  # noqa: E402
+    figures,
+    model_errors,
+    predictions,
+    proven,
+    records,
+    speed_table,
+    summary,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--proven", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--predictions", metavar="ARCH")
+    parser.add_argument("--model-errors", action="store_true")
     options = parser.parse_args(arguments)
     if options.merge:
         print(f"{records.merge(options.merge, options.results)} rows added")
@@ -45,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         same = proven.write(options.results, check=options.check)
         print(f"flashgen/trust/proven.json {'is as before' if same else 'differs'}")
         return int(options.check and not same)
+    if options.model_errors:
+        print(model_errors.table(options.results))
+        return 0
     if options.predictions:
         print(predictions.table(options.predictions))
     elif not options.merge and options.figures is None:

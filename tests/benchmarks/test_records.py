@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.suite import records, speed_table
+from benchmarks.suite import model_errors, records, speed_table
 from benchmarks.suite.records import MEASURES, SPEED, SchemaError, Stamp, Writer, append, read
+from tests.support.paths import ROOT
 
 STAMP = Stamp("20260101T000000Z", "abc123", "gpu", "NVIDIA Test", "580.1", "torch 9")
 
@@ -152,3 +153,9 @@ def test_check_fails_on_a_page_that_differs_and_leaves_it(
 def test_a_page_without_both_markers_is_refused(text: str) -> None:
     with pytest.raises(speed_table.MarkerError):
         speed_table.updated(text, "x")
+
+
+@pytest.mark.slow
+def test_the_documentation_has_the_errors_of_the_model_on_the_records() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert model_errors.table() in page, "python benchmarks/report.py --model-errors"

@@ -1,0 +1,80 @@
+"""The time model against the records: predicted over measured times of flashgen's own kernels."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import flashgen as fg
+from benchmarks.suite.cases import Case
+from benchmarks.suite.contenders.ours import in_short, spec_of
+from benchmarks.suite.records import RESULTS, latest, read
+from flashgen.analysis import row_interval
+from flashgen.call import CheckedCall
+from flashgen.planner import Plan, plan_backward
+from flashgen.tune.rank import predicted
+
+ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
+"""The architecture of a Hopper GPU by the contender, which names the code path."""
+
+SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
+
+Row = dict[str, str]
+
+
+@functools.cache
+def plans_of(spec: fg.AttentionSpec, arch: str, pass_: str) -> tuple[Plan, ...]:
+    """The plans of a pass, of which a record names each."""
+    return (fg.plan(spec, arch),) if pass_ == "forward" else plan_backward(spec, arch).kernels
+
+
+def error(row: Row) -> float | None:
+    """Predicted over measured time, minus 1; None where the present plans are not those of the row.
+
+    Nor is there one for captured tensors, whose values a record lacks.
+    """
+    scalars = dict(pair.split("=") for pair in row["scalars"].split())
+    values: dict[str, Any] = {name: int(value) for name, value in scalars.items()}
+    sizes = [int(row[name]) for name in SIZES]
+    case = Case(row["group"], row["spec"], *sizes, row["dtype"], tuple(values.items()))
+    spec, arch = spec_of(case), ARCHS[row["contender"]]
+    plans = plans_of(spec, arch, row["pass"])
+    if spec.tensors or any(in_short(plan) not in row["plan"] for plan in plans):
+        return None
+    call = CheckedCall(*sizes, case.head_dim, 0, 0, case.head_dim**-0.5, values)
+    seconds = sum(each.seconds for each in predicted(spec, call, {}, plans))
+    return 1e3 * seconds / float(row["ms_p50"]) - 1
+
+
+def kind_of(row: Row) -> str:
+    """What the mask of a row is to the model, which counts no instructions of masks."""
+    spec = fg.load(Path(f"specs/{row['spec']}.py"))
+    if int(row["seq_q"]) == 1:
+        return "one query"
+    one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
+    return "one range of keys for each row" if one_range else "evaluated in most tiles"
+
+
+def groups(results: Path = RESULTS) -> dict[tuple[str, str, str], list[float]]:
+    """The errors of the newest run on a GPU, by kind of mask, pass and code path."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in latest(read(results / "speed.csv")):
+        timed = row["part"] == "suite" and row["status"] == "ok" and row["ms_p50"]
+        if not timed or row["contender"] not in ARCHS or row["pass"] == "both":
+            continue
+        by = error(row)
+        if by is not None:
+            found.setdefault((kind_of(row), row["pass"], row["path"]), []).append(by)
+    return found
+
+
+def table(results: Path = RESULTS) -> str:
+    """The errors as a table of docs/planner.md."""
+    head = "| mask | pass | path | launches | median | from | to |"
+    lines = [head, f"|{' --- |' * 7}"]
+    for key, found in sorted(groups(results).items(), reverse=True):
+        shown = (f"{100 * f(found):+.0f} %" for f in (statistics.median, min, max))
+        lines.append(f"| {' | '.join((*key, str(len(found)), *shown))} |")
+    return "\n".join(lines)
