@@ -238,7 +238,7 @@ def test_a_warp_may_poll(kernel: str, factor: int, block: int, seed: int | None)
 
 def test_polling_for_what_never_comes_is_stopped() -> None:
     with pytest.raises(StepLimit):
-        launch(hopper_ptx(CUDA), "polls_for_ever", 1, 1, [None], step_limit=5000)
+        launch(hopper_ptx(CUDA), "polls_for_ever", 1, 1, [None], step_limit=1500)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

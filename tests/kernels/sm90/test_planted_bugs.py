@@ -261,7 +261,7 @@ FAST = {
     "forward": (2, 5, 7),
     "work tiles": (0, 2),
     "fused": (0, 3, 6, 9),
-    "columns": (2,),
+    "columns": (),
     "dq": (),
     "captured": (),
 }
