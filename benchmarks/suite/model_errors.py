@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
 Row = dict[str, str]
 
 
+def case_of(row: Row) -> Case:
+    """The problem that a row was measured on."""
+    pairs = (pair.split("=") for pair in row["scalars"].split())
+    scalars: tuple[tuple[str, Any], ...] = tuple((name, json.loads(x)) for name, x in pairs)
+    sizes = (int(row[name]) for name in SIZES)
+    return Case(row["group"], row["spec"], *sizes, row["dtype"], scalars)
+
+
 @functools.cache
 def plans_of(spec: fg.AttentionSpec, arch: str, pass_: str) -> tuple[Plan, ...]:
     """The plans of a pass, of which a record names each."""
@@ -35,26 +44,25 @@ def error(row: Row) -> float | None:
 
     Nor is there one for captured tensors, whose values a record lacks.
     """
-    scalars = dict(pair.split("=") for pair in row["scalars"].split())
-    values: dict[str, Any] = {name: int(value) for name, value in scalars.items()}
-    sizes = [int(row[name]) for name in SIZES]
-    case = Case(row["group"], row["spec"], *sizes, row["dtype"], tuple(values.items()))
+    case = case_of(row)
     spec, arch = spec_of(case), ARCHS[row["contender"]]
     plans = plans_of(spec, arch, row["pass"])
     if spec.tensors or any(in_short(plan) not in row["plan"] for plan in plans):
         return None
-    call = CheckedCall(*sizes, case.head_dim, 0, 0, case.head_dim**-0.5, values)
+    sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
+    dims = case.head_dim, case.head_dim
+    call = CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
     seconds = sum(each.seconds for each in predicted(spec, call, {}, plans))
     return 1e3 * seconds / float(row["ms_p50"]) - 1
 
 
-def kind_of(row: Row) -> str:
-    """What the mask of a row is to the model, which counts no instructions of masks."""
-    spec = fg.load(Path(f"specs/{row['spec']}.py"))
-    if int(row["seq_q"]) == 1:
+def kind_of(case: Case) -> str:
+    """What the mask of a case is to the model, which counts no instructions of masks."""
+    spec = spec_of(case)
+    if case.seq_q == 1:
         return "one query"
     one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
-    return "one range of keys for each row" if one_range else "evaluated in most tiles"
+    return "one range of keys for each row" if one_range else "all others, block layouts"
 
 
 def groups(results: Path = RESULTS) -> dict[tuple[str, str, str], list[float]]:
@@ -66,7 +74,7 @@ def groups(results: Path = RESULTS) -> dict[tuple[str, str, str], list[float]]:
             continue
         by = error(row)
         if by is not None:
-            found.setdefault((kind_of(row), row["pass"], row["path"]), []).append(by)
+            found.setdefault((kind_of(case_of(row)), row["pass"], row["path"]), []).append(by)
     return found
 
 

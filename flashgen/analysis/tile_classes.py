@@ -66,7 +66,7 @@ def at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     return exactly_at_least(a, b) if fits(a - b) else sympy.true
 
 
-@functools.lru_cache(maxsize=4096)  # the walks and kernels of a spec ask for few pairs, often
+@functools.lru_cache(maxsize=4096)  # the kernels of a spec compare few pairs, each many times
 def exactly_at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     """``a >= b`` of integers that fit, with subtracted terms moved to the other side."""
     greater, lesser = [], []

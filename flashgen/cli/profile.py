@@ -10,7 +10,7 @@ from flashgen.cli.console import busy, facts, listing, say, seconds
 from flashgen.cli.decoding import decoding_plan, sizes_of
 from flashgen.cli.inputs import check_folder, load_spec
 from flashgen.cli.profiled import call_of, profiled_call
-from flashgen.planner.models.fitted_time import STATED_ERROR
+from flashgen.planner.models.fitted_time import STATED_TIME_ERROR
 
 if TYPE_CHECKING:
     from flashgen.profile import DecodingPlan, Profile, Quantity
@@ -129,7 +129,7 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
             (
                 "time",
                 f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}; "
-                f"{STATED_ERROR}",
+                f"{STATED_TIME_ERROR}",
             )
         )
     return rows

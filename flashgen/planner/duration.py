@@ -29,7 +29,7 @@ from flashgen.planner.derivation import DerivationLine, line_of, printed_line
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models.backward_sm80 import ROW_BYTES
-from flashgen.planner.models.fitted_time import STATED_ERROR
+from flashgen.planner.models.fitted_time import STATED_TIME_ERROR
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
 from flashgen.planner.schedule import ROUNDS, SLOTS
@@ -110,7 +110,7 @@ class Duration:
     def __str__(self) -> str:
         product = facts(self.plan.arch).product
         head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
-        lines = [f"predicted {head}, bound by {self.bound}; {STATED_ERROR}"]
+        lines = [f"predicted {head}, bound by {self.bound}; {STATED_TIME_ERROR}"]
         for line in self.lines:
             lines += printed_line(line)
         return "\n".join(lines)

@@ -11,7 +11,7 @@ from flashgen.arch import facts
 from flashgen.planner import Plan, plan, plan_backward, plan_merge
 from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.planner.formulas import evaluate
-from flashgen.planner.models.fitted_time import STATED_ERROR
+from flashgen.planner.models.fitted_time import STATED_ERROR, STATED_TIME_ERROR
 from flashgen.planner.traffic import LaunchSizes, Visited
 
 SPEC = fg.AttentionSpec(head_dim=64)
@@ -114,7 +114,7 @@ def test_the_last_round_is_not_shorter_than_a_work_tile() -> None:
 
 def test_every_prediction_states_the_error_of_the_model() -> None:
     chosen = plan(SPEC)
-    assert STATED_ERROR in str(duration(chosen, 1, 1, 1, 512, 512))
+    assert STATED_TIME_ERROR in str(duration(chosen, 1, 1, 1, 512, 512))
     assert STATED_ERROR in " ".join(str(chosen).split())
 
 

@@ -3,7 +3,8 @@
 ``python benchmarks/fit_duration.py --fit`` fits them: it predicts the durations of kernels whose
 tiles are known, and minimises the squared logarithms of predicted over measured durations. The
 measurements and their sources are in benchmarks/published.json. Measured times of flashgen's own
-kernels (benchmarks/results) are not among them yet.
+kernels (benchmarks/results) are not among them; ``python benchmarks/report.py --model-errors``
+compares the predictions with these too.
 """
 
 from __future__ import annotations
@@ -32,3 +33,6 @@ STATED_ERROR = (
     f"model error on {POINTS} published timings: median {MEDIAN_ERROR:.0%}, worst {WORST_ERROR:.0%}"
 )
 """The clause that every printed prediction carries."""
+
+STATED_TIME_ERROR = f"{STATED_ERROR}; a mask's instructions are not counted"
+"""The same of a predicted duration. Kernels of which most tiles evaluate a mask take longer."""
