@@ -39,12 +39,11 @@ def plans_of(spec: fg.AttentionSpec, arch: str, pass_: str) -> tuple[Plan, ...]:
     return (fg.plan(spec, arch),) if pass_ == "forward" else plan_backward(spec, arch).kernels
 
 
-def error(row: Row) -> float | None:
+def error(row: Row, case: Case) -> float | None:
     """Predicted over measured time, minus 1; None where the present plans are not those of the row.
 
     Nor is there one for captured tensors, whose values a record lacks.
     """
-    case = case_of(row)
     spec, arch = spec_of(case), ARCHS[row["contender"]]
     plans = plans_of(spec, arch, row["pass"])
     if spec.tensors or any(in_short(plan) not in row["plan"] for plan in plans):
@@ -72,9 +71,10 @@ def groups(results: Path = RESULTS) -> dict[tuple[str, str, str], list[float]]:
         timed = row["part"] == "suite" and row["status"] == "ok" and row["ms_p50"]
         if not timed or row["contender"] not in ARCHS or row["pass"] == "both":
             continue
-        by = error(row)
+        case = case_of(row)
+        by = error(row, case)
         if by is not None:
-            found.setdefault((kind_of(case_of(row)), row["pass"], row["path"]), []).append(by)
+            found.setdefault((kind_of(case), row["pass"], row["path"]), []).append(by)
     return found
 
 

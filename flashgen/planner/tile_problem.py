@@ -172,10 +172,13 @@ class TileProblem:
 
 def served_registers(spec: AttentionSpec, path: str) -> int:
     """The registers that calls with split keys or pages take beyond those of other calls."""
+    if not spec.is_served:
+        return 0
+    if path == "sm_80":
+        return fitted_sm80.FORWARD_SERVED_REGISTERS
     wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
-    reads = spec.block_sparse is not None or spec_terms.reads_for_each_score(spec)
-    needed = spec.is_served and (path == "sm_80" or wide or reads)
-    return fitted_sm80.FORWARD_SERVED_REGISTERS if needed else 0
+    needed = wide or spec_terms.reads_for_each_score(spec)
+    return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
 
 
 def problem_of(

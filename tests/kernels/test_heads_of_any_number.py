@@ -345,9 +345,7 @@ def test_the_operator_chooses_the_group() -> None:
     [("causal", 64, 16, ARCH), *shared_tiles(7, 12, 16, 32, 128)],
 )
 @pytest.mark.parametrize("kind", ["plain", slow("split"), slow("paged")])
-def test_no_kernel_spills_and_those_of_splits_little(
-    name: str, head_dim: int, heads: int, arch: str, kind: str
-) -> None:
+def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, kind: str) -> None:
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim)
     if kind == "paged":
         if spec.packed or spec.block_sparse is not None:
@@ -358,11 +356,10 @@ def test_no_kernel_spills_and_those_of_splits_little(
     assert built.plan.heads_per_tile == heads
     if kind == "plain":
         assert built.plan.cost <= 1.15 * alone.cost
-        assert built.binary.resources.clean
-        assert built.binary.warnings == ()
     else:
         assert built.plan.tile == alone.tile
-        assert built.binary.resources.spill_store_bytes <= FEW_BYTES
+    assert built.binary.resources.clean
+    assert built.binary.warnings == ()
 
 
 @pytest.mark.slow

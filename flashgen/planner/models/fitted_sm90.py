@@ -23,7 +23,8 @@ SEARCH_BY_MASK_REGISTERS = 16
 SEARCH_BY_TENSORS_REGISTERS = 16
 
 # The head dim of v up to which calls with split keys or pages need no more registers of consumers
-# than others; beyond it, and with a block layout, they need as many more as on sm_80.
+# than others. Beyond it, and with a score function that reads an element of a tensor for each
+# score, they need as many more as on sm_80; and as many again with a block layout.
 SERVED_HEAD_DIM = 128
 
 # ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
