@@ -52,7 +52,7 @@ def shown_path(file: str) -> str:
         return file
     path = Path(os.path.abspath(file))
     for parent in path.parents:
-        if any((parent / mark).exists() for mark in _ROOT_MARKS):
+        if any(os.path.exists(os.path.join(parent, mark)) for mark in _ROOT_MARKS):
             return path.relative_to(parent).as_posix()
     try:
         return path.relative_to(Path.cwd()).as_posix()
@@ -142,9 +142,13 @@ def _function_text(source: str, code: CodeType) -> str | None:
     if not found:
         return None
     node = found[0]
+    # As the parser counts lines: str.splitlines() also ends them at form feeds.
+    lines = source.split("\n")[node.lineno - 1 : node.end_lineno]
     if isinstance(node, ast.Lambda):
-        return ast.get_source_segment(source, node)
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+        # Columns of the parser are bytes. The end is cut first, for lambdas of one line.
+        lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
+        lines[0] = lines[0].encode()[node.col_offset :].decode()
+        return "\n".join(lines)
     return textwrap.dedent("\n".join(lines))
 
 

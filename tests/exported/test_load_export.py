@@ -322,6 +322,7 @@ def test_a_block_layout_that_is_a_function_is_stored_up_to_a_position(tmp_path: 
     assert "--positions" in error.value.way_out
 
 
+@pytest.mark.slow
 def test_calls_beyond_32_bit_integers_take_the_wide_kernels() -> None:
     op = fg.load_export(exported("block_diagonal"))
     program = op.spec

@@ -66,19 +66,20 @@ def all_by_head(case: Case, dtype: str = "float16", **how: Any) -> Call:
 # ---- results ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "case"),
     [
         # Rows of a lane of different heads; a tile with rows of no head, whose last group ends
         # where the tensors end; heads of whole warps, and those of row groups, of which one has
         # none.
-        slow("sm_90a", Case(3, 90, 1, 16, 1)),
+        ("sm_90a", Case(3, 90, 1, 16, 1)),
         ("sm_80", Case(5, 90, 1, 24, 2)),
-        slow("sm_90a", Case(9, 90, 1, 7, 1, "bfloat16")),
-        slow("sm_80", Case(30, 90, 1, 3, 1)),
-        slow("sm_80", Case(9, 90, 1, 14, 2, "float16", 64, None, "gaps")),
+        ("sm_90a", Case(9, 90, 1, 7, 1, "bfloat16")),
+        ("sm_80", Case(30, 90, 1, 3, 1)),
+        ("sm_80", Case(9, 90, 1, 14, 2, "float16", 64, None, "gaps")),
         *(
-            slow(arch, Case(seq_q, 150, 2, 2 * group, 2, dtype, dim, dim_v, layout))
+            (arch, Case(seq_q, 150, 2, 2 * group, 2, dtype, dim, dim_v, layout))
             for arch in ARCHS
             for group in (3, 7, 12, 16, 71)
             for seq_q, dtype, dim, dim_v, layout in (
@@ -209,9 +210,10 @@ def test_pages_and_splits(name: str, group: int, queries: int, split_size: int, 
         assert all(map(torch.equal, found, alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "arch"),
-    [(12, "sm_80"), *(slow(group, arch) for arch in ARCHS for group in (7, 16, 71))],
+    [(12, "sm_80"), *((group, arch) for arch in ARCHS for group in (7, 16, 71))],
 )
 def test_decoding_gives_the_bits_of_the_row_in_a_prefill(group: int, arch: str) -> None:
     case, size = Case(150, 150, 1, group, 1), 80

@@ -68,34 +68,35 @@ def of_file(
 # ---- results ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case", "heads", "dropout_p", "q_offset", "arch"),
     [
         # A few new queries behind a cache of keys.
-        slow("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_90a"),
-        slow("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_80"),
+        ("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_90a"),
+        ("causal", Case(5, 300, 1, 8, 1), 8, 0.0, 295, "sm_80"),
         # What reads the head: the score, random bits; the sink, where tiles of heads take turns.
         ("alibi", Case(9, 90, 2, 8, 1), 8, 0.17, 64, "sm_80"),
-        slow(
+        (
             *("alibi", Case(64, 128, 1, 4, 2, "bfloat16", 16, None, "sequence_major")),
             *(2, 0.17, 0, "sm_90a"),
         ),
-        slow("alibi", Case(30, 128, 1, 8, 2, "bfloat16", 40, 96, "gaps"), 4, 0.17, 0, "sm_80"),
+        ("alibi", Case(30, 128, 1, 8, 2, "bfloat16", 40, 96, "gaps"), 4, 0.17, 0, "sm_80"),
         *(
-            slow("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, arch)
+            ("sink", Case(70, 90, 1, 8, 2, "float16", 64, None, "gaps"), 4, 0.0, 0, arch)
             for arch in ARCHS
         ),
-        slow("sink", Case(7, 90, 2, 8, 1, "bfloat16"), 8, 0.0, 0, "sm_80"),
-        slow("relative_bias", Case(9, 90, 1, 8, 1), 8, 0.17, 64, "sm_80"),
+        ("sink", Case(7, 90, 2, 8, 1, "bfloat16"), 8, 0.0, 0, "sm_80"),
+        ("relative_bias", Case(9, 90, 1, 8, 1), 8, 0.17, 64, "sm_80"),
         # The batch entry's own keys, skipped by tables; a layout that all heads have.
         *(
-            slow("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, arch)
+            ("document", Case(1, 239, 3, 4, 1, "float16", 64, 24), 4, 0.0, 0, arch)
             for arch in ARCHS
         ),
-        *(slow("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150, arch) for arch in ARCHS),
+        *(("local_global", Case(20, 203, 1, 8, 1), 4, 0.0, 150, arch) for arch in ARCHS),
         # float32 has the kernels of sm_80 on every GPU.
-        slow("alibi", Case(9, 60, 1, 4, 1, "float32"), 4, 0.0, 50, "sm_80"),
-        slow("causal", Case(9, 60, 1, 8, 1, "float32", 16), 8, 0.1, 32, "sm_90a"),
+        ("alibi", Case(9, 60, 1, 4, 1, "float32"), 4, 0.0, 50, "sm_80"),
+        ("causal", Case(9, 60, 1, 8, 1, "float32", 16), 8, 0.1, 32, "sm_90a"),
     ],
 )
 def test_heads_that_share_a_tile_give_the_results_of_separate_tiles(
@@ -247,6 +248,7 @@ def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int, 
 # ---- where heads do not share a tile, and why ---------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason() -> None:
     path, case = spec_path("per_head_window"), Case(5, 90, 1, 4, 1)
     run = run_forward(fg.load(path), *case.tensors(), **values_of(path, case), **HOW)

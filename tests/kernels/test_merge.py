@@ -144,17 +144,18 @@ def run_splits(
     return *results, counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "dim", "dtype", "joined"),
     [
         (1, 40, torch.float32, False),
         (40, 40, torch.float16, True),
         (300, 128, torch.bfloat16, False),
-        slow(9, 8, torch.float32, True),
-        slow(600, 64, torch.bfloat16, True),
-        slow(17, 72, torch.float32, True),
-        slow(70, 24, torch.float16, True),
-        slow(33, 256, torch.float16, True),
+        (9, 8, torch.float32, True),
+        (600, 64, torch.bfloat16, True),
+        (17, 72, torch.float32, True),
+        (70, 24, torch.float16, True),
+        (33, 256, torch.float16, True),
     ],
 )
 def test_lanes_that_share_the_parts_of_a_row_give_the_result_over_all_keys(

@@ -88,11 +88,12 @@ def test_bugs_of_pages_are_seen(arch: str, old: str, new: str) -> None:
         call.judged()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "layout"),
     [
         ("sm_90a", "nhd"),
-        *(slow(arch, layout) for arch in ARCHS for layout in LAYOUTS if layout != "nhd"),
+        *((arch, layout) for arch in ARCHS for layout in LAYOUTS if layout != "nhd"),
     ],
 )
 def test_caches_of_serving_engines_are_read_in_place(arch: str, layout: str) -> None:

@@ -177,6 +177,7 @@ def test_the_oracle_of_some_heads_is_that_of_the_whole(name: str) -> None:
             assert torch.equal(found, expected[:, heads])
 
 
+@pytest.mark.slow
 def test_a_compiled_call_sees_the_heads_of_the_whole() -> None:
     spec = SPECS["sizes"]
     op, slopes = fg.attention(spec), torch.linspace(-0.5, 0.5, HEADS)

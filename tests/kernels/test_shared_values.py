@@ -57,7 +57,8 @@ def call_of(arch: str) -> Call:
     return Call(SPEC, operands, arguments, arch=arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
 def test_kernels_with_shared_values_agree_with_the_oracle(arch: str) -> None:
     call_of(arch).judged_forward()
 

@@ -247,6 +247,7 @@ def test_bugs_of_splits_are_seen(
 # ---- the call -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sink_counts_once() -> None:
     call = example(spec_path("sink"), Case(20, 100, 1, 4, 2), offsets={"q_offset": 80})
     run = call.judged_forward(split_size=16)

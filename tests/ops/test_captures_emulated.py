@@ -79,6 +79,7 @@ def test_kernels_for_gradients_that_are_not_required_are_not_run(deterministic):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_kernels_that_make_minmax_tables_are_reported():
     qkv, given = [t.requires_grad_() for t in operands(13)], captured(13)
     out = OP(*qkv, **given, backend="emulator")

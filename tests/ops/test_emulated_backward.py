@@ -45,8 +45,9 @@ def verify(back, operands, dout, dlse=None):
     assert {gradient.dtype for gradient in found} == {operands[0].dtype}
 
 
-@pytest.mark.parametrize("deterministic", [False, slow(True)])
-@pytest.mark.parametrize("seq_q", [slow(16), slow(37), 130])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seq_q", [16, 37, 130])
 def test_kernels_run_one_after_another(seq_q, deterministic):
     tensors = operands(seq_q)
     run = forward(*tensors)

@@ -92,6 +92,7 @@ def test_the_operator_passes_opcheck() -> None:
     assert passes_opcheck(operator_of(split(CAUSAL)).overload, (q, k, v), **numbers, split_size=32)
 
 
+@pytest.mark.slow
 def test_autocast_and_parts_of_a_whole_work_with_split_keys() -> None:
     q, k, v = operands()
     expected = ATTEND(q, k, v, q_offset=64, split_size=32, **EMULATED)

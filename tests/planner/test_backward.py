@@ -15,7 +15,6 @@ from tests.support.plan_problems import (
     spec_of,
     within_limits,
 )
-from tests.support.tiers import slow
 
 SCHEMES = {"fused": ("delta", "fused", "convert_dq"), "split": ("delta", "dkdv", "dq")}
 # Tiles in shared memory, in order: each is a name, then rows and columns as in the kernels.
@@ -44,10 +43,10 @@ def searched(backward):
     return [kernel for kernel in backward.kernels if not kernel.streams]
 
 
-@pytest.mark.parametrize("step", [80, slow(8)])
-def test_every_head_dim_dtype_and_architecture_has_backward_kernels_within_its_limits(step):
+@pytest.mark.slow
+def test_every_head_dim_dtype_and_architecture_has_backward_kernels_within_its_limits():
     kernels = []
-    for backward in every_backward(step):
+    for backward in every_backward(step=8):
         assert tuple(each.kernel for each in backward.kernels) == SCHEMES[backward.scheme]
         kernels += backward.kernels
     assert len(kernels) >= 720

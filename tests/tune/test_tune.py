@@ -123,6 +123,7 @@ def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
     assert [each.seconds for each in measured] == [0.75, 1.0]
 
 
+@pytest.mark.slow
 def test_a_wrong_choice_is_never_timed(monkeypatch):
     def wrong(spec, q, k, v, *, tiles, **options):
         run = run_on_emulator(spec, q, k, v, tiles=tiles, **options)
