@@ -35,6 +35,7 @@ def test_held_out_points_are_predicted_as_well_as_fitted_ones() -> None:
     assert max(found) <= 0.20
 
 
+@pytest.mark.slow
 def test_fitting_anew_does_not_improve_the_constants() -> None:
     fitted = dict(fitted_time.CONSTANTS)
     for _ in range(4):

@@ -161,6 +161,7 @@ def gate(built: Build) -> None:
     assert {i.base for i in work_of(built, listing).full} >= {"HGMMA", "SYNCS", "MUFU"}
 
 
+@pytest.mark.slow
 def test_an_accumulator_read_too_early_is_a_warning() -> None:
     """So that no warning, in the gate, means that the products do run behind the softmax."""
     built = BY_NAME["full"].built(128)

@@ -41,6 +41,7 @@ def test_a_decoding_call_matches_the_oracle(spec: str, options: list[str]) -> No
     assert none == ("merge" not in table) == (options[-4:-2] == ["--split-size", "0"])
 
 
+@pytest.mark.slow
 def test_the_table_says_how_keys_are_paged_and_split() -> None:
     command = ["run", CAUSAL, "--decode", "--page", "16", "--shape", "1,2,60", "--no-check"]
     table = rows(flashgen(*command, "--backend", "emulator").stdout)

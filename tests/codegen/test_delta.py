@@ -23,6 +23,7 @@ def test_dropout_and_the_head_dim_of_q_change_nothing(change: dict[str, int]) ->
     assert delta_of(changed).text == delta_of(CAUSAL, deterministic=True).text
 
 
+@pytest.mark.slow
 def test_two_specs_share_the_compiled_kernel() -> None:
     packed = fg.load(spec_path("packed_causal"))
     small = {"head_dim": 16, "head_dim_v": 16}

@@ -90,7 +90,7 @@ def test_a_table_is_compared_bit_for_bit_and_one_bit_is_wrong(
     assert (found.exact, found.share is not None and found.share < 1) == (2, True)
 
 
-@pytest.mark.parametrize(("sums", "gpu"), [("hardware", "sm_80"), ("rounded", None)])
+@pytest.mark.parametrize(("sums", "gpu"), [("hardware", "sm_80"), slow("rounded", None)])
 def test_sums_of_tensor_cores_are_those_of_the_gpu_unless_the_emulator_rounds_them(
     monkeypatch: pytest.MonkeyPatch, sums: str, gpu: str | None
 ) -> None:

@@ -311,6 +311,7 @@ def test_heads_share_a_tile_where_that_was_exported(group: int) -> None:
     assert torch.equal(out, other)
 
 
+@pytest.mark.slow
 def test_a_block_layout_that_is_a_function_is_stored_up_to_a_position(tmp_path: Path) -> None:
     op = fg.load_export(exported("bigbird", positions=64))
     case = Case(40, 64, 1, 1, 1, "float16", 16)

@@ -15,7 +15,6 @@ from flashgen.language import trace_score
 from flashgen.ops import run_backward, run_forward
 from flashgen.pipeline import build_backward
 from tests.support.shapes import Case
-from tests.support.tiers import slow
 
 row = fg.Tensor("row", ("queries",), "float32")
 rest = fg.Tensor("rest", ("queries",), "float32")
@@ -97,7 +96,8 @@ def may_be_merged(ptx: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_comparison_depends_on_how_ptxas_fuses_operations(arch: str) -> None:
     spec = fg.AttentionSpec(exact_ties, head_dim=16, dtype="float16")
     for built in (fg.build(spec, arch), *build_backward(spec, arch)):

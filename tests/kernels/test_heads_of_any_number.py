@@ -330,6 +330,7 @@ def test_decoding_reads_each_key_once_for_a_group(group: int, arch: str) -> None
 # ---- the choice and the kernels -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_operator_chooses_the_group() -> None:
     op = fg.attention(CAUSAL)
     q, k, v = Case(1, 40, 1, 14, 2).tensors()

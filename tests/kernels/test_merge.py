@@ -258,6 +258,7 @@ def test_rows_past_the_end_are_not_written() -> None:
         run(*parts_of(5, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
 def test_results_over_parts_of_the_keys_are_those_of_one_call(arch: str) -> None:
     """The queries before the second part have no keys in it."""

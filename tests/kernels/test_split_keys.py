@@ -164,7 +164,8 @@ def test_the_bits_do_not_depend_on_the_number_of_blocks_and_their_order() -> Non
 # ---- splits without keys ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_parts_that_are_not_written_are_not_read(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +177,8 @@ def test_parts_that_are_not_written_are_not_read(
     assert equal(found, expected)
 
 
-@pytest.mark.parametrize("arch", one_in(2, ARCHS))
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_splits_out_of_reach_move_no_keys_and_no_output(arch: str) -> None:
     path, case = spec_path("sliding_window"), Case(1, 896, 1, 2, 2)
     call = example(path, case, offsets={"q_offset": 440}, arch=arch)
@@ -212,6 +214,7 @@ def test_decoding_reads_each_key_once_for_all_heads_of_a_group(arch: str) -> Non
     assert moved <= 1.05 * (keys + 2 * 4 * 64 * 2)  # with q and out, once each
 
 
+@pytest.mark.slow
 def test_rows_without_keys_and_calls_with_one_key() -> None:
     spec = fg.AttentionSpec(lambda b, h, q, k: k < q - 1, head_dim=64, name="strictly_before")
     q, k, v = Case(20, 1, 1, 1, 1).tensors()

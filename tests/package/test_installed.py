@@ -123,6 +123,7 @@ def test_the_wheel_of_the_source_distribution_is_that_of_the_checkout(
             assert found.read(name) == wheel.read(name), name
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_and_pages_need(
     sdist_file: Path, tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_mod_is_linked_with_the_functions_that_are_made_of_it() -> None:
     assert set(mods.values()) == {("def causal(b, h, q, k):", "    return q >= k")}
 
 
+@pytest.mark.slow
 def test_functions_and_constants_that_a_mod_uses_are_linked_too() -> None:
     mods = mods_of("t5_bias")
     lines = mods["score_mod"]

@@ -231,6 +231,7 @@ def test_zoom_shows_the_scores_of_a_tile() -> None:
     assert "<svg" in several.to_svg()
 
 
+@pytest.mark.slow
 def test_large_maps_take_little_space_and_say_what_they_join() -> None:
     live = torch.rand(1, 1, 1024, 1024, generator=torch.Generator().manual_seed(0)) < 0.3
     spec = sparse_spec(128, 128)

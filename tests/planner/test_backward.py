@@ -54,6 +54,7 @@ def test_every_head_dim_dtype_and_architecture_has_backward_kernels_within_its_l
         within_limits(each)
 
 
+@pytest.mark.slow
 def test_dropout_score_and_mask_leave_a_plan_for_the_largest_heads():
     spec = fg.load("specs/softcap.py").replace(dropout=True)
     dilated = fg.load("specs/dilated_window.py").mask_mod

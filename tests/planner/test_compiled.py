@@ -12,7 +12,7 @@ from flashgen.pipeline import Build, build_backward
 from flashgen.planner import plan_backward
 from tests.support.examples import spec_path
 from tests.support.plan_problems import DTYPES
-from tests.support.tiers import one_in, slow
+from tests.support.tiers import one_in
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 BACKWARD_DIMS = (8, 32, 40, 64, 96, 128, 192, 256)
@@ -81,19 +81,20 @@ def test_the_model_is_not_far_above_what_the_compiler_needs():
     assert accumulators >= 0.65 * plan.registers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "arch", "changes"),
     [
         ("causal", "float16", 64, "sm_80", {}),
-        slow("causal", "float16", 64, "sm_80", {"dropout": True}),
-        *(slow("causal", "float16", head_dim, "sm_80", {}) for head_dim in (8, 128, 256)),
-        *(slow("softcap", "bfloat16", head_dim, "sm_90", {}) for head_dim in (32, 96, 192)),
-        *(slow("dilated_window", "float16", head_dim, "sm_86", {}) for head_dim in (32, 96, 192)),
-        slow("softcap", "float16", 256, "sm_86", {"dropout": True}),
-        slow("causal", "float32", 64, "sm_80", {}),
-        slow("causal", "float32", 256, "sm_86", {}),
-        slow("causal", "float16", 192, "sm_80", {"head_dim_v": 128}),
-        slow("full", "float16", 40, "sm_80", {"head_dim_v": 64}),
+        ("causal", "float16", 64, "sm_80", {"dropout": True}),
+        *(("causal", "float16", head_dim, "sm_80", {}) for head_dim in (8, 128, 256)),
+        *(("softcap", "bfloat16", head_dim, "sm_90", {}) for head_dim in (32, 96, 192)),
+        *(("dilated_window", "float16", head_dim, "sm_86", {}) for head_dim in (32, 96, 192)),
+        ("softcap", "float16", 256, "sm_86", {"dropout": True}),
+        ("causal", "float32", 64, "sm_80", {}),
+        ("causal", "float32", 256, "sm_86", {}),
+        ("causal", "float16", 192, "sm_80", {"head_dim_v": 128}),
+        ("full", "float16", 40, "sm_80", {"head_dim_v": 64}),
     ],
 )
 def test_planned_backward_tiles_do_not_spill(name, dtype, head_dim, arch, changes):
