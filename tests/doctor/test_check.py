@@ -14,6 +14,7 @@ from flashgen.doctor import Result, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
 from flashgen.pipeline import build, build_backward
+from tests.support.tiers import slow
 
 CPU = torch.device("cpu")
 TRIAL = [problem for problem in PROBLEMS if problem.trial]
