@@ -228,6 +228,12 @@ class AttentionSpec:
     def __hash__(self) -> int:
         return hash(self.identity)
 
+    def __copy__(self) -> AttentionSpec:
+        """A copy that has the functions themselves; `__reduce__` would replace them."""
+        copied = object.__new__(AttentionSpec)
+        vars(copied).update(vars(self))
+        return copied
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the traced expressions instead of the functions, which may be lambdas."""
         derived = ("mask", "score")

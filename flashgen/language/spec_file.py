@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
@@ -45,9 +46,7 @@ def load(path: str | Path) -> AttentionSpec:
             numbers=f"specs in it: {', '.join(specs) or 'none'}",
             way_out=f"{file}:{specs[0]}" if specs else f"{variable} = fg.AttentionSpec(...)",
         )
-    # A copy, for the file may have imported the spec; what was read from its mods stays.
-    loaded = object.__new__(AttentionSpec)
-    vars(loaded).update(vars(spec))
+    loaded = copy.copy(spec)  # the file may have imported it
     object.__setattr__(loaded, "file", shown_path(str(path)))
     if not spec.named:
         name = as_name(Path(file).stem if variable == "spec" else variable)

@@ -142,7 +142,8 @@ def _function_text(source: str, code: CodeType) -> str | None:
     if not found:
         return None
     node = found[0]
-    # As the parser counts lines: str.splitlines() also ends them at form feeds.
+    # The parser ends no line at a form feed, as str.splitlines() does. ast.get_source_segment()
+    # reads the whole file character by character.
     lines = source.split("\n")[node.lineno - 1 : node.end_lineno]
     if isinstance(node, ast.Lambda):
         # Columns of the parser are bytes. The end is cut first, for lambdas of one line.

@@ -164,6 +164,13 @@ def test_each_lambda_of_a_line_has_its_own_text() -> None:
     assert second.mask_line.text == "lambda b, h, q, k: q > k"
 
 
+def test_the_text_of_a_lambda_is_cut_at_characters_of_several_bytes() -> None:
+    # fmt: off
+    word, spec = "Größe", fg.AttentionSpec(lambda b, h, q, k: k >= len("Größe"), name="later")
+    # fmt: on
+    assert spec.mask_line.text == f'lambda b, h, q, k: k >= len("{word}")'
+
+
 def test_a_lambda_inside_a_call_has_only_its_own_text() -> None:
     width = 8
     spec = fg.AttentionSpec(
