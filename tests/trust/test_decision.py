@@ -23,7 +23,8 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_python
 from tests.support.tiers import slow
 
-HOPPER = "NVIDIA H100 80GB HBM3"
+HOPPER = "a Hopper GPU"
+"""A model that no record proves, so that its paths are tried."""
 
 
 def hopper(**more: Any) -> FakeDriver:
@@ -292,7 +293,7 @@ def test_a_damaged_verdict_is_tried_again(trials: Trials, fresh_cache: Path) -> 
     assert trials.started == ["sm_80", "sm_80"]
 
 
-RANK = """
+RANK = f"""
 import sys
 from flashgen import trust
 from flashgen.trust import trial
@@ -300,7 +301,7 @@ from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
 
 trial.command = fake_trial.command("sm_90a=fail@causal,sm_90=pass", sys.argv[1])
-print(trust.decide(0, driver=FakeDriver((9, 0), name="NVIDIA H100 80GB HBM3")).arch)
+print(trust.decide(0, driver=FakeDriver((9, 0), name="{HOPPER}")).arch)
 """
 
 
