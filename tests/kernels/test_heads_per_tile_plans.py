@@ -216,7 +216,9 @@ def test_predicted_bytes_are_exact_for_specs_that_read_the_head_or_skip_tiles(
 ) -> None:
     spec = loaded(name).replace(dropout="dropout_p" in options)
     plan, _ = bytes_of(spec, arch, **options)
-    assert plan.heads_per_tile == 4
+    # With dropout a tile of the sm_80 path has 64 rows: 17 queries of two heads, but not of four.
+    two = arch == "sm_80" and spec.dropout
+    assert plan.heads_per_tile == (2 if two else 4)
 
 
 # ---- commands -----------------------------------------------------------------------------------
