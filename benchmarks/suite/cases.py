@@ -152,7 +152,7 @@ def tiny_list() -> list[Case]:
     """
     return [
         make("llama", "causal", 1, 2, 1, 64, 64, 64, key=True),
-        make("decode", "full", 1, 2, 1, 1, 70, 64),
+        make("decode", "full", 1, 2, 1, 1, 80, 64),
         make("grid", "full", 1, 1, 1, 64, 64, 64, dtype="float16"),
         make("variant", "sliding_window", 1, 1, 1, 64, 64, 64, key=True),
         make("variant", "alibi", 1, 1, 1, 64, 64, 64, key=True),

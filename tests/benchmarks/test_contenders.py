@@ -104,6 +104,17 @@ def test_split_and_paged_decoding_equal_plain_attention(paged: bool) -> None:
     assert verdict.ok, verdict.text
 
 
+def test_paged_decoding_is_left_out_where_the_keys_end_inside_a_page() -> None:
+    served = Served("sm_80", paged=True)
+    assert "whole pages" in str(served.supports(make("decode", "full", 2, 4, 2, 1, 90, 32), GPU))
+
+
+def test_the_dry_run_has_a_case_that_every_contender_of_decoding_takes() -> None:
+    (case,) = [case for case in tiny_list() if case.group == "decode"]
+    for paged in (False, True):
+        assert Served("sm_80", paged=paged).supports(case, DEVICE) is None
+
+
 @pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
 def test_a_kernel_of_a_given_tile_runs_by_itself(arch: str) -> None:
     case = make("blocks", "causal", 1, 2, 1, 96, 96, 64, dtype="float16")

@@ -28,7 +28,11 @@ class Served:
         self.paged = paged
 
     def supports(self, case: Case, device: Device) -> str | None:
-        return None if case.seq_q == 1 else "for decoding: one query per sequence"
+        if case.seq_q != 1:
+            return "for decoding: one query per sequence"
+        if self.paged and case.seq_k % PAGE:
+            return f"for keys in whole pages of {PAGE}, which are a view of contiguous keys"
+        return None
 
     def prepare(self, case: Case, device: Device) -> Prepared:
         paged = spec_of(case).replace(paged=True)
