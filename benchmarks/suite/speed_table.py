@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from benchmarks.suite.cases import ROOT
@@ -38,11 +39,14 @@ def block(results: Path = RESULTS) -> str:
             taken.setdefault(problem(row), row)
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
     slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken.values())
-    lines = [
+    measured = (
         f"Measured on one {first['gpu']} (driver {first['driver']}) on {first['date'][:10]} at "
-        f"commit {first['commit']}, by calls without options, beside its",
+        f"commit {first['commit']}, by calls without options, beside its "
         "peers on the same inputs; all of it is in `benchmarks/results/`. "
-        f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed.",
+        f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed."
+    )
+    lines = [
+        *textwrap.wrap(measured, 120),
         "",
         "| problem | pass | TFLOP/s | of matmul | fastest peer | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -46,7 +46,7 @@ class Served:
             options["split_size"] = plan_splits(paged, self.arch, case.heads_kv).size
             return Prepared(lambda q, k, v: op(q, k, v, **options), ("forward",))
         op = fg.attention(paged)
-        rows = -(-case.seq_k // PAGE)
+        rows = case.seq_k // PAGE
         starts = torch.arange(case.batch, dtype=torch.int32) * (case.heads_kv * rows)
         table = starts[:, None] + torch.arange(rows, dtype=torch.int32)
         options["page_table"] = table.to(device.torch)
