@@ -13,6 +13,7 @@ from flashgen.errors import InputError, SpecError
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.manifest import (
     KERNELS,
+    LAYOUT_TABLE,
     BackwardRecord,
     ForwardRecord,
     KernelRecord,
@@ -31,8 +32,6 @@ from flashgen.pipeline import build, build_backward, build_merge, build_minmax_t
 from flashgen.planner.schedule import why_walks_differ
 from flashgen.runtime.programs import SpecProgram, Variant
 from flashgen.signature import OFFSETS, SPLIT, WHOLE
-
-TABLE = "layout.bin"
 
 _OFFSETS = tuple(f"{name}:{dtype}" for name in OFFSETS for dtype in ("int32", "int64"))
 _CALLS = (SPLIT, "whole", "cu_seqlens_q", *_OFFSETS)
@@ -229,8 +228,8 @@ class Collection:
                 "layout(i, j) with the heads in mask_mod",
             )
         rows, columns = sparse.blocks(self.request.positions, self.request.positions)
-        self.files[TABLE] = sparse.table(1, 1, rows, columns)
-        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, TABLE)
+        self.files[LAYOUT_TABLE] = sparse.table(1, 1, rows, columns)
+        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, LAYOUT_TABLE)
 
 
 def cuda_of(build: Build) -> int:

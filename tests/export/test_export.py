@@ -21,8 +21,8 @@ from flashgen.export import ExportRequest, export
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.folder import open_folder
 from flashgen.exported.manifest import FORMAT, Manifest
-from flashgen.exported.plain import from_plain, to_plain
 from flashgen.language.signature import signature_of
+from flashgen.plain import from_plain, to_plain
 from flashgen.version import __version__
 from tests.support.exports import exported, spec_of
 from tests.support.tiers import slow
