@@ -186,7 +186,7 @@ def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _load_or_make(request: _Request) -> Binary:
-    root, filename, key = config.cache_dir(), request.filename, request.key
+    root, filename, key = cache.usable_root(), request.filename, request.key
     if root is None:
         return _make(request, filename)
     folder = cache.folder(root, filename=filename, arch=request.arch, key=key)
@@ -211,30 +211,25 @@ def _load(request: _Request, folder: Path, *, quiet: bool = False) -> Binary | N
     if found is None:
         return None
     meta, files = found
-    stem = Path(request.filename).stem
-    ptx, resources = files[f"{stem}.ptx"].decode(), Resources(**meta["resources"])
-    cubin, warnings = files[f"{stem}.cubin"], tuple(meta["warnings"])
-    return request.binary(cubin, ptx, resources, meta["log"], warnings, folder)
+    _, cubin, ptx = (files[name] for name in cache.names_of(request.filename))
+    return request.binary(cubin, ptx.decode(), meta.resources, meta.log, meta.warnings, folder)
 
 
 def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
-    stem = Path(binary.filename).stem
-    meta = {
-        "filename": binary.filename,
-        "kernel": binary.kernel,
-        "arch": binary.arch,
-        "options": list(options),
-        "nvrtc": nvrtc.version(),
-        "resources": asdict(binary.resources),
-        "warnings": list(binary.warnings),
-        "log": binary.log,
-    }
-    files = {
-        binary.filename: binary.source.encode(),
-        f"{stem}.cubin": binary.cubin,
-        f"{stem}.ptx": binary.ptx.encode(),
-    }
-    kept = cache.write(folder, binary.key, meta, files)
+    meta = cache.Meta(
+        key=binary.key,
+        files={},
+        filename=binary.filename,
+        kernel=binary.kernel,
+        arch=binary.arch,
+        options=options,
+        nvrtc=nvrtc.version(),
+        resources=binary.resources,
+        warnings=binary.warnings,
+        log=binary.log,
+    )
+    data = binary.source.encode(), binary.cubin, binary.ptx.encode()
+    kept = cache.write(folder, meta, dict(zip(cache.names_of(binary.filename), data, strict=True)))
     return replace(binary, folder=folder if kept else None)
 
 

@@ -137,10 +137,11 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         _check_kernels(backward.kernels, backward.arch, manifest)
         _require(bool(backward.kernels), "a backward pass without kernels")
         _require(backward.arch in served and backward.drops in drops, f"{backward}")
-    records = [program.forward, *([] if program.no_backward else [program.backward])]
-    for arch, drop, of_pass in product(manifest.archs, drops, records):
-        found = any((x.arch, x.drops) == (arch, drop) for x in of_pass)
-        _require(found, f"a program without kernels for {arch}")
+    passes = [{(each.arch, each.drops) for each in program.forward}]
+    if not program.no_backward:
+        passes.append({(each.arch, each.drops) for each in program.backward})
+    for arch, drop, of_pass in product(manifest.archs, drops, passes):
+        _require((arch, drop) in of_pass, f"a program without kernels for {arch}")
     for arch in {each.arch for each in program.forward}:
         found = any((x.arch, x.heads) == (arch, 1) for x in program.forward)
         _require(found, f"a program without kernels of one head for {arch}")
@@ -176,7 +177,8 @@ def _check_layout(program: ProgramRecord, manifest: Manifest) -> None:
 
 
 def _check_signature(signature: CallSignature) -> None:
-    names = [x.name for x in (*signature.scalars, *signature.tensors)]
+    names = [scalar.name for scalar in signature.scalars]
+    names += [tensor.name for tensor in signature.tensors]
     _require(bool(_NAME.fullmatch(signature.name)), f"the name {signature.name!r} of a spec")
     _require(len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)), f"names {names}")
     dtypes = signature.dtype, signature.out_dtype

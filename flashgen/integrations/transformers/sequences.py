@@ -54,10 +54,12 @@ def sequences_of(
             "with each sequence, and no cu_seq_lens_q and cu_seq_lens_k",
         )
     for name, tensor in zip(BOUNDARIES, given, strict=True):
-        fits = isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.shape[0] >= 2
-        if not fits or tensor.is_floating_point():
-            what = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-            _refuse(name, "it is no tensor of boundaries", f"given {what:.80}")
+        what = repr(tensor)
+        if isinstance(tensor, Tensor):
+            what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
+            if tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and len(tensor) > 1:
+                continue
+        _refuse(name, "it is no tensor of boundaries", f"given {what:.80}")
     if sizes[0] != 1:
         numbers = f"{sizes[0]} batch entries; boundaries count the rows of one"
         _refuse(BOUNDARIES[0], "boundaries of sequences need a batch of 1", numbers)
@@ -105,7 +107,7 @@ def _values(tensor: Tensor) -> tuple[int, ...]:
 def _remembered(tensor: Tensor, read: Any) -> Any:
     """What a tensor's contents say, read where they are new."""
     version = -1 if tensor.is_inference() else tensor._version
-    found = _known.get(tensor)
+    found: Any = _known.get(tensor)  # type: ignore[no-untyped-call]
     if found is None or found[0] != version or version < 0:
         found = _known[tensor] = version, read()
     return found[1]
