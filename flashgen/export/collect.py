@@ -9,6 +9,7 @@ from typing import Any
 
 from flashgen.arch import facts
 from flashgen.built_kernel import Build
+from flashgen.codegen.text import printable
 from flashgen.errors import InputError, SpecError
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.manifest import (
@@ -58,6 +59,10 @@ class ExportRequest:
     heads_per_tile: tuple[int, ...] = (1,)
     positions: int = 16_384
     command: str = "flashgen export"
+
+    def __post_init__(self) -> None:
+        # The manifest, comments and errors show it in a line.
+        object.__setattr__(self, "command", printable(self.command))
 
     def variants(self) -> Iterator[Variant]:
         """The spec itself, then its variants.
