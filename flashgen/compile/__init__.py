@@ -137,7 +137,8 @@ def compile(
     """
     start = time.perf_counter()
     _check_names(filename, kernel, arch)
-    edited, note = override.replacing(filename, others), ()
+    edited = override.replacing(filename, others)
+    note: tuple[str, ...] = ()
     if edited is not None:
         source_text, note = edited.text, (f"compiled from FLASHGEN_OVERRIDE={edited.path}",)
     request = _Request(source_text, filename, kernel, arch, tuple(options), edited)

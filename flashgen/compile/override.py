@@ -112,7 +112,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @functools.wraps(function)
         def found(*args: P.args, **kwargs: P.kwargs) -> T:
             edited = current()
-            return kept("" if edited is None else edited.key, *args, **kwargs)
+            return kept("" if edited is None else edited.key, *args, **kwargs)  # type: ignore[arg-type]
 
         return found
 
