@@ -241,9 +241,10 @@ def locked(root: Path, name: str, seconds: float = _LOCK_SECONDS) -> Iterator[bo
         try:
             make_folder(root / _LOCKS)
             reason = hindrance(root / _LOCKS)
-            if reason:
-                raise NotOurs(reason)
-            lock = FileLock(str(root / _LOCKS / f"{name}.lock"))
+            path = root / _LOCKS / f"{name}.lock"
+            if reason or path.is_symlink():
+                raise NotOurs(reason or f"{path.name} is a link")
+            lock = FileLock(str(path))
             stack.enter_context(lock.acquire(timeout=seconds))
             held = True
         except Timeout:

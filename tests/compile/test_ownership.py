@@ -120,6 +120,17 @@ def test_a_folder_above_that_everyone_can_write_lets_others_replace_the_cache(
     assert again().folder is not None
 
 
+def test_a_lock_that_is_a_link_is_neither_followed_nor_truncated(fresh_cache: Path) -> None:
+    key = build().key
+    lock = fresh_cache / "locks" / f"{cache.lock_of(key)}.lock"
+    (fresh_cache.parent / "precious").write_text("mine")
+    lock.unlink(missing_ok=True)
+    lock.symlink_to(fresh_cache.parent / "precious")
+    with pytest.warns(CacheWarning, match="is a link"), cache.locked(fresh_cache, key[:2]) as held:
+        assert not held
+    assert (fresh_cache.parent / "precious").read_text() == "mine"
+
+
 def test_a_link_to_a_folder_is_followed_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
