@@ -284,13 +284,11 @@ def clear(root: Path) -> int:
     """Removes the files of the cache and nothing else; returns the number of entries."""
     removed = 0
     for path in _folders(root):
-        shutil.rmtree(path, ignore_errors=True)
-        removed += not path.exists()
+        removed += _remove(path)
     _sweep(root, older_than=0.0)
-    for folder in (TUNED, TRUST):
-        shutil.rmtree(root / folder, ignore_errors=True)
-    # A process that still holds one of these locks compiles concurrently, which is harmless.
-    shutil.rmtree(root / _LOCKS, ignore_errors=True)
+    # A process that still holds one of the locks compiles concurrently, which is harmless.
+    for name in (TUNED, TRUST, _LOCKS):
+        _remove(root / name)
     return removed
 
 
@@ -312,7 +310,7 @@ def prune(
         old = max_age_days is not None and now - entry.used > max_age_days * 86_400
         over = max_bytes is not None and kept + entry.bytes > max_bytes
         if old or over or not entry.intact:
-            shutil.rmtree(entry.path, ignore_errors=True)
+            _remove(entry.path)
             removed.append(entry)
         else:
             kept += entry.bytes
@@ -354,10 +352,37 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _sweep(root: Path, *, older_than: float) -> None:
-    for path in root.glob(f"{_TEMPORARY}*") if root.is_dir() else ():
+    for path in root.iterdir() if root.is_dir() else ():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime >= older_than:
-                shutil.rmtree(path, ignore_errors=True)
+            is_ours = re.fullmatch(rf"{_TEMPORARY}[a-z0-9_]{{8}}", path.name)
+            if is_ours and time.time() - path.stat().st_mtime >= older_than:
+                _remove(path)
+
+
+_OURS = re.compile(
+    rf"{re.escape(META)}|[\w.-]+\.(cu|cuh|cubin|ptx)"
+    r"|\w+\.[0-9a-f]{16}\.sm_\w+\.\w+\.bh\d+-g\d+-q\d+-k\d+\.json|sm_\w+\.[0-9a-f]{24}\.json"
+    rf"|([0-9a-f]{{2}}|trust-[0-9a-f]{{24}})\.lock|\.{_TEMPORARY}[a-z0-9_]{{8}}",
+    re.ASCII,
+)
+"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of locks,
+and of those that are being written."""
+
+
+def _remove(folder: Path) -> bool:
+    """Removes files with names of the cache's, and the folders that are empty then.
+
+    A folder that the user has named like one of the cache keeps all other files.
+    """
+    if folder.is_symlink():
+        return False
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in names if _OURS.fullmatch(name)):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            os.rmdir(parent)
+    return not folder.exists()
 
 
 def size(path: Path) -> int:

@@ -114,6 +114,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
             edited = current()
             return kept("" if edited is None else edited.key, *args, **kwargs)  # type: ignore[arg-type]
 
+        found.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
         return found
 
     return decorate

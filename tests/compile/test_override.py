@@ -11,6 +11,7 @@ import flashgen as fg
 from flashgen.compile import Binary, compile, forget
 from flashgen.errors import FlashgenError
 from tests.support.compile_sources import STACKED, TOY
+from tests.support.tiers import slow
 
 INCLUDES = {
     "plain": '#include "factor.h"\n',
@@ -43,7 +44,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_cache: Path) -
     return path
 
 
-@pytest.mark.parametrize("disk", [True, False])
+@pytest.mark.parametrize("disk", [True, slow(False)])
 @pytest.mark.parametrize("include", INCLUDES.values(), ids=INCLUDES)
 def test_a_header_that_changes_is_another_kernel(
     include: str, disk: bool, edited: Path, monkeypatch: pytest.MonkeyPatch

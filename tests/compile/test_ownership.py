@@ -17,6 +17,7 @@ from flashgen.compile.cache import CacheWarning
 from flashgen.compile.ownership import hindrance
 from flashgen.errors import FlashgenError
 from tests.support.compile_sources import TOY
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
 
@@ -70,7 +71,7 @@ def test_a_folder_of_others_is_neither_read_nor_written_and_is_named(
 
 
 @pytest.mark.parametrize(("change", "why"), FOREIGN)
-@pytest.mark.parametrize("name", ["", "meta.json", "toy.cubin", "toy.ptx"])
+@pytest.mark.parametrize("name", ["", slow("meta.json"), "toy.cubin", slow("toy.ptx")])
 def test_an_entry_of_others_is_named_and_compiled_again(
     change: Callable[[Path], None], why: str, name: str, fresh_cache: Path
 ) -> None:

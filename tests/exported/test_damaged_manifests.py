@@ -79,7 +79,7 @@ def assert_refused(folder: Path) -> ExportError:
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
-        ("sliding_window", {}, 16),
+        ("sliding_window", {}, 32),
         slow("sliding_window", {}, 1),
         slow("document", {"backward": True}, 40),
         slow("bigbird", {}, 4),
