@@ -32,7 +32,7 @@ def untraced(reason: str) -> Callable[[F], F]:
             return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return,no-untyped-call]
         skip = frames._FrameAction.SKIP
         strategy = frames._FrameExecStrategy(skip, skip)
-        frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+        frames.set_code_exec_strategy(function.__code__, strategy)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return function
