@@ -86,6 +86,18 @@ def test_packed_positions_beside_a_cache_are_refused_with_a_way_out_that_works()
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:
+    batch = flattened()
+    model = tiny("llama").model("fg")
+    ones = torch.ones_like(batch["input_ids"])
+    tail = ones.clone()
+    tail[:, -3:] = 0
+    for mask in (ones, tail):
+        with torch.no_grad(), pytest.raises(InputError, match="start again") as error:
+            model(**batch, attention_mask=mask, use_cache=False)
+        assert "no attention_mask" in error.value.way_out
+
+
 def test_positions_that_go_on_and_those_of_padding_are_no_packed_ones() -> None:
     given = tiny("llama").inputs(length=30)
     model = tiny("llama").model("fg")

@@ -112,8 +112,13 @@ def attention(
     else:
         given.append(_given("attention_mask", attention_mask, sizes, captures))
     sequences = sequences_of(options, sizes, mask == FULL, ranks is not None)
-    if sequences is None and isinstance(attention_mask, Mask) and not attention_mask.padded:
-        check_positions(options.get("position_ids"), attention_mask.tensors, sizes)
+    if sequences is None and isinstance(attention_mask, Mask) and ranks is None:
+        positions = options.get("position_ids")
+        if not any(positions is each for each in attention_mask.checked):
+            read = attention_mask.tensors
+            check_positions(positions, attention_mask.padding, read, sizes)
+            if not torch.compiler.is_compiling():
+                attention_mask.checked.append(positions)
     local = [False, False]  # whether indices of queries and of keys begin with the call's first
     if position_bias is not None:
         given.append(_given("position_bias", position_bias, sizes, captures))

@@ -48,8 +48,8 @@ class Mask(BlockMask):
         bias: what a model has added to the mask; attention adds it to the scores.
         ranks: over which the positions are divided; the lengths are those of a part then, and the
             tensors those of the whole.
-        padded: whether the model was given a mask of padding, beside which positions say nothing
-            about packed sequences.
+        padding: the mask of padding that the model was given, bool [batch, positions], or None.
+        checked: the positions of layers that this mask was compared with.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Mask(BlockMask):
         k_offset: int,
         bias: Tensor | None = None,
         ranks: Ranks | None = None,
-        padded: bool = False,
+        padding: Tensor | None = None,
+        checked: list[Any] | None = None,
     ) -> None:
         self.name = name
         self.tensors = tensors
@@ -70,7 +71,8 @@ class Mask(BlockMask):
         self.k_offset = k_offset
         self.bias = bias
         self.ranks = ranks
-        self.padded = padded
+        self.padding = padding
+        self.checked = [] if checked is None else checked
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -99,7 +101,8 @@ class Mask(BlockMask):
 
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
-        names = ("name", "tensors", "lengths", "q_offset", "k_offset", "bias", "ranks", "padded")
+        names = ("name", "tensors", "lengths", "q_offset", "k_offset", "bias", "ranks")
+        names += ("padding", "checked")
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
     def __add__(self, other: Any) -> Mask:
@@ -206,7 +209,7 @@ def make_mask(
         SpecError: the mask function uses an operation that kernels cannot express.
     """
     lengths = batch_size, q_length, kv_length
-    ranks, padded = current(), attention_mask is not None
+    ranks, given = current(), attention_mask
     if ranks is not None:
         sizes = q_length, kv_length, q_offset, kv_offset
         packs = "allow_is_bidirectional_skip" not in options
@@ -231,7 +234,7 @@ def make_mask(
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
-    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padded=padded)
+    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padding=given)
 
 
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced

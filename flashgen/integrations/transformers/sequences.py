@@ -24,7 +24,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _PACK = "samples of one row would attend to each other"
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By tensor of a forward pass: the version of its contents, and what they say."""
+"""By tensor of boundaries: the version of its contents, and its elements."""
 
 
 def sequences_of(
@@ -54,8 +54,9 @@ def sequences_of(
             "with each sequence, and no cu_seq_lens_q and cu_seq_lens_k",
         )
     for name, tensor in zip(BOUNDARIES, given, strict=True):
-        what = repr(tensor)
-        if isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
+            what = repr(tensor)
+        else:
             what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
             if tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and len(tensor) > 1:
                 continue
@@ -101,23 +102,22 @@ def _assert_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_fu
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
-    return _remembered(tensor, lambda: tuple(tensor.tolist()))  # type: ignore[no-any-return]
-
-
-def _remembered(tensor: Tensor, read: Any) -> Any:
-    """What a tensor's contents say, read where they are new."""
+    """The elements, read where they are new."""
     version = -1 if tensor.is_inference() else tensor._version
     found: Any = _known.get(tensor)  # type: ignore[no-untyped-call]
     if found is None or found[0] != version or version < 0:
-        found = _known[tensor] = version, read()
-    return found[1]
+        found = _known[tensor] = version, tuple(tensor.tolist())
+    return found[1]  # type: ignore[no-any-return]
 
 
-def check_positions(positions: Any, read: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+def check_positions(
+    positions: Any, padding: Tensor | None, read: tuple[Tensor, ...], sizes: tuple[int, ...]
+) -> None:
     """Refuses positions of packed sequences that the mask does not keep apart.
 
     Args:
         positions: ``position_ids`` of the layer: int [batch or 1, seq_q], or anything else.
+        padding: bool [batch, positions], False for padding; None without padding.
         read: the tensors that the mask reads.
         sizes: batch, heads, queries and keys.
 
@@ -130,19 +130,28 @@ def check_positions(positions: Any, read: tuple[Tensor, ...], sizes: tuple[int, 
         return
     if positions.shape[0] not in (1, batch) or positions.shape[1] != rows:
         return
+    if padding is not None and padding.shape[1] != rows:
+        return  # a part of a sequence, whose other part is in a cache
+    begins = positions.diff(dim=-1) != 1
+    if padding is not None:
+        real = padding.to(positions.device, torch.bool)
+        begins = begins & real[:, 1:] & real[:, :-1]  # positions of padding count from anywhere
     numbers_like = [x for x in read if x.dtype == torch.int64 and x.shape == (batch, rows)]
     if torch.compiler.is_compiling():
         if not numbers_like:
-            steps = positions.diff(dim=-1)
-            torch._assert_async((steps == 1).all(), f"packed position_ids beside a cache: {_PACK}")
+            torch._assert_async(~begins.any(), f"position_ids of packed sequences: {_PACK}")
         return
-    packs = _remembered(positions, lambda: find_packed_sequence_indices(positions))
-    if packs is not None and not any(torch.equal(packs.expand(batch, -1), x) for x in numbers_like):
+    if not begins.any():
+        return
+    packs = find_packed_sequence_indices(positions.expand(batch, -1))
+    apart = packs is not None and any(torch.equal(packs, x) for x in numbers_like)
+    if padding is not None or not apart:
         raise InputError(
             "position_ids start again within a row, and the mask does not keep its samples apart",
-            where="argument position_ids of the model, beside a cache",
-            numbers=f"{int(packs.max()) + 1} sequences in {rows} rows: {_PACK}",
-            way_out="use_cache=False: transformers looks for packed sequences only without a cache",
+            where="argument position_ids of the model, beside a cache or an attention_mask",
+            numbers=f"{int(begins.sum(-1).max()) + 1} sequences in {rows} rows: {_PACK}",
+            way_out="use_cache=False and no attention_mask: transformers looks for packed "
+            "sequences only without both",
         )
 
 
