@@ -62,7 +62,6 @@ class Mask(BlockMask):
         bias: Tensor | None = None,
         ranks: Ranks | None = None,
         padding: Tensor | None = None,
-        checked: list[Any] | None = None,
     ) -> None:
         self.name = name
         self.tensors = tensors
@@ -72,7 +71,7 @@ class Mask(BlockMask):
         self.bias = bias
         self.ranks = ranks
         self.padding = padding
-        self.checked = [] if checked is None else checked
+        self.checked: list[Any] = []
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -101,8 +100,8 @@ class Mask(BlockMask):
 
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
-        names = ("name", "tensors", "lengths", "q_offset", "k_offset", "bias", "ranks")
-        names += ("padding", "checked")
+        places = "lengths", "q_offset", "k_offset"
+        names = ("name", "tensors", *places, "bias", "ranks", "padding")
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
     def __add__(self, other: Any) -> Mask:
