@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loss_plot import plot
+from loss_plot import check, plot
 
 LARGEST_DIFFERENCE = 0.01
 CONTEXT = 128
@@ -139,6 +139,7 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.steps < 1 or not 0 <= options.dropout < 1:
         parser.error("--steps is at least 1, and --dropout from 0 to below 1")
+    check(parser, options.plot, "transformers", "accelerate")
 
     from flashgen.integrations import transformers as integration
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from loss_plot import plot
+from loss_plot import check, plot
 from train_char_model import CharTransformer, Sizes, Tensor, Text
 
 import flashgen as fg
@@ -91,6 +91,7 @@ def main(given: list[str] | None = None) -> int:
     if "WORLD_SIZE" not in os.environ:
         print("start it on several ranks: torchrun --nproc-per-node 4 examples/long_context.py")
         return 2
+    check(parser, options.plot)
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

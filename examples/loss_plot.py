@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,31 @@ STYLES = (
     {"color": "#12355b", "linewidth": 1.2},
     {"color": "#2a9d6f", "linewidth": 1.2, "linestyle": (0, (2, 1))},
 )
+
+
+def check(parser: argparse.ArgumentParser, file: Path, *packages: str) -> None:
+    """Ends the program before a training at whose end something would be missing.
+
+    Args:
+        file: the plot, whose folder is made.
+        packages: what the example imports besides matplotlib.
+    """
+    for name in ("matplotlib", *packages):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            parser.error(f"{error}: pip install {name}")
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:] not in formats:
+        parser.error(f"--plot {file}: the suffix is one of {', '.join(sorted(formats))}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        parser.error(f"--plot {file}: {error.strerror or error}")
 
 
 def plot(
@@ -56,6 +83,5 @@ def plot(
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

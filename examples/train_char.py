@@ -22,7 +22,6 @@ Needs matplotlib for the plot.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from loss_plot import plot
+from loss_plot import check, plot
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.nn import functional
@@ -234,8 +233,7 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--dropout {options.dropout}: from 0 to below 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot needs matplotlib: pip install matplotlib")
+    check(parser, options.plot)
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     try:
         options.characters = options.text.read_text(encoding="utf-8")

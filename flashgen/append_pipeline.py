@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 from flashgen import codegen
+from flashgen.compile import override
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, analysed, compiled
 from flashgen.planner import plan_append_kv
@@ -12,7 +11,7 @@ from flashgen.planner import plan_append_kv
 __all__ = ["build_append_kv"]
 
 
-@functools.lru_cache(maxsize=64)
+@override.cached(maxsize=64)
 def build_append_kv(access_bytes: int, arch: str = "sm_80") -> Build:
     """The kernel that appends to a paged cache, compiled; it serves all dtypes and head dims.
 

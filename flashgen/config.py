@@ -133,7 +133,11 @@ def override() -> Path | None:
     if value is None:
         return None
     path = Path(value).expanduser()
-    if not path.is_file():
+    try:
+        exists = path.is_file()
+    except OSError:
+        exists = False
+    if not exists:
         raise _refuse("FLASHGEN_OVERRIDE", value, "the path of an existing .cu file")
     return path
 

@@ -73,6 +73,10 @@ class LaunchError(FlashgenError):
     """A kernel could not be loaded or launched on the device."""
 
 
+class ExportError(LaunchError):
+    """A folder holds no export, one of another version, or a damaged one."""
+
+
 class InputError(FlashgenError):
     """An argument of the operator has the wrong shape, dtype, device, stride or name."""
 

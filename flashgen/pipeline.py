@@ -7,7 +7,8 @@ cubins, without a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from flashgen import codegen, config
@@ -15,8 +16,8 @@ from flashgen.analysis import Analysis, WalkedAxis, analyse
 from flashgen.built_kernel import Build, gradient_terms
 from flashgen.call import CallRanges
 from flashgen.codegen import Source
-from flashgen.compile import compile
-from flashgen.errors import CompileError, PlanError
+from flashgen.compile import compile, override
+from flashgen.errors import CompileError, PlanError, SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import (
     NO_TILES,
@@ -234,7 +235,7 @@ def _beyond_int32(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges
     return next((text for text in found if text), "")
 
 
-@functools.lru_cache(maxsize=512)
+@override.cached(maxsize=512)
 def _build_forward(request: PlanRequest, wide: bool) -> Build:
     analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
     best: Build | None = None
@@ -246,7 +247,7 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
             if best is None:
                 raise
             break  # no tile leaves these registers free; the best build has warnings on spills
-        made = compiled(source, analysis)
+        made = compiled(source, analysis, _names(request.spec, request.arch))
         if best is None or _spilled(made) < _spilled(best):
             best = made
         if not _spilled(made) or request.tile is not None or request.spec.is_served:
@@ -256,7 +257,7 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
     return _asynchronous(best)
 
 
-@functools.lru_cache(maxsize=512)
+@override.cached(maxsize=512)
 def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
     """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
 
@@ -264,10 +265,11 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
         PlanError, RenderError, CompileError: as ``build``.
     """
     analysis = analysed(spec, codegen.walk_of_kernel("forward"))
-    return tuple(compiled(source, analysis) for source in _emit_minmax_tables(spec, arch))
+    names = _names(spec, arch)
+    return tuple(compiled(source, analysis, names) for source in _emit_minmax_tables(spec, arch))
 
 
-@functools.lru_cache(maxsize=64)
+@override.cached(maxsize=64)
 def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
 
@@ -305,9 +307,9 @@ def build_backward(
     return _build_backward(request, _needs_wide(request, ranges))
 
 
-@functools.lru_cache(maxsize=512)
+@override.cached(maxsize=512)
 def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
-    fixed = dict(request.tiles)
+    fixed, names = dict(request.tiles), _names(request.spec, request.arch)
     spare: dict[str, int] = {}
     best: tuple[Build, ...] | None = None
     while True:
@@ -318,7 +320,7 @@ def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ..
                 raise
             break  # there is no smaller tile; the best kernels have warnings on spills
         made = tuple(
-            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)))
+            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
             for source in sources
         )
         if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
@@ -335,14 +337,36 @@ def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ..
     return tuple(map(_asynchronous, best))
 
 
-def compiled(source: Source, analysis: Analysis) -> Build:
-    """The kernel of an emitted file."""
+def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
+    """The names of the files that are emitted for a spec, when they are asked for."""
+
+    def names() -> tuple[str, ...]:
+        found = []
+        for deterministic in (False, True):
+            with suppress(PlanError, SpecError):
+                made = emit(spec, arch, deterministic=deterministic)
+                found += [made.forward, *made.minmax_tables]
+                found += made.backward
+        return tuple(dict.fromkeys(source.filename for source in found))
+
+    return names
+
+
+def compiled(
+    source: Source, analysis: Analysis, names: Callable[[], tuple[str, ...]] | None = None
+) -> Build:
+    """The kernel of an emitted file.
+
+    Args:
+        names: the names of all files of its spec; None for a kernel that specs share.
+    """
     binary = compile(
         source.text,
         filename=source.filename,
         kernel=source.name,
         arch=source.plan.arch,
         options=source.options,
+        others=names,
     )
     return Build(analysis, source, binary)
 

@@ -91,4 +91,20 @@ def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[s
         parts += ["--call", call]
     parts += ["--heads-per-tile", arguments.heads_per_tile] * (arguments.heads_per_tile != "1")
     parts += ["--positions", str(arguments.positions)] * (arguments.positions != 16_384)
-    return shlex.join(parts)
+    return " ".join(map(shell_word, parts))
+
+
+def shell_word(text: str) -> str:
+    """A word of a command, in one line whatever it holds: escapes are those of bash."""
+    if text.isprintable():
+        return shlex.quote(text)
+    names = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    shown = [names.get(each) or (each if each.isprintable() else _escape(each)) for each in text]
+    return f"$'{''.join(shown)}'"
+
+
+def _escape(letter: str) -> str:
+    number = ord(letter)
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a file name that is not UTF-8
+        return f"\\x{number - 0xDC00:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

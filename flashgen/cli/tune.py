@@ -11,6 +11,7 @@ from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.cli.inputs import Shape, load_spec, parse_shape
+from flashgen.compile.cache import usable_root
 from flashgen.errors import SpecError
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
@@ -173,9 +174,9 @@ def _keep(
     if winner.seconds is None:
         say("\nno choice has the right result and a time: no tile is kept")
         return
-    root = config.cache_dir()
+    root = usable_root()
     if root is None:
-        say("\nno tile is kept: FLASHGEN_CACHE_DIR is off")
+        say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
         return
     of_own = next((each.seconds for each in measured if each.choice is own), None)
     path = place(root, gpu_name(0), spec, arch, which, problem)

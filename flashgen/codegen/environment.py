@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jinja2
 
+from flashgen.codegen.text import one_line
 from flashgen.errors import RenderError
 
 # In a wheel the templates are inside the package; in a checkout the folder is beside it.
@@ -60,7 +61,7 @@ def environment() -> jinja2.Environment:
     Raises:
         RenderError: when the templates folder is missing.
     """
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
         block_start_string="/*%",
         block_end_string="%*/",
@@ -75,6 +76,8 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.filters["one_line"] = one_line
+    return made
 
 
 def render_template(template: str, /, **fields: object) -> str:

@@ -44,14 +44,31 @@ class DeviceFunction:
         return f"{self.name}({', '.join(replaced.get(name, name) for name in names)})"
 
 
+def printable(text: str) -> str:
+    """``text`` with escapes in place of characters that are not printed, such as line breaks."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+def one_line(text: str) -> str:
+    """``text`` as the end of a line comment in C, whatever it holds.
+
+    A backslash at the end, or the trigraph of one, would continue the comment on the next line and
+    is left out.
+    """
+    shown = printable(text)
+    while shown.endswith(("\\", "??/", " ")):
+        shown = shown.removesuffix("??/").rstrip("\\ ")
+    return shown
+
+
 def comment(text: str, indent: str = "") -> list[str]:
     """``text`` as C++ line comments; continuation lines are indented by ``indent``."""
+    text = text.expandtabs().replace("\n", " ")
     lead = text[: len(text) - len(text.lstrip())]
     lines = textwrap.wrap(
         text.strip(), COLUMNS - 3, initial_indent=lead, subsequent_indent=lead + indent
     )
-    # A comment that ends in a backslash would continue on the next line.
-    return [f"// {line}".rstrip().rstrip("\\") for line in lines] or ["//"]
+    return [f"// {one_line(line)}".rstrip() for line in lines] or ["//"]
 
 
 def comments(lines: list[str], indent: str = "") -> list[str]:

@@ -15,12 +15,14 @@ import functools
 import re
 import threading
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from flashgen import config
-from flashgen.compile import cache, nvrtc, nvrtc_log
+from flashgen.compile import cache, nvrtc, nvrtc_log, override
 from flashgen.compile.nvrtc_log import Resources
+from flashgen.compile.override import Override
 from flashgen.errors import CompileError
 
 __all__ = ["Binary", "Resources", "compile", "forget"]
@@ -48,6 +50,9 @@ class Binary:
     folder: Path | None  # the cache entry, which contains the source file
 
 
+_DECIDING = ("source", "filename", "kernel", "arch")
+
+
 @dataclass(frozen=True)
 class _Request:
     """The arguments of a call of `compile` that determine its result."""
@@ -57,13 +62,15 @@ class _Request:
     kernel: str
     arch: str
     options: tuple[str, ...]
+    override: Override | None
 
     @functools.cached_property
     def key(self) -> str:
         """The content key of the binary."""
         return cache.key(
             {
-                **asdict(self),
+                **{name: value for name, value in vars(self).items() if name in _DECIDING},
+                **({} if self.override is None else {"override": self.override.key}),
                 "options": [*nvrtc.BASE_OPTIONS, *self.options],
                 "nvrtc": nvrtc.version(),
                 "resources": [entry.name for entry in fields(Resources)],
@@ -109,6 +116,7 @@ def compile(
     kernel: str,
     arch: str,
     options: tuple[str, ...] = (),
+    others: Callable[[], Iterable[str]] | None = tuple,
 ) -> Binary:
     """Compiles one emitted file, or loads it from the cache.
 
@@ -118,17 +126,22 @@ def compile(
         kernel: name of the ``extern "C" __global__`` function.
         arch: "sm_80", "sm_90a", ...
         options: NVRTC options besides flashgen's own.
+        others: as for `flashgen.compile.override.replacing`.
 
     Returns:
         The binary; `Binary.warnings` are the warnings of the compiler.
 
     Raises:
         CompileError: NVRTC is missing, rejects the source or does not support the architecture.
+        FlashgenError: the file of FLASHGEN_OVERRIDE is no text.
     """
     start = time.perf_counter()
     _check_names(filename, kernel, arch)
-    source_text, note = _overridden(source_text, filename)
-    request = _Request(source_text, filename, kernel, arch, tuple(options))
+    edited = override.replacing(filename, others)
+    note: tuple[str, ...] = ()
+    if edited is not None:
+        source_text, note = edited.text, (f"compiled from FLASHGEN_OVERRIDE={edited.path}",)
+    request = _Request(source_text, filename, kernel, arch, tuple(options), edited)
     key = request.key
     with _guard:
         ours = _in_process.setdefault(key, threading.Lock())
@@ -173,20 +186,8 @@ def _check_names(filename: str, kernel: str, arch: str) -> None:
             )
 
 
-def _overridden(source_text: str, filename: str) -> tuple[str, tuple[str, ...]]:
-    """The text to compile and notes: that of FLASHGEN_OVERRIDE if its file name matches."""
-    path = config.override()
-    if path is None:
-        return source_text, ()
-    if path.name != filename:
-        what = f"FLASHGEN_OVERRIDE is {path.name}, so {filename} is compiled unchanged"
-        config.log(1, f"flashgen: {what}")
-        return source_text, ()
-    return path.read_text(encoding="utf-8"), (f"compiled from FLASHGEN_OVERRIDE={path}",)
-
-
 def _load_or_make(request: _Request) -> Binary:
-    root, filename, key = config.cache_dir(), request.filename, request.key
+    root, filename, key = cache.usable_root(), request.filename, request.key
     if root is None:
         return _make(request, filename)
     folder = cache.folder(root, filename=filename, arch=request.arch, key=key)
@@ -211,35 +212,32 @@ def _load(request: _Request, folder: Path, *, quiet: bool = False) -> Binary | N
     if found is None:
         return None
     meta, files = found
-    stem = Path(request.filename).stem
-    ptx, resources = files[f"{stem}.ptx"].decode(), Resources(**meta["resources"])
-    cubin, warnings = files[f"{stem}.cubin"], tuple(meta["warnings"])
-    return request.binary(cubin, ptx, resources, meta["log"], warnings, folder)
+    _, cubin, ptx = (files[name] for name in cache.names_of(request.filename))
+    return request.binary(cubin, ptx.decode(), meta.resources, meta.log, meta.warnings, folder)
 
 
 def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
-    stem = Path(binary.filename).stem
-    meta = {
-        "filename": binary.filename,
-        "kernel": binary.kernel,
-        "arch": binary.arch,
-        "options": list(options),
-        "nvrtc": nvrtc.version(),
-        "resources": asdict(binary.resources),
-        "warnings": list(binary.warnings),
-        "log": binary.log,
-    }
-    files = {
-        binary.filename: binary.source.encode(),
-        f"{stem}.cubin": binary.cubin,
-        f"{stem}.ptx": binary.ptx.encode(),
-    }
-    kept = cache.write(folder, binary.key, meta, files)
+    meta = cache.Meta(
+        key=binary.key,
+        files={},
+        filename=binary.filename,
+        kernel=binary.kernel,
+        arch=binary.arch,
+        options=options,
+        nvrtc=nvrtc.version(),
+        resources=binary.resources,
+        warnings=binary.warnings,
+        log=binary.log,
+    )
+    data = binary.source.encode(), binary.cubin, binary.ptx.encode()
+    kept = cache.write(folder, meta, dict(zip(cache.names_of(binary.filename), data, strict=True)))
     return replace(binary, folder=folder if kept else None)
 
 
 def _make(request: _Request, program: str) -> Binary:
-    """Compiles; messages and line information name the source ``program``."""
+    """Compiles; messages and line information name the source ``program``, or an edited file."""
+    if request.override is not None:
+        program = str(request.override.path)
     source, filename, arch = request.source, request.filename, request.arch
     try:
         output = nvrtc.run(source, program=program, arch=arch, options=request.options)

@@ -11,7 +11,8 @@
 An entry is written under a temporary name and renamed into place, so that it exists entirely or not
 at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
 match is compiled again, with a note. A folder that cannot be written costs time, not correctness:
-the kernel is compiled, and a `CacheWarning` gives the reason why it is not cached.
+the kernel is compiled, and a `CacheWarning` gives the reason why it is not cached. So does a folder
+that another user owns or can write, and an entry of such a user (`flashgen.compile.ownership`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from flashgen import config
+from flashgen.compile.nvrtc_log import Resources
+from flashgen.compile.ownership import NotOurs, contents, hindrance, make_folder
+from flashgen.plain import from_plain, parsed
 
 SCHEMA = 2  # part of every key: increase it when the contents of entries change
 META = "meta.json"
@@ -45,6 +51,27 @@ class CacheWarning(UserWarning):
 
 
 @dataclass(frozen=True)
+class Meta:
+    """The contents of `META`.
+
+    Attributes:
+        files: the SHA-256 of each file by its name.
+        others: of `flashgen.compile.Binary`.
+    """
+
+    key: str
+    files: Mapping[str, str]
+    filename: str
+    kernel: str
+    arch: str
+    options: tuple[str, ...]
+    nvrtc: str
+    resources: Resources
+    warnings: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True)
 class CacheEntry:
     """One kernel in the cache, as `entries` lists it."""
 
@@ -55,6 +82,19 @@ class CacheEntry:
     bytes: int
     used: float  # seconds since the epoch, when it was last compiled or loaded
     intact: bool  # meta.json is readable and its checksum is correct
+
+
+def usable_root() -> Path | None:
+    """The folder of the cache; None where caching is off or, with a `CacheWarning`, not safe."""
+    root = config.cache_dir()
+    reason = "" if root is None else hindrance(root)
+    if reason:
+        _note(
+            f"the kernel cache {root} is not used: {reason}. chown and chmod go-w make it yours "
+            "alone; FLASHGEN_CACHE_DIR names another folder"
+        )
+        return None
+    return root
 
 
 def key(parts: dict[str, Any]) -> str:
@@ -71,7 +111,7 @@ def folder(root: Path, *, filename: str, arch: str, key: str) -> Path:
 
 def read(
     path: Path, expected_key: str, *, quiet: bool = False
-) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+) -> tuple[Meta, dict[str, bytes]] | None:
     """Reads an entry: its metadata and its files by name; None if there is none.
 
     A damaged entry counts as none, with a `CacheWarning` that describes the damage, unless
@@ -81,6 +121,8 @@ def read(
         return _read_intact(path, expected_key)
     except (FileNotFoundError, NotADirectoryError):
         damage = f"has no {META}" if path.is_dir() else ""
+    except NotOurs as error:
+        damage = f"is not used: {error}"
     except OSError as error:
         damage = f"cannot be read ({error.strerror})"
     except _Damaged as error:
@@ -94,16 +136,24 @@ class _Damaged(Exception):
     """An entry is damaged; the message is the end of a sentence that begins with its name."""
 
 
-def _read_intact(path: Path, expected_key: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    meta = _checked((path / META).read_bytes())
+def names_of(filename: str) -> tuple[str, str, str]:
+    """The names of an entry's files: the source, the cubin and the PTX."""
+    stem = Path(filename).stem
+    return filename, f"{stem}.cubin", f"{stem}.ptx"
+
+
+def _read_intact(path: Path, expected_key: str) -> tuple[Meta, dict[str, bytes]]:
+    if path.is_symlink():
+        raise NotOurs("it is a link")
+    meta = _checked(contents(path / META))
     if meta is None:
         raise _Damaged(f"has a damaged {META}")
-    if meta["key"] != expected_key:
+    if meta.key != expected_key:
         raise _Damaged("belongs to another key")
     files: dict[str, bytes] = {}
-    for name, digest in meta["files"].items():
+    for name, digest in meta.files.items():
         try:
-            files[name] = (path / name).read_bytes()
+            files[name] = contents(path / name)
         except FileNotFoundError:
             raise _Damaged(f"lacks {name}") from None
         if hashlib.sha256(files[name]).hexdigest() != digest:
@@ -114,23 +164,23 @@ def _read_intact(path: Path, expected_key: str) -> tuple[dict[str, Any], dict[st
     return meta, files
 
 
-def write(path: Path, entry_key: str, meta: dict[str, Any], files: dict[str, bytes]) -> bool:
+def write(path: Path, meta: Meta, files: dict[str, bytes]) -> bool:
     """Stores an entry under its final name in one step; False, with a `CacheWarning`, if it cannot.
 
     The caller holds the lock of `locked` and has called `discard`.
+
+    Args:
+        meta: its digests are not used.
     """
-    full = {
-        **meta,
-        "key": entry_key,
-        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-    }
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    sealed = _sealed({**asdict(meta), "files": digests})
     root, temporary = path.parent, None
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=root))
-        for name, data in files.items():
+        for name, data in {**files, META: sealed}.items():
             (temporary / name).write_bytes(data)
-        (temporary / META).write_bytes(_sealed(full))
+            (temporary / name).chmod(0o600)  # whatever the umask is
         os.replace(temporary, path)
     except OSError as error:
         _note(f"the kernel was compiled but cannot be kept in {root}: {error.strerror or error}")
@@ -145,7 +195,10 @@ def replace_text(path: Path, text: str) -> str | None:
     """Writes a small file in one step; returns why that is impossible, None when it is done."""
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        reason = hindrance(path.parent)
+        if reason:
+            return reason
         handle, temporary = tempfile.mkstemp(prefix=f".{_TEMPORARY}", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -186,15 +239,19 @@ def locked(root: Path, name: str, seconds: float = _LOCK_SECONDS) -> Iterator[bo
     with ExitStack() as stack:
         held = False
         try:
-            (root / _LOCKS).mkdir(parents=True, exist_ok=True)
-            lock = FileLock(str(root / _LOCKS / f"{name}.lock"))
+            make_folder(root / _LOCKS)
+            reason = hindrance(root / _LOCKS)
+            path = root / _LOCKS / f"{name}.lock"
+            if reason or path.is_symlink():
+                raise NotOurs(reason or f"{path.name} is a link")
+            lock = FileLock(str(path))
             stack.enter_context(lock.acquire(timeout=seconds))
             held = True
         except Timeout:
             _note(f"another process has held a lock in {root} for {seconds:.0f} s; going on")
         except (OSError, NotImplementedError) as error:
-            reason = getattr(error, "strerror", None) or error
-            _note(f"the kernel cache {root} cannot be written ({reason}); going on without it")
+            why = getattr(error, "strerror", None) or error
+            _note(f"the kernel cache {root} cannot be written ({why}); going on without it")
         yield held
 
 
@@ -203,7 +260,7 @@ def entries(root: Path) -> list[CacheEntry]:
     found = []
     for path in _folders(root):
         try:
-            record = (path / META).read_bytes()
+            record = contents(path / META)
             used = (path / META).stat().st_mtime
         except OSError:
             record, used = b"", path.stat().st_mtime
@@ -212,9 +269,9 @@ def entries(root: Path) -> list[CacheEntry]:
         found.append(
             CacheEntry(
                 path=path,
-                filename=meta["filename"] if meta else f"{stem}.cu",
-                kernel=meta["kernel"] if meta else "?",
-                arch=meta["arch"] if meta else rest.partition(".")[0],
+                filename=meta.filename if meta else f"{stem}.cu",
+                kernel=meta.kernel if meta else "?",
+                arch=meta.arch if meta else rest.partition(".")[0],
                 bytes=size(path),
                 used=used,
                 intact=meta is not None,
@@ -227,13 +284,11 @@ def clear(root: Path) -> int:
     """Removes the files of the cache and nothing else; returns the number of entries."""
     removed = 0
     for path in _folders(root):
-        shutil.rmtree(path, ignore_errors=True)
-        removed += not path.exists()
+        removed += _remove(path)
     _sweep(root, older_than=0.0)
-    for folder in (TUNED, TRUST):
-        shutil.rmtree(root / folder, ignore_errors=True)
-    # A process that still holds one of these locks compiles concurrently, which is harmless.
-    shutil.rmtree(root / _LOCKS, ignore_errors=True)
+    # A process that still holds one of the locks compiles concurrently, which is harmless.
+    for name in (TUNED, TRUST, _LOCKS):
+        _remove(root / name)
     return removed
 
 
@@ -255,7 +310,7 @@ def prune(
         old = max_age_days is not None and now - entry.used > max_age_days * 86_400
         over = max_bytes is not None and kept + entry.bytes > max_bytes
         if old or over or not entry.intact:
-            shutil.rmtree(entry.path, ignore_errors=True)
+            _remove(entry.path)
             removed.append(entry)
         else:
             kept += entry.bytes
@@ -273,17 +328,19 @@ def _sealed(meta: dict[str, Any]) -> bytes:
     return f"{digest}\n{json.dumps(meta, sort_keys=True, indent=1)}\n".encode()
 
 
-def _checked(record: bytes) -> dict[str, Any] | None:
-    """Metadata with a correct checksum and the current schema, otherwise None."""
+def _checked(record: bytes) -> Meta | None:
+    """Metadata with a correct checksum, otherwise None."""
     digest, _, text = record.partition(b"\n")
     try:
-        meta = json.loads(text)
-        again = json.dumps(meta, sort_keys=True)
+        values = parsed(text)
+        meta = from_plain(Meta, values)
+        again = json.dumps(values, sort_keys=True)
     except ValueError:
         return None
-    if hashlib.sha256(again.encode()).hexdigest().encode() != digest:
-        return None
-    return meta if isinstance(meta, dict) else None
+    is_whole = hashlib.sha256(again.encode()).hexdigest().encode() == digest
+    names = set(names_of(meta.filename))
+    is_inside = all(name == os.path.basename(name) for name in names)
+    return meta if is_whole and is_inside and set(meta.files) == names else None
 
 
 def _folders(root: Path) -> list[Path]:
@@ -295,10 +352,37 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _sweep(root: Path, *, older_than: float) -> None:
-    for path in root.glob(f"{_TEMPORARY}*") if root.is_dir() else ():
+    for path in root.iterdir() if root.is_dir() else ():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime >= older_than:
-                shutil.rmtree(path, ignore_errors=True)
+            is_ours = re.fullmatch(rf"{_TEMPORARY}[a-z0-9_]{{8}}", path.name)
+            if is_ours and time.time() - path.stat().st_mtime >= older_than:
+                _remove(path)
+
+
+_OURS = re.compile(
+    rf"{re.escape(META)}|[\w.-]+\.(cu|cuh|cubin|ptx)"
+    r"|\w+\.[0-9a-f]{16}\.sm_\w+\.\w+\.bh\d+-g\d+-q\d+-k\d+\.json|sm_\w+\.[0-9a-f]{24}\.json"
+    rf"|([0-9a-f]{{2}}|trust-[0-9a-f]{{24}})\.lock|\.{_TEMPORARY}[a-z0-9_]{{8}}",
+    re.ASCII,
+)
+"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of locks,
+and of those that are being written."""
+
+
+def _remove(folder: Path) -> bool:
+    """Removes files with names of the cache's, and the folders that are empty then.
+
+    A folder that the user has named like one of the cache keeps all other files.
+    """
+    if folder.is_symlink():
+        return False
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in names if _OURS.fullmatch(name)):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            os.rmdir(parent)
+    return not folder.exists()
 
 
 def size(path: Path) -> int:

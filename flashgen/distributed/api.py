@@ -15,6 +15,7 @@ from flashgen.distributed.checks import (
     check_rows,
     check_spec,
     compare,
+    compare_specs,
     offsets_of,
     refuse,
     shared_rng,
@@ -28,6 +29,7 @@ from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.language.signature import signature_of
 from flashgen.ops import Attention
 from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.check_basics import untraced
 from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.wholes import scalars_of
 from flashgen.signature import OFFSETS
@@ -37,6 +39,10 @@ Tensor = torch.Tensor
 _MODULES = {"all_gather": gathered, "ring": ring}
 
 
+@untraced(
+    "flashgen.distributed.attention exchanges tensors between ranks and is not compiled; without "
+    "fullgraph=True, a call is one break in the graph"
+)
 def attention(
     op: Attention,
     q: Tensor,
@@ -111,6 +117,7 @@ def attention(
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
     check_operands(op, {"q": q, "k": k, "v": v})
+    digest = compare_specs(exchange, op.spec)
     captures = {**with_layout(signature_of(op.spec), captures)}
     check_spec(op, method, whole, captures)
     first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
@@ -120,7 +127,7 @@ def attention(
     starts = offsets_of(op.spec, method, (q_offset, k_offset), (queries, keys), sharded)
     positions = queries.moved(starts[0]), keys.moved(starts[1])
     settled(deterministic)
-    said = op.spec.digest, method, shard, reduce_learned, starts, deterministic
+    said = digest, method, shard, reduce_learned, starts, deterministic
     compare(exchange, said, (q, k, v), captures, sharded)
     for name, dim in (sharded or {}).items():
         captures[name] = gathered_tensor(exchange, name, captures.get(name), dim, (keys, queries))

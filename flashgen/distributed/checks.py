@@ -11,7 +11,7 @@ from flashgen.distributed.exchange import Exchange
 from flashgen.distributed.sharding import Sharding
 from flashgen.dropout import BLOCK
 from flashgen.errors import InputError
-from flashgen.language import SEQ_K, SEQ_Q
+from flashgen.language import SEQ_K, SEQ_Q, python_text
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import Attention
 from flashgen.ops.registration import operator_of
@@ -157,6 +157,58 @@ def check_rows(exchange: Exchange, each: Any) -> None:
 _agreed: set[Any] = set()
 
 
+def compare_specs(exchange: Exchange, spec: AttentionSpec) -> str:
+    """Compares the spec with those of the other ranks, once for each spec; returns its digest.
+
+    Raises:
+        InputError: the ranks have different specs; the error says what differs.
+    """
+    digest = spec.digest
+    key = id(exchange.group), digest
+    if key in _agreed:
+        return digest
+    mine = _parts_of(spec)
+    everyone = exchange.everyones((digest, mine), "comparison of the specs")
+    for rank, (other_digest, theirs) in enumerate(everyone):
+        if other_digest != digest:
+            differ = [name for name in mine if mine[name] != theirs[name]]
+            shown = (
+                ", ".join(f"{name} {_from_difference(own[name], other[name])}" for name in differ)
+                for own, other in ((mine, theirs), (theirs, mine))
+            )
+            numbers = "\n".join(
+                f"rank {number}: {text}"
+                for number, text in zip((exchange.rank, rank), shown, strict=True)
+            )
+            what = f"the ranks have different specs: {', '.join(differ) or 'their expressions'}"
+            refuse(what, "op", numbers, "the same spec on every rank")
+    _agreed.add(key)
+    return digest
+
+
+def _parts_of(spec: AttentionSpec) -> dict[str, str]:
+    """What a spec computes, part by part, in words that other ranks can compare."""
+    plain = ("head_dim", "head_dim_v", "dtype", "scale", "dropout", "packed", "sink")
+    sparse = spec.block_sparse
+    return {
+        "mask_mod": python_text(spec.mask),
+        "score_mod": python_text(spec.score),
+        **{name: str(getattr(spec, name)) for name in plain},
+        "scalars": ", ".join(str(scalar.key) for scalar in spec.scalars),
+        "tensors": ", ".join(str(tensor.key) for tensor in spec.tensors),
+        "block_sparse": "None" if sparse is None else sparse.described,
+        "name": str(spec.name),
+    }
+
+
+def _from_difference(text: str, other: str) -> str:
+    """A text of at most 200 characters, those where it begins to differ among them."""
+    pairs = enumerate(zip(text, other, strict=False))
+    same = next((place for place, (own, their) in pairs if own != their), len(other))
+    begin = 0 if len(text) <= 200 else max(0, same - 40)
+    return ("..." if begin else "") + text[begin : begin + 200]
+
+
 def compare(
     exchange: Exchange,
     facts: tuple[Any, ...],
@@ -183,7 +235,7 @@ def compare(
     everyone = exchange.everyones(said, "comparison of the arguments")
     for rank, theirs in enumerate(everyone):
         if theirs != said:
-            options = ("spec", "method", "shard", "reduce_learned")
+            options = ("op", "method", "shard", "reduce_learned")
             names = (*options, "q_offset and k_offset", "deterministic", "sharded", "shapes")
             name, mine, other = next(
                 (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b

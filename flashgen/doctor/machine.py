@@ -11,6 +11,7 @@ from typing import Any
 from flashgen import config, launch
 from flashgen.arch import paths_of
 from flashgen.compile import cache, nvrtc
+from flashgen.compile.ownership import hindrance
 from flashgen.errors import CompileError, FlashgenError, LaunchError, PlanError
 from flashgen.launch import Gpu, fitting_driver, fitting_versions, loads
 from flashgen.version import __version__
@@ -172,6 +173,14 @@ def _cache() -> Cache:
     root = config.cache_dir()
     if root is None:
         return Cache(None)
+    reason = hindrance(root)
+    if reason:
+        raise FlashgenError(
+            f"the kernel cache {root} is not used",
+            where="environment, FLASHGEN_CACHE_DIR",
+            numbers=reason,
+            way_out=f"chmod go-w and chown, or FLASHGEN_CACHE_DIR with another folder than {root}",
+        )
     return Cache(str(root), len(cache.entries(root)), cache.size(root))
 
 

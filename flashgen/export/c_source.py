@@ -308,10 +308,29 @@ def _arch(arch: str) -> Fields:
     return {"name": arch, "major": number[:-1], "minor": number[-1], "exact": exact}
 
 
+_WORDS = frozenset(
+    """
+    auto break case char const continue default do double else enum extern float for goto if inline
+    int long register restrict return short signed sizeof static struct switch typedef typeof union
+    unsigned void volatile while asm alignas alignof bool complex constexpr false imaginary noreturn
+    nullptr true errno assert offsetof stdin stdout stderr linux unix i386 class delete friend new
+    operator private protected public template this throw try using virtual and or not xor
+    """.split()  # noqa: SIM905
+)
+"""Names without a capital letter that C, C++ and their headers do not leave to a field."""
+
+
+def _field_name(name: str) -> str:
+    """The field of a captured tensor or scalar; macros have names in capital letters."""
+    is_taken = name in _WORDS or (name.upper() == name and len(name) > 1) or name == "I"
+    return f"{name}_" if is_taken else name
+
+
 def _of_tensor(tensor: TensorArgument) -> Fields:
     dims = ", ".join(map(str, tensor.dims))
     return {
         "name": tensor.name,
+        "field": _field_name(tensor.name),
         "dtype": tensor.dtype,
         "dims": dims,
         "rank": len(tensor.dims),
@@ -320,14 +339,14 @@ def _of_tensor(tensor: TensorArgument) -> Fields:
 
 def _of_scalar(scalar: Any) -> Fields:
     c_type = "float" if scalar.dtype == "float32" else "int32_t"
-    return {"name": scalar.name, "c_type": c_type}
+    return {"name": scalar.name, "field": _field_name(scalar.name), "c_type": c_type}
 
 
 def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that are a size of the call or a number."""
     known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
     return [
-        {"name": tensor.name, "axis": axis, "size": known.get(str(dim), dim)}
+        {"field": _field_name(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in known or isinstance(dim, int)
@@ -338,7 +357,7 @@ def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that have an element for each position."""
     ends = {"seq_q": "q", "seq_k": "k"}
     return [
-        {"name": tensor.name, "axis": axis, "of": ends[str(dim)]}
+        {"field": _field_name(tensor.name), "axis": axis, "of": ends[str(dim)]}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in ends

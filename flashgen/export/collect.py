@@ -9,10 +9,12 @@ from typing import Any
 
 from flashgen.arch import facts
 from flashgen.built_kernel import Build
+from flashgen.codegen.text import printable
 from flashgen.errors import InputError, SpecError
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.manifest import (
     KERNELS,
+    LAYOUT_TABLE,
     BackwardRecord,
     ForwardRecord,
     KernelRecord,
@@ -31,8 +33,6 @@ from flashgen.pipeline import build, build_backward, build_merge, build_minmax_t
 from flashgen.planner.schedule import why_walks_differ
 from flashgen.runtime.programs import SpecProgram, Variant
 from flashgen.signature import OFFSETS, SPLIT, WHOLE
-
-TABLE = "layout.bin"
 
 _OFFSETS = tuple(f"{name}:{dtype}" for name in OFFSETS for dtype in ("int32", "int64"))
 _CALLS = (SPLIT, "whole", "cu_seqlens_q", *_OFFSETS)
@@ -59,6 +59,10 @@ class ExportRequest:
     heads_per_tile: tuple[int, ...] = (1,)
     positions: int = 16_384
     command: str = "flashgen export"
+
+    def __post_init__(self) -> None:
+        # The manifest, comments and errors show it in a line.
+        object.__setattr__(self, "command", printable(self.command))
 
     def variants(self) -> Iterator[Variant]:
         """The spec itself, then its variants.
@@ -229,8 +233,8 @@ class Collection:
                 "layout(i, j) with the heads in mask_mod",
             )
         rows, columns = sparse.blocks(self.request.positions, self.request.positions)
-        self.files[TABLE] = sparse.table(1, 1, rows, columns)
-        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, TABLE)
+        self.files[LAYOUT_TABLE] = sparse.table(1, 1, rows, columns)
+        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, LAYOUT_TABLE)
 
 
 def cuda_of(build: Build) -> int:

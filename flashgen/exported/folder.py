@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flashgen.call import CallRanges
 from flashgen.compile import Binary
-from flashgen.errors import LaunchError
+from flashgen.errors import ExportError, LaunchError
 from flashgen.exported.manifest import (
     FORMAT,
     KERNELS,
     MANIFEST,
     KernelRecord,
     Manifest,
-    digest_of,
+    stored,
 )
-from flashgen.exported.plain import from_plain
+from flashgen.exported.validity import checked
 from flashgen.launch import Gpu, fitting_versions, loads
 from flashgen.launch_facts import LaunchBlocks, LaunchFacts
+from flashgen.plain import from_plain
 from flashgen.version import __version__
 
 
@@ -144,60 +145,82 @@ def open_folder(folder: str | os.PathLike[str]) -> Folder:
     """Reads a folder and checks it.
 
     Raises:
-        LaunchError: there is no export, it has another version, or a file is missing or changed.
+        ExportError: there is no export, it has another version, or a file is missing, changed or
+            outside of the folder.
     """
-    path = Path(folder).resolve()
+    path = Path(os.path.realpath(folder))
     file = path / MANIFEST
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-        version = data.pop("format")
-        digest = data.pop("sha256")
+        text = _contents(path, MANIFEST)
     except OSError as error:
-        raise LaunchError(
+        raise ExportError(
             "there is no export in this folder",
             where=str(folder),
             numbers=f"{MANIFEST} cannot be read: {error.strerror or error}",
             way_out=f"flashgen export SPEC -o {folder}, or the folder that holds {MANIFEST}",
         ) from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise _damaged(file, "it is not the JSON of an export", "") from None
-    if version != FORMAT:
-        raise LaunchError(
+    try:
+        found = stored(text)
+    except ValueError as error:
+        raise _damaged(file, f"it is not the JSON of an export: {error}", "") from None
+    command, release = (_shown(found.data.get(name)) for name in ("command", "flashgen"))
+    if found.version != FORMAT:
+        raise ExportError(
             "the export has another version than this release reads",
             where=str(file),
-            numbers=f"format {version!r}, of flashgen {data.get('flashgen')!r}; flashgen "
+            numbers=f"format {found.version}, of flashgen {release!r}; flashgen "
             f"{__version__} reads format {FORMAT}",
-            way_out=f"export again: {data.get('command', 'flashgen export SPEC -o DIR')}; or "
-            f"pip install flashgen=={data.get('flashgen')}",
+            way_out=f"export again: {command or 'flashgen export SPEC -o DIR'}"
+            + (f"; or pip install flashgen=={release}" if release else ""),
         )
-    command = str(data.get("command", ""))
-    if digest_of(data) != digest:
+    if not found.is_whole:
         raise _damaged(file, "its digest is not that of its contents", command)
     try:
-        manifest = from_plain(Manifest, data)
-    except (ValueError, TypeError) as error:
+        manifest = checked(from_plain(Manifest, found.data))
+        assert found.files == manifest.files
+    except ValueError as error:
         raise _damaged(file, str(error), command) from None
-    return Folder(path, manifest, digest)
+    return Folder(path, manifest, found.digest)
+
+
+def _contents(folder: Path, name: str) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: it cannot be read, or a link leads out of the folder.
+    """
+    path = Path(os.path.realpath(folder / name))
+    if not path.is_relative_to(folder):
+        raise OSError(errno.EPERM, "a link leads out of the folder")
+    if path.exists() and not path.is_file():  # a pipe would wait for its other end
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 def _checked(path: Path, name: str, manifest: Manifest) -> bytes:
     record = manifest.files[name]
     try:
-        data = (path / name).read_bytes()
+        data = _contents(path, name)
     except OSError as error:
         reason = error.strerror or str(error)
         raise _damaged(path / name, f"it cannot be read: {reason}", manifest.command) from None
     found = hashlib.sha256(data).hexdigest()
-    if found != record.sha256:
+    if (found, len(data)) != (record.sha256, record.bytes):
         what = f"{len(data):,} B with sha256 {found[:12]}...; {MANIFEST} has {record.bytes:,} B "
         raise _damaged(path / name, f"{what}with {record.sha256[:12]}...", manifest.command)
     return data
 
 
-def _damaged(file: Path, numbers: str, command: str) -> LaunchError:
-    return LaunchError(
+def _shown(value: Any) -> str:
+    """A text of a manifest that may be damaged, for an error; "" where it is no line of text."""
+    return value if isinstance(value, str) and value.isprintable() else ""
+
+
+def _damaged(file: Path, numbers: str, command: str) -> ExportError:
+    again = f"export again to a new folder: {command or 'flashgen export SPEC -o DIR'}"
+    return ExportError(
         "a file of the export is damaged",
         where=str(file),
         numbers=numbers,
-        way_out=f"copy the folder again, or export again: {command or 'flashgen export SPEC'}",
+        way_out=f"copy the folder again, or {again}",
     )

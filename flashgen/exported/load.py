@@ -50,7 +50,8 @@ def load_export(folder: str | os.PathLike[str]) -> ExportedAttention:
         another ``arch``, and arguments whose kernels were not exported raise InputError.
 
     Raises:
-        LaunchError: there is no export, it has another version, or a file is missing or changed. A
-            call raises it where no kernel is for the GPU, or its driver is older than the compiler.
+        ExportError: there is no export, it has another version, or a file is missing, changed or
+            outside of the folder.
+        LaunchError: of a call: no kernel is for the GPU, or its driver is older than the compiler.
     """
     return ExportedAttention(Path(folder))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flashgen.compile import Resources
-from flashgen.exported.plain import to_plain
 from flashgen.launch_facts import LaunchFacts
+from flashgen.plain import from_plain, parsed, to_plain
 from flashgen.signature import CallSignature
 
 FORMAT = 1
@@ -27,6 +28,12 @@ FORMAT = 1
 
 MANIFEST = "manifest.json"
 KERNELS = "kernels"
+LAYOUT_TABLE = "layout.bin"
+
+_FILE = re.compile(
+    rf"{KERNELS}/\w[\w.-]*\.(cu|ptx|cubin)|\w+\.[ch]|{re.escape(LAYOUT_TABLE)}", re.ASCII
+)
+"""The names that an export gives to its files: none leaves its folder."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,59 @@ class Manifest:
         return json.dumps({"format": FORMAT, "sha256": digest_of(data), **data}, indent=1) + "\n"
 
 
+@dataclass(frozen=True)
+class StoredManifest:
+    """The values of a manifest's JSON, of any version.
+
+    Attributes:
+        version: the version of the format.
+        data: the fields of `Manifest`.
+        is_whole: whether the digest is that of the fields.
+        digest: the digest.
+    """
+
+    version: int
+    data: dict[str, Any]
+    is_whole: bool
+    digest: str
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """Every other file of the folder by its path.
+
+        Raises:
+            ValueError: the manifest does not say so, or names a file that no export writes.
+        """
+        found = from_plain(dict[str, FileRecord], self.data.get("files"))
+        for name in found:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"no file of an export has the name {name!r:.80}")
+        return found
+
+
+def stored(text: bytes) -> StoredManifest:
+    """The values of a manifest.
+
+    Raises:
+        ValueError: the text is not the JSON of an export.
+    """
+    data = parsed(text)
+    if not isinstance(data, dict):
+        raise ValueError("it is not a JSON object")
+    version, digest = data.pop("format", None), data.pop("sha256", None)
+    if type(version) is not int or type(digest) is not str:
+        raise ValueError("it has no version and digest of an export")
+    return StoredManifest(version, data, digest_of(data) == digest, digest)
+
+
 def digest_of(data: Any) -> str:
-    """The digest of a manifest's values, without its version and the digest itself."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    """The digest of a manifest's values, without its version and the digest itself.
+
+    Raises:
+        ValueError: the values are nested too deep.
+    """
+    try:
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     return hashlib.sha256(text.encode()).hexdigest()

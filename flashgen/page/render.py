@@ -73,7 +73,7 @@ def _text(name: str) -> str:
 
 def _filled(template: str, **fields: Any) -> str:
     try:
-        return _environment().get_template(template).render(**fields)
+        text = _environment().get_template(template).render(**fields)
     except (jinja2.TemplateError, OSError) as error:
         raise RenderError(
             f"template report/{template} could not be filled: {error}",
@@ -81,6 +81,8 @@ def _filled(template: str, **fields: Any) -> str:
             numbers=f"{len(fields)} fields were given: {', '.join(sorted(fields))}",
             way_out="reinstall flashgen, or run it from a complete checkout",
         ) from error
+    # The name of a file may have bytes that are no UTF-8.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _differences(page: Page) -> Any:

@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+from flashgen.codegen.text import printable
 from flashgen.pictures.drawing import Drawing, Joined, joined
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,8 +78,8 @@ def _element(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fgp" role="img" '
         f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'style="max-width:100%;height:auto"><title>{escape(drawing.title)}</title>'
-        f"<desc>{escape(words)}.</desc><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f'style="max-width:100%;height:auto"><title>{_escaped(drawing.title)}</title>'
+        f"<desc>{_escaped(words)}.</desc><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
@@ -175,7 +176,12 @@ def _path(where: Array, style: str, extra: str = "") -> str:
 
 def _text(x: int, y: int, text: str, style: str = "") -> str:
     named = f' class="{style}"' if style else ""
-    return f'<text x="{x}" y="{y}"{named}>{escape(text)}</text>' if text else ""
+    return f'<text x="{x}" y="{y}"{named}>{_escaped(text)}</text>' if text else ""
+
+
+def _escaped(text: str) -> str:
+    """The text in XML, which has no control characters."""
+    return escape(printable(text))
 
 
 def _length(ends: tuple[int, int]) -> int:

@@ -5,15 +5,39 @@ Sizes are symbols where torch.compile and torch.export trace a call.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from flashgen.errors import InputError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
     raise InputError(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def untraced(reason: str) -> Callable[[F], F]:
+    """A decorator: torch.compile compiles neither the function nor those that it calls.
+
+    A call is one break in the graph; with fullgraph=True the error gives the reason. It is the same
+    as torch.compiler.disable, without the import of torch._dynamo, where torch has the means.
+    """
+
+    def decorate(function: F) -> F:
+        frames: Any = torch._C._dynamo.eval_frame
+        if not hasattr(frames, "set_code_exec_strategy"):
+            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return,no-untyped-call]
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 # The same as torch.compiler.disable, without the import of torch._dynamo: torch.compile leaves the

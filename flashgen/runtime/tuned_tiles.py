@@ -22,8 +22,10 @@ import torch
 
 from flashgen import config
 from flashgen.call import CheckedCall
-from flashgen.compile.cache import TUNED, CacheWarning, replace_text
+from flashgen.compile.cache import TUNED, CacheWarning, replace_text, usable_root
+from flashgen.compile.ownership import contents
 from flashgen.errors import PlanError
+from flashgen.plain import from_plain, parsed
 from flashgen.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +52,16 @@ class Winner:
     version: str = __version__
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A `Winner` in its file, before the planner is imported."""
+
+    tiles: dict[str, dict[str, int]]
+    seconds: float
+    derived_seconds: float
+    version: str
+
+
 def shape_class(call: CheckedCall) -> str:
     """The class of shapes that share tuned tiles: sizes rounded up to powers of two."""
     batch, queries, keys = (
@@ -69,7 +81,7 @@ def remembered(
 ) -> Mapping[str, Tile]:
     """The tuned tiles for a call on a GPU, by name of the kernel; empty without a measurement."""
     root = config.cache_dir()
-    if root is None or not (root / TUNED).is_dir():
+    if root is None or not (root / TUNED).is_dir() or usable_root() is None:
         return {}
     winner = read(place(root, gpu_name(index), spec, arch, which, call))
     if winner is None or not _is_possible(spec, arch, which, winner.tiles):
@@ -104,18 +116,14 @@ def read(path: Path) -> Winner | None:
     from flashgen.planner import Tile
 
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        values = from_plain(_Stored, parsed(contents(path)))
+        tiles = from_plain(dict[str, Tile], values.tiles)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _note(f"{path.name} cannot be read ({error}); the planner's tiles are used")
+        _note(f"{path.name} holds no tiles ({error}); the planner's are used")
         return None
-    try:
-        tiles = {str(kernel): Tile(**fields) for kernel, fields in record.pop("tiles").items()}
-        winner = Winner(tiles, **record)
-    except (AttributeError, KeyError, TypeError):
-        _note(f"{path.name} holds no tiles; the planner's are used")
-        return None
+    winner = Winner(tiles, values.seconds, values.derived_seconds, values.version)
     if winner.version != __version__:
         _note(f"{path.name} is of flashgen {winner.version}; tune again for {__version__}")
         return None

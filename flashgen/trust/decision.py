@@ -176,7 +176,7 @@ def _by_records(gpu: Gpu, paths: tuple[str, ...]) -> Decision:
 
 def attempt(gpu: Gpu, arch: str) -> Standing:
     """Tries a path in a child process; processes that come at the same time wait for the first."""
-    subject, root = subject_of(gpu, arch), config.cache_dir()
+    subject, root = subject_of(gpu, arch), cache.usable_root()
     # Twice the limit: the holder's child compiles and is then stopped.
     name = f"trust-{subject.key}"
     begin = time.monotonic()

@@ -16,12 +16,12 @@ import json
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from flashgen import config
 from flashgen.compile import nvrtc
-from flashgen.compile.cache import TRUST, CacheWarning, replace_text
+from flashgen.compile.cache import TRUST, CacheWarning, replace_text, usable_root
+from flashgen.compile.ownership import contents
 from flashgen.launch import Gpu
+from flashgen.plain import from_plain, parsed, to_plain
 
 PROVEN = Path(__file__).with_name("proven.json")
 
@@ -48,6 +48,12 @@ class Subject:
     def key(self) -> str:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    subject: Subject
+    failure: str
 
 
 @dataclass(frozen=True)
@@ -95,14 +101,14 @@ _in_memory: dict[str, Verdict] = {}
 def read(subject: Subject) -> Verdict | None:
     """The remembered verdict; None where there is none or, with a CacheWarning, a damaged one."""
     path = _place(subject)
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return _in_memory.get(subject.key)
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if Subject(**record["subject"]) == subject and isinstance(record["failure"], str):
-            return Verdict(record["failure"])
+        record = from_plain(_Stored, parsed(contents(path)))
+        if record.subject == subject:
+            return Verdict(record.failure)
         damage = "it is of another subject"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         damage = str(error)
     warnings.warn(f"{path.name} holds no verdict ({damage})", CacheWarning, stacklevel=2)
     return None
@@ -112,7 +118,7 @@ def write(subject: Subject, verdict: Verdict) -> None:
     """Keeps a verdict on disk, or where that is impossible in this process."""
     path, hindrance = _place(subject), None
     if path is not None:
-        record = {"subject": asdict(subject), "failure": verdict.failure}
+        record = to_plain(_Stored(subject, verdict.failure))
         hindrance = replace_text(path, json.dumps(record, indent=1) + "\n")
     if path is None or hindrance is not None:
         _in_memory[subject.key] = verdict
@@ -127,5 +133,5 @@ def forget() -> None:
 
 
 def _place(subject: Subject) -> Path | None:
-    root = config.cache_dir()
+    root = usable_root()
     return None if root is None else root / TRUST / f"{subject.arch}.{subject.key}.json"

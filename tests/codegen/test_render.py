@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flashgen as fg
 from flashgen.codegen.environment import render_template
+from flashgen.codegen.text import comment
 from flashgen.compile import compile
 from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
@@ -149,3 +151,28 @@ def test_kernels_are_named_so_that_a_person_can_guess() -> None:
     ).forward
     assert source.name == "causal_forward_fp16_d192v128"
     assert source.filename == "causal_forward_fp16_d192v128_sm_80.cu"
+
+
+@pytest.mark.parametrize("end", ["", "\\", "??/", " \\ \\", "\\??/ ", "\n", "\u2028int x;", "\x85"])
+def test_a_comment_is_no_longer_than_its_lines(end: str) -> None:
+    for text in (f"a{end}", f"{'word ' * 40}{end}", f"a\r\n#error{end}", end):
+        for line in comment(text):
+            assert line.startswith("//")
+            assert line.isprintable()
+            assert not line.endswith(("\\", "??/", " "))
+
+
+def test_the_path_of_a_spec_with_line_breaks_and_quotes_stays_in_comments(tmp_path: Path) -> None:
+    folder = tmp_path / 'a\n#error b \\ "c" */ ??/ \u2028 \udcff'
+    folder.mkdir(parents=True)
+    source = (ROOT / "specs/softcap.py").read_text()
+    for name in ('"\n#error d\x85', "plain"):
+        (folder / f"{name}.py").write_text(source)
+    texts = [
+        fg.emit(fg.load(folder / f"{name}.py").replace(name="same")).forward.text
+        for name in ('"\n#error d\x85', "plain")
+    ]
+    assert texts[0] != texts[1]
+    codes = [[line for line in text.split("\n") if not line.startswith("//")] for text in texts]
+    assert codes[0] == codes[1]
+    assert all(line.isprintable() for text in texts for line in text.split("\n"))

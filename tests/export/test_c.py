@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +15,22 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.export.c_source import c_sources
 from flashgen.exported.folder import open_folder
 from flashgen.runtime import kernel_arguments
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.tensormap import TensorMapSpec
 from tests.support.examples import SPEC_IDS, spec_path, values_of
-from tests.support.exported_c import CLibrary, Tensor, emulate, without_addresses
+from tests.support.exported_c import (
+    WARNINGS,
+    CLibrary,
+    Tensor,
+    compiler,
+    cuda_headers,
+    emulate,
+    without_addresses,
+)
 from tests.support.exports import exported, spec_of
 from tests.support.judged import forward_verdicts
 from tests.support.shapes import Case
@@ -304,3 +316,26 @@ def test_the_sources_of_every_spec_compile_without_a_warning(name: str, tmp_path
         library = CLibrary(open_folder(path), folder)
         assert library.open("sm_90", 132) == 0
         library.close()
+
+
+@pytest.mark.parametrize("standard", ["c11", "gnu11"])
+def test_captured_names_that_c_does_not_leave_are_fields_with_an_underscore(
+    standard: str, tmp_path: Path
+) -> None:
+    words = "NULL EOF INT32_MAX CU_STREAM_LEGACY linux unix restrict inline errno stdin I complex"
+    names = [*words.split(), "window", "data", "p", "forward", "tensor"]
+    manifest = open_folder(exported("sliding_window")).manifest
+    signature = manifest.programs[0].signature
+    (window,) = signature.scalars
+    scalars = (window, *(replace(window, name=name) for name in names if name != "window"))
+    program = replace(manifest.programs[0], signature=replace(signature, scalars=scalars))
+    header = c_sources(replace(manifest, programs=(program,)))["sliding_window.h"]
+    found = re.findall(r"int32_t (\w+); // run-time scalar", header)
+    assert sorted(name.rstrip("_") for name in found) == sorted(names)
+    assert {"window", "data", "NULL_"} <= set(found)
+    (tmp_path / "use.c").write_text(f"#include <stdio.h>\n#include <errno.h>\n{header}")
+    includes = ("-isystem", str(cuda_headers()), "-I", str(tmp_path))
+    for language in ("c", "c++"):
+        standards = (f"-std={standard}", *WARNINGS[1:]) if language == "c" else ("-Wall",)
+        command = (compiler(), "-x", language, *standards, *includes, "-fsyntax-only")
+        subprocess.run([*command, str(tmp_path / "use.c")], check=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +15,18 @@ import pytest
 import flashgen as fg
 from flashgen import config
 from flashgen.call import CallRanges
+from flashgen.cli.export import shell_word
 from flashgen.codegen import beyond_int32
 from flashgen.compile import nvrtc
 from flashgen.compile.cubin import facts
 from flashgen.errors import InputError, PlanError, SpecError
 from flashgen.export import ExportRequest, export
+from flashgen.export.c_source import c_sources
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.folder import open_folder
 from flashgen.exported.manifest import FORMAT, Manifest
-from flashgen.exported.plain import from_plain, to_plain
 from flashgen.language.signature import signature_of
+from flashgen.plain import from_plain, to_plain
 from flashgen.version import __version__
 from tests.support.exports import exported, spec_of
 from tests.support.tiers import slow
@@ -137,3 +141,34 @@ def test_the_sources_for_c_name_no_other_folder_and_end_lines_in_time() -> None:
         assert max(map(len, text.splitlines())) <= 150
         assert "/*%" not in text
         assert "//%" not in text
+
+
+NASTY = 'a\n#error b \\ "c" */ ??/ \u2028 \u202e \x85 \r d\\'
+
+
+@pytest.mark.parametrize("end", ["", "\\", "??/", "\\ ", "??/\\ \\", "\n", "\n#error e"])
+def test_no_command_leaves_its_comment_in_the_sources_for_c(end: str) -> None:
+    manifest = open_folder(exported("sliding_window")).manifest
+    plain = c_sources(replace(manifest, command="flashgen export"))
+    for name, text in c_sources(replace(manifest, command=NASTY + end)).items():
+        lines = [line for line in text.splitlines() if "#error b" not in line]
+        assert lines == [line for line in plain[name].splitlines() if "flashgen export" not in line]
+        (shown,) = set(text.splitlines()) - set(lines)
+        assert shown.startswith("//   a\\n#error b")
+        assert shown.isprintable()
+        assert not shown.endswith(("\\", "??/", " "))
+
+
+def test_a_command_of_several_lines_is_one_line_of_the_manifest() -> None:
+    request = ExportRequest(spec=spec_of("sliding_window"), archs=("sm_80",), command=NASTY)
+    assert request.command.isprintable()
+
+
+@pytest.mark.parametrize(
+    "path", ["a b", "it's", "a\nb", "'\n\\", "\u2028x", "\udcff\x01", "\U000e0001"]
+)
+def test_the_command_of_an_export_has_the_words_that_were_given(path: str) -> None:
+    word = shell_word(path)
+    assert word.isprintable()
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
+    assert os.fsdecode(done.stdout) == path

@@ -21,6 +21,7 @@ MOST_LINES = 410
 PIPELINE = (
     "version",
     "errors",
+    "plain",
     "dtypes",
     "signature",
     "call",
@@ -72,6 +73,7 @@ ALLOWED = {
 OUTSIDE = {
     "version": set(),
     "errors": set(),
+    "plain": set(),
     "dtypes": set(),
     "signature": set(),
     "call": {"torch"},

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.page.render import html_of
+from flashgen.page.values import Page
 from flashgen.pictures.drawing import joined, percent, ranges
 from flashgen.pictures.svg import svg_of
 from flashgen.pictures.tile_map import pairs_in_words
@@ -252,3 +254,17 @@ def test_shapes_have_the_forms_of_the_commands() -> None:
 def test_importing_pictures_is_left_to_the_first_use() -> None:
     program = "import sys, flashgen; print('torch' in sys.modules, 'visualize' in dir(flashgen))"
     assert run_python("-c", program).stdout == "False True\n"
+
+
+def test_names_stay_in_their_elements_of_pictures_and_pages() -> None:
+    name = '</title></script><b onclick="x">&\n\x00\x0b\u2028\udcff'
+    drawing = replace(fg.visualize(causal, (64, 64)).drawing(), title=name, lines=(name,))
+    found = ET.fromstring(svg_of(drawing).encode("utf-8"))
+    assert {each.tag for each in found.iter()} <= {
+        f"{SVG}{tag}" for tag in ("svg", "title", "desc", "style", "text", "rect", "path", "g")
+    }
+    assert next(found.iter(f"{SVG}title")).text.startswith("</title></script><b onclick=")
+    page = html_of(Page(name, ()))
+    page.encode("utf-8")
+    assert "<b onclick" not in page
+    assert page.count("</script>") == html_of(Page("plain", ())).count("</script>")

@@ -362,6 +362,59 @@ def ranks_that_disagree() -> str:
     return "no error"
 
 
+def different_specs() -> list[str]:
+    """The errors of calls in which rank 1 has another spec."""
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < 5)
+
+    def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + fg.Tensor("bias", ("heads",))[h]
+
+    layout = fg.BlockSparse(lambda i, j: i >= j, 16, 16)
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"mask_mod": window}),
+        ({}, {"score_mod": biased}),
+        ({"scale": 1.0}, {"scale": 2.0, "dropout": True}),
+        ({"block_sparse": layout}, {}),
+    ]
+    found = []
+    for number, each in enumerate(changes):  # compared at the first call with each spec
+        spec = causal_spec().replace(**each[dist.get_rank() > 0], name=f"different_{number}")
+        q, k, v = (torch.zeros(1, 2, 64, spec.head_dim) for _ in range(3))
+        try:
+            distributed.attention(fg.attention(spec), q, k, v)
+            found.append("no error")
+        except fg.InputError as error:
+            found.append(str(error))
+    return found
+
+
+def a_compiled_call() -> tuple[bool, int, list[str], str]:
+    """Whether the results are those without torch.compile, graphs, reasons of breaks, an error."""
+    from torch._dynamo.utils import counters
+
+    problem = Problem(causal_spec(), 64 * dist.get_world_size())
+    inputs = [problem.mine(x).requires_grad_() for x in problem.qkv]
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        q, k, v = (2 * x for x in inputs)
+        return (distributed.attention(problem.op, q, k, v, method="ring") * 3).square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    counters.clear()
+    compiled = torch.compile(loss, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*inputs), inputs)
+    same = all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    graphs, reasons = counters["stats"]["unique_graphs"], list(counters["graph_break"])
+    try:
+        torch.compile(loss, backend="eager", fullgraph=True)(*inputs)
+        error = ""
+    except Exception as raised:
+        error = str(raised)
+    return same, graphs, reasons, error
+
+
 def the_example_learns() -> None:
     """The training of `examples/long_context.py`, whose losses are those of one process."""
     sys.path.insert(0, str(ROOT / "examples"))

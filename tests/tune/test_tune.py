@@ -228,9 +228,15 @@ def test_a_backward_winner_names_all_kernels_of_its_scheme(folder):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "cannot be read"),
+        ("{", "holds no tiles"),
         ("[]", "holds no tiles"),
+        ("null", "holds no tiles"),
+        ("[" * 200_000, "nested too deep"),
         ('{"tiles": {"forward": {"step": 1}}}', "holds no tiles"),
+        (
+            '{"tiles": {"forward": null}, "seconds": 1, "derived_seconds": 1, "version": "1"}',
+            "None",
+        ),
     ],
 )
 def test_a_damaged_record_is_reported_and_ignored(folder, text, expected):

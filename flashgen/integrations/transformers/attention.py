@@ -23,6 +23,10 @@ from flashgen.integrations.transformers.ranks import (
     current,
     refuse_context_of_torch,
 )
+from flashgen.integrations.transformers.sequences import (
+    check_positions,
+    sequences_of,
+)
 from flashgen.runtime.check_basics import refuse_jit_trace
 
 Tensor = torch.Tensor
@@ -32,6 +36,10 @@ _UNSUPPORTED = {
     "block_indices": "a selection of blocks that is computed for each query",
     "head_mask": "a factor for each head after the softmax",
     "sinks": "sinks with a value for each query",
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+        "boundaries of sequences, which transformers calls cu_seq_lens_q and cu_seq_lens_k",
+    ),
 }
 """Arguments of attention functions that change the result and have no counterpart here."""
 
@@ -66,7 +74,9 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: [heads], a logit for each head that joins the softmax's denominator.
         position_bias: [batch or 1, heads or 1, seq_q or 1, seq_k or more], added to the scores.
-        options: further arguments of transformers; those in `_UNSUPPORTED` are refused.
+        options: further arguments of transformers: cu_seq_lens_q and cu_seq_lens_k, int [sequences
+            + 1], keep the sequences of one row apart; position_ids are checked against the mask;
+            those in `_UNSUPPORTED` are refused.
 
     Returns:
         out [batch, seq_q, heads, head_dim_v], and None in place of the attention weights.
@@ -101,14 +111,25 @@ def attention(
         mask = _without_mask(module, is_causal, sizes)
     else:
         given.append(_given("attention_mask", attention_mask, sizes, captures))
-    starts = "", ""
+    sequences = sequences_of(options, sizes, mask == FULL, ranks is not None)
+    if sequences is None and isinstance(attention_mask, Mask) and ranks is None:
+        positions = options.get("position_ids")
+        if not any(positions is each for each in attention_mask.checked):
+            read = attention_mask.tensors
+            check_positions(positions, attention_mask.padding, read, sizes)
+            if not torch.compiler.is_compiling():
+                attention_mask.checked.append(positions)
+    local = [False, False]  # whether indices of queries and of keys begin with the call's first
     if position_bias is not None:
         given.append(_given("position_bias", position_bias, sizes, captures))
-        expanded = given[-1][-1]
-        starts = (
-            "" if expanded[2] else _start("q_start", q_offset, captures),
-            "" if expanded[3] else _start("k_start", k_offset, captures),
-        )
+        local = [not each for each in given[-1][-1][2:]]
+    if sequences is not None:
+        captures["sequences_q"], captures["sequences_k"] = sequences
+        local = [True, True]
+    starts = (
+        _start("q_start", q_offset, captures) if local[0] else "",
+        _start("k_start", k_offset, captures) if local[1] else "",
+    )
     if s_aux is not None:
         captures["sink"] = s_aux
     dims = query.shape[3], value.shape[3]
@@ -124,6 +145,7 @@ def attention(
         None if s_aux is None else (s_aux.dtype, s_aux.requires_grad),
         tuple(given),
         starts,
+        sequences is not None,
     )
     op = operators[operator_name(mask, layer)]
     if ranks is not None:

@@ -65,6 +65,7 @@ class LayerKind(NamedTuple):
         sink: the dtype of the sinks, and whether they are learned; None without sinks.
         given: the tensors of the call that have an element for each score.
         start: where their indices begin; positions themselves begin at the offsets of the call.
+        packs: whether the call has the number of each row's sequence, and keeps sequences apart.
     """
 
     head_dim: int
@@ -75,6 +76,7 @@ class LayerKind(NamedTuple):
     sink: tuple[torch.dtype, bool] | None
     given: tuple[GivenTensor, ...]
     start: Start
+    packs: bool
 
     @classmethod
     def of(cls, *fields: Any) -> LayerKind:
@@ -222,7 +224,10 @@ def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device
     return traced
 
 
-_OWN_NAMES = ("position_bias", "attention_mask", "sink", "q_start", "k_start")
+_OWN_NAMES = (
+    *("position_bias", "attention_mask", "sink", "q_start", "k_start"),
+    *("sequences_q", "sequences_k"),
+)
 
 
 def _name_of(function: MaskFunction) -> str:
@@ -284,6 +289,22 @@ def _spec(mask: str, layer: LayerKind) -> fg.AttentionSpec:
 
 
 def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
+    whole = _mask_of_row(mask, layer)
+    if not layer.packs:
+        return whole
+    numbers = [
+        fg.Tensor(f"sequences_{axis}", (1, f"sequences_{axis}_rows"), "int32") for axis in "qk"
+    ]
+
+    def of_sequences(b: Any, h: Any, q: Any, k: Any) -> Any:
+        of_q = numbers[0][0, _from_start("q_start", layer.start.q, q)]
+        together = of_q == numbers[1][0, _from_start("k_start", layer.start.k, k)]
+        return together if whole is None else whole(b, h, q, k) & together
+
+    return of_sequences
+
+
+def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
     for given in layer.given:
         if given.dtype == torch.bool:
             element = _element(given, layer.start)
@@ -341,4 +362,5 @@ def _name_of_layer(mask: str, layer: LayerKind) -> str:
     parts = [mask, *(given.name for given in layer.given)]
     parts += ["softcap"] if layer.softcap is not None else []
     parts += ["sink"] if layer.sink is not None else []
+    parts += ["packed"] if layer.packs else []
     return "_".join(parts)

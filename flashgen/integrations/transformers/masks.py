@@ -48,6 +48,8 @@ class Mask(BlockMask):
         bias: what a model has added to the mask; attention adds it to the scores.
         ranks: over which the positions are divided; the lengths are those of a part then, and the
             tensors those of the whole.
+        padding: the mask of padding that the model was given, bool [batch, positions], or None.
+        checked: the positions of layers that this mask was compared with.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Mask(BlockMask):
         k_offset: int,
         bias: Tensor | None = None,
         ranks: Ranks | None = None,
+        padding: Tensor | None = None,
     ) -> None:
         self.name = name
         self.tensors = tensors
@@ -67,6 +70,8 @@ class Mask(BlockMask):
         self.k_offset = k_offset
         self.bias = bias
         self.ranks = ranks
+        self.padding = padding
+        self.checked: list[Any] = []
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -95,7 +100,8 @@ class Mask(BlockMask):
 
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
-        names = ("name", "tensors", "lengths", "q_offset", "k_offset", "bias", "ranks")
+        places = "lengths", "q_offset", "k_offset"
+        names = ("name", "tensors", *places, "bias", "ranks", "padding")
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
     def __add__(self, other: Any) -> Mask:
@@ -202,7 +208,7 @@ def make_mask(
         SpecError: the mask function uses an operation that kernels cannot express.
     """
     lengths = batch_size, q_length, kv_length
-    ranks = current()
+    ranks, given = current(), attention_mask
     if ranks is not None:
         sizes = q_length, kv_length, q_offset, kv_offset
         packs = "allow_is_bidirectional_skip" not in options
@@ -227,7 +233,7 @@ def make_mask(
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
-    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks)
+    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padding=given)
 
 
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced

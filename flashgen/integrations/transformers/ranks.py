@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -217,15 +217,10 @@ class Ranks:
         """Attention of this rank's queries; gradients of sinks are left to the user's reduction."""
         group, method, shard = self.exchange.group, self.method, self.shard
         options = {"group": group, "method": method, "shard": shard, "reduce_learned": False}
-        out = _across_ranks(op, q, k, v, **options, **call)
+        out = distributed.attention(op, q, k, v, **options, **call)
         assert isinstance(out, Tensor)
         return out
 
-
-_disable: Any = torch.compiler.disable  # torch's has no types
-_across_ranks: Callable[..., Any] = _disable(
-    distributed.attention, reason="flashgen.distributed.attention is not compiled"
-)
 
 _entered: list[Ranks] = []  # a list, because torch.compile cannot trace a ContextVar
 

@@ -1,9 +1,15 @@
-"""Frozen values as JSON and back, by their type hints."""
+"""Frozen values as JSON and back, by their type hints.
+
+Files that hold such values may be damaged or written by someone else: whatever they hold, reading
+gives a value of the type or a ValueError.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import reprlib
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,19 +33,42 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def parsed(data: bytes) -> Any:
+    """The values of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is no JSON, holds NaN or an infinity, or is nested too deep.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def from_plain(kind: type[T], data: Any) -> T:
     """The value of a type from what `to_plain` returned for it.
 
     Raises:
-        ValueError: the data is not of this type.
+        ValueError: the data is not of this type; of numbers, those that are finite and of at most
+            64 bits are.
     """
-    return _made(kind, data)  # type: ignore[no-any-return]
+    try:
+        return _made(kind, data)  # type: ignore[no-any-return]
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _made(kind: Any, data: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind is object:  # nested tuples of plain values
-        return tuple(_made(object, part) for part in data) if isinstance(data, list) else data
+        if isinstance(data, list):
+            return tuple(_made(object, part) for part in data)
+        kind = type(data)
+        _check(kind is not dict, object, data)
     if origin in (Union, types.UnionType):
         return _of_union(args, data)
     if origin is tuple:
@@ -50,15 +79,17 @@ def _made(kind: Any, data: Any) -> Any:
         return tuple(_made(each, part) for each, part in zip(args, data, strict=True))
     if origin is not None and issubclass(origin, Mapping):
         _check(isinstance(data, dict), kind, data)
-        return {key: _made(args[1], part) for key, part in data.items()}
+        return {_made(args[0], key): _made(args[1], part) for key, part in data.items()}
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = _fields(kind)
         _check(isinstance(data, dict) and set(data) == set(hints), kind, data)
         return kind(**{name: _made(hint, data[name]) for name, hint in hints.items()})
-    if kind is float:
-        _check(type(data) in (int, float), kind, data)
-        return data
-    _check(data is None if kind is type(None) else type(data) is kind, kind, data)
+    fits = type(data) is kind or (kind is float and type(data) is int)
+    if type(data) in (int, float):
+        fits = fits and abs(data) < 2**63  # which NaN and infinity are not
+    elif type(data) is str:
+        data.encode()  # half of a surrogate pair is a ValueError
+    _check(fits, kind, data)
     return data
 
 
@@ -68,7 +99,7 @@ def _of_union(kinds: tuple[Any, ...], data: Any) -> Any:
             return _made(kind, data)
         except ValueError:
             continue
-    raise ValueError(f"{data!r:.80} is none of {kinds}")
+    raise ValueError(f"{reprlib.repr(data):.80} is none of {kinds}")
 
 
 @functools.cache
@@ -81,4 +112,4 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 def _check(fits: bool, kind: Any, data: Any) -> None:
     if not fits:
-        raise ValueError(f"{data!r:.80} is not a {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{reprlib.repr(data):.80} is not a {getattr(kind, '__name__', kind)}")
