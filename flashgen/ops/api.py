@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from flashgen.call import CallOptions, Operands
 from flashgen.errors import SpecError
 from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
+from flashgen.ops.operator import check_choices
 from flashgen.ops.registration import operator_of
 from flashgen.ops.variants import (
     check_positions_of_pages,
@@ -22,16 +24,18 @@ from flashgen.ops.variants import (
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import check_learned
-from flashgen.runtime.check_basics import is_constant, refuse_jit_trace
+from flashgen.runtime.check_basics import is_constant, refuse_jit_trace, runs_while_traced
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.number_arguments import (
     check_names,
+    check_probability,
     check_rng,
     draw_rng,
     offset_of,
-    probability_of,
     refuse_dropout,
     refuse_return_lse,
+    scalar_value,
+    scale_of,
 )
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.programs import Program, Variant
@@ -303,15 +307,13 @@ class Attention:
             result = operator.compute(Operands(q, k, v, captured, rng), options)
         return result if return_lse else result[0]
 
+    @runs_while_traced
     def _name_of_variant(self, *variant: Any) -> str:
         return operator_of_variant(self.spec, Variant(*variant)).name
 
+    @runs_while_traced
     def _planned_split(self, device: str, heads_kv: int, *where: str | None) -> int:
         return planned_split(self.spec, device, heads_kv, *where)
-
-    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
-    _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _planned_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _traced(
         self,
@@ -359,14 +361,17 @@ class Attention:
         for name, offset in numbers.items():
             if not isinstance(offset, int):
                 offset_of(name, offset, 0)
+        check_choices(options.backend, options.arch, options.deterministic)
+        scale, floats, captures = self._traced_numbers(options.scale, captures)
         result: tuple[Tensor, Tensor] = overload(
             q,
             k,
             v,
             *captured,
+            *floats,
             rng,
             p,
-            scale=options.scale,
+            scale,
             **numbers,
             backend=options.backend,
             arch=options.arch,
@@ -376,6 +381,28 @@ class Attention:
         )
         return result
 
+    def _traced_numbers(
+        self, scale: Any, scalars: Mapping[str, Any]
+    ) -> tuple[Tensor | None, list[Tensor], dict[str, Any]]:
+        """The scale, the scalars that are floats, and the others, as the operator takes them."""
+        signature = self._operator.signature
+        default = signature.scale or 1 / math.sqrt(signature.head_dim)
+        if scale is not None:
+            if not isinstance(scale, float):
+                scale = scale_of(signature, scale)
+            scale = None if is_constant(scale == default) else traced_float(scale)
+        floats, others = [], {}
+        for scalar in signature.scalars:
+            value = scalars[scalar.name]
+            kind = {"float32": float, "int32": int, "bool": bool}[scalar.dtype]
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                value = scalar_value(scalar, value)
+            if kind is float:
+                floats.append(traced_float(value))
+            else:
+                others[scalar.name] = value
+        return scale, floats, others
+
     def _traced_probability(self, dropout_p: Any) -> Tensor | None:
         """dropout_p as an argument of the registered operator, None for 0."""
         if isinstance(dropout_p, Tensor):
@@ -384,11 +411,15 @@ class Attention:
             if dropout_p != 0.0:
                 refuse_dropout(self._operator.signature, "dropout_p", dropout_p)
         elif not isinstance(dropout_p, int | float):
-            probability_of(dropout_p)
+            check_probability(dropout_p)
         elif not is_constant(dropout_p == 0.0):
-            # A product, because torch.compile can keep its factor a variable.
-            return torch.ones((), dtype=torch.float64, device="cpu") * dropout_p
+            return traced_float(dropout_p)
         return None
+
+
+def traced_float(value: float) -> Tensor:
+    """A float in a tensor: a product, because torch.compile can keep its factor a variable."""
+    return torch.ones((), dtype=torch.float64, device="cpu") * value
 
 
 def autocast_dtype(q: object) -> torch.dtype | None:

@@ -12,7 +12,7 @@ import torch
 
 from flashgen.dtypes import INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.runtime.check_basics import check_dense, known, refuse, shape_of
 from flashgen.runtime.packed_sequences import check_packed, entries_of
 from flashgen.runtime.paged_caches import check_table
 from flashgen.signature import CallSignature, TensorArgument
@@ -139,7 +139,7 @@ def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> 
         refuse(
             f"{name} has {value.dim()} dimensions, not {rank}",
             f"argument {name}",
-            f"shape {tuple(value.shape)}; expected dims {dims}",
+            f"shape {shape_of(value)}; expected dims {dims}",
             "a dimension of length 1 where all positions share an element: "
             f"{name}.unsqueeze(0), {name}[:, None]"
             if value.dim() < rank
@@ -185,7 +185,7 @@ def _refuse_size(tensor: TensorArgument, value: Tensor, axis: int, expected: str
     refuse(
         f"{tensor.name} does not have the length of its dimension {tensor.dims[axis]}",
         f"argument {tensor.name}",
-        f"shape {tuple(value.shape)}, dims {_shown(tensor)}; dimension {axis}: {expected}",
+        f"shape {shape_of(value)}, dims {_shown(tensor)}; dimension {axis}: {expected}",
         "a tensor of that length, or of length 1 where the dimension has a name",
     )
 

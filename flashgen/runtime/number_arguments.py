@@ -14,7 +14,7 @@ import torch
 from flashgen.call import CallOptions, CheckedCall
 from flashgen.dropout import BLOCK, kept_levels
 from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
-from flashgen.runtime.check_basics import refuse
+from flashgen.runtime.check_basics import refuse, runs_while_traced, shown
 from flashgen.signature import (
     LAYOUT_LISTS,
     OFFSETS,
@@ -40,6 +40,11 @@ _OPTIONS = (
 )
 """The arguments of every operator that are no operands and no captures."""
 
+_ELSEWHERE = {
+    "is_causal": "fg.attention(spec.replace(mask_mod=lambda b, h, q, k: q >= k))(q, k, v)",
+}
+"""Arguments of other attention functions, and what has their effect here."""
+
 _KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
 
 
@@ -57,7 +62,7 @@ def offset_of(name: str, value: object, length: int) -> int:
         refuse(
             f"{name} is not a whole number",
             f"argument {name}",
-            f"given {value!r}",
+            f"given {shown(value)}",
             f"a Python int, the global position of the first row: {name}=0; or a tensor of int32 "
             "or int64 with one for each batch entry",
         )
@@ -86,7 +91,7 @@ def scale_of(signature: CallSignature, given: object) -> float:
         refuse(
             "scale is not a positive, finite number",
             "argument scale",
-            f"given {value!r}; a float32 above 0",
+            f"given {shown(value)}; a float32 above 0",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
     return float(value)  # type: ignore[arg-type]
@@ -105,31 +110,47 @@ def check_names(
     if captures is None:
         captures = (*signature.tensors, *signature.scalars)
     kinds = {capture.name: _KINDS[type(capture)] for capture in captures}
+    if len(given) != len(kinds) or any(name not in given for name in kinds):
+        lists = LAYOUT_LISTS if signature.block_sparse is not None else ()
+        _refuse_names(signature.name, kinds, list(given), (*WHOLE, SPLIT, *lists))
+
+
+@runs_while_traced
+def _refuse_names(
+    spec: str, kinds: dict[str, str], given: list[str], computed: tuple[str, ...]
+) -> NoReturn:
+    """
+    Args:
+        spec: the name of the spec.
+        kinds: "scalar" or "tensor" for each name that is expected.
+        given: the names of the call.
+        computed: names that the user does not give.
+    """
     missing = [name for name in kinds if name not in given]
     extra = [name for name in given if name not in kinds]
-    if missing or extra:
-        accepted = sorted(set(kinds.values())) or ["scalar"]
-        unknown = f"is not a {' or '.join(accepted)} of the spec"
-        meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
-        misspelled = next((name for name in extra if meant[name]), None)
-        computed = (*WHOLE, SPLIT, *(LAYOUT_LISTS if signature.block_sparse is not None else ()))
-        expected = [name for name in kinds if name not in computed]
-        call = "".join(f", {name}=..." for name in expected)
-        if misspelled is not None:
-            what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
-        elif missing:
-            what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
-        else:
-            what = f"{extra[0]!r} {unknown}"
-        refuse(
-            what,
-            f"argument {misspelled or (missing or extra)[0]}",
-            f"spec {signature.name} takes: {', '.join(expected) or 'none'}; "
-            f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
-            f"op(q, k, v{call})"
-            if misspelled is None
-            else f"{meant[misspelled]}=... instead of {misspelled}=...",
-        )
+    accepted = sorted(set(kinds.values())) or ["scalar"]
+    unknown = f"is not a {' or '.join(accepted)} of the spec"
+    meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
+    misspelled = next((name for name in extra if meant[name]), None)
+    expected = [name for name in kinds if name not in computed]
+    call = "".join(f", {name}=..." for name in expected)
+    way_out = f"op(q, k, v{call})"
+    if misspelled is not None:
+        what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
+        way_out = f"{meant[misspelled]}=... instead of {misspelled}=..."
+    elif missing:
+        what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
+    else:
+        what = f"{extra[0]!r} {unknown}"
+    for name in extra:
+        way_out = _ELSEWHERE.get(name, way_out)
+    refuse(
+        what,
+        f"argument {misspelled or (missing or extra)[0]}",
+        f"spec {spec} takes: {', '.join(expected) or 'none'}; "
+        f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
+        way_out,
+    )
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
@@ -158,7 +179,7 @@ def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
         refuse(
             f"the scalar {scalar.name!r} cannot take this value",
             f"argument {scalar.name}",
-            f"given {given!r}; {scalar.dtype}: {dtype.accepted}",
+            f"given {shown(given)}; {scalar.dtype}: {dtype.accepted}",
             way_out,
         )
     if scalar.minimum is not None and value < scalar.minimum:
@@ -242,20 +263,21 @@ def probability_of(p: object) -> float:
     """
     if type(p) is not float:
         if isinstance(p, Tensor):
-            p = _number_in(p)
+            p = number_in("dropout_p", p)
         if hasattr(p, "__float__") and not isinstance(p, bool | np.bool_):
             p = float(p)
     kept_levels(p)  # type: ignore[arg-type]
     return p  # type: ignore[return-value]
 
 
-def _number_in(p: Tensor) -> object:
-    if p.dim() == 0 and p.device.type == "cpu" and p.is_floating_point():
-        return p.item()
+def number_in(name: str, value: Tensor) -> float:
+    """The number in a float tensor of no dimensions on the CPU."""
+    if value.dim() == 0 and value.device.type == "cpu" and value.is_floating_point():
+        return float(value)
     refuse(
-        "dropout_p is not a number",
-        "argument dropout_p",
-        f"given a tensor of shape {tuple(p.shape)}, {p.dtype}, on {p.device}",
+        f"{name} is not a number",
+        f"argument {name}",
+        f"given {shown(value)}",
         "a Python number, or a floating-point tensor of no dimensions on the CPU",
     )
 
@@ -271,8 +293,7 @@ def check_rng(rng: object, device: torch.device) -> None:
         refuse(
             "rng is not the seed and offset of dropout",
             "argument rng",
-            f"shape {tuple(rng.shape)}, {rng.dtype}, on {rng.device}; expected shape (2,), "
-            f"torch.int64, on {device}",
+            f"given {shown(rng)}; expected shape (2,), torch.int64, on {device}",
             way_out,
         )
 
@@ -298,9 +319,12 @@ def refuse_return_lse(given: object) -> NoReturn:
     refuse(
         "return_lse is neither True nor False",
         "argument return_lse",
-        f"given {given!r}",
+        f"given {shown(given)}",
         "return_lse=True for a tuple (out, lse)",
     )
+
+
+check_probability = runs_while_traced(probability_of)
 
 
 def settled(deterministic: bool | None) -> bool:
