@@ -35,7 +35,7 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
                 f"{option} {value!r}",
                 f"{option}={nearest}",
             )
-    if dtype_name(spec.dtype) not in OPERAND_DTYPES:
+    if spec.dtype is not None and dtype_name(spec.dtype) not in OPERAND_DTYPES:
         mistake(
             "kernels do not support this dtype",
             f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",

@@ -23,7 +23,7 @@ from flashgen.ops.variants import (
 )
 from flashgen.runtime import backward, forward
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.captured_tensors import check_learned
+from flashgen.runtime.captured_tensors import as_declared, check_learned
 from flashgen.runtime.check_basics import is_constant, refuse_jit_trace, runs_while_traced
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.number_arguments import (
@@ -163,11 +163,12 @@ class Attention:
 
         The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
         backward. Under torch.autocast, q, k and v are cast to the autocast dtype and the kernels of
-        that dtype run; captured tensors keep their dtypes.
+        that dtype run. Meta tensors give meta tensors.
 
         Args:
-            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype, on the CPU or a CUDA device.
-                Any strides with a contiguous last dimension; expanded tensors are allowed.
+            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype (where that is None:
+                float16, bfloat16 or float32), on the CPU or a CUDA device. Any strides with a
+                contiguous last dimension; expanded tensors are allowed.
             k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. With
                 paged=True, k and v are caches [pages, heads_kv, page_size, head dim].
             v: [batch, heads_kv, seq_k, head_dim_v].
@@ -209,9 +210,11 @@ class Attention:
                 of torch.use_deterministic_algorithms.
             captures: a number for each scalar and a tensor for each captured tensor of the spec, by
                 name. Tensors have the declared rank and dtype, lie on the device of q and may have
-                any strides. With paged=True: page_table, int32 [sequences, pages], cache_seqlens,
-                int32 [sequences], the keys of each; and cu_seqlens_q, int32 [sequences + 1], where
-                the queries of all sequences are one batch entry of q. If the spec's block_sparse
+                any strides. Floats of another dtype are converted to the declared one, and their
+                gradients have the dtype that was given. With paged=True: page_table, int32
+                [sequences, pages], cache_seqlens, int32 [sequences], the keys of each; and
+                cu_seqlens_q, int32 [sequences + 1], where the queries of all sequences are one
+                batch entry of q. If the spec's block_sparse
                 has no function, ``layout`` too: a bool tensor [batch or 1, heads or 1, row blocks,
                 column blocks] counted from global position 0, a flashgen.Layout, or a PyTorch
                 BlockMask with the spec's block size, whose blocks are used and whose mask_mod is
@@ -240,7 +243,8 @@ class Attention:
             packs = packs_queries(captures)
             if split_size is None:
                 # The sum is a new constant, whose type a traced graph need not guard.
-                split_size = 0 + self._planned_split(str(q.device), k.shape[1], backend, arch)
+                given = str(q.device), k.shape[1], backend, arch, q.dtype
+                split_size = 0 + self._planned_split(*given)
         if q_offset is None:
             q_offset = 0
         if torch.compiler.is_compiling():
@@ -257,6 +261,8 @@ class Attention:
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+                if self._operator.signature.dtype is None:
+                    dtype = None
         part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
         captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
@@ -271,7 +277,7 @@ class Attention:
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
-        plain = is_plain(q, k, v)
+        plain = is_plain(q, k, v) and not q.is_meta
         if captures or operator.captures:
             signature = operator.signature
             if operator.takes_layout:
@@ -282,6 +288,8 @@ class Attention:
             plain = plain and are_plain(captured)
             if captured and torch.is_grad_enabled():
                 check_learned(signature, captured)
+            if operator.reads_floats:
+                captured = as_declared(signature, captured)
         options = CallOptions(
             scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p
         )
@@ -312,8 +320,8 @@ class Attention:
         return operator_of_variant(self.spec, Variant(*variant)).name
 
     @runs_while_traced
-    def _planned_split(self, device: str, heads_kv: int, *where: str | None) -> int:
-        return planned_split(self.spec, device, heads_kv, *where)
+    def _planned_split(self, *given: Any) -> int:
+        return planned_split(self.spec, *given)
 
     def _traced(
         self,
@@ -341,10 +349,13 @@ class Attention:
             captures = {name: captures[name] for name in operator.scalars}
             if torch.is_grad_enabled():
                 check_learned(signature, captured)
+            captured = list(as_declared(signature, captured))
         dtype = autocast_dtype(q)
         if dtype is not None:
             q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-        elif not packs:
+        if signature.dtype is None:
+            dtype = None
+        if dtype is None and not packs:
             check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
         if dtype is not None or added or part:
             name = self._name_of_variant(dtype, dtypes_of(offsets), tuple(part), packs)

@@ -104,6 +104,7 @@ class Attend(torch.autograd.Function):
         if (
             not torch.is_grad_enabled()
             and is_plain(q, k, v)
+            and not q.is_meta
             and is_plain(out, lse, dout)
             and are_plain(captured)
         ):

@@ -13,6 +13,7 @@ import torch
 
 from flashgen import config
 from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.dtypes import FLOAT_DTYPES
 from flashgen.runtime import backends, backward, forward
 from flashgen.runtime.check_basics import runs_while_traced
 from flashgen.runtime.number_arguments import (
@@ -57,6 +58,7 @@ class Operator:
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
         floats: indices of the scalars that are floats, which registered operators have as tensors.
         learned: indices of the learned tensors among the captured tensors.
+        reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
         done, done_backward: records of the last calls, for reports; None before the first.
@@ -76,6 +78,7 @@ class Operator:
         self.floats = tuple(i for i, x in enumerate(signature.scalars) if x.dtype == "float32")
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
         self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
+        self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
         self.done: forward.ForwardRecord | None = None

@@ -144,7 +144,8 @@ def register(operator: Operator) -> tuple[Any, Any]:
         _check_traced_dropout(signature, operands.rng, floats[0], q.device)
         check_traced(signature, operands, by_name.get(WHOLE[1]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        return empty_rows(q, signature.head_dim_v, getattr(torch, signature.out_dtype)), lse
+        dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
+        return empty_rows(q, signature.head_dim_v, dtype), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
         operands, _, _ = _backward_values(operator, tensors)

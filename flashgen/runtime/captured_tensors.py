@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashgen.dtypes import INT32_MAX
+from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
 from flashgen.runtime.check_basics import check_dense, known, refuse, shape_of
 from flashgen.runtime.packed_sequences import check_packed, entries_of
@@ -120,6 +120,23 @@ def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
                 f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
                 f"{tensor.name}.detach()",
             )
+
+
+def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any, ...]:
+    """The captured tensors, with floats in the dtypes that the spec declares.
+
+    The conversion is differentiated like any other: gradients have the dtypes that were given.
+    """
+    return tuple(
+        [
+            value.to(getattr(torch, tensor.dtype))
+            if tensor.dtype in FLOAT_DTYPES
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            else value
+            for tensor, value in zip(signature.tensors, captured, strict=True)
+        ]
+    )
 
 
 def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> None:

@@ -41,8 +41,7 @@ def runs_while_traced(function: Call) -> Call:
     return cast(Call, run)
 
 
-@functools.cache
-def _of_dynamo(kind: Any) -> type[FlashgenError]:
+def _of_dynamo(kind: type[FlashgenError]) -> type[FlashgenError]:
     """A class of Dynamo's errors, which are RuntimeErrors, and of ``kind``."""
     from torch._dynamo.exc import Unsupported
 
@@ -81,7 +80,15 @@ def refuse_jit_trace() -> None:
 
 
 def check_dense(name: str, value: torch.Tensor) -> None:
-    """Raises InputError for a nested, sparse or quantized tensor."""
+    """Raises InputError for a nested, sparse, quantized or distributed tensor."""
+    if type(value).__name__ == "DTensor":  # without its import, which is slow
+        refuse(
+            f"{name} is a DTensor",
+            f"argument {name}",
+            f"shape {shape_of(value)} over the ranks of a device mesh",
+            f"{name}.to_local(), the part of this rank: it is attended to as it is; "
+            "flashgen.distributed.attention computes a sequence that is divided over ranks",
+        )
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         refuse(
             f"{name} is not an ordinary dense tensor",

@@ -37,7 +37,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     q, k, v, captured, rng = operands
     by_name = {"q": q, "k": k, "v": v}
     for name, value in by_name.items():
-        _check_kind(signature, name, value)
+        _check_kind(signature, name, value, q)
         _check_memory(name, value)
     _check_together(signature, q, k, v)
     for name, value in by_name.items():
@@ -83,7 +83,7 @@ def check_traced(signature: CallSignature, operands: Operands, heads: int | None
     """
     q, k, v, captured, _ = operands
     for name, value in (("q", q), ("k", k), ("v", v)):
-        _check_kind(signature, name, value)
+        _check_kind(signature, name, value, q)
     _check_together(signature, q, k, v)
     if captured:
         check_captured_sizes(signature, captured, q, k, heads)
@@ -158,7 +158,7 @@ def check_gradients(q: Tensor, v: Tensor, gradients: OutputGradients) -> None:
             )
 
 
-def _check_kind(signature: CallSignature, name: str, value: object) -> None:
+def _check_kind(signature: CallSignature, name: str, value: object, q: Tensor) -> None:
     if not isinstance(value, Tensor):
         refuse(
             f"{name} is not a torch tensor",
@@ -176,14 +176,24 @@ def _check_kind(signature: CallSignature, name: str, value: object) -> None:
             f"{name}.unsqueeze(0) for a missing batch; q.unflatten(2, (heads, -1)).transpose(1, 2) "
             "for [batch, seq, heads * head_dim]",
         )
-    if _short(value.dtype) != signature.dtype:
-        way_out = f"{name}.to(torch.{signature.dtype})"
+    if name != "q":
+        if value.dtype != q.dtype:
+            refuse(
+                f"{name} does not have the dtype of q",
+                f"argument {name}",
+                f"{name} is {value.dtype}; q is {q.dtype}",
+                f"{name}.to({q.dtype})",
+            )
+        return
+    accepted = OPERAND_DTYPES if signature.dtype is None else (signature.dtype,)
+    if _short(value.dtype) not in accepted:
+        way_out = f"q.to(torch.{accepted[0]})"
         if _short(value.dtype) in OPERAND_DTYPES:
             way_out += f", or a spec with dtype={_short(value.dtype)!r}"
         refuse(
-            f"{name} does not have the dtype of the spec",
-            f"argument {name}",
-            f"{name} is {value.dtype}; spec {signature.name} is for torch.{signature.dtype}",
+            "q does not have the dtype of the spec",
+            "argument q",
+            f"q is {value.dtype}; spec {signature.name} is for {', '.join(accepted)}",
             way_out,
         )
 

@@ -341,8 +341,8 @@ def test_a_tensor_for_a_scalar_is_refused_with_the_way_to_capture_it():
 
 
 NONSENSE = {
-    "dtype": (lambda t: t.double(), "does not have the dtype that the spec declares"),
-    "half": (lambda t: t.half(), "does not have the dtype that the spec declares"),
+    "dtype": (lambda t: t.int(), "does not have the dtype that the spec declares"),
+    "complex": (lambda t: t + 0j, "does not have the dtype that the spec declares"),
     "rank": (lambda t: t[0], "has 1 dimensions, not 2"),
     "more rank": (lambda t: t[None], "has 3 dimensions, not 2"),
     "device": (lambda t: t.to("meta"), "is not on the device of q"),
