@@ -106,6 +106,8 @@ class PreparedForward(PreparedCall):
             return self._without_scores(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
         by_name = self._named(captured, k) if captured or self._layout else {}
+        if captured and not self._reads_inside:
+            self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
         out = torch.empty_like(self._out_model)

@@ -38,11 +38,11 @@ def sloped(score, b, h, q, k):
 
 
 def by_key(score, b, h, q, k):
-    return score + table[b, k]
+    return score + table[b, fg.maximum(k, 0)]
 
 
 def by_distance(score, b, h, q, k):
-    return score + bias[q - k + 64]
+    return score + bias[fg.clamp(q - k + 64, 0, 189)]
 
 
 MODS: dict[str, tuple[Any, Any]] = {
