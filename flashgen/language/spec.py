@@ -15,7 +15,7 @@ from flashgen.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
-from flashgen.language.spec_options import name_of, option_mistakes
+from flashgen.language.spec_options import check_options, name_of, option_mistakes
 from flashgen.language.tensor import sink_of
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
@@ -114,6 +114,12 @@ class AttentionSpec:
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
     split: bool = field(init=False, repr=False, default=False)
+
+    def __new__(cls, *given: object, **options: object) -> AttentionSpec:
+        """An empty spec. It refuses options that there are not, for which Python has no way out."""
+        accepted = [each.name for each in fields(cls) if each.init]
+        check_options(accepted, len(given), options, user_location())
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         where = user_location()

@@ -21,15 +21,12 @@ from flashgen.ops.variants import (
     planned_split,
 )
 from flashgen.runtime import backward, forward
+from flashgen.runtime.argument_names import check_names, refuse_positional
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import as_declared, check_learned
 from flashgen.runtime.check_basics import refuse_jit_trace, runs_while_traced
 from flashgen.runtime.checks import check_traced
-from flashgen.runtime.number_arguments import (
-    check_names,
-    draw_rng,
-    refuse_return_lse,
-)
+from flashgen.runtime.number_arguments import draw_rng, refuse_return_lse
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.programs import Program, Variant
 from flashgen.runtime.reports import Report
@@ -134,10 +131,10 @@ class Attention:
     def __call__(
         self,
         /,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        *more: Any,
         scale: float | None = None,
         q_offset: int | Tensor | None = None,
         k_offset: int | Tensor = 0,
@@ -230,11 +227,13 @@ class Attention:
         """
         if type(return_lse) is not bool:
             refuse_return_lse(return_lse)
+        if more:
+            refuse_positional(more[0])
         packs = False
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
             packs = packs_queries(captures)
-            if split_size is None:
+            if split_size is None and isinstance(q, Tensor) and getattr(k, "ndim", 0) == 4:
                 # The sum is a new constant, whose type a traced graph need not guard.
                 given = str(q.device), k.shape[1], backend, arch, q.dtype
                 split_size = 0 + self._planned_split(*given)

@@ -11,12 +11,12 @@ import torch
 from flashgen.call import CallOptions, Operands
 from flashgen.ops.operator import Operator, check_choices
 from flashgen.ops.variants import packs_queries
+from flashgen.runtime.argument_names import check_names
 from flashgen.runtime.block_layouts import with_layout
 from flashgen.runtime.captured_tensors import as_declared, check_learned
 from flashgen.runtime.check_basics import is_constant
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.number_arguments import (
-    check_names,
     check_probability,
     check_rng,
     offset_of,

@@ -12,8 +12,9 @@ import torch
 
 from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
 from flashgen.runtime import backward, checks, forward
+from flashgen.runtime.argument_names import check_names
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.number_arguments import draw_rng
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.programs import program_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun

@@ -159,6 +159,13 @@ def check_gradients(q: Tensor, v: Tensor, gradients: OutputGradients) -> None:
 
 
 def _check_kind(signature: CallSignature, name: str, value: object, q: Tensor) -> None:
+    if value is None:
+        refuse(
+            f"{name} is missing",
+            f"argument {name}",
+            "an operator takes q, k and v",
+            "op(q, k, v); op(q, q, q) for self-attention without projections",
+        )
     if not isinstance(value, Tensor):
         refuse(
             f"{name} is not a torch tensor",
@@ -253,12 +260,15 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
         check_caches(k, v)
     for name, tensor in () if signature.paged else (("k", k), ("v", v)):
         if known(tensor.shape[0] != q.shape[0]):
+            of_q, of_k = shape_of(q)[0], shape_of(tensor)[0]
+            narrow, entries = ("q", of_k) if of_q == 1 else (name, of_q)
             refuse(
                 f"{name} does not have the batch of q",
                 f"argument {name}",
                 shapes(),
-                f"{name}.expand({shape_of(q)[0]}, -1, -1, -1) to share one entry; it copies "
-                "nothing",
+                f"{narrow}.expand({entries}, -1, -1, -1) to share one entry; it copies nothing"
+                if 1 in (of_q, of_k)
+                else "q, k and v with the same number of batch entries",
             )
     for axis, what in ((1, "number of heads"), (2, "length")):
         if known(k.shape[axis] != v.shape[axis]):

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 
-from flashgen.call import CallOptions, CheckedCall
+from flashgen.call import CheckedCall
 from flashgen.dropout import BLOCK, kept_levels
-from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
+from flashgen.dtypes import (
+    FLOAT32_MAX,
+    POSITION_LIMIT,
+    SCALAR_DTYPES,
+    SCALAR_LIMIT,
+    Number,
+)
 from flashgen.runtime.check_basics import refuse, runs_while_traced, shown
 from flashgen.signature import (
-    LAYOUT_LISTS,
     OFFSETS,
-    SPLIT,
-    WHOLE,
     CallSignature,
     ScalarArgument,
-    TensorArgument,
 )
 
 if TYPE_CHECKING:
     from flashgen.language import Scalar
 
 Tensor = torch.Tensor
-
-_OPTIONS = (
-    *(name for name in CallOptions._fields if name != "scalars"),
-    "rng",
-    "return_lse",
-    "h_offset",
-    "split_size",
-    "whole",
-)
-"""The arguments of every operator that are no operands and no captures."""
-
-_ELSEWHERE = {
-    "is_causal": "fg.attention(spec.replace(mask_mod=lambda b, h, q, k: q >= k))(q, k, v)",
-}
-"""Arguments of other attention functions, and what has their effect here."""
-
-_KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
 
 
 def offset_of(name: str, value: object, length: int) -> int:
@@ -95,67 +78,6 @@ def scale_of(signature: CallSignature, given: object) -> float:
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
     return float(value)  # type: ignore[arg-type]
-
-
-def check_names(
-    signature: CallSignature,
-    given: Mapping[str, object],
-    captures: Sequence[ScalarArgument | TensorArgument] | None = None,
-) -> None:
-    """Raises InputError unless ``given`` has the names of ``captures``, each once.
-
-    Args:
-        captures: the captures of the signature to check; all tensors and scalars when None.
-    """
-    if captures is None:
-        captures = (*signature.tensors, *signature.scalars)
-    kinds = {capture.name: _KINDS[type(capture)] for capture in captures}
-    if len(given) != len(kinds) or any(name not in given for name in kinds):
-        lists = LAYOUT_LISTS if signature.block_sparse is not None else ()
-        _refuse_names(signature.name, kinds, list(given), (*WHOLE, SPLIT, *lists))
-
-
-@runs_while_traced
-def _refuse_names(
-    spec: str, kinds: dict[str, str], given: list[str], computed: tuple[str, ...]
-) -> NoReturn:
-    """
-    Args:
-        spec: the name of the spec.
-        kinds: "scalar" or "tensor" for each name that is expected.
-        given: the names of the call.
-        computed: names that the user does not give.
-    """
-    missing = [name for name in kinds if name not in given]
-    extra = [name for name in given if name not in kinds]
-    accepted = sorted(set(kinds.values())) or ["scalar"]
-    unknown = f"is not a {' or '.join(accepted)} of the spec"
-    meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
-    misspelled = next((name for name in extra if meant[name]), None)
-    expected = [name for name in kinds if name not in computed]
-    call = "".join(f", {name}=..." for name in expected)
-    way_out = f"op(q, k, v{call})"
-    if misspelled is not None:
-        what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
-        way_out = f"{meant[misspelled]}=... instead of {misspelled}=..."
-    elif missing:
-        what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
-    else:
-        what = f"{extra[0]!r} {unknown}"
-    for name in extra:
-        way_out = _ELSEWHERE.get(name, way_out)
-    refuse(
-        what,
-        f"argument {misspelled or (missing or extra)[0]}",
-        f"spec {spec} takes: {', '.join(expected) or 'none'}; "
-        f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
-        way_out,
-    )
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that a misspelled one is meant to be, if any."""
-    return next(iter(difflib.get_close_matches(name, names, 1)), None)
 
 
 def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:

@@ -150,7 +150,7 @@ def test_one_module_serves_every_way_to_lower_the_precision(run, mesh):
         (lambda q, k, v: (q.double(), k, v), "q does not have the dtype", "q.to(torch.float16)"),
         (lambda q, k, v: (q, k.half(), v), "k does not have the dtype of q", "k.to(torch.float32)"),
         (lambda q, k, v: (q, k, v.int()), "v does not have the dtype of q", "v.to(torch.float32)"),
-        (lambda q, k, v: (None, k, v), "q is not a torch tensor", "torch.as_tensor"),
+        (lambda q, k, v: (1.0, k, v), "q is not a torch tensor", "torch.as_tensor"),
     ],
 )
 def test_dtypes_that_differ_are_named(change, what, way_out):
