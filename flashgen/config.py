@@ -8,6 +8,9 @@ FLASHGEN_ARCH         architecture to emit and compile for when a command or cal
 FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
+FLASHGEN_CHECK_READS  whether calls refuse an index outside of a captured tensor whose element is
+                      used: "1" on GPUs too, where they then wait for the device, "0" nowhere
+                      (unset: for CPU tensors alone)
 FLASHGEN_DEBUG        level of messages on stderr; each level adds to those before it:
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
 FLASHGEN_EMULATOR_SUMS
@@ -140,6 +143,18 @@ def override() -> Path | None:
     if not exists:
         raise _refuse("FLASHGEN_OVERRIDE", value, "the path of an existing .cu file")
     return path
+
+
+def check_reads() -> bool | None:
+    """FLASHGEN_CHECK_READS: whether calls check the indices of captured tensors; None when unset.
+
+    Raises:
+        FlashgenError: the value is neither 0 nor 1.
+    """
+    value = _read("FLASHGEN_CHECK_READS")
+    if value is not None and value not in ("0", "1"):
+        raise _refuse("FLASHGEN_CHECK_READS", value, "0 or 1")
+    return None if value is None else value == "1"
 
 
 def cache_dir() -> Path | None:

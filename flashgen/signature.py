@@ -125,8 +125,8 @@ class CallSignature:
     Attributes:
         name: the name of the spec.
         head_dim, head_dim_v: lengths of q and k vectors, and of v vectors.
-        dtype: the dtype of q, k and v.
-        out_dtype: the dtype of the output.
+        dtype: the dtype of q, k and v; None where k and v have that of q.
+        out_dtype: the dtype of the output; None for that of q.
         scale: factor on q.k; None for 1 / sqrt(head_dim).
         dropout: whether kernels can drop elements of P.
         packed: whether a call has several sequences in one batch entry.
@@ -144,8 +144,8 @@ class CallSignature:
     name: str
     head_dim: int
     head_dim_v: int
-    dtype: str
-    out_dtype: str
+    dtype: str | None
+    out_dtype: str | None
     scale: float | None
     dropout: bool
     packed: bool

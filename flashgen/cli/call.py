@@ -68,7 +68,13 @@ def random_call(
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     of_tensors = replace(sizes, seq_k=max(sizes.seq_k, capacity))
     tensors, tensor_examples = tensor_values(
-        spec, arguments.path, of_tensors, **offsets, seed=arguments.seed, device=device
+        spec,
+        arguments.path,
+        of_tensors,
+        **offsets,
+        seed=arguments.seed,
+        device=device,
+        scalars=scalars,
     )
     options: dict[str, Any] = {"scalars": scalars, "tensors": tensors, **offsets}
     if arguments.dropout:

@@ -10,9 +10,11 @@ Its arguments are the lengths of the call's dimensions (`Lengths`) and a torch.G
 lists, which are converted to the declared dtype. Names that the spec does not capture are ignored.
 
 A tensor without an example has random values. Each dimension has its length in the call; a
-dimension with a name of its own has `OWN_LENGTH`. Floats are standard normal numbers times 0.1,
-bools are true or false with equal probability, integers are uniform from 0 to seq_k. There are
-`SEQUENCES` packed sequences of random lengths, and some rows behind the last one.
+dimension with a name of its own has the length that the mods' indices need, where it follows from
+the bounds of their expressions, and at least `OWN_LENGTH`. Floats are standard normal numbers times
+0.1, bools are true or false with equal probability, integers are uniform from 0 to seq_k, or to the
+last element of what they are an index of. There are `SEQUENCES` packed sequences of random lengths,
+and some rows behind the last one.
 
 A block layout given with the call is the tensor "layout", a bool for each block of queries and
 keys: [batch or 1, heads or 1, blocks_q, blocks_k]. Without an example a random half of the blocks
@@ -21,7 +23,7 @@ is live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +38,8 @@ from flashgen.signature import LAYOUT, LAYOUT_LISTS
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-OWN_LENGTH = 64
-"""The length of a dimension with a name of its own."""
+OWN_LENGTH, MOST_OWN = 64, 1 << 22
+"""The least and the greatest length of a dimension with a name of its own."""
 
 SEQUENCES = 4
 """The number of packed sequences."""
@@ -70,8 +72,12 @@ def tensor_values(
     k_offset: int = 0,
     seed: int = 0,
     device: str = "cpu",
+    scalars: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """A value for each captured tensor of a spec; the same for the same seed.
+
+    Args:
+        scalars: the scalars of the call, on which lengths may depend.
 
     Returns:
         The tensors by name, and the names of those with the file's example values.
@@ -95,6 +101,7 @@ def tensor_values(
     values = {}
     packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
     own = LAYOUT_LISTS if spec.block_sparse is not None else ()  # made of the live blocks, below
+    needed, most = _needed(spec, lengths, scalars or {})
     for tensor in spec.tensors:
         if tensor.name in own:
             continue
@@ -102,7 +109,10 @@ def tensor_values(
         if value is None and tensor in packed:
             value = _boundaries(packed[tensor], generator)
         elif value is None:
-            value = _random(tensor, _dims(spec, tensor, lengths), lengths, generator)
+            dims = [needed.get(dim, dim) for dim in _dims(spec, tensor, lengths)]
+            value = _random(
+                tensor, dims, lengths, most.get(tensor.name, max(lengths.seq_k, 1)), generator
+            )
         dtype = getattr(torch, tensor.dtype)
         try:
             values[tensor.name] = torch.as_tensor(value).to(device=device, dtype=dtype)
@@ -129,8 +139,56 @@ def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str |
     return (*tensor.dims[:2], *spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k))
 
 
+def _needed(
+    spec: AttentionSpec, lengths: Lengths, scalars: Mapping[str, Any]
+) -> tuple[dict[str | int, int], dict[str, int]]:
+    """What random tensors need, so that no index of a mod is outside of a tensor.
+
+    Returns:
+        The lengths of dimensions with names of their own, and for integer tensors whose elements
+        are indices of dimensions with another length, their greatest element.
+    """
+    from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, K, Q
+    from flashgen.language.integer_limits import Limits, limits
+    from flashgen.language.lets import elements_of
+
+    sizes = (lengths.batch, lengths.heads, lengths.seq_q, lengths.seq_k)
+    places = zip((B, H, Q, K), sizes, strict=True)
+    known: dict[Any, Limits] = {x: (0, max(size, 1) - 1) for x, size in places}
+    known |= {x: (n, n) for x, n in zip((BATCH, HEADS, SEQ_Q, SEQ_K), sizes, strict=True)}
+    for scalar in spec.scalars:
+        if scalar.dtype == "int32" and scalar.name in scalars:
+            known[scalar.expr] = (int(scalars[scalar.name]),) * 2
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
+    reads = [
+        (element, dim, index)
+        for element in elements_of(spec.mask, spec.score)
+        for dim, index in zip(dims.get(element.tensor, ()), element.indices, strict=False)
+    ]
+    most: dict[str, int] = {}
+    for _, dim, index in reads:
+        length = dim if isinstance(dim, int) else getattr(lengths, dim, None)
+        if isinstance(index, Element) and length is not None:
+            name = index.tensor.name
+            most[name] = min(most.get(name, lengths.seq_k), max(length, 1) - 1)
+    memo: dict[Any, Limits] = {}
+    for element, _, _ in reads:
+        if element.tensor.is_integer:
+            greatest = most.get(element.tensor.name, max(lengths.seq_k, 1))
+            memo[element] = max(element.limits[0], 0), min(element.limits[1], greatest)
+    needed: dict[str | int, int] = {}
+    for _, dim, index in reads:
+        if isinstance(dim, str) and not hasattr(lengths, dim):
+            try:
+                length = limits(index, known, memo)[1] + 1
+            except TypeError:  # an index that is made of floats
+                length = OWN_LENGTH
+            needed[dim] = max(needed.get(dim, OWN_LENGTH), min(length, MOST_OWN))
+    return needed, most
+
+
 def _random(
-    tensor: Capture, dims: tuple[str | int, ...], lengths: Lengths, generator: Generator
+    tensor: Capture, dims: Sequence[str | int], lengths: Lengths, most: int, generator: Generator
 ) -> Tensor:
     import torch
 
@@ -140,7 +198,7 @@ def _random(
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
-    high = min(max(lengths.seq_k, 1), torch.iinfo(dtype).max)
+    high = min(most, torch.iinfo(dtype).max)
     return torch.randint(high + 1, shape, generator=generator)
 
 

@@ -123,7 +123,7 @@ def served_call(
     served = spec.replace(paged=True) if arguments.page else spec
     size = arguments.split_size
     if size is None:
-        size = planned_split(served, str(q.device), k.shape[1], backend, arguments.arch)
+        size = planned_split(served, str(q.device), k.shape[1], backend, arguments.arch, q.dtype)
     options = {**call.options, "split_size": size}
     if not arguments.page:
         return ServedCall(served, call.operands, options)

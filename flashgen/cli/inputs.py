@@ -37,6 +37,13 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
     """
     spec = load(path)
     given = _given(changes)
+    if spec.dtype is None and "dtype" not in given:
+        raise SpecError(
+            "a command needs one dtype of q, k and v",
+            where=path,
+            numbers=f"spec {spec.name} has dtype None: each call has the dtype of its q",
+            way_out="--dtype bfloat16, or float16 or float32",
+        )
     try:
         return spec.replace(**given) if given else spec
     except SpecError as error:

@@ -28,9 +28,12 @@ from flashgen.distributed.sharded_tensors import check_local, gathered_tensor
 from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.language.signature import signature_of
 from flashgen.ops import Attention
+from flashgen.ops import attention as operator
 from flashgen.runtime.block_layouts import with_layout
+from flashgen.runtime.captured_tensors import as_declared
 from flashgen.runtime.check_basics import untraced
 from flashgen.runtime.number_arguments import settled
+from flashgen.runtime.programs import SpecProgram, program_of
 from flashgen.runtime.wholes import scalars_of
 from flashgen.signature import OFFSETS
 
@@ -117,9 +120,15 @@ def attention(
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     check_local({"q": q, "k": k, "v": v, **captures})
     check_operands(op, {"q": q, "k": k, "v": v})
+    program = program_of(op.spec).of_dtype(q.dtype)
+    if isinstance(program, SpecProgram) and program.spec is not op.spec:
+        op = operator(program.spec)
     digest = compare_specs(exchange, op.spec)
-    captures = {**with_layout(signature_of(op.spec), captures)}
+    signature = signature_of(op.spec)
+    captures = {**with_layout(signature, captures)}
     check_spec(op, method, whole, captures)
+    names = [tensor.name for tensor in signature.tensors]
+    captures |= zip(names, as_declared(signature, [captures[n] for n in names]), strict=True)
     first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
     queries = sharding_of(shard, exchange.world, q.shape[2])
     keys = sharding_of(shard, exchange.world, k.shape[2])

@@ -82,7 +82,11 @@ def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
         if shard == "contiguous":
             return Sharding(tuple((range(r * rows, (r + 1) * rows),) for r in range(world)))
         if rows % 2:
-            _refuse("head_tail gives each rank two chunks of equal length", f"{rows} rows a rank")
+            _refuse(
+                "head_tail gives each rank two chunks of equal length",
+                f"{rows} rows a rank",
+                f'{rows + 1} rows a rank, the last ones padding; or shard="contiguous"',
+            )
         size, last = rows // 2, 2 * world - 1
         pairs = ((rank, last - rank) for rank in range(world))
         return Sharding(
@@ -111,11 +115,12 @@ def _listed(shard: Sequence[Any], world: int) -> Sharding:
     return Sharding(listed)
 
 
-def _refuse(what: str, numbers: str) -> Any:
+def _refuse(what: str, numbers: str, way_out: str = "") -> Any:
     raise InputError(
         what,
         where="argument shard of flashgen.distributed.attention",
         numbers=numbers,
-        way_out='"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the '
+        way_out=way_out
+        or '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the '
         "chunks of each rank",
     )

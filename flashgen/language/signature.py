@@ -82,7 +82,7 @@ def _plain(expr: sympy.Basic) -> object:
 
 @functools.lru_cache(maxsize=1024)
 def with_dtype(spec: AttentionSpec, dtype: str) -> AttentionSpec:
-    """``spec`` for operands of another dtype, for calls under autocast."""
+    """``spec`` for operands of another dtype, for calls under autocast and where it has none."""
     return _changed(spec, "dtype", dtype)
 
 

@@ -15,7 +15,7 @@ from flashgen.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.block_layout import check_names as check_layout_names
-from flashgen.language.spec_options import name_of, option_mistakes
+from flashgen.language.spec_options import check_options, name_of, option_mistakes
 from flashgen.language.tensor import sink_of
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
@@ -49,7 +49,8 @@ class AttentionSpec:
             -1e9, its float32 LSE has too few digits for accurate gradients.)
         head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
         dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
-            the output. Sums are float32.
+            the output. Sums are float32. None: each call has the dtype of its q; plans and files
+            are made for one dtype, by ``spec.replace(dtype=...)``.
         head_dim_v: length of the rows of v and the output; head_dim if None.
         scale: positive factor on q.k; 1 / sqrt(head_dim) if None.
         dropout: whether kernels can drop elements of P; each call gives the probability.
@@ -93,7 +94,7 @@ class AttentionSpec:
     mask_mod: Mod | None = None
     score_mod: Mod | None = None
     head_dim: int = 64
-    dtype: str = "float16"
+    dtype: Any = "float16"  # a name or None once the spec is made
     head_dim_v: int | None = None
     scale: float | None = None
     dropout: bool = False
@@ -113,6 +114,12 @@ class AttentionSpec:
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
     split: bool = field(init=False, repr=False, default=False)
+
+    def __new__(cls, *given: object, **options: object) -> AttentionSpec:
+        """An empty spec. It refuses options that there are not, for which Python has no way out."""
+        accepted = [each.name for each in fields(cls) if each.init]
+        check_options(accepted, len(given), options, user_location())
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         where = user_location()
@@ -150,7 +157,7 @@ class AttentionSpec:
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
             "sink": sink,
-            "dtype": dtype_name(self.dtype),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "name": self.name
             or name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
         }
@@ -186,8 +193,8 @@ class AttentionSpec:
         return self.split or self.paged
 
     @property
-    def out_dtype(self) -> str:
-        """The dtype of the output."""
+    def out_dtype(self) -> Any:
+        """The dtype of the output; None where it is that of q."""
         return "float32" if self.partial else self.dtype
 
     @property

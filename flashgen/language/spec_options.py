@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flashgen.dtypes import OPERAND_DTYPES, dtype_name
@@ -17,6 +18,43 @@ HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 
 GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+
+
+_ELSEWHERE = {
+    "causal": "mask_mod=lambda b, h, q, k: q >= k",
+    "is_causal": "mask_mod=lambda b, h, q, k: q >= k",
+    "window": "mask_mod=lambda b, h, q, k: (q >= k) & (q - k < 1024)",
+    "window_size": "mask_mod=lambda b, h, q, k: (q >= k) & (q - k < 1024)",
+    "softcap": "score_mod=lambda score, b, h, q, k: 50 * fg.tanh(score / 50)",
+    "block_mask": "mask_mod=lambda b, h, q, k: q >= k: the tiles follow from it",
+    "dropout_p": "dropout=True, and op(q, k, v, dropout_p=0.1)",
+}
+"""What has the effect of options of other attention functions."""
+
+
+def check_options(
+    accepted: Sequence[str], positional: int, options: Mapping[str, object], where: str
+) -> None:
+    """Raises SpecError for options that AttentionSpec does not have, or has twice."""
+    names = [*accepted[:positional], *options]
+    unknown = next((name for name in options if name not in accepted), None)
+    if unknown is not None:
+        meant = next(iter(difflib.get_close_matches(unknown, accepted, 1)), None)
+        way_out = _ELSEWHERE.get(unknown)
+        asks = f"; did you mean {meant!r}?" if meant and way_out is None else ""
+        raise SpecError(
+            f"{unknown!r} is not an option of an AttentionSpec{asks}",
+            where=where,
+            numbers=f"options: {', '.join(accepted)}",
+            way_out=way_out or f"{meant or accepted[0]}=...",
+        )
+    if positional > len(accepted) or len(set(names)) < len(names):
+        raise SpecError(
+            "an AttentionSpec is given an option twice, or more than there are",
+            where=where,
+            numbers=f"{positional} by position and {', '.join(options) or 'none'} by name",
+            way_out="fg.AttentionSpec(mask_mod, score_mod, head_dim=64), the others by name too",
+        )
 
 
 def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
@@ -35,7 +73,7 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
                 f"{option} {value!r}",
                 f"{option}={nearest}",
             )
-    if dtype_name(spec.dtype) not in OPERAND_DTYPES:
+    if spec.dtype is not None and dtype_name(spec.dtype) not in OPERAND_DTYPES:
         mistake(
             "kernels do not support this dtype",
             f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",

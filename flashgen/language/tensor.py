@@ -2,11 +2,12 @@
 
 An element is a sympy expression, `Element` of the tensor's symbol and its indices. An index outside
 the tensor is clamped to it, so that masked positions may compute any index and no read leaves the
-tensor. Clamping also broadcasts dimensions of length 1.
+tensor. Clamping also broadcasts named dimensions of length 1.
 """
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from typing import NoReturn
 
@@ -30,15 +31,18 @@ MOST_DIMS = 8
 class Tensor(Capture):
     """A captured tensor, given with each call; inside a mod, ``t[i, j]`` is a traced value.
 
-    An index is any integer expression. An index outside the tensor reads its nearest element. With
-    dims () the tensor is a number: ``score * t``.
+    An index is any integer expression, which is not negative: indices do not count from the end.
+    Where the mask keeps the score and the element is used, an index outside the tensor is an
+    InputError on CPU tensors; on a GPU it reads the nearest element. With dims () the tensor is a
+    number: ``score * t``.
 
     Args:
         name: the argument's name in calls, a C identifier as for `Scalar`.
         dims: the length of each dimension, at most 8: a number; "batch", "heads", "heads_kv",
-            "seq_q" or "seq_k", which follow from the call; or any other name, for a length that is
-            the same wherever the name is used. A named dimension of length 1 is broadcast. As
-            positions are global, "seq_q" is at least q_offset plus the number of query rows.
+            "seq_q" or "seq_k", which follow from the call; or any other name that is not easily
+            taken for one of these, for a length that is the same wherever it is used. A named
+            dimension of length 1 is broadcast. As positions are global, "seq_q" is at least
+            q_offset plus the number of query rows.
         dtype: "float32", "float16", "bfloat16", "int32", "int64", "int16", "int8", "uint8" or
             "bool". Elements of int64 tensors are between -2^60 and 2^60.
         grad: whether it is a learned tensor, whose gradient the backward pass computes; for
@@ -164,6 +168,13 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
                 numbers=f"dims {tuple(dims)!r}",
                 way_out=f"a positive number, one of {', '.join(SIZES)}, or a name of its own",
             )
+        meant = None if number or dim in SIZES else _nearest_size(str(dim))
+        if meant is not None:
+            refuse(
+                f"{dim!r} in the Tensor {name!r} is not a size of calls; did you mean {meant!r}?",
+                numbers=f"dims {tuple(dims)!r}; sizes: {', '.join(SIZES)}",
+                way_out=f'"{meant}"; or "own_length" or the like for a length of its own',
+            )
     if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         refuse(
             "kernels do not read a Tensor of this dtype",
@@ -176,6 +187,18 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
             numbers=f"grad {grad!r}, dtype {dtype!r}",
             way_out=f"grad=True and one of {', '.join(FLOAT_DTYPES)}",
         )
+
+
+def _nearest_size(dim: str) -> str | None:
+    """The name in `SIZES` that a similar one is meant to be, in any order of its words."""
+    words = dim.lower().split("_")
+    spellings = ("_".join(words), "_".join(reversed(words)))
+    likely = [
+        (difflib.SequenceMatcher(None, size, text).ratio(), size)
+        for text in spellings
+        for size in difflib.get_close_matches(text, SIZES, 1, 0.75)
+    ]
+    return max(likely)[1] if likely else None
 
 
 SINK_DIMS = (("heads",), (1,), ())

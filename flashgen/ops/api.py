@@ -13,6 +13,7 @@ from flashgen.call import CallOptions, Operands
 from flashgen.errors import SpecError
 from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
 from flashgen.ops.registration import operator_of
+from flashgen.ops.traced_call import autocast_dtype, cast, traced_call
 from flashgen.ops.variants import (
     check_positions_of_pages,
     operator_of_variant,
@@ -20,24 +21,17 @@ from flashgen.ops.variants import (
     planned_split,
 )
 from flashgen.runtime import backward, forward
+from flashgen.runtime.argument_names import check_names, refuse_positional
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.captured_tensors import check_learned
-from flashgen.runtime.check_basics import is_constant, refuse_jit_trace
+from flashgen.runtime.captured_tensors import as_declared, check_learned
+from flashgen.runtime.check_basics import refuse_jit_trace, runs_while_traced
 from flashgen.runtime.checks import check_traced
-from flashgen.runtime.number_arguments import (
-    check_names,
-    check_rng,
-    draw_rng,
-    offset_of,
-    probability_of,
-    refuse_dropout,
-    refuse_return_lse,
-)
+from flashgen.runtime.number_arguments import draw_rng, refuse_return_lse
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
 from flashgen.runtime.programs import Program, Variant
 from flashgen.runtime.reports import Report
 from flashgen.runtime.wholes import scalars_of_part
-from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE
+from flashgen.signature import WHOLE
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -137,10 +131,10 @@ class Attention:
     def __call__(
         self,
         /,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        *more: Any,
         scale: float | None = None,
         q_offset: int | Tensor | None = None,
         k_offset: int | Tensor = 0,
@@ -159,21 +153,22 @@ class Attention:
 
         The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
         backward. Under torch.autocast, q, k and v are cast to the autocast dtype and the kernels of
-        that dtype run; captured tensors keep their dtypes.
+        that dtype run. Meta tensors give meta tensors.
 
         Args:
-            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype, on the CPU or a CUDA device.
-                Any strides with a contiguous last dimension; expanded tensors are allowed.
+            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype (where that is None:
+                float16, bfloat16 or float32), on the CPU or a CUDA device. Any strides with a
+                contiguous last dimension; expanded tensors are allowed.
             k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. With
                 paged=True, k and v are caches [pages, heads_kv, page_size, head dim].
             v: [batch, heads_kv, seq_k, head_dim_v].
             scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
             q_offset: global position of the first query, which mods see: an int, or an int32 or
-                int64 tensor of dims () or (batch,) on the device of q, with one position for each
-                batch entry. Kernels read the tensor, so that no call waits for the device and a
-                replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
-                CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of 16.
-                None: 0, or for paged=True the position with which the queries come last.
+                int64 tensor of dims (), (1,) or (batch,) on the device of q, with one position for
+                each batch entry. Kernels read the tensor, so that no call waits for the device and
+                a replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on
+                the CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of
+                16. None: 0, or for paged=True the position with which the queries come last.
             k_offset: global position of the first key, likewise.
             h_offset: number of the first query head, for mods, dropout, the sink and block layouts,
                 where the call has some of the heads of a whole.
@@ -205,9 +200,11 @@ class Attention:
                 of torch.use_deterministic_algorithms.
             captures: a number for each scalar and a tensor for each captured tensor of the spec, by
                 name. Tensors have the declared rank and dtype, lie on the device of q and may have
-                any strides. With paged=True: page_table, int32 [sequences, pages], cache_seqlens,
-                int32 [sequences], the keys of each; and cu_seqlens_q, int32 [sequences + 1], where
-                the queries of all sequences are one batch entry of q. If the spec's block_sparse
+                any strides. Floats of another dtype are converted to the declared one, and their
+                gradients have the dtype that was given. With paged=True: page_table, int32
+                [sequences, pages], cache_seqlens, int32 [sequences], the keys of each; and
+                cu_seqlens_q, int32 [sequences + 1], where the queries of all sequences are one
+                batch entry of q. If the spec's block_sparse
                 has no function, ``layout`` too: a bool tensor [batch or 1, heads or 1, row blocks,
                 column blocks] counted from global position 0, a flashgen.Layout, or a PyTorch
                 BlockMask with the spec's block size, whose blocks are used and whose mask_mod is
@@ -230,13 +227,16 @@ class Attention:
         """
         if type(return_lse) is not bool:
             refuse_return_lse(return_lse)
+        if more:
+            refuse_positional(more[0])
         packs = False
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
             packs = packs_queries(captures)
-            if split_size is None:
+            if split_size is None and isinstance(q, Tensor) and getattr(k, "ndim", 0) == 4:
                 # The sum is a new constant, whose type a traced graph need not guard.
-                split_size = 0 + self._planned_split(str(q.device), k.shape[1], backend, arch)
+                given = str(q.device), k.shape[1], backend, arch, q.dtype
+                split_size = 0 + self._planned_split(*given)
         if q_offset is None:
             q_offset = 0
         if torch.compiler.is_compiling():
@@ -245,7 +245,7 @@ class Attention:
             options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
             part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
             operands = Operands(q, k, v, (), rng)
-            result = self._traced(operands, options, captures, offsets, part)
+            result = traced_call(self, operands, options, captures, offsets, part)
             return result if return_lse else result[0]
         offset_dtypes: tuple[tuple[str, str], ...] = ()
         dtype = None
@@ -253,6 +253,8 @@ class Attention:
             dtype = autocast_dtype(q)
             if dtype is not None:
                 q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+                if self._operator.signature.dtype is None:
+                    dtype = None
         part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
         captures |= part
         if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
@@ -267,7 +269,7 @@ class Attention:
         self._used = operator
         captured: tuple[Any, ...] = ()
         scalars: tuple[Any, ...] = ()
-        plain = is_plain(q, k, v)
+        plain = is_plain(q, k, v) and not q.is_meta
         if captures or operator.captures:
             signature = operator.signature
             if operator.takes_layout:
@@ -278,6 +280,8 @@ class Attention:
             plain = plain and are_plain(captured)
             if captured and torch.is_grad_enabled():
                 check_learned(signature, captured)
+            if operator.reads_floats:
+                captured = as_declared(signature, captured)
         options = CallOptions(
             scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p
         )
@@ -303,103 +307,10 @@ class Attention:
             result = operator.compute(Operands(q, k, v, captured, rng), options)
         return result if return_lse else result[0]
 
+    @runs_while_traced
     def _name_of_variant(self, *variant: Any) -> str:
         return operator_of_variant(self.spec, Variant(*variant)).name
 
-    def _planned_split(self, device: str, heads_kv: int, *where: str | None) -> int:
-        return planned_split(self.spec, device, heads_kv, *where)
-
-    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
-    _name_of_variant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _planned_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def _traced(
-        self,
-        operands: Operands,
-        options: CallOptions,
-        captures: dict[str, Any],
-        offsets: dict[str, Tensor],
-        part: dict[str, int],
-    ) -> tuple[Tensor, Tensor]:
-        """The call as torch.compile and torch.export trace it: one node, checked when it runs."""
-        q, k, v, _, rng = operands
-        operator, signature = self._operator, self._operator.signature
-        overload = operator.overload
-        added = tuple(offsets.values())  # tensors that the spec itself does not have
-        packs = self._paged and packs_queries(captures)
-        if packs:
-            added = (captures.pop(BOUNDARIES[0]), *added)
-        if operator.takes_layout:
-            captures = {**with_layout(signature, captures)}
-        if operator.tensors or len(captures) != len(operator.scalars):
-            check_names(signature, captures)
-        captured: list[Any] = []
-        if operator.tensors:
-            captured = [captures[name] for name in operator.tensors]
-            captures = {name: captures[name] for name in operator.scalars}
-            if torch.is_grad_enabled():
-                check_learned(signature, captured)
-        dtype = autocast_dtype(q)
-        if dtype is not None:
-            q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-        elif not packs:
-            check_traced(signature, Operands(q, k, v, tuple(captured)), part.get(WHOLE[1]))
-        if dtype is not None or added or part:
-            name = self._name_of_variant(dtype, dtypes_of(offsets), tuple(part), packs)
-            overload = getattr(torch.ops.flashgen, name).default
-            # A block layout comes last.
-            place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)
-            captured[place:place] = added
-        p = self._traced_probability(options.dropout_p)
-        check_rng(rng, q.device)
-        if p is not None and rng is None:
-            rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-        numbers = {"q_offset": options.q_offset, "k_offset": options.k_offset}
-        numbers = {name: value for name, value in numbers.items() if name not in offsets}
-        for name, offset in numbers.items():
-            if not isinstance(offset, int):
-                offset_of(name, offset, 0)
-        result: tuple[Tensor, Tensor] = overload(
-            q,
-            k,
-            v,
-            *captured,
-            rng,
-            p,
-            scale=options.scale,
-            **numbers,
-            backend=options.backend,
-            arch=options.arch,
-            deterministic=options.deterministic,
-            **captures,
-            **part,
-        )
-        return result
-
-    def _traced_probability(self, dropout_p: Any) -> Tensor | None:
-        """dropout_p as an argument of the registered operator, None for 0."""
-        if isinstance(dropout_p, Tensor):
-            return dropout_p
-        if not self._operator.dropout:
-            if dropout_p != 0.0:
-                refuse_dropout(self._operator.signature, "dropout_p", dropout_p)
-        elif not isinstance(dropout_p, int | float):
-            probability_of(dropout_p)
-        elif not is_constant(dropout_p == 0.0):
-            # A product, because torch.compile can keep its factor a variable.
-            return torch.ones((), dtype=torch.float64, device="cpu") * dropout_p
-        return None
-
-
-def autocast_dtype(q: object) -> torch.dtype | None:
-    """The dtype of torch.autocast on the device of q; None where it is off."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
-        return None
-    return torch.get_autocast_dtype(q.device.type)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor cast by autocast's rules: float64 and integers stay, and raise an error later."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        return tensor
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+    @runs_while_traced
+    def _planned_split(self, *given: Any) -> int:
+        return planned_split(self.spec, *given)

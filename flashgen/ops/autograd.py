@@ -48,11 +48,15 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
 
 
 def _save(ctx: Any, operator: Operator, options: CallOptions, *tensors: Any) -> None:
-    """Saves the inputs of the backward pass; a dropout_p that is a tensor is saved as a tensor."""
-    is_tensor = isinstance(options.dropout_p, Tensor)
+    """Saves the inputs of the backward pass; floats that are tensors are saved as tensors."""
+    floats = operator.floats_of(options)
+    saved = [value if isinstance(value, Tensor) else None for value in floats]
+    if saved.count(None) < len(saved):
+        numbers = [None if isinstance(value, Tensor) else value for value in floats]
+        options, tensors = operator.with_floats(options, numbers), (*tensors, *saved)
     ctx.operator = operator
-    ctx.options = options._replace(dropout_p=None) if is_tensor else options
-    ctx.save_for_backward(*tensors, options.dropout_p if is_tensor else None)
+    ctx.options = options
+    ctx.save_for_backward(*tensors)
     # None stands for a gradient of zeros: most calls have no gradient of lse, which kernels skip.
     ctx.set_materialize_grads(False)
 
@@ -72,7 +76,7 @@ class Attend(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         operands = Operands(q, k, v, captured, rng)
         if is_plain(q, k, v) and are_plain(captured) and not q.is_meta:
-            return operator.compute(operands, options)
+            return operator.compute(operands, operator.numbers_in(options))
         with _C._AutoDispatchBelowAutograd():
             return operator.dispatch(operands, options)
 
@@ -85,23 +89,28 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, out, lse, rng, *captured, dropout_p = ctx.saved_tensors
+        q, k, v, out, lse, rng, *captured = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         operator: Operator = ctx.operator
         options: CallOptions = ctx.options
-        if dropout_p is not None:
-            options = options._replace(dropout_p=dropout_p)
+        saved = captured[len(operator.tensors) :]
+        if saved:
+            del captured[len(operator.tensors) :]
+            floats = zip(saved, operator.floats_of(options), strict=True)
+            options = operator.with_floats(options, [x if t is None else t for t, x in floats])
         _, _, need_q, need_k, need_v, _, *needs = ctx.needs_input_grad
         needed = tuple([needs[place] for place in operator.learned]) if needs else ()
         if (
             not torch.is_grad_enabled()
             and is_plain(q, k, v)
+            and not q.is_meta
             and is_plain(out, lse, dout)
             and are_plain(captured)
         ):
             operands = Operands(q, k, v, tuple(captured), rng)
             results = OutputGradients(out, lse, dout, dlse)
+            options = operator.numbers_in(options) if saved else options
             gradients = operator.compute_backward(operands, results, options, needed)
         else:
             tensors = (q, k, v, out, lse, dout, dlse, rng, *captured)
@@ -169,6 +178,7 @@ class Differentiate(torch.autograd.Function):
         results = OutputGradients(out, lse, dout, dlse)
         plain = is_plain(q, k, v) and is_plain(out, lse, dout) and are_plain(captured)
         if plain and not q.is_meta:
+            options = operator.numbers_in(options)
             return operator.compute_backward(operands, results, options, needed)
         with _C._AutoDispatchBelowAutograd():
             return operator.dispatch_backward(operands, results, options, needed)
@@ -203,7 +213,7 @@ def _map(
     operands: int,
     learns: bool = False,
 ) -> Any:
-    """torch.vmap of a function: its tensors are mapped, with a dropout_p that may be a tensor.
+    """torch.vmap of a function: its tensors are mapped, with floats that may be tensors.
 
     Args:
         arguments: the operator, the options and further values, then the tensors.
@@ -211,16 +221,18 @@ def _map(
     """
     operator, options = arguments[:2]
     first = 3 if function is Differentiate else 2
-    place = operands + 1  # of dropout_p, after rng
+    start = operands + 1  # the floats are after rng
+    floats = operator.floats_of(options)
+    stop = start + len(floats)
 
     def call(*tensors: Any) -> Any:
-        of_sample = options._replace(dropout_p=tensors[place])
-        rest = (*tensors[:place], *tensors[place + 1 :])
+        of_sample = operator.with_floats(options, tensors[start:stop])
+        rest = (*tensors[:start], *tensors[stop:])
         return function.apply(operator, of_sample, *arguments[2:first], *rest)  # type: ignore[no-untyped-call]
 
     tensors, dims = list(arguments[first:]), list(in_dims[first:])
-    tensors.insert(place, options.dropout_p)
-    dims.insert(place, in_dims[1].dropout_p)
+    tensors[start:start] = floats
+    dims[start:start] = operator.floats_of(in_dims[1])
     return map_call(operator.signature, call, size, dims, tensors, operands, learns)
 
 

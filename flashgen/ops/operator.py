@@ -6,15 +6,19 @@ checks and choices depend, so that a repeated call does little work before the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen import config
 from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.dtypes import FLOAT_DTYPES
 from flashgen.runtime import backends, backward, forward
+from flashgen.runtime.check_basics import runs_while_traced
 from flashgen.runtime.number_arguments import (
     check_rng,
+    number_in,
     offset_of,
     probability_of,
     scalar_value,
@@ -28,9 +32,12 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-NUMBERS = ("scale", "q_offset", "k_offset", "backend", "arch", "deterministic")
+NUMBERS = ("q_offset", "k_offset", "backend", "arch", "deterministic")
 """The keyword arguments that operators have, in the order of `CallOptions`; an offset that is a
 tensor is one of the positional arguments instead."""
+
+FLOATS = ("dropout_p", "scale")
+"""The floats that operators have as tensors, before the run-time scalars that are floats."""
 
 NEEDED = "_needed"
 """The argument of the backward operator with a bool for each learned tensor: whether its gradient
@@ -49,7 +56,9 @@ class Operator:
         name: the name in torch.ops.flashgen.
         numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
+        floats: indices of the scalars that are floats, which registered operators have as tensors.
         learned: indices of the learned tensors among the captured tensors.
+        reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
         done, done_backward: records of the last calls, for reports; None before the first.
@@ -66,8 +75,10 @@ class Operator:
         self.dropout = signature.dropout
         self.scalars = tuple(scalar.name for scalar in signature.scalars)
         self.tensors = tuple(tensor.name for tensor in signature.tensors)
+        self.floats = tuple(i for i, x in enumerate(signature.scalars) if x.dtype == "float32")
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
         self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
+        self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
         self.done: forward.ForwardRecord | None = None
@@ -86,12 +97,7 @@ class Operator:
         scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p = options
         if scale is not None and not isinstance(scale, _SYMBOLS):
             scale = scale_of(self.signature, scale)
-        if backend is not None and backend not in config.BACKENDS:
-            backends.choose(backend, torch.device("cpu"))
-        if arch is not None:
-            backends.arch_of(arch, "tiled", torch.device("cpu"))
-        if deterministic is not None:
-            settled(deterministic)
+        check_choices(backend, arch, deterministic)
         values = tuple(
             value if isinstance(value, _SYMBOLS) else scalar_value(scalar, value)
             for scalar, value in zip(self.signature.scalars, scalars, strict=True)
@@ -105,22 +111,59 @@ class Operator:
 
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
-        given = dict(zip((*NUMBERS, *self.scalars), (*options[:6], *options.scalars), strict=True))
-        return {name: given[name] for name in (*self.numbers, *self.scalars)}
+        given = dict(zip((*NUMBERS, *self.scalars), (*options[1:6], *options.scalars), strict=True))
+        floats = [self.scalars[place] for place in self.floats]
+        return {n: given[n] for n in (*self.numbers, *self.scalars) if n not in floats}
 
-    def options(self, keywords: dict[str, Any], dropout_p: Any) -> CallOptions:
-        """The options from the keyword arguments, from which torch omits those with defaults."""
+    def options(self, keywords: dict[str, Any], floats: Sequence[Any]) -> CallOptions:
+        """The options from the arguments of the registered operator.
+
+        Args:
+            keywords: the keyword arguments, from which torch omits those with defaults.
+            floats: the values of `FLOATS` and of the scalars that are floats.
+        """
         numbers = [keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS]
-        scalars = tuple([keywords[name] for name in self.scalars])
-        return CallOptions(*numbers, scalars, dropout_p)  # type: ignore[arg-type,call-arg]
+        scalars = tuple([keywords.get(name) for name in self.scalars])
+        return self.with_floats(CallOptions(None, *numbers, scalars), floats)  # type: ignore[arg-type,call-arg]
+
+    def floats_of(self, options: CallOptions) -> tuple[Any, ...]:
+        """The values of `FLOATS` and of the scalars that are floats."""
+        values = [options.scalars[place] for place in self.floats]
+        return (options.dropout_p, options.scale, *values)
+
+    def with_floats(self, options: CallOptions, floats: Sequence[Any]) -> CallOptions:
+        """``options`` with other values for what `floats_of` returns."""
+        p, scale, *values = floats
+        scalars = list(options.scalars)
+        for place, value in zip(self.floats, values, strict=True):
+            scalars[place] = value
+        return options._replace(dropout_p=p, scale=scale, scalars=tuple(scalars))
+
+    def numbers_in(self, options: CallOptions) -> CallOptions:
+        """``options`` with the numbers that tensors hold in their place.
+
+        Raises:
+            InputError: a tensor is not one number on the CPU.
+        """
+        names = (*FLOATS, *(self.scalars[place] for place in self.floats))
+        given = zip(names, self.floats_of(options), strict=True)
+        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in given]
+        return self.with_floats(options, floats)
+
+    def float_tensors(self, options: CallOptions) -> tuple[Tensor | None, ...]:
+        """What `floats_of` returns as arguments of the registered operator."""
+        p, *rest = self.floats_of(options)
+        if p is not None and not isinstance(p, Tensor):
+            p = probability_of(p) or None
+        return (as_tensor(p), *map(as_tensor, rest))
 
     # Calls through torch's dispatcher.
 
     def dispatch(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
         q, k, v, captured, rng = operands
-        p = as_tensor(options.dropout_p)
+        p, scale, *floats = self.float_tensors(options)
         result: tuple[Tensor, Tensor] = self.overload(
-            q, k, v, *captured, rng, p, **self.keywords(options)
+            q, k, v, *captured, *floats, rng, p, scale, **self.keywords(options)
         )
         return result
 
@@ -135,9 +178,9 @@ class Operator:
         if not all(needed):
             keywords[NEEDED] = list(needed)
         q, k, v, captured, rng = operands
-        p = as_tensor(options.dropout_p)
+        p, scale, *floats = self.float_tensors(options)
         result: tuple[Tensor, ...] = self.overload_backward(
-            q, k, v, *captured, *gradients, rng, p, **keywords
+            q, k, v, *captured, *floats, *gradients, rng, p, scale, **keywords
         )
         return result
 
@@ -199,6 +242,17 @@ class Operator:
             for i, wanted in learned
         )
         return (*found[:3], *rest)
+
+
+@runs_while_traced
+def check_choices(backend: Any, arch: Any, deterministic: Any) -> None:
+    """Raises InputError unless each is None or a value that calls accept."""
+    if backend is not None and backend not in config.BACKENDS:
+        backends.choose(backend, torch.device("cpu"))
+    if arch is not None:
+        backends.arch_of(arch, "tiled", torch.device("cpu"))
+    if deterministic is not None:
+        settled(deterministic)
 
 
 _DEFAULT_NUMBERS = DEFAULT_OPTIONS[:7]
@@ -281,9 +335,8 @@ def _cache(cached: dict[Any, Any], key: Any, call: Any) -> None:
     cached[key] = call
 
 
-def as_tensor(p: Any) -> Tensor | None:
-    """The probability as an argument of the registered operator: None for 0."""
-    if p is None or isinstance(p, Tensor):
-        return p
-    probability = probability_of(p)
-    return torch.tensor(probability, dtype=torch.float64, device="cpu") if probability else None
+def as_tensor(number: Any) -> Tensor | None:
+    """A float as an argument of the registered operator."""
+    if number is None or isinstance(number, Tensor):
+        return number
+    return torch.tensor(number, dtype=torch.float64, device="cpu")

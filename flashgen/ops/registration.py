@@ -1,10 +1,11 @@
 """Registers operators with torch: name, schema, kernels, fake kernels, gradients and vmap.
 
 The first arguments of an operator are tensors, with the captured tensors after q, k and v. Keyword
-arguments follow, including the run-time scalars. backend, arch and deterministic are arguments
-too: a compiled graph holds them as constants. The probability of dropout is a CPU tensor of one
-float64, because torch.compile makes one graph per value of a Python number, but only one graph for
-all values of a tensor.
+arguments follow, including the run-time scalars that are integers. backend, arch and deterministic
+are arguments too: a compiled graph holds them as constants. Floats (the run-time scalars among
+them, the scale and the probability of dropout) are CPU tensors of one float64, because
+torch.compile makes one graph per value of a Python float, but only one graph for all values of a
+tensor.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils.checkpoint import CheckpointPolicy
 
 from flashgen.call import Operands, OutputGradients
 from flashgen.dtypes import SCALAR_DTYPES
 from flashgen.ops.autograd import attend, differentiate
 from flashgen.ops.flops import register_flops
-from flashgen.ops.operator import NEEDED, Operator
+from flashgen.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.ops.vmap import map_call
 from flashgen.runtime.captured_tensors import check_learned
+from flashgen.runtime.check_basics import refuse
 from flashgen.runtime.checks import check_traced
 from flashgen.runtime.memory_layout import empty_rows
 from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _SCHEMA = {
-    "scale": "float? scale=None",
     "q_offset": "SymInt q_offset=0",
     "k_offset": "SymInt k_offset=0",
     "backend": "str? backend=None",
@@ -109,37 +114,41 @@ def register(operator: Operator) -> tuple[Any, Any]:
     _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
-        operands, p = _forward_values(signature, tensors)
-        return operator.compute(operands, operator.options(by_name, p))
+        operands, floats = _forward_values(operator, tensors)
+        options = operator.numbers_in(operator.options(by_name, floats))
+        return operator.compute(operands, options)
 
     def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, gradients, p = _backward_values(signature, tensors)
-        options = operator.options(by_name, p)
+        operands, gradients, floats = _backward_values(operator, tensors)
+        options = operator.numbers_in(operator.options(by_name, floats))
         return operator.compute_backward(operands, gradients, options, _needed(operator, by_name))
 
     def autograd(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), p = _forward_values(signature, tensors)
+        (q, k, v, captured, rng), floats = _forward_values(operator, tensors)
         if captured and torch.is_grad_enabled():
             check_learned(signature, captured)
+        if rng is not None:
+            _save_for_backward(rng)
         with _one_level():
-            return attend(operator, operator.options(by_name, p), q, k, v, rng, *captured)
+            return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
 
     def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), gradients, p = _backward_values(signature, tensors)
-        options, needed = operator.options(by_name, p), _needed(operator, by_name)
+        (q, k, v, captured, rng), gradients, floats = _backward_values(operator, tensors)
+        options, needed = operator.options(by_name, floats), _needed(operator, by_name)
         with _one_level():
             return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
 
     def fake(*tensors: Any, **by_name: Any) -> Any:
-        operands, p = _forward_values(signature, tensors)
+        operands, floats = _forward_values(operator, tensors)
         q = operands.q
-        _check_traced_dropout(signature, operands.rng, p, q.device)
+        _check_traced_dropout(signature, operands.rng, floats[0], q.device)
         check_traced(signature, operands, by_name.get(WHOLE[1]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        return empty_rows(q, signature.head_dim_v, getattr(torch, signature.out_dtype)), lse
+        dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
+        return empty_rows(q, signature.head_dim_v, dtype), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, _, _ = _backward_values(signature, tensors)
+        operands, _, _ = _backward_values(operator, tensors)
         check_traced(signature, operands, by_name.get(WHOLE[1]))
         captured = operands.captured
         learned = zip(operator.learned, _needed(operator, by_name), strict=True)
@@ -159,24 +168,26 @@ def register(operator: Operator) -> tuple[Any, Any]:
     overload = getattr(torch.ops.flashgen, name).default
     overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
 
-    def rule(called: Any, others: int) -> Any:
-        """The rule of torch.vmap; others: the arguments after the captured tensors."""
+    def rule(called: Any, results: int) -> Any:
+        """The rule of torch.vmap; results: the arguments for results and their gradients."""
 
         def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-            def call(*given: Any) -> Any:
-                last = 3 + others
-                return called(*given[:3], *given[last:], *given[3:last], **by_name)
+            operands, count = 3 + results, len(operator.floats)
 
-            *dims, dims_captured = _sorted(signature, in_dims, others)
-            *given, captured = _sorted(signature, tensors, others)
+            def call(*given: Any) -> Any:
+                own, rest = given[operands : operands + 3], given[operands + 3 :]
+                floats, captured = rest[:count], rest[count:]
+                more = given[3:operands]
+                return called(*given[:3], *captured, *floats, *more, *own, **by_name)
+
+            dims, given = (_sorted(operator, each, results) for each in (in_dims, tensors))
             learns = called is overload_backward and any(_needed(operator, by_name))
-            dims, given = [*dims, *dims_captured], [*given, *captured]
-            return map_call(signature, call, info.batch_size, dims, given, others + 1, learns)
+            return map_call(signature, call, info.batch_size, dims, given, operands, learns)
 
         return batched
 
-    torch.library.register_vmap(qualified, rule(overload, 2), lib=_library)
-    torch.library.register_vmap(qualified_backward, rule(overload_backward, 6), lib=_library)
+    torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
+    torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
     register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
     return overload, overload_backward
 
@@ -184,53 +195,61 @@ def register(operator: Operator) -> tuple[Any, Any]:
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
     name, signature = operator.name, operator.signature
-    operands = ", ".join(f"Tensor {each}" for each in ("q", "k", "v", *operator.tensors))
+    floats = [operator.scalars[place] for place in operator.floats]
+    tensors = ("q", "k", "v", *operator.tensors, *floats)
+    operands = ", ".join(f"Tensor {each}" for each in tensors)
     learned = [tensor.name for tensor in signature.learned]
     gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
     numbers = ", ".join(_SCHEMA[number] for number in operator.numbers) + "".join(
-        f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}" for scalar in signature.scalars
+        f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}"
+        for scalar in signature.scalars
+        if scalar.name not in floats
     )
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    dropout = "Tensor? rng=None, Tensor? dropout_p=None"
+    optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
     _library.define(
-        f"{name}({operands}, {dropout}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
+        f"{name}({operands}, {optional}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
     )
     _library.define(
         f"{name}_backward({operands}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
-        f"{dropout}, *, {numbers_backward}) -> ({gradients})",
+        f"{optional}, *, {numbers_backward}) -> ({gradients})",
         tags=tags,
     )
 
 
 def _forward_values(
-    signature: CallSignature, tensors: tuple[Any, ...]
-) -> tuple[Operands, Tensor | None]:
-    """The operands and dropout_p from the positional arguments of the forward operator."""
-    q, k, v, rng, p, captured = _sorted(signature, tensors, 2)
-    return Operands(q, k, v, captured, rng), p
+    operator: Operator, tensors: tuple[Any, ...]
+) -> tuple[Operands, tuple[Tensor | None, ...]]:
+    """The operands and the floats from the positional arguments of the forward operator."""
+    q, k, v, rng, *rest = _sorted(operator, tensors, 0)
+    count = len(FLOATS) + len(operator.floats)
+    return Operands(q, k, v, tuple(rest[count:]), rng), tuple(rest[:count])
 
 
 def _backward_values(
-    signature: CallSignature, tensors: tuple[Any, ...]
-) -> tuple[Operands, OutputGradients, Tensor | None]:
+    operator: Operator, tensors: tuple[Any, ...]
+) -> tuple[Operands, OutputGradients, tuple[Tensor | None, ...]]:
     """The values from the positional arguments of the backward operator."""
-    q, k, v, out, lse, dout, dlse, rng, p, captured = _sorted(signature, tensors, 6)
-    return Operands(q, k, v, captured, rng), OutputGradients(out, lse, dout, dlse), p
+    q, k, v, out, lse, dout, dlse, rng, *rest = _sorted(operator, tensors, 4)
+    count = len(FLOATS) + len(operator.floats)
+    operands = Operands(q, k, v, tuple(rest[count:]), rng)
+    return operands, OutputGradients(out, lse, dout, dlse), tuple(rest[:count])
 
 
-def _sorted(signature: CallSignature, given: tuple[Any, ...], others: int) -> tuple[Any, ...]:
-    """Positional arguments with the captured tensors in a tuple at the end.
+def _sorted(operator: Operator, given: tuple[Any, ...], results: int) -> tuple[Any, ...]:
+    """Positional arguments in another order: rng, the floats and the captured tensors at the end.
 
     torch omits arguments that have their default value, which is None for tensors.
 
     Args:
-        given: q, k, v, the captured tensors, then at most ``others`` further arguments.
+        given: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors, and
+            at most rng, dropout_p and scale.
     """
-    last = 3 + len(signature.tensors)
-    if len(given) < last + others:
-        given += (None,) * (last + others - len(given))
-    return (*given[:3], *given[last:], given[3:last])
+    captured = 3 + len(operator.tensors)
+    floats = captured + len(operator.floats)
+    given += (None,) * (floats + results + 3 - len(given))
+    return (*given[:3], *given[floats:], *given[captured:floats], *given[3:captured])
 
 
 def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -245,6 +264,35 @@ def _one_level() -> AbstractContextManager[None]:
     from torch._functorch.utils import enable_single_level_autograd_function
 
     return enable_single_level_autograd_function()
+
+
+def _save_for_backward(rng: Tensor) -> None:
+    """While AOTAutograd traces, has the graph save the random state: both passes drop alike.
+
+    With an activation_memory_budget below 1 it recomputes random operations in the backward pass,
+    and they draw other numbers there.
+
+    Raises:
+        InputError: with a budget of 0, which recomputes whatever is marked.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    inner = torch._from_functional_tensor(rng.elem) if isinstance(rng, FunctionalTensor) else rng
+    slot = get_proxy_slot(inner, mode.tracer, None)
+    if slot is None:
+        return
+    node = slot.proxy.node
+    if node.op != "placeholder" and functorch_config.activation_memory_budget == 0:
+        refuse(
+            "with an activation_memory_budget of 0 the backward pass would drop other elements",
+            "argument rng",
+            "torch._functorch.config.activation_memory_budget is 0, and the random state is made "
+            "inside the compiled function",
+            "a budget above 0, or rng=torch.randint(2**63 - 1, (2,), device=q.device) as an "
+            "argument of the compiled function",
+        )
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _check_traced_dropout(signature: CallSignature, rng: Any, p: Any, device: torch.device) -> None:

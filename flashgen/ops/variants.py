@@ -31,16 +31,21 @@ def operator_of_variant(spec: AttentionSpec | Program, variant: Variant) -> Oper
 
 @functools.lru_cache(maxsize=1024)
 def planned_split(
-    spec: AttentionSpec | Program, device: str, heads_kv: int, backend: str | None, arch: str | None
+    spec: AttentionSpec | Program,
+    device: str,
+    heads_kv: int,
+    backend: str | None,
+    arch: str | None,
+    dtype: torch.dtype,
 ) -> int:
     """The split_size of a call with a paged cache that gives none.
 
-    It depends on the spec, the architecture, its number of SMs and the number of key heads alone,
-    so that the bits of a row depend on nothing else of the call.
+    It depends on the spec, the dtype, the architecture, its number of SMs and the number of key
+    heads alone, so that the bits of a row depend on nothing else of the call.
     """
-    if torch.device(device).type not in TAKES.values():
-        return 0  # the checks of operands name the mistake
-    program = program_of(spec)
+    program = program_of(spec).of_dtype(dtype)
+    if torch.device(device).type not in TAKES.values() or program.signature.dtype is None:
+        return 0  # a meta tensor; or the checks of operands name the mistake
     return program.planned_split(program.target(backend, arch, torch.device(device)), heads_kv)
 
 

@@ -33,7 +33,7 @@ def map_call(
         call: the operator at the next lower level of mapping, with arguments like ``given``.
         size: length of the mapped dimension.
         dims: the mapped dimension of each of ``given``; None where all samples share it.
-        given: the operands, rng, dropout_p, then the captured tensors.
+        given: the operands, rng, dropout_p, then other floats and the captured tensors.
         operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse.
         learns: whether gradients of captured tensors are needed.
 
@@ -45,7 +45,7 @@ def map_call(
         for value, dim in zip(given, dims, strict=True)
     ]
     is_mapped = [dim is not None for dim in dims]
-    dropout_p, captured = given[operands + 1], given[operands + 2 :]
+    dropout_p, others = given[operands + 1], given[operands + 2 :]
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
     own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in signature.tensors)
     sparse = signature.block_sparse
@@ -69,7 +69,7 @@ def map_call(
         for value, mapped in zip(first[:operands], is_mapped, strict=False)
     ]
     batch = int(first[0].shape[1 if is_mapped[0] else 0])  # batch entries of one sample
-    parts = call(*folded, None, None, *captured)
+    parts = call(*folded, None, None, *others)
     results = tuple(
         part.reshape(size, batch, *part.shape[1:]) if place < 3 else part.expand(size, *part.shape)
         for place, part in enumerate(parts)

@@ -118,6 +118,13 @@ def _check_target(spec: object, arch: object) -> None:
                 numbers=f"given a {type(value).__name__}",
                 way_out=f"{argument}={example}",
             )
+    if isinstance(spec, AttentionSpec) and spec.dtype is None:
+        raise PlanError(
+            "a plan is for one dtype of q, k and v",
+            where=f"spec {spec.name}",
+            numbers="dtype None: each call has the dtype of its q",
+            way_out='spec.replace(dtype="bfloat16"), or --dtype bfloat16 of a command',
+        )
 
 
 def _check_sram(sram: object) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from flashgen import arch as archs
 from flashgen import config
-from flashgen.errors import InputError
+from flashgen.runtime.check_basics import refuse
 from flashgen.trust import Decision, decide
 
 DEFAULT_ARCH = "sm_80"
@@ -76,19 +76,19 @@ def choose(given: str | None, device: torch.device) -> str:
     if name is None:
         return DEFAULTS[device.type]
     if not isinstance(name, str) or name not in config.BACKENDS:
-        raise InputError(
+        refuse(
             "there is no such backend",
-            where=source,
-            numbers=f"given {name!r}; available: {', '.join(config.BACKENDS)}",
-            way_out="backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
+            source,
+            f"given {name!r}; available: {', '.join(config.BACKENDS)}",
+            "backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
         )
     takes = TAKES[name]
     if device.type != takes:
-        raise InputError(
+        refuse(
             f"the backend {name!r} takes {takes} tensors",
-            where=source,
-            numbers=f"q, k and v are on {device}",
-            way_out=f"q.{takes}(), k.{takes}() and v.{takes}(), or another backend",
+            source,
+            f"q, k and v are on {device}",
+            f"q.{takes}(), k.{takes}() and v.{takes}(), or another backend",
         )
     return name
 
@@ -104,11 +104,11 @@ def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:
     """
     if given is not None:
         if not isinstance(given, str):
-            raise InputError(
+            refuse(
                 "arch is not the name of an architecture",
-                where="argument arch",
-                numbers=f"given {given!r}",
-                way_out=f"one of {', '.join(archs.known())}, or None",
+                "argument arch",
+                f"given {given!r}",
+                f"one of {', '.join(archs.known())}, or None",
             )
         return Decision(given, "argument arch")
     name = config.arch()

@@ -262,7 +262,7 @@ def prepare(
         SpecError: the spec has no backward pass.
         PlanError: the generation of the GPU is not supported.
     """
-    program = program_of(spec)
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
     program.refuse_backward()
     signature = program.signature
     call = check(signature, operands, options)

@@ -12,9 +12,11 @@ import torch
 
 from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
 from flashgen.runtime import backward, checks, forward
+from flashgen.runtime.argument_names import check_names
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.number_arguments import check_names, draw_rng
+from flashgen.runtime.number_arguments import draw_rng
 from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
+from flashgen.runtime.programs import program_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
 from flashgen.runtime.wholes import scalars_of_part
 from flashgen.signature import BOUNDARIES
@@ -153,13 +155,15 @@ def check(
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    from flashgen.language.signature import signature_of
-
     spec, scalars = variant_of(spec, q, k, split_size, scalars=scalars, tensors=tensors)
     spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
     captured, values = _captures(spec, tensors, scalars)
     options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
-    return checks.check(signature_of(spec), Operands(q, k, v, captured, rng), options)
+    return checks.check(
+        program_of(spec).of_dtype(getattr(q, "dtype", None)).signature,
+        Operands(q, k, v, captured, rng),
+        options,
+    )
 
 
 def variant_of(

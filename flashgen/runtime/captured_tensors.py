@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from flashgen.dtypes import INT32_MAX
+from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX
 from flashgen.runtime.block_layouts import check_layout
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.runtime.check_basics import check_dense, known, refuse, shape_of
 from flashgen.runtime.packed_sequences import check_packed, entries_of
 from flashgen.runtime.paged_caches import check_table
 from flashgen.signature import CallSignature, TensorArgument
@@ -122,6 +122,23 @@ def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
             )
 
 
+def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any, ...]:
+    """The captured tensors, with floats in the dtypes that the spec declares.
+
+    The conversion is differentiated like any other: gradients have the dtypes that were given.
+    """
+    return tuple(
+        [
+            value.to(getattr(torch, tensor.dtype))
+            if tensor.dtype in FLOAT_DTYPES
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            else value
+            for tensor, value in zip(signature.tensors, captured, strict=True)
+        ]
+    )
+
+
 def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> None:
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
@@ -139,7 +156,7 @@ def _check_kind(tensor: TensorArgument, value: object, device: torch.device) -> 
         refuse(
             f"{name} has {value.dim()} dimensions, not {rank}",
             f"argument {name}",
-            f"shape {tuple(value.shape)}; expected dims {dims}",
+            f"shape {shape_of(value)}; expected dims {dims}",
             "a dimension of length 1 where all positions share an element: "
             f"{name}.unsqueeze(0), {name}[:, None]"
             if value.dim() < rank
@@ -185,7 +202,7 @@ def _refuse_size(tensor: TensorArgument, value: Tensor, axis: int, expected: str
     refuse(
         f"{tensor.name} does not have the length of its dimension {tensor.dims[axis]}",
         f"argument {tensor.name}",
-        f"shape {tuple(value.shape)}, dims {_shown(tensor)}; dimension {axis}: {expected}",
+        f"shape {shape_of(value)}, dims {_shown(tensor)}; dimension {axis}: {expected}",
         "a tensor of that length, or of length 1 where the dimension has a name",
     )
 

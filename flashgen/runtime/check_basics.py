@@ -5,28 +5,77 @@ Sizes are symbols where torch.compile and torch.export trace a call.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from torch._guards import TracingContext
 
-from flashgen.errors import InputError
+from flashgen.errors import FlashgenError, InputError
 
-F = TypeVar("F", bound=Callable[..., Any])
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
+def runs_while_traced(function: Call) -> Call:
+    """The function as one that Dynamo runs, with the values of a trace, instead of tracing it.
+
+    torch.compile replaces foreign errors by its own. An error of the function is therefore of a
+    kind that passes it with fullgraph=True; otherwise it breaks the graph, and the call without
+    torch.compile raises the error again.
+    """
+
+    @functools.wraps(function)
+    def run(*given: Any, **by_name: Any) -> Any:
+        try:
+            return function(*given, **by_name)
+        except FlashgenError as error:
+            if TracingContext.try_get() is None or isinstance(error, RuntimeError):
+                raise
+            parts = {"where": error.where, "numbers": error.numbers, "way_out": error.way_out}
+            raise _of_dynamo(type(error))(error.what, **parts) from None
+
+    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cast(Call, run)
+
+
+def _of_dynamo(kind: type[FlashgenError]) -> type[FlashgenError]:
+    """A class of Dynamo's errors, which are RuntimeErrors, and of ``kind``."""
+    from torch._dynamo.exc import Unsupported
+
+    return type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
+
+
+@runs_while_traced
 def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
+    """Raises an InputError with these four parts."""
     raise InputError(what, where=where, numbers=numbers, way_out=way_out)
 
 
-def untraced(reason: str) -> Callable[[F], F]:
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The shape for the text of an error, in numbers where torch.compile traces symbols."""
+    return tuple(map(operator.index, value.shape))
+
+
+def shown(value: object) -> str:
+    """A value that was given, for the text of an error."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {shape_of(value)}, {value.dtype}, on {value.device}"
+    if type(value) is int:
+        value = operator.index(value)  # a number where torch.compile traces a symbol
+    return f"{value!r:.200}"
+
+
+def untraced(reason: str) -> Callable[[Call], Call]:
     """A decorator: torch.compile compiles neither the function nor those that it calls.
 
     A call is one break in the graph; with fullgraph=True the error gives the reason. It is the same
     as torch.compiler.disable, without the import of torch._dynamo, where torch has the means.
     """
 
-    def decorate(function: F) -> F:
+    def decorate(function: Call) -> Call:
         frames: Any = torch._C._dynamo.eval_frame
         if not hasattr(frames, "set_code_exec_strategy"):
             return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return,no-untyped-call]
@@ -38,14 +87,6 @@ def untraced(reason: str) -> Callable[[F], F]:
         return function
 
     return decorate
-
-
-# The same as torch.compiler.disable, without the import of torch._dynamo: torch.compile leaves the
-# error to Python, or reports this reason where it cannot.
-refuse._torchdynamo_disable = True  # type: ignore[attr-defined]
-refuse._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "an argument of a flashgen operator is wrong; without torch.compile, the error names it"
-)
 
 
 def refuse_jit_trace() -> None:
@@ -60,7 +101,15 @@ def refuse_jit_trace() -> None:
 
 
 def check_dense(name: str, value: torch.Tensor) -> None:
-    """Raises InputError for a nested, sparse or quantized tensor."""
+    """Raises InputError for a nested, sparse, quantized or distributed tensor."""
+    if type(value).__name__ == "DTensor":  # without its import, which is slow
+        refuse(
+            f"{name} is a DTensor",
+            f"argument {name}",
+            f"shape {shape_of(value)} over the ranks of a device mesh",
+            f"{name}.to_local(), the part of this rank: it is attended to as it is; "
+            "flashgen.distributed.attention computes a sequence that is divided over ranks",
+        )
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         refuse(
             f"{name} is not an ordinary dense tensor",

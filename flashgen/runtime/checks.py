@@ -14,7 +14,7 @@ from flashgen.call import CallOptions, CheckedCall, Operands, OutputGradients
 from flashgen.dtypes import COUNT_LIMIT, INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
 from flashgen.runtime.block_layouts import check_layout, check_lists
 from flashgen.runtime.captured_tensors import check_captured, check_captured_sizes, check_positions
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.runtime.check_basics import check_dense, known, refuse, shape_of
 from flashgen.runtime.number_arguments import (
     check_dropout_positions,
     dropout_of,
@@ -37,7 +37,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     q, k, v, captured, rng = operands
     by_name = {"q": q, "k": k, "v": v}
     for name, value in by_name.items():
-        _check_kind(signature, name, value)
+        _check_kind(signature, name, value, q)
         _check_memory(name, value)
     _check_together(signature, q, k, v)
     for name, value in by_name.items():
@@ -83,7 +83,7 @@ def check_traced(signature: CallSignature, operands: Operands, heads: int | None
     """
     q, k, v, captured, _ = operands
     for name, value in (("q", q), ("k", k), ("v", v)):
-        _check_kind(signature, name, value)
+        _check_kind(signature, name, value, q)
     _check_together(signature, q, k, v)
     if captured:
         check_captured_sizes(signature, captured, q, k, heads)
@@ -147,18 +147,25 @@ def check_gradients(q: Tensor, v: Tensor, gradients: OutputGradients) -> None:
                 f"a tensor of shape {wanted}",
             )
         dense = tensor.layout == torch.strided and not tensor.is_nested
-        shape_of = tuple(tensor.shape) if dense else None
-        if shape_of != wanted or tensor.dtype != dtype or tensor.device != q.device:
+        given = tuple(tensor.shape) if dense else None
+        if given != wanted or tensor.dtype != dtype or tensor.device != q.device:
             refuse(
                 f"{name} does not belong to q, k and v",
                 f"argument {name}",
-                f"shape {shape_of or tensor.layout}, {tensor.dtype}, on {tensor.device}; "
+                f"shape {given or tensor.layout}, {tensor.dtype}, on {tensor.device}; "
                 f"expected {wanted}, {dtype}, on {q.device}",
                 "out and lse of the forward call, and gradients of the same shapes",
             )
 
 
-def _check_kind(signature: CallSignature, name: str, value: object) -> None:
+def _check_kind(signature: CallSignature, name: str, value: object, q: Tensor) -> None:
+    if value is None:
+        refuse(
+            f"{name} is missing",
+            f"argument {name}",
+            "an operator takes q, k and v",
+            "op(q, k, v); op(q, q, q) for self-attention without projections",
+        )
     if not isinstance(value, Tensor):
         refuse(
             f"{name} is not a torch tensor",
@@ -167,24 +174,33 @@ def _check_kind(signature: CallSignature, name: str, value: object) -> None:
             "torch.as_tensor(...)",
         )
     check_dense(name, value)
-    shape = tuple(value.shape)
     if value.dim() != 4:
         axes = "[batch, heads, seq, head_dim]"
         refuse(
             f"{name} has {value.dim()} dimensions, not 4",
             f"argument {name}",
-            f"shape {shape}; expected {axes}",
+            f"shape {shape_of(value)}; expected {axes}",
             f"{name}.unsqueeze(0) for a missing batch; q.unflatten(2, (heads, -1)).transpose(1, 2) "
             "for [batch, seq, heads * head_dim]",
         )
-    if _short(value.dtype) != signature.dtype:
-        way_out = f"{name}.to(torch.{signature.dtype})"
+    if name != "q":
+        if value.dtype != q.dtype:
+            refuse(
+                f"{name} does not have the dtype of q",
+                f"argument {name}",
+                f"{name} is {value.dtype}; q is {q.dtype}",
+                f"{name}.to({q.dtype})",
+            )
+        return
+    accepted = OPERAND_DTYPES if signature.dtype is None else (signature.dtype,)
+    if _short(value.dtype) not in accepted:
+        way_out = f"q.to(torch.{accepted[0]})"
         if _short(value.dtype) in OPERAND_DTYPES:
             way_out += f", or a spec with dtype={_short(value.dtype)!r}"
         refuse(
-            f"{name} does not have the dtype of the spec",
-            f"argument {name}",
-            f"{name} is {value.dtype}; spec {signature.name} is for torch.{signature.dtype}",
+            "q does not have the dtype of the spec",
+            "argument q",
+            f"q is {value.dtype}; spec {signature.name} is for {', '.join(accepted)}",
             way_out,
         )
 
@@ -198,7 +214,7 @@ def _check_memory(name: str, value: Tensor) -> None:
         refuse(
             f"{name} has no data: it is a meta tensor",
             f"argument {name}",
-            f"shape {tuple(value.shape)}, device {value.device}",
+            f"shape {shape_of(value)}, device {value.device}",
             "tensors on the CPU or on a CUDA device",
         )
     if value.device.type not in ("cpu", "cuda"):
@@ -212,7 +228,7 @@ def _check_memory(name: str, value: Tensor) -> None:
         refuse(
             f"the last dimension of {name} is not contiguous",
             f"argument {name}",
-            f"shape {tuple(value.shape)}, strides {value.stride()}; expected a last stride of 1",
+            f"shape {shape_of(value)}, strides {value.stride()}; expected a last stride of 1",
             f"{name}.contiguous()",
         )
 
@@ -221,7 +237,7 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
     """Compares the operands. Sizes may be symbols; an undecidable comparison passes."""
 
     def shapes() -> str:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        return f"q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
 
     if not q.device == k.device == v.device:
         refuse(
@@ -238,17 +254,21 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
                 f"the last dimension of {name} is not the spec's {option}",
                 f"argument {name}",
                 f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
-                f"spec.replace({option}={tensor.shape[3]})",
+                f"spec.replace({option}={shape_of(tensor)[3]})",
             )
     if signature.paged:
         check_caches(k, v)
     for name, tensor in () if signature.paged else (("k", k), ("v", v)):
         if known(tensor.shape[0] != q.shape[0]):
+            of_q, of_k = shape_of(q)[0], shape_of(tensor)[0]
+            narrow, entries = ("q", of_k) if of_q == 1 else (name, of_q)
             refuse(
                 f"{name} does not have the batch of q",
                 f"argument {name}",
                 shapes(),
-                f"{name}.expand({q.shape[0]}, -1, -1, -1) to share one entry; it copies nothing",
+                f"{narrow}.expand({entries}, -1, -1, -1) to share one entry; it copies nothing"
+                if 1 in (of_q, of_k)
+                else "q, k and v with the same number of batch entries",
             )
     for axis, what in ((1, "number of heads"), (2, "length")):
         if known(k.shape[axis] != v.shape[axis]):
@@ -264,7 +284,7 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
         refuse(
             "the heads of q cannot be divided among the heads of k and v",
             "argument q",
-            f"{heads_q} heads in q, {heads_kv} in k and v; {shapes()}",
+            f"{shape_of(q)[1]} heads in q, {shape_of(k)[1]} in k and v; {shapes()}",
             "a number of query heads that is a multiple of the number of key heads",
         )
 
@@ -282,7 +302,7 @@ def _check_limits(name: str, tensor: Tensor) -> None:
             refuse(
                 f"the {what} of {name} is larger than kernels support",
                 f"argument {name}",
-                f"shape {tuple(tensor.shape)}; at most {limit:,}",
+                f"shape {shape_of(tensor)}; at most {limit:,}",
                 "several calls, each with a part of it",
             )
     row_bytes = tensor.stride(2) * tensor.element_size()

@@ -86,6 +86,7 @@ class PreparedForward(PreparedCall):
         # from them, in half of the time that torch.empty needs to read a shape.
         batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
         shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
+        assert self.signature.out_dtype is not None, "that of a call"
         dtype = getattr(torch, self.signature.out_dtype)
         self._out_model = q.new_empty((), dtype=dtype).expand(shape)
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
@@ -105,6 +106,8 @@ class PreparedForward(PreparedCall):
             return self._without_scores(q, captured)
         rng = rng.contiguous() if self.drops and rng is not None else None
         by_name = self._named(captured, k) if captured or self._layout else {}
+        if captured and not self._reads_inside:
+            self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
         out = torch.empty_like(self._out_model)
@@ -312,7 +315,7 @@ def prepare(
         InputError: an argument is wrong.
         PlanError: the generation of the GPU is not supported.
     """
-    program = program_of(spec)
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
     call = check(program.signature, operands, options)
     target = program.target(options.backend, options.arch, operands.q.device)
     if launch.blocks is not None and target.backend == "tiled":

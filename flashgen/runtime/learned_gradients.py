@@ -78,6 +78,7 @@ class FloatSums(LearnedGradients):
     """Float sums to which kernels add in the order in which their blocks run."""
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
+        assert signature.dtype is not None, "that of a call"
         itemsize = bytes_of_sums(getattr(torch, signature.dtype).itemsize)
         super().__init__(signature, captured, {4: torch.float32, 8: torch.float64}[itemsize])
 

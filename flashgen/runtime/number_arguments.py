@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 
-from flashgen.call import CallOptions, CheckedCall
+from flashgen.call import CheckedCall
 from flashgen.dropout import BLOCK, kept_levels
-from flashgen.dtypes import FLOAT32_MAX, POSITION_LIMIT, SCALAR_DTYPES, SCALAR_LIMIT, Number
-from flashgen.runtime.check_basics import refuse
+from flashgen.dtypes import (
+    FLOAT32_MAX,
+    POSITION_LIMIT,
+    SCALAR_DTYPES,
+    SCALAR_LIMIT,
+    Number,
+)
+from flashgen.runtime.check_basics import refuse, runs_while_traced, shown
 from flashgen.signature import (
-    LAYOUT_LISTS,
     OFFSETS,
-    SPLIT,
-    WHOLE,
     CallSignature,
     ScalarArgument,
-    TensorArgument,
 )
 
 if TYPE_CHECKING:
     from flashgen.language import Scalar
 
 Tensor = torch.Tensor
-
-_OPTIONS = (
-    *(name for name in CallOptions._fields if name != "scalars"),
-    "rng",
-    "return_lse",
-    "h_offset",
-    "split_size",
-    "whole",
-)
-"""The arguments of every operator that are no operands and no captures."""
-
-_KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
 
 
 def offset_of(name: str, value: object, length: int) -> int:
@@ -57,7 +45,7 @@ def offset_of(name: str, value: object, length: int) -> int:
         refuse(
             f"{name} is not a whole number",
             f"argument {name}",
-            f"given {value!r}",
+            f"given {shown(value)}",
             f"a Python int, the global position of the first row: {name}=0; or a tensor of int32 "
             "or int64 with one for each batch entry",
         )
@@ -86,55 +74,10 @@ def scale_of(signature: CallSignature, given: object) -> float:
         refuse(
             "scale is not a positive, finite number",
             "argument scale",
-            f"given {value!r}; a float32 above 0",
+            f"given {shown(value)}; a float32 above 0",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
     return float(value)  # type: ignore[arg-type]
-
-
-def check_names(
-    signature: CallSignature,
-    given: Mapping[str, object],
-    captures: Sequence[ScalarArgument | TensorArgument] | None = None,
-) -> None:
-    """Raises InputError unless ``given`` has the names of ``captures``, each once.
-
-    Args:
-        captures: the captures of the signature to check; all tensors and scalars when None.
-    """
-    if captures is None:
-        captures = (*signature.tensors, *signature.scalars)
-    kinds = {capture.name: _KINDS[type(capture)] for capture in captures}
-    missing = [name for name in kinds if name not in given]
-    extra = [name for name in given if name not in kinds]
-    if missing or extra:
-        accepted = sorted(set(kinds.values())) or ["scalar"]
-        unknown = f"is not a {' or '.join(accepted)} of the spec"
-        meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
-        misspelled = next((name for name in extra if meant[name]), None)
-        computed = (*WHOLE, SPLIT, *(LAYOUT_LISTS if signature.block_sparse is not None else ()))
-        expected = [name for name in kinds if name not in computed]
-        call = "".join(f", {name}=..." for name in expected)
-        if misspelled is not None:
-            what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
-        elif missing:
-            what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
-        else:
-            what = f"{extra[0]!r} {unknown}"
-        refuse(
-            what,
-            f"argument {misspelled or (missing or extra)[0]}",
-            f"spec {signature.name} takes: {', '.join(expected) or 'none'}; "
-            f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
-            f"op(q, k, v{call})"
-            if misspelled is None
-            else f"{meant[misspelled]}=... instead of {misspelled}=...",
-        )
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that a misspelled one is meant to be, if any."""
-    return next(iter(difflib.get_close_matches(name, names, 1)), None)
 
 
 def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
@@ -158,7 +101,7 @@ def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
         refuse(
             f"the scalar {scalar.name!r} cannot take this value",
             f"argument {scalar.name}",
-            f"given {given!r}; {scalar.dtype}: {dtype.accepted}",
+            f"given {shown(given)}; {scalar.dtype}: {dtype.accepted}",
             way_out,
         )
     if scalar.minimum is not None and value < scalar.minimum:
@@ -242,20 +185,21 @@ def probability_of(p: object) -> float:
     """
     if type(p) is not float:
         if isinstance(p, Tensor):
-            p = _number_in(p)
+            p = number_in("dropout_p", p)
         if hasattr(p, "__float__") and not isinstance(p, bool | np.bool_):
             p = float(p)
     kept_levels(p)  # type: ignore[arg-type]
     return p  # type: ignore[return-value]
 
 
-def _number_in(p: Tensor) -> object:
-    if p.dim() == 0 and p.device.type == "cpu" and p.is_floating_point():
-        return p.item()
+def number_in(name: str, value: Tensor) -> float:
+    """The number in a float tensor of no dimensions on the CPU."""
+    if value.dim() == 0 and value.device.type == "cpu" and value.is_floating_point():
+        return float(value)
     refuse(
-        "dropout_p is not a number",
-        "argument dropout_p",
-        f"given a tensor of shape {tuple(p.shape)}, {p.dtype}, on {p.device}",
+        f"{name} is not a number",
+        f"argument {name}",
+        f"given {shown(value)}",
         "a Python number, or a floating-point tensor of no dimensions on the CPU",
     )
 
@@ -271,8 +215,7 @@ def check_rng(rng: object, device: torch.device) -> None:
         refuse(
             "rng is not the seed and offset of dropout",
             "argument rng",
-            f"shape {tuple(rng.shape)}, {rng.dtype}, on {rng.device}; expected shape (2,), "
-            f"torch.int64, on {device}",
+            f"given {shown(rng)}; expected shape (2,), torch.int64, on {device}",
             way_out,
         )
 
@@ -298,9 +241,12 @@ def refuse_return_lse(given: object) -> NoReturn:
     refuse(
         "return_lse is neither True nor False",
         "argument return_lse",
-        f"given {given!r}",
+        f"given {shown(given)}",
         "return_lse=True for a tuple (out, lse)",
     )
+
+
+check_probability = runs_while_traced(probability_of)
 
 
 def settled(deterministic: bool | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashgen.call import CheckedCall
-from flashgen.runtime.check_basics import refuse
+from flashgen.runtime.check_basics import refuse, shape_of
 from flashgen.runtime.number_arguments import offset_of
 from flashgen.signature import OFFSETS, PAGE_NAMES, CallSignature
 
@@ -49,7 +49,7 @@ def _checked(name: str, offset: Tensor) -> Tensor:
         refuse(
             f"{name} is not one whole number, or one for each batch entry",
             f"argument {name}",
-            f"shape {tuple(offset.shape)}, {offset.dtype}; expected shape () or (batch,), "
+            f"shape {shape_of(offset)}, {offset.dtype}; expected shape () or (batch,), "
             "torch.int32 or torch.int64",
             f"{name}.to(torch.int32)" if offset.dim() < 2 else f"{name}.flatten()",
         )

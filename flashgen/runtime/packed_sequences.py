@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashgen.runtime.check_basics import known, refuse
+from flashgen.runtime.check_basics import known, refuse, shape_of
 from flashgen.signature import BOUNDARIES, CallSignature
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
         refuse(
             "packed sequences are stored one after another in one batch entry",
             "argument q",
-            f"q {tuple(q.shape)}; spec {signature.name} has packed=True, or cu_seqlens_q is given",
+            f"q {shape_of(q)}; spec {signature.name} has packed=True, or cu_seqlens_q is given",
             "q.transpose(0, 1)[None] of q [total, heads, head_dim], and k and v likewise",
         )
     ends = given(signature, captured, signature.boundaries)

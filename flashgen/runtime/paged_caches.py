@@ -13,7 +13,7 @@ import torch
 
 from flashgen.call import CheckedCall
 from flashgen.dtypes import POSITION_LIMIT
-from flashgen.runtime.check_basics import known, refuse
+from flashgen.runtime.check_basics import known, refuse, shape_of
 from flashgen.runtime.fast_division import multiplier_of
 from flashgen.runtime.packed_sequences import given
 from flashgen.signature import PAGE_NAMES, SPLIT, CallSignature
@@ -34,14 +34,14 @@ def check_caches(k: Tensor, v: Tensor) -> None:
         refuse(
             "k and v have different numbers of pages",
             "argument v",
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}",
+            f"k {shape_of(k)}, v {shape_of(v)}",
             "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
         )
     if known(k.shape[2] == 0):
         refuse(
             "a page holds no keys",
             "argument k",
-            f"shape {tuple(k.shape)}: [pages, heads_kv, page_size, head_dim]",
+            f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
             "pages of at least one slot",
         )
 
@@ -61,7 +61,7 @@ def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) ->
             refuse(
                 f"{name} is not for the sequences of q",
                 f"argument {name}",
-                f"shape {tuple(tensor.shape)}; {sequences} sequences",
+                f"shape {shape_of(tensor)}; {sequences} sequences",
                 "a row of the page table and a length for each batch entry of q, or for each "
                 "sequence of cu_seqlens_q",
             )

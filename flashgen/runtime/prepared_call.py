@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flashgen import config
 from flashgen.call import CheckedCall, LaunchOptions
+from flashgen.paged import contiguous_call
 from flashgen.runtime.backends import DEFAULT_ARCH, Target
 from flashgen.runtime.block_layouts import static_layout
 from flashgen.runtime.captured_tensors import named
@@ -54,6 +56,7 @@ class PreparedCall:
         self.launch = launch
         self._layout = static_layout(self.signature, call, target.device)
         self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
+        self._reads_inside = False  # whether no later call can read outside of a tensor
         self._built = 0.0  # seconds of building kernels for the call that runs
 
     @property
@@ -67,6 +70,33 @@ class PreparedCall:
         by_name = named(self.signature, captured)
         check_contents(self.signature, by_name, self.call, k)
         return by_name | self._layout
+
+    def _check_reads(self, q: Tensor, k: Tensor, v: Tensor, captured: Mapping[str, Tensor]) -> None:
+        """Refuses a call whose mods use an element outside of a captured tensor.
+
+        On a GPU this waits for the device, and is done where FLASHGEN_CHECK_READS asks for it.
+        """
+        wanted = config.check_reads()
+        if not (self.target.backend != "gpu" if wanted is None else wanted):
+            return
+        if not isinstance(self.program, SpecProgram):
+            self._reads_inside = True  # an export has no expressions
+            return
+        from flashgen.cpu.reads import check_reads, reads_of
+
+        spec, call = self.spec, self.call
+        if reads_of(spec):
+            captured = {name: tensor.cpu() for name, tensor in captured.items()}
+            if self.signature.paged:
+                from flashgen.language.signature import contiguous
+
+                spec = contiguous(spec)
+                q, k, _, captured = contiguous_call(q.cpu(), k.cpu(), v.cpu(), captured)
+            sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+            offsets = call.q_offset, call.k_offset
+            if not check_reads(spec, sizes, offsets, call.scalars, captured):
+                return
+        self._reads_inside = True
 
     def _tuned(self, which: str) -> LaunchOptions:
         """The options of the launch, on a GPU with the tuned tiles of this pass."""

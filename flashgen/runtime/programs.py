@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from flashgen.call import CallRanges, CheckedCall, LaunchOptions
+from flashgen.dtypes import OPERAND_DTYPES
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import heads_of_call
 from flashgen.runtime.tuned_tiles import remembered
@@ -68,7 +69,7 @@ class Variant(NamedTuple):
     """What makes a call one of a variant of its spec, in constants of a traced graph.
 
     Attributes:
-        dtype: the dtype of autocast; None outside of it.
+        dtype: the dtype of autocast; None outside of it, and where the spec has no dtype.
         offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
         part: the names of the scalars of a call on a part of a whole, or with split keys.
         packs: whether a call with a paged cache has packed queries.
@@ -96,6 +97,10 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         """The backend, architecture and device of a call, as `target_of`."""
+
+    def of_dtype(self, dtype: object) -> Program:
+        """The program for calls whose q has this dtype, where the spec has none of its own."""
+        return self
 
     @abc.abstractmethod
     def without_dropout(self) -> Program:
@@ -163,6 +168,14 @@ class SpecProgram(Program):
 
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         return target_of(backend, arch, device)
+
+    def of_dtype(self, dtype: object) -> Program:
+        from flashgen.language.signature import with_dtype
+
+        name = str(dtype).removeprefix("torch.")
+        if self.spec.dtype is not None or name not in OPERAND_DTYPES:
+            return self
+        return program_of(with_dtype(self.spec, name))
 
     def without_dropout(self) -> Program:
         from flashgen.language.signature import without_dropout

@@ -133,6 +133,35 @@ def test_random_captures_follow_the_seed(tmp_path):
     assert 0.02 < float(one["bias"].std()) < 0.5
 
 
+READING = """
+import flashgen as fg
+table = fg.Tensor("table", ("heads", "distances"), "float32", grad=True)
+rows = fg.Tensor("rows", ("rows", 5), "float32")
+place = fg.Tensor("place", ("seq_k",), "int32")
+word = fg.Tensor("word", ("batch", "tokens"), "uint8")
+shift = fg.Scalar("shift", "int32")
+spec = fg.AttentionSpec(
+    None,
+    lambda s, b, h, q, k: s + table[h, q - k + fg.seq_k + shift] + rows[word[b, q + k], place[k]],
+    head_dim=16,
+    dtype=None,
+)
+example_scalars = {"shift": 20}
+"""
+
+
+def test_random_captures_have_an_element_for_each_index(tmp_path):
+    file = tmp_path / "reading.py"
+    file.write_text(READING)
+    result = flashgen("run", str(file), "--shape", "2,2,1,70,90", "--backend", "tiled")
+    assert "SpecError: a command needs one dtype" in result.output
+    run = ("run", str(file), "--shape", "2,2,1,70,90", "--backend", "tiled", "--dtype", "bfloat16")
+    result = flashgen(*run)
+    assert result.exit_code == 0, result.output
+    shapes = re.findall(r"^captured +(\w+ \[[^]]*\])", result.stdout, re.MULTILINE)
+    assert sorted(shapes) == ["place [90]", "rows [91, 5]", "table [2, 180]", "word [2, 159]"]
+
+
 @pytest.mark.parametrize(
     ("examples", "what"),
     [

@@ -19,7 +19,7 @@ KEEP = fg.Tensor("keep", ("seq_k",), "bool")
 BIAS = fg.Tensor("bias", ("heads", "distances"), "bfloat16", grad=True)
 SPEC = fg.AttentionSpec(
     mask_mod=lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & KEEP[k],
-    score_mod=lambda s, b, h, q, k: s + BIAS[h, q - k + 3],
+    score_mod=lambda s, b, h, q, k: s + BIAS[h, fg.clamp(q - k + 3, 0, 8)],
     head_dim=16,
     name="emulated_captures",
 )

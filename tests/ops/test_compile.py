@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch_config
 
 import flashgen as fg
 from flashgen.errors import InputError
@@ -190,25 +192,71 @@ def test_transforms_of_torch_func_compile():
         torch.testing.assert_close(compiled(q, *tensors[1:]), function(q, *tensors[1:]))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "options"),
-    one_in(
-        11,
-        [
-            (lambda q, k, v: (q, k[:1], v), {}),
-            (lambda q, k, v: (q[0], k, v), {}),
-            (lambda q, k, v: (q, k, v.half()), {}),
-            (lambda q, k, v: (q, [k], v), {}),
-            (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}),
-            (lambda q, k, v: (q, k, v), {"windw": 3}),
-            (lambda q, k, v: (q, k, v), {"q_offset": 0.5}),
-            (lambda q, k, v: (q, k, v), {"scale": -1.0}),
-            (lambda q, k, v: (q, k, v), {"dropout_p": 1.5}),
-            (lambda q, k, v: (q, k, v), {"dropout_p": 0.5, "rng": torch.tensor([1])}),
-            (lambda q, k, v: (q, k, v), {"backend": "gpu"}),
-        ],
-    ),
+CAP, ON = fg.Scalar("cap", "float32"), fg.Scalar("on", "bool")
+CAPPED = fg.attention(
+    fg.AttentionSpec(
+        lambda b, h, q, k: (q >= k) | ON,
+        lambda s, b, h, q, k: CAP * fg.tanh(s / CAP),
+        head_dim=16,
+        dtype="float32",
+        name="capped_while_compiled",
+    )
 )
+
+
+@pytest.mark.parametrize("dynamic", [None, slow(True)])
+def test_scales_and_scalars_that_are_floats_share_a_graph(dynamic):
+    def call(q, k, v, scale, cap):
+        return CAPPED(q, k, v, scale=scale, cap=cap, on=False)
+
+    compiled, counter = counting(call, dynamic=dynamic)
+    for place in range(10):
+        tensors, numbers = operands(), (0.12 + place / 10, 3.1 + place)
+        results = []
+        for function in (compiled, call):
+            out = function(*tensors, *numbers)
+            results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert counter.frame_count <= 2
+
+
+WRONG = [
+    (lambda q, k, v: (q, k[:1], v), {}),
+    (lambda q, k, v: (q[0], k, v), {}),
+    (lambda q, k, v: (q, k, v.half()), {}),
+    (lambda q, k, v: (q, [k], v), {}),
+    (lambda q, k, v: (q, k[:, :, 1:], v), {}),
+    *(
+        (lambda q, k, v: (q, k, v), options)
+        for options in (
+            {"windw": 3},
+            {"is_causal": True},
+            {"unheard_of": 3},
+            {"window": True},
+            {"q_offset": 0.5},
+            {"scale": -1.0},
+            {"scale": "small"},
+            {"scale": torch.tensor(0.5)},
+            {"dropout_p": 1.5},
+            {"dropout_p": "some"},
+            {"dropout_p": 0.5, "rng": torch.tensor([1])},
+            {"backend": "cudnn"},
+            {"arch": 80},
+            {"deterministic": "yes"},
+            {"return_lse": "yes"},
+            {"h_offset": -1},
+        )
+    ),
+]
+WHEN_RUN = [
+    (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}),
+    (lambda q, k, v: (q, k, v), {"backend": "gpu"}),
+]
+"""Mistakes that are found when the graph runs."""
+
+
+@pytest.mark.parametrize(("wrong", "options"), one_in(6, [*WRONG, *WHEN_RUN]))
 def test_wrong_input_is_the_same_error_in_a_compiled_function(wrong, options):
     given = {"window": 9, **options}
     compiled = torch.compile(lambda q, k, v: OP(q, k, v, **given), backend="eager")
@@ -216,11 +264,24 @@ def test_wrong_input_is_the_same_error_in_a_compiled_function(wrong, options):
         compiled(*wrong(*operands()))
 
 
-def test_with_fullgraph_the_error_names_the_way_out():
-    compiled, _ = counting(lambda q, k, v: OP(q, k, v, window=9))
+@pytest.mark.parametrize(("wrong", "options"), one_in(7, WRONG))
+def test_with_fullgraph_the_error_is_that_of_the_call(wrong, options):
+    given = {"window": 9, **options}
+    arguments = wrong(*operands())
+    with pytest.raises(InputError) as plain:
+        OP(*arguments, **given)
+    compiled, _ = counting(lambda q, k, v: OP(q, k, v, **given), backend="eager")
+    with pytest.raises(InputError) as traced:
+        compiled(*arguments)
+    assert (traced.value.what, traced.value.way_out) == (plain.value.what, plain.value.way_out)
+
+
+def test_with_fullgraph_and_symbols_the_error_has_the_numbers():
+    compiled, _ = counting(lambda q, k, v: OP(q, k, v, window=9), dynamic=True)
     q, k, v = operands()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="an argument of a flashgen operator"):
-        compiled(q, k[:1], v)
+    with pytest.raises(InputError, match="differ in length") as caught:
+        compiled(q, k[:, :, 1:], v)
+    assert "k (2, 2, 22, 16), v (2, 2, 23, 16)" in caught.value.numbers
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -263,6 +324,37 @@ def test_an_exported_program_serves_other_lengths(strict, training):
         mine = program.module()(*tensors)
         torch.manual_seed(seq)
         torch.testing.assert_close(mine, layer(*tensors))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", slow("inductor")])
+@pytest.mark.parametrize("budget", [slow(1.0), 0.5, slow(0.1), slow(0.01)])
+def test_both_passes_drop_the_same_elements_under_a_memory_budget(budget, backend):
+    """out is linear in v: its sum is that of dv * v where both passes drop alike."""
+    with functorch_config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+        compiled = torch.compile(
+            lambda q, k, v: OP(q.sin().exp(), k, v, dropout_p=0.5, window=30),
+            backend=backend,
+            fullgraph=True,
+        )
+        q, k, v = operands()
+        out = compiled(q, k, v)
+        (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((dv * v).sum(), out.sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_memory_budget_of_0_takes_no_random_state_made_in_the_graph():
+    def drop(q, k, v, rng=None):
+        return OP(q.sin().exp(), k, v, dropout_p=0.5, window=30, rng=rng)
+
+    backend = "aot_eager_decomp_partition"
+    with functorch_config.patch(activation_memory_budget=0, enable_autograd_cache=False):
+        compiled = torch.compile(drop, backend=backend, fullgraph=True)
+        with pytest.raises(BackendCompilerFailed, match="would drop other elements"):
+            compiled(*operands())
+        q, k, v = operands()
+        out = compiled(q, k, v, torch.tensor([3, 4]))
+        (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close((dv * v).sum(), out.sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_an_exported_program_can_be_saved(tmp_path):

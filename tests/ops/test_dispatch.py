@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,12 @@ def operands(spec, learnt=True, **sizes):
     return [tensor.requires_grad_(learnt) for tensor in case.tensors()]
 
 
+def separated(scalars):
+    """The scalars as the registered operator takes them: floats in tensors, and the others."""
+    floats = [torch.tensor(x) for x in scalars.values() if type(x) is float]
+    return floats, {name: x for name, x in scalars.items() if type(x) is not float}
+
+
 @pytest.mark.parametrize("learnt", [slow(False), True])
 @pytest.mark.parametrize("drops", [slow(False), True])
 @pytest.mark.parametrize("name", one_in(4, SPECS, first=2))
@@ -57,10 +65,11 @@ def test_opcheck_passes_all_its_tests(name, drops, learnt):
     q, k, v = operands(spec, learnt)
     state = (torch.tensor([3, 4]), torch.tensor(0.3)) if drops else ()
     operator = operator_of(spec)
-    assert passes_opcheck(operator.overload, (q, k, v, *state), **scalars)
+    floats, others = separated(scalars)
+    assert passes_opcheck(operator.overload, (q, k, v, *floats, *state), **others)
     # Layouts whose results are not contiguous.
     q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    assert passes_opcheck(operator.overload, (q, k, v[:1].expand_as(v), *state), **scalars)
+    assert passes_opcheck(operator.overload, (q, k, v[:1].expand_as(v), *floats, *state), **others)
 
 
 @pytest.mark.parametrize("with_dlse", [slow(False), True])
@@ -70,9 +79,11 @@ def test_opcheck_passes_for_the_backward_operator(name, with_dlse):
     q, k, v = operands(spec, False)
     state = (torch.tensor([3, 4]), torch.tensor(0.3)) if spec.dropout else ()
     operator = operator_of(spec)
-    out, lse = operator.overload(q, k, v, *state, **scalars)
-    given = (q, k, v, out, lse, torch.ones_like(out), lse if with_dlse else None, *state)
-    assert passes_opcheck(operator.overload_backward, given, **scalars)
+    floats, others = separated(scalars)
+    given = (q, k, v, *floats)
+    out, lse = operator.overload(*given, *state, **others)
+    given = (*given, out, lse, torch.ones_like(out), lse if with_dlse else None, *state)
+    assert passes_opcheck(operator.overload_backward, given, **others)
 
 
 def test_the_operator_has_the_name_of_its_spec():
@@ -111,13 +122,15 @@ def test_scalars_are_arguments_of_the_operator():
     spec, scalars = SPECS["scalars"]
     operator = operator_of(spec)
     text = str(operator.overload._schema)
-    for argument in ("SymInt window", "float slope", "bool flip"):
+    for argument in ("SymInt window", "Tensor slope", "bool flip"):
         assert argument in text
     q, k, v = operands(spec, False)
     with pytest.raises(RuntimeError, match="slope"):
         operator.overload(q, k, v, window=3, flip=True)
     with pytest.raises(InputError, match="cannot take this value"):
-        operator.overload(q, k, v, **{**scalars, "slope": float("nan")})
+        operator.overload(q, k, v, torch.tensor(math.nan), **separated(scalars)[1])
+    with pytest.raises(InputError, match="slope is not a number"):
+        operator.overload(q, k, v, torch.tensor([0.5]), **separated(scalars)[1])
 
 
 def test_wrong_input_of_the_registered_operator_is_refused():
@@ -133,6 +146,8 @@ def test_wrong_input_of_the_registered_operator_is_refused():
         (q, k, v, state[:1], torch.tensor(0.5)),
         (q, k, v, state, torch.tensor(1.5)),
         (q, k, v, state, torch.tensor([0.5])),
+        (q, k, v, None, None, torch.tensor(-1.0)),
+        (q, k, v, None, None, torch.tensor([0.5])),
     ):
         with pytest.raises(InputError):
             overload(*wrong)
@@ -189,7 +204,8 @@ def test_shapes_are_known_without_data():
     spec, scalars = SPECS["scalars"]
     operator = operator_of(spec)
     q, k, v = (t.to("meta") for t in operands(spec, False))
-    out, lse = operator.overload(q, k, v, **scalars)
+    floats, others = separated(scalars)
+    out, lse = operator.overload(q, k, v, *floats, **others)
     assert (out.shape, out.dtype, out.device.type) == ((2, 4, 9, 8), torch.float32, "meta")
     assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
     with torch._subclasses.FakeTensorMode() as mode:

@@ -38,11 +38,11 @@ def sloped(score, b, h, q, k):
 
 
 def by_key(score, b, h, q, k):
-    return score + table[b, k]
+    return score + table[b, fg.maximum(k, 0)]
 
 
 def by_distance(score, b, h, q, k):
-    return score + bias[q - k + 64]
+    return score + bias[fg.clamp(q - k + 64, 0, 189)]
 
 
 MODS: dict[str, tuple[Any, Any]] = {
@@ -231,7 +231,9 @@ def test_the_registered_operator_passes_the_checks_of_torch() -> None:
     dtypes = (("q_offset", "int64"), ("k_offset", "int32"))
     operator = operator_of(at_offsets(spec_of(dtype="float32"), dtypes))
     leaves = [x.requires_grad_() for x in Case(8, 9, 2, 2, 2, "float32", 16).tensors()]
-    assert passes_opcheck(operator.overload, (*leaves, AT_Q, AT_K[:1]), scale=0.5)
+    assert passes_opcheck(
+        operator.overload, (*leaves, AT_Q, AT_K[:1], None, None, torch.tensor(0.5))
+    )
 
 
 def test_vmap_takes_an_offset_of_each_sample() -> None:
@@ -253,4 +255,4 @@ def test_autocast_and_offsets_together_take_the_kernel_of_both() -> None:
 def test_a_spec_at_offsets_can_be_pickled() -> None:
     spec = at_offsets(spec_of("by_key"), (("q_offset", "int64"),))
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert operator_of(spec).numbers == ("scale", "k_offset", "backend", "arch", "deterministic")
+    assert operator_of(spec).numbers == ("k_offset", "backend", "arch", "deterministic")

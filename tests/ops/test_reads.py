@@ -1,0 +1,201 @@
+"""An index outside of a captured tensor, where its element is used, is refused on CPU tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.errors import FlashgenError, InputError
+from flashgen.runtime.prepared_call import PreparedCall
+from tests.support.tiers import slow
+
+LINE, OTHER = fg.Tensor("line", ("n",)), fg.Tensor("other", ("n",))
+FLAG, PLACE = fg.Tensor("flag", ("m",), "int32"), fg.Tensor("place", ("seq_q",), "int32")
+PAIR, ONE = fg.Tensor("pair", (2,)), fg.Tensor("one", (1,))
+TABLE = fg.Tensor("table", ("heads", "n"), grad=True)
+BATCH, HEADS, SEQ = 2, 2, 6
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def operator(mask, score, **options):
+    options = {"head_dim": 16, "dtype": "float32", "name": "reads"} | options
+    return fg.attention(fg.AttentionSpec(mask, score, **options))
+
+
+def operands(seq=SEQ, batch=BATCH):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, HEADS, seq, 16, generator=generator) for _ in range(3)]
+
+
+def given_to(op, length):
+    """Tensors for all captures: ``line`` and its like have this length."""
+    known = {
+        "line": torch.ones(length),
+        "other": torch.ones(length),
+        "flag": torch.ones(length, dtype=torch.int32),
+        "place": torch.arange(1, SEQ + 1).int(),
+        "pair": torch.ones(2),
+        "one": torch.ones(1),
+        "table": torch.ones(HEADS, length),
+    }
+    return {tensor.name: known[tensor.name] for tensor in op.spec.tensors if tensor.name in known}
+
+
+def large(q, k):
+    total = q - k
+    for _ in range(60):
+        total = fg.minimum(total * 3 - k, total + q)
+    return total * 0 + q - k
+
+
+# The mask, the score, and the shortest length with which no read is outside; None if there is none.
+CASES = {
+    "everywhere": (None, lambda s, b, h, q, k: s + LINE[q], SEQ),
+    "negative": (None, lambda s, b, h, q, k: s + LINE[q - k], None),
+    "removed by the mask": (causal, lambda s, b, h, q, k: s + LINE[q - k], SEQ),
+    "some removed": (lambda b, h, q, k: q >= k - 1, lambda s, b, h, q, k: s + LINE[q - k], None),
+    "in a branch": (None, lambda s, b, h, q, k: fg.where(q > k, s + LINE[q - k], s), SEQ),
+    "in the last branch": (None, lambda s, b, h, q, k: fg.where(q <= k, s, s + LINE[q - k]), SEQ),
+    "in the wrong branch": (None, lambda s, b, h, q, k: fg.where(q > k, s, s + LINE[q - k]), None),
+    "in a branch of the score": (
+        None,
+        lambda s, b, h, q, k: fg.where(s > 0, s + LINE[q + 1], s),
+        SEQ + 1,
+    ),
+    "in a removed score": (
+        None,
+        lambda s, b, h, q, k: fg.where(q >= k, s + LINE[q - k], -math.inf),
+        SEQ,
+    ),
+    "beside a condition": (lambda b, h, q, k: (q >= k) & (FLAG[q - k] > 0), None, SEQ),
+    "beside a true one": (lambda b, h, q, k: (q >= k) | (FLAG[k - q] > 0), None, SEQ),
+    "beside a wrong one": (lambda b, h, q, k: (q < k) | (FLAG[k - q] > 0), None, None),
+    "beside a read": (
+        lambda b, h, q, k: (FLAG[q + 1] > 0) & (FLAG[k + 1] > 3),
+        None,
+        SEQ + 1,
+    ),
+    "under a not": (lambda b, h, q, k: ~((q < k) | (FLAG[q - k] == 0)), None, SEQ),
+    "by an element": (causal, lambda s, b, h, q, k: s + LINE[PLACE[q]], SEQ + 1),
+    "an index of an index": (None, lambda s, b, h, q, k: s + LINE[FLAG[k - 1]], None),
+    "of floats": (None, lambda s, b, h, q, k: s + LINE[fg.floor(fg.exp(q * 0.2))], 3),
+    "of a number": (None, lambda s, b, h, q, k: s + PAIR[b + h], None),
+    "of a number, 1": (None, lambda s, b, h, q, k: s + ONE[h], None),
+    "of two dimensions": (causal, lambda s, b, h, q, k: s + TABLE[h, k + 1], SEQ + 1),
+    "of a large expression": (causal, lambda s, b, h, q, k: s + LINE[large(q, k)], SEQ),
+}
+
+
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
+@pytest.mark.parametrize("name", CASES)
+def test_a_read_outside_is_refused_where_its_element_is_used(name, backend):
+    mask, score, shortest = CASES[name]
+    op = operator(mask, score)
+    if shortest is not None:
+        op(*operands(), **given_to(op, shortest), backend=backend)
+    too_short = given_to(op, 2 * SEQ if shortest is None else shortest - 1)
+    for _ in range(2):
+        with pytest.raises(InputError, match="uses an element outside of the captured tensor"):
+            op(*operands(), **too_short, backend=backend)
+    if mask is None and not name.startswith("of a number"):  # a named length of 1 is broadcast
+        op(*operands(), **given_to(op, 1), backend=backend)
+
+
+def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
+    op = operator(None, lambda s, b, h, q, k: s + TABLE[h, q - k + 3])
+    with pytest.raises(InputError) as caught:
+        op(*operands(), table=torch.ones(2, 9))
+    error = caught.value
+    assert error.what == "score_mod uses an element outside of the captured tensor 'table'"
+    assert "test_reads.py:" in error.where
+    assert "table[h, q - k + 3]" in error.where
+    wanted = "index -1 of dimension 1 (n), whose length is 9, at b=0, h=0, q=0, k=4"
+    assert error.numbers == wanted
+    text = error.way_out.partition(" for the nearest")[0]
+    assert text == "table[h, fg.clamp(q - k + 3, 0, 8)]"
+    mended = operator(None, eval(f"lambda s, b, h, q, k: s + {text}", {"table": TABLE, "fg": fg}))
+    mended(*operands(), table=torch.ones(2, 9))
+
+
+def test_positions_are_those_of_offsets_sequences_and_pages():
+    distance = operator(causal, lambda s, b, h, q, k: s + LINE[q - k])
+    given = {"line": torch.ones(SEQ)}
+    distance(*operands(), **given, q_offset=-1)
+    for offset in (1, torch.tensor([0, 1])):
+        with pytest.raises(InputError, match="outside"):
+            distance(*operands(), **given, q_offset=offset)
+    packed = operator(causal, lambda s, b, h, q, k: s + LINE[q - k] * PAIR[b], packed=True)
+    qkv = operands(batch=1)
+    for ends in ([0, 3, 6], [0, 2, 5]):
+        ends = torch.tensor(ends, dtype=torch.int32)
+        call = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "pair": torch.ones(2)}
+        packed(*qkv, line=torch.ones(3), **call)
+        with pytest.raises(InputError, match="'line'"):
+            packed(*qkv, line=torch.ones(2), **call)
+    ends = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    call = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "pair": torch.ones(2)}
+    with pytest.raises(InputError, match="'pair'"):
+        packed(*qkv, line=torch.ones(3), **call)
+    paged = operator(causal, lambda s, b, h, q, k: s + LINE[k], paged=True)
+    caches = [torch.randn(3, HEADS, 16, 16) for _ in range(2)]
+    pages = {"page_table": torch.tensor([[0, 1]]).int(), "cache_seqlens": torch.tensor([20]).int()}
+    q = operands(batch=1)[0]
+    paged(q, *caches, **pages, line=torch.ones(20))
+    with pytest.raises(InputError, match="outside"):
+        paged(q, *caches, **pages, line=torch.ones(19))
+
+
+def test_a_block_layout_removes_reads_too():
+    layout = fg.BlockSparse(lambda i, j: i == j, block_q=16, block_k=16)
+    op = operator(None, lambda s, b, h, q, k: s + LINE[q - k + 15], block_sparse=layout)
+    op(*operands(40), line=torch.ones(31))
+    with pytest.raises(InputError, match="outside"):
+        op(*operands(40), line=torch.ones(30))
+
+
+def test_new_contents_are_checked_and_right_calls_are_checked_once(monkeypatch):
+    op = operator(causal, lambda s, b, h, q, k: s + LINE[PLACE[q]])
+    given = given_to(op, SEQ + 1)
+    op(*operands(), **given)
+    given["place"][2] = 7
+    with pytest.raises(InputError, match="index 7"):
+        op(*operands(), **given)
+    checked = []
+    check = PreparedCall._check_reads
+    monkeypatch.setattr(
+        PreparedCall, "_check_reads", lambda *given: (checked.append(1), check(*given))
+    )
+    op = operator(causal, lambda s, b, h, q, k: s + LINE[q - k] + OTHER[k])
+    for _ in range(3):
+        op(*operands(), **given_to(op, SEQ))
+    assert len(checked) == 1
+
+
+def test_gradients_and_compiled_calls_are_refused_too():
+    op = operator(causal, lambda s, b, h, q, k: s + TABLE[h, q - k])
+    given = {"table": torch.ones(2, SEQ - 1, requires_grad=True)}
+    with pytest.raises(InputError, match="outside"):
+        op(*operands(), **given)
+    compiled = torch.compile(op, backend="eager", fullgraph=True)
+    with pytest.raises(InputError, match="outside"):
+        compiled(*operands(), **given)
+
+
+def test_on_a_gpu_the_environment_decides(gpu, monkeypatch):
+    op = operator(causal, lambda s, b, h, q, k: s + LINE[q - k], dtype="float16")
+    qkv, given = [x.half() for x in operands()], {"line": torch.ones(SEQ - 1)}
+    op(*qkv, **given, backend="gpu")  # clamped
+    monkeypatch.setenv("FLASHGEN_CHECK_READS", "1")
+    with pytest.raises(InputError, match="outside"):
+        op(*qkv, **given, backend="gpu")
+    monkeypatch.setenv("FLASHGEN_CHECK_READS", "0")
+    op(*qkv, **given)
+    monkeypatch.setenv("FLASHGEN_CHECK_READS", "yes")
+    with pytest.raises(FlashgenError, match="FLASHGEN_CHECK_READS"):
+        op(*qkv, **given)
