@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import NAMED_BARRIERS
+from flashgen.emulator.errors import DeadlockError
 from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
@@ -23,6 +25,7 @@ class Barriers:
         self.machine = machine
         self.arrived = np.zeros((blocks, 16), np.int64)  # threads
         self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
+        self.latest = np.zeros((blocks, 16, 2), np.int64)  # the last arrival: warp, instruction
         self.votes: dict[tuple[int, int], list[Array]] = {}
 
     def arrive(
@@ -52,6 +55,8 @@ class Barriers:
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(cohort, blocks, ids, counts, pc)
         self.expected[blocks, ids] = counts
+        self.latest[blocks, ids] = np.stack([cohort.rows, np.full(cohort.n, pc)], axis=1)
+        self._demand_room(blocks, ids)
         if m.shared_races:
             m.shared_races.synchronise_lanes(cohort, None)
             m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
@@ -122,6 +127,42 @@ class Barriers:
                     "(-1: all threads of the block)",
                     "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
+
+    def _demand_room(self, blocks: Array, ids: Array) -> None:
+        """Checks that no more threads have arrived together than a barrier counts."""
+        m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
+        above = (expected > 0) & (arrived > expected)
+        if above.any():
+            which = int(np.argmax(above))
+            row, pc = self.latest[blocks[which], ids[which]].tolist()
+            raise EmulatorError(
+                "more threads arrive at a barrier than it counts: which of them it lets pass "
+                "together depends on their order",
+                where=m.place(row, None, pc),
+                numbers=f"barrier {ids[which]}: {arrived[which]} of {expected[which]} threads",
+                way_out="count all threads that use the barrier together, or use several barriers",
+            )
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: every arrival must have been needed.
+
+        Raises:
+            DeadlockError: threads have arrived at a barrier that never completed.
+        """
+        m = self.machine
+        left = self.arrived > 0
+        if not m.check or "barrier_left_incomplete" in m.allow or not left.any():
+            return
+        block, barrier = (int(i) for i in np.argwhere(left)[0])
+        row, pc = self.latest[block, barrier].tolist()
+        raise DeadlockError(
+            "a block ends while threads have arrived at a barrier that never completes",
+            where=m.place(row, None, pc),
+            numbers=f"barrier {barrier}: {self.arrived[block, barrier]} of "
+            f"{self.expected[block, barrier]} threads have arrived",
+            way_out="let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier "
+            "counts" + way_out("barrier_left_incomplete"),
+        )
 
     def after_exit(self, blocks: Array) -> None:
         """Releases barriers of all threads of a block that waited for exited warps only."""

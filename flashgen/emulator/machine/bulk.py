@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.copy_sources import CopySource
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
@@ -266,6 +267,8 @@ class BulkCopies:
         if races is None or t.box.unit < CHUNK_BYTES:
             return  # a vector of the shadow may contain bytes of two boxes
         some, offsets, size = t.in_global()
+        if len(some) and kind == READ:
+            t.source = CopySource(self.machine.memory.touched, offsets, size, t.pc)
         if len(some):
             access = (races.read, races.write, races.atomic)[kind]
             access(t.issued.some(some), offsets, size, t.pc, None)

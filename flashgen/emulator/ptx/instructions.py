@@ -53,6 +53,8 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
+# All lanes of a warp, of which none has exited, execute these together (.aligned).
+_WHOLE_WARP = frozenset(("ldmatrix", "stmatrix", "mma", "wmma", "movmatrix"))
 _EXCHANGES = frozenset(("shfl", "vote", "match", "redux"))
 _SYNCHRONISE = _EXCHANGES | {"elect", "wgmma", "setmaxnreg"}
 _ACCESSES = frozenset(
@@ -82,6 +84,11 @@ def accumulates(ins: Instruction) -> bool:
 
 def is_barrier(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" not in ins.mods
+
+
+def is_wait(ins: Instruction) -> bool:
+    """Whether it tests or waits for a phase of an mbarrier."""
+    return ins.op == "mbarrier" and bool({"try_wait", "test_wait"}.intersection(ins.mods))
 
 
 def may_block(ins: Instruction) -> bool:
@@ -114,6 +121,11 @@ def is_warp_wide(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" in ins.mods
 
 
+def needs_whole_warp(ins: Instruction) -> bool:
+    """Whether it is undefined if a lane of the warp is missing or has exited."""
+    return ins.op in _WHOLE_WARP or (ins.op == "tensormap" and "cp_fenceproxy" in ins.mods)
+
+
 def registers_in(operand: Operand) -> list[int]:
     """Numbers of all registers of an operand."""
     if isinstance(operand, Reg):
@@ -128,6 +140,14 @@ def registers_in(operand: Operand) -> list[int]:
     if isinstance(operand, (Vec, Group)):
         return [r for item in operand.items for r in registers_in(item)]
     return []
+
+
+def mask_of(registers: list[int]) -> int:
+    """A bit mask of registers."""
+    mask = 0
+    for register in registers:
+        mask |= 1 << register
+    return mask
 
 
 def as_immediate(operand: Operand) -> int | None:

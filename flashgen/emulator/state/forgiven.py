@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 FORGIVEN = {
+    "barrier_left_incomplete": "threads arrive (bar.arrive) at a barrier that never completes",
     "cp_async_proxy": "wgmma or a bulk copy reads what cp.async wrote, without a proxy fence",
     "exit_before_bulk_store": "a block ends while a bulk copy out of its shared memory may read",
     "mbarrier_init_fence": "a bulk copy signals an mbarrier whose initialisation no fence followed",

@@ -20,6 +20,7 @@ from flashgen.errors import EmulatorError
 if TYPE_CHECKING:
     from flashgen.emulator.checks.async_proxy import AsyncProxy
     from flashgen.emulator.checks.global_races import GlobalRaces
+    from flashgen.emulator.checks.member_lanes import MemberLanes
     from flashgen.emulator.checks.shared_races import SharedRaces
     from flashgen.emulator.counters.recorder import Recorder
     from flashgen.emulator.counters.totals import Counters
@@ -62,6 +63,8 @@ class Wave:
         row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
             ``cluster_warps``: warps per cluster.
         cluster_ids: number in the grid of the first block of each cluster of the wave.
+        local: local memory of all threads of the wave; ``local_written`` has ones where they have
+            written it, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
         allow: names of `forgiven.FORGIVEN` that are not reported.
@@ -105,8 +108,10 @@ class Wave:
     live_warps: Array
     shared: FlatMemory
     local: FlatMemory
+    local_written: FlatMemory | None
     shared_base_of_row: Array
     cohorts: list[Cohort]
+    members: MemberLanes
     barriers: Barriers
     mbarriers: Mbarriers
     copies: AsyncCopies

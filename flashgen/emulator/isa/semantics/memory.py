@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.errors import OutOfBounds, UninitialisedRead
 from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import (
@@ -28,6 +28,7 @@ from flashgen.emulator.state.memory import (
 from flashgen.emulator.state.wave import Site, Wave
 
 Array = npt.NDArray[Any]
+_WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
@@ -163,6 +164,18 @@ def load_local(
     index = _local_index(machine, cohort, address, lanes, size, pc)
     if lanes is not None:
         index = np.where(spread(lanes, cohort.n), index, 0)
+    if machine.local_written is not None:
+        missing = machine.local_written.view[size].take(index) != _WRITTEN[size]
+        if (missing & active(cohort, lanes)).any():
+            row, lane = first_bad(cohort, lanes, missing)
+            machine.fail(
+                UninitialisedRead,
+                "local memory is read that its thread has never written",
+                Site(cohort, pc, row, lane),
+                f"{size}-byte read at local offset {int(spread(address, cohort.n)[row, lane])}"
+                f"{machine.program.local_name(int(spread(address, cohort.n)[row, lane]))}",
+                "initialise every element of the array before it is read",
+            )
     return machine.local.view[size].take(index)
 
 
@@ -171,15 +184,17 @@ def store_local(
 ) -> None:
     index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
     machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
+    if machine.local_written is not None:
+        machine.local_written.view[size][index] = _WRITTEN[size]
 
 
 # ---- global memory
 
 
 def load_global(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, noted: bool = True
 ) -> Array:
-    """Reads ``size`` bytes per lane from global memory."""
+    """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
     offset = locate(machine, cohort, address, lanes, size, pc, False)
     counters = machine.counters
     lanes_read = 32 * cohort.n if lanes is None else len(offset)
@@ -188,7 +203,7 @@ def load_global(
     if machine.recorder is not None:
         machine.recorder.global_access(cohort, offset, lanes, size, pc, READ)
     if machine.global_races:
-        machine.global_races.read(cohort, offset, size, pc, lanes)
+        machine.global_races.read(cohort, offset, size, pc, lanes, noted)
     view = machine.memory.flat.view[size]
     if lanes is None:
         return view.take(offset >> SHIFT[size])  # type: ignore[no-any-return]
