@@ -26,6 +26,7 @@ ASYNC = np.uint32(0xE0000000)
 MBARRIER = np.uint32(0xFFFFFFFD)  # an mbarrier object lies in the vector
 FLIGHT = np.uint32(0xFFFFFFFE)  # a cp.async that has not been waited for writes the vector
 NEVER = np.uint32(0xFFFFFFFF)  # not written since the block started
+VOLATILE = "; volatile orders nothing without a fence or a barrier, but for a loop that polls"
 
 
 @dataclass(eq=False)
@@ -119,6 +120,7 @@ class SharedShadow:
         """Raises for the first vector that ``bad`` (g, vectors) marks."""
         vector, site = self.first(a, bad)
         at = (vector << self.shift) % self.machine.shared_pitch
+        numbers += VOLATILE if a.racing else ""
         self.machine.fail(kind, what, site, f"shared offset {at}; {numbers}", way_out)
 
     def first(self, a: SharedAccess, bad: Array) -> tuple[int, Site]:

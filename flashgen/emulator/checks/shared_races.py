@@ -19,6 +19,7 @@ from flashgen.emulator.checks.shadow import (
     FLIGHT,
     MBARRIER,
     NEVER,
+    VOLATILE,
     SharedAccess,
 )
 from flashgen.emulator.checks.warp_lanes import WarpLanes
@@ -312,4 +313,5 @@ class SharedRaces(WarpLanes):
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
         if writer:
             numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
+        numbers += VOLATILE if a.racing else ""
         m.fail(kind, problem, site, numbers, advice)

@@ -32,7 +32,7 @@ _NEVER = np.int64(1) << 60  # later than any clock
 _KEPT_RELEASES = 8  # latest partial releases of each warp that are kept
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
-_WAY_OUT = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
+SYNCHRONISE_LANES = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
     "warp_synchronous"
 )
 
@@ -210,7 +210,7 @@ class WarpLanes(SharedShadow):
             writer, pc = int(writers[bad][0]), self._writer_pc(a, bad)
             text = f"lane {writer} writes there: {self.machine.program.describe(pc)}"
             doing = "write the same bytes" if verb == "write" else "write and read the same bytes"
-            self.fail(a, bad, _WHAT.format(doing), text, _WAY_OUT)
+            self.fail(a, bad, _WHAT.format(doing), text, SYNCHRONISE_LANES)
 
     def lanes_against_reads(self, a: SharedAccess) -> None:
         """Checks a write against earlier reads of other lanes of its warp."""
@@ -252,7 +252,9 @@ class WarpLanes(SharedShadow):
             bad &= ~self._seen(a, bad, lanes, clock - 1)
         if bad.any():
             text = f"a lane reads there before: {self.machine.program.describe(before.pc)}"
-            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, _WAY_OUT)
+            self.fail(
+                a, bad, _WHAT.format("read and write the same bytes"), text, SYNCHRONISE_LANES
+            )
 
     def _seen(self, a: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
         """Whether lanes that synchronised in part order accesses of ``lanes`` at ``clock``."""

@@ -34,7 +34,7 @@ from flashgen.emulator.ptx.instructions import (
     WARPGROUP_WIDE,
     is_barrier,
     is_warp_wide,
-    may_access_shared,
+    may_access_between_threads,
     needs_whole_warp,
     synchronises_lanes,
 )
@@ -342,7 +342,7 @@ class Generator(CheckedCode):
 
     def track_lanes(self, ins: Instruction) -> None:
         """Emits the calls by which the checker of lanes follows an instruction."""
-        if not self.check or not self.program.accesses.uses_shared:
+        if not self.check or not self.program.accesses.between_threads:
             return
         if synchronises_lanes(ins):
             members = self.membermask()
@@ -351,7 +351,7 @@ class Generator(CheckedCode):
                 return
             self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
             self.synchronised = whole
-        elif may_access_shared(ins):
+        elif may_access_between_threads(ins):
             self.synchronised = False
 
     def finish(self, *targets: int) -> None:

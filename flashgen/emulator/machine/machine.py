@@ -183,6 +183,6 @@ class Machine(Scheduler):
         """A fence of block or of device scope."""
         if self.global_races and self.program.accesses.synchronises:
             if device:
-                self.global_races.fence(cohort.rows)
+                self.global_races.order.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.
             self.global_races.clocks.fence(cohort.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashgen.emulator.ptx.instructions import as_immediate, may_access_shared
+from flashgen.emulator.ptx.instructions import as_immediate, may_access_between_threads
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
 
 _ORDERED = frozenset(("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"))
@@ -20,7 +20,7 @@ class Accesses(NamedTuple):
         volatile: the volatile ones of these.
         releases: strong ones that release.
         read_only: loads from global memory that nothing may write (.nc).
-        uses_shared: whether any may access shared memory.
+        between_threads: whether one thread may read what another one writes.
         synchronises: whether fences and strong accesses may order other accesses.
     """
 
@@ -30,7 +30,7 @@ class Accesses(NamedTuple):
     volatile: frozenset[int]
     releases: frozenset[int]
     read_only: frozenset[int]
-    uses_shared: bool
+    between_threads: bool
     synchronises: bool
 
 
@@ -84,7 +84,7 @@ def find_accesses(code: list[Instruction]) -> Accesses:
         frozenset(volatile),
         frozenset(releases),
         frozenset(read_only),
-        any(may_access_shared(ins) for ins in code),
+        any(may_access_between_threads(ins) for ins in code),
         fences and bool(strong),
     )
 

@@ -110,9 +110,9 @@ def synchronises_lanes(ins: Instruction) -> bool:
     return ins.op in _SYNCHRONISE and (ins.op not in _EXCHANGES or "sync" in ins.mods)
 
 
-def may_access_shared(ins: Instruction) -> bool:
-    """Whether lanes may access shared memory in it."""
-    return ins.op in _ACCESSES and not {"global", "local", "param", "const"}.intersection(ins.mods)
+def may_access_between_threads(ins: Instruction) -> bool:
+    """Whether it may access memory that other threads access, too."""
+    return ins.op in _ACCESSES and not {"local", "param", "const", "nc"}.intersection(ins.mods)
 
 
 def is_warp_wide(ins: Instruction) -> bool:
