@@ -103,7 +103,7 @@ class GlobalRaces:
                 self._report_read_only(access, before != 0, self.write_pc)
             self._check(access, before, "read")
         if noted:
-            self._note_reads(vectors, stamps, pc, lane)
+            self._note_reads(vectors, stamps, pc, rows, lane)
             self._accessed(cohort)
 
     def note_copy(self, source: CopySource, rows: Array, flat: Array, clock: Array) -> None:
@@ -236,7 +236,12 @@ class GlobalRaces:
         return bad  # type: ignore[no-any-return]
 
     def _note_reads(
-        self, vectors: Array, stamps: Array, pc: int, lane: Array | None = None
+        self,
+        vectors: Array,
+        stamps: Array,
+        pc: int,
+        rows: Array | None = None,
+        lane: Array | None = None,
     ) -> None:
         if pc in self.machine.program.accesses.read_only:
             if self.read_only is None:
@@ -248,10 +253,20 @@ class GlobalRaces:
         self.read_stamp[vectors] = stamps
         now = self.read_stamp.take(vectors)
         block = block_of(stamps)
-        other = ((old != 0) & (block_of(old) != block)) | (block_of(now) != block)
+        other = (old != 0) & (block_of(old) != block)
+        if rows is not None and self.order.tracks_fences:
+            for place in np.flatnonzero(other):
+                other[place] = not self.order.has_ordered(int(rows[place]), int(old[place]))
+        other |= block_of(now) != block
         flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
         same_time = (old & LOW) >> CLOCK_SHIFT == (stamps & LOW) >> CLOCK_SHIFT
-        warps = (old != 0) & ~other & same_time & ((old ^ stamps) & WARP != 0)
+        warps = (
+            (old != 0)
+            & (block_of(old) == block)
+            & ~other
+            & same_time
+            & ((old ^ stamps) & WARP != 0)
+        )
         warps |= (now ^ stamps) & WARP != 0
         flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
         marked = flags != 0

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import NAMED_BARRIERS
-from flashgen.emulator.errors import DeadlockError
+from flashgen.emulator.errors import DeadlockError, RaceError
 from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
 from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
@@ -26,6 +26,9 @@ class Barriers:
         self.arrived = np.zeros((blocks, 16), np.int64)  # threads
         self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
         self.latest = np.zeros((blocks, 16, 2), np.int64)  # the last arrival: warp, instruction
+        # Clocks of the warps when they arrived: since the last completion, and before it.
+        self.arrivals = np.zeros((blocks, 16, machine.cluster_warps), np.int64)
+        self.completed = np.zeros_like(self.arrivals)
         self.votes: dict[tuple[int, int], list[Array]] = {}
 
     def arrive(
@@ -48,6 +51,8 @@ class Barriers:
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
+        if m.shared_races:
+            self._in_turn(cohort, blocks, ids, pc)
         if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)
@@ -59,7 +64,9 @@ class Barriers:
         self._demand_room(blocks, ids)
         if m.shared_races:
             m.shared_races.synchronise_lanes(cohort, None)
-            m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
+            clocks = m.shared_races.clocks
+            self.arrivals[blocks, ids, m.row_member[cohort.rows]] = clocks.clock[cohort.rows]
+            clocks.publish(cohort.rows, self._slots(blocks, ids))
         if vote is not None:
             values, lanes = spread(vote, cohort.n), cohort.full_mask()
             for row in range(cohort.n):
@@ -128,6 +135,35 @@ class Barriers:
                     "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
 
+    def _in_turn(self, cohort: Cohort, blocks: Array, ids: Array, pc: int) -> None:
+        """Checks that warps have seen the last use of a barrier complete before they use it again.
+
+        Otherwise they may count as arrivals of that use.
+        """
+        m, before = self.machine, self.completed[blocks, ids]
+        assert m.shared_races is not None
+        rows = cohort.rows
+        twice = self.arrivals[blocks, ids, m.row_member[rows]] > 0
+        if not before.any() and not twice.any():
+            return
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
+        late = before > seen[:, : m.cluster_warps]
+        bad = twice | late.any(axis=1)
+        if not bad.any():
+            return
+        row = int(np.argmax(bad))
+        last = m.program.describe(int(self.latest[blocks[row], ids[row], 1]))
+        others = [m.member_name(other) for other in np.flatnonzero(late[row]).tolist()]
+        who = "this warp" if twice[row] else ", ".join(others)
+        m.fail(
+            RaceError,
+            "a warp arrives at a barrier again, and nothing shows it that the last use of the "
+            "barrier is complete: it may count as an arrival of that use",
+            Site(cohort, pc, row),
+            f"barrier {ids[row]}, used by {who}: {last}",
+            "use another barrier, or wait for the warps that took part (bar.sync) in between",
+        )
+
     def _demand_room(self, blocks: Array, ids: Array) -> None:
         """Checks that no more threads have arrived together than a barrier counts."""
         m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
@@ -182,6 +218,8 @@ class Barriers:
         m = self.machine
         self.arrived[block, barrier] = 0
         self.expected[block, barrier] = 0
+        self.completed[block, barrier] = self.arrivals[block, barrier]
+        self.arrivals[block, barrier] = 0
         votes = self.votes.pop((block, barrier), None)
         waiting = []
         for c in list(m.cohorts):

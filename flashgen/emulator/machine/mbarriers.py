@@ -28,6 +28,7 @@ from flashgen.emulator.state.cohort import (
 from flashgen.emulator.state.wave import Site
 
 Array = npt.NDArray[Any]
+_FEW_TURNS = 64
 
 
 class Mbarriers(MbarrierTable):
@@ -206,6 +207,17 @@ class Mbarriers(MbarrierTable):
 
     # ---- waiting
 
+    def _polls(self, pc: int) -> bool:
+        """Whether a warp whose wait failed lets others go first: if it will wait again.
+
+        A loop that ends after a few failures as well does not, so that it comes to its end.
+        """
+        repeats = self.machine.program.repeats
+        if pc in repeats.endless or pc not in repeats.counted:
+            return pc in repeats.endless
+        self._failed[pc] = self._failed.get(pc, 0) + 1
+        return self._failed[pc] > _FEW_TURNS
+
     def ignored(self, cohort: Cohort, lanes: Any, pc: int) -> None:
         """A wait whose result no instruction uses.
 
@@ -268,7 +280,7 @@ class Mbarriers(MbarrierTable):
             waiting.waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
             return None
         if stuck.any():
-            cohort.polls = True
+            cohort.polls = self._polls(pc)
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1

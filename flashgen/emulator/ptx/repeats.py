@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.emulator.ptx.instructions import ENDS, has_result, is_wait, mask_of, registers_in
-from flashgen.emulator.ptx.syntax import Instruction, Mem
+from flashgen.emulator.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
     from flashgen.emulator.ptx.program import PtxProgram
@@ -28,11 +28,13 @@ class Repeats(NamedTuple):
     Attributes:
         polls: volatile loads whose result decides about a way out of a loop that they are in.
         endless: waits for an mbarrier in a loop that only their result ends.
+        counted: waits in a loop that their result ends, or something else.
         ignored: waits whose result nothing uses.
     """
 
     polls: frozenset[int]
     endless: frozenset[int]
+    counted: frozenset[int]
     ignored: frozenset[int]
 
 
@@ -42,16 +44,22 @@ def find_repeats(program: PtxProgram) -> Repeats:
     loads = [pc for pc in program.accesses.volatile if code[pc].op == "ld"]
     waits = [pc for pc, ins in enumerate(code) if is_wait(ins)]
     if not loads and not waits:
-        return Repeats(frozenset(), frozenset(), frozenset())
+        return Repeats(*(frozenset[int]() for _ in Repeats._fields))
     decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
     repeated: set[int] = set()
+    counted: set[int] = set()
     for loop in _loops(program):
         for pc in loop.intersection(decided) - repeated:
             ways_out, own = _ways_out(program, loop), decided[pc].branches
             if pc in waits:
+                # Without the result, nothing that changes from turn to turn decides.
+                guards = [r for way in ways_out for r in program.effects(code[way])[1]]
                 found = bool(ways_out) and ways_out <= own
+                found = found and _is_fixed(program, loop, guards, pc)
+                counted |= {pc} if ways_out & own else set()
             else:
-                found = bool(ways_out & own) and _is_fixed(program, loop, pc)
+                place = registers_in(code[pc].operands[1])
+                found = bool(ways_out & own) and _is_fixed(program, loop, place)
             if found:
                 repeated.add(pc)
         if len(repeated) == len(decided):
@@ -61,7 +69,7 @@ def find_repeats(program: PtxProgram) -> Repeats:
     # Compilers copy the first turn of a loop to the place before it.
     places = {_place(code[pc]) for pc in polls}
     polls.update(pc for pc in loads if _place(code[pc]) in places)
-    return Repeats(frozenset(polls), frozenset(endless), frozenset(ignored))
+    return Repeats(*map(frozenset, (polls, endless, counted, ignored)))
 
 
 def _place(ins: Instruction) -> tuple[object, ...]:
@@ -106,14 +114,14 @@ def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
     }
 
 
-def _is_fixed(program: PtxProgram, loop: set[int], pc: int) -> bool:
-    """Whether a load in a loop has the same address in every turn."""
-    memory = program.code[pc].operands[1]
-    assert isinstance(memory, Mem)
-    todo, seen = registers_in(memory), set[int]()
+def _is_fixed(
+    program: PtxProgram, loop: set[int], registers: list[int], but: int | None = None
+) -> bool:
+    """Whether registers have the same value in every turn, but for the result of ``but``."""
+    todo, seen = list(registers), set[int]()
     while todo:
         register = todo.pop()
-        for at in loop if register not in seen else ():
+        for at in loop - {but} if register not in seen else ():
             if program.writes[at] >> register & 1:
                 if program.code[at].op in _USES or program.reads[at] >> register & 1:
                     return False
