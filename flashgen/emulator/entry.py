@@ -48,6 +48,7 @@ def launch(
     step_limit: int = STEP_LIMIT,
     profile: bool = False,
     sums: str = "hardware",
+    strict: bool = True,
     allow: Sequence[str] = (),
     cluster: int | Sequence[int] | None = None,
 ) -> Counters:
@@ -75,8 +76,9 @@ def launch(
         sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
             ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
             rounded to float32 once for a chain of instructions, which is faster.
-        allow: names of findings that PTX forbids and hardware forgives, and that are not reported:
-            keys of `flashgen.emulator.FORGIVEN`, such as "cp_async_proxy".
+        strict: also report findings by the letter: what PTX forbids and hardware forgives, the keys
+            of `flashgen.emulator.FORGIVEN`. Other findings are errors and are always reported.
+        allow: names of findings by the letter that are not reported, such as "cp_async_proxy".
         cluster: blocks per cluster in x, y, z, as the launch attribute; what the kernel requires
             (.reqnctapercluster), or 1, by default.
 
@@ -98,7 +100,7 @@ def launch(
         step_limit,
         profile or _LAUNCHES.get() is not None,
         sums,
-        _allowed(allow),
+        _allowed(allow) if strict else frozenset(FORGIVEN),
         _cluster_of(program, cluster),
         _WATCHER.get(),
     )

@@ -86,7 +86,7 @@ class Operator:
         scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p = options
         if scale is not None and not isinstance(scale, _SYMBOLS):
             scale = scale_of(self.signature, scale)
-        if backend is not None and backend not in config.BACKENDS:
+        if backend is not None and config.split_backend(backend) is None:
             backends.choose(backend, torch.device("cpu"))
         if arch is not None:
             backends.arch_of(arch, "tiled", torch.device("cpu"))

@@ -1,6 +1,13 @@
-"""What PTX forbids and hardware forgives: findings that a launch may allow by name."""
+"""Findings by the letter: what PTX forbids and hardware forgives. All other findings are errors.
+
+A launch that is not strict reports none of them; a strict one all but those that it allows by name.
+"""
 
 from __future__ import annotations
+
+from flashgen.errors import EmulatorError
+
+ERROR, BY_THE_LETTER = "error", "by-the-letter"
 
 FORGIVEN = {
     "barrier_left_incomplete": "threads arrive (bar.arrive) at a barrier that never completes",
@@ -16,8 +23,15 @@ FORGIVEN = {
     "the warpgroup",
 }
 
+_FORGIVES = "hardware forgives this"
+
 
 def way_out(name: str) -> str:
     """The end of a way out: the name under which a launch allows the finding."""
     assert name in FORGIVEN
-    return f'; hardware forgives this: allow=("{name}",) of emulator.launch permits it'
+    return f'; {_FORGIVES}: allow=("{name}",) of emulator.launch permits it, as does strict=False'
+
+
+def severity(finding: EmulatorError) -> str:
+    """How serious a finding is: "by-the-letter" if a launch may allow it, else "error"."""
+    return BY_THE_LETTER if _FORGIVES in finding.way_out else ERROR
