@@ -78,7 +78,8 @@ def signature_of(made_of: type[Any]) -> Signature:
         hint, default = hints[field.name], field.default
         value, option = get_args(hint)
         if get_origin(value) is tuple:  # typer's type of an option that may be repeated is a list
-            hint, default = Annotated[list[str], option], []
+            each = get_args(value)[0]
+            hint, default = Annotated[list[each], option], []  # type: ignore[valid-type]
         default = Parameter.empty if default is MISSING else default
         parameters.append(
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

@@ -327,7 +327,7 @@ class GlobalRaces:
         )
         if problem is LANES_OF_A_WARP:
             advice = SYNCHRONISE_LANES
-        elif problem == _PROBLEMS["write"]:
+        elif problem == _PROBLEMS["write"] and "same_value" not in m.allow:
             advice += way_out("same_value")
         if a.racing:
             numbers += VOLATILE

@@ -307,7 +307,9 @@ class SharedRaces(WarpLanes):
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
-            advice = _BARRIER + (way_out("same_value") if verb == "write" else "")
+            advice = _BARRIER
+            if verb == "write" and "same_value" not in m.allow:
+                advice += way_out("same_value")
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
