@@ -37,7 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
     epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    f"FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. Exit status: {EXIT_CODES}",
+    "FLASHGEN_EMULATOR_ORDER, FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. "
+    f"Exit status: {EXIT_CODES}",
 )
 groups: dict[str, typer.Typer] = {}
 """The commands of two words, such as ``cache list``, by their first word."""

@@ -18,7 +18,7 @@ FORGIVEN = {
     "same_value": "several warps write the same value to the same bytes",
     "uninitialised_rows": "shared memory is read that was never written; it then holds ones in all "
     "bits, NaN as a float, so that results show whether it matters",
-    "warp_synchronous": "lanes of one warp exchange through shared memory without __syncwarp",
+    "warp_synchronous": "lanes of one warp exchange through memory without __syncwarp",
     "wgmma_rows_syncwarp": "each warp writes its 16 rows of the A of wgmma, without a barrier of "
     "the warpgroup",
 }
