@@ -197,9 +197,10 @@ def test_different_values_are_a_race_whatever_is_allowed(seed: int | None) -> No
     source = 'extern "C" __global__ void k(int* out) { __shared__ int s; s = threadIdx.x / 32 / 2;'
     source += " out[128] = threadIdx.x; __syncthreads(); out[threadIdx.x] = s; }"
     args = [np.zeros(129, np.int32)]
-    with pytest.raises(EmulatorError, match="race") as caught:
-        launch(compile_ptx(source), "k", 1, 128, args, order_seed=seed, strict=False)
-    assert severity(caught.value) == "error"
+    for strict in (True, False):
+        with pytest.raises(EmulatorError, match="race") as caught:
+            launch(compile_ptx(source), "k", 1, 128, args, order_seed=seed, strict=strict)
+        assert severity(caught.value) == "error"
 
 
 def test_uninitialised_bytes_are_nan_so_that_results_show_them() -> None:

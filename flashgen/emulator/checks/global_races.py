@@ -22,7 +22,6 @@ from flashgen.emulator.checks.shadow import VOLATILE
 from flashgen.emulator.checks.warp_lanes import SYNCHRONISE_LANES
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.state.cohort import Cohort, spread
-from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.memory import sparse_zeros
 from flashgen.emulator.state.wave import Site, Wave
 
@@ -165,7 +164,7 @@ class GlobalRaces:
         self._accessed(cohort)
         left = self.write_stamp.take(vectors)
         if not strong and (left != stamps).any():
-            self._report(access, left != stamps, left, _PROBLEMS["write"])
+            self._report(access, left != stamps, left, _PROBLEMS["write"], together=True)
 
     def atomic(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
         self.write(cohort, offset, size, pc, lanes, strong=True)
@@ -306,8 +305,13 @@ class GlobalRaces:
             "load it without .nc: no __ldg, and no __restrict__ on pointers to the same memory",
         )
 
-    def _report(self, a: _Access, bad: Array, before: Array, problem: str) -> NoReturn:
-        """Raises for the first vector that ``bad`` marks; ``before`` holds the earlier stamps."""
+    def _report(
+        self, a: _Access, bad: Array, before: Array, problem: str, together: bool = False
+    ) -> NoReturn:
+        """Raises for the first vector that ``bad`` marks; ``before`` holds the earlier stamps.
+
+        ``together``: one instruction makes both accesses.
+        """
         m = self.machine
         first = int(np.argmax(bad))
         stamp, vector, site = int(before[first]), int(a.vectors[first]), self._origin(a, first)
@@ -327,8 +331,8 @@ class GlobalRaces:
         )
         if problem is LANES_OF_A_WARP:
             advice = SYNCHRONISE_LANES
-        elif problem == _PROBLEMS["write"] and "same_value" not in m.allow:
-            advice += way_out("same_value")
+        elif problem == _PROBLEMS["write"]:
+            advice += m.forgives_store(site, together)
         if a.racing:
             numbers += VOLATILE
         m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, advice)

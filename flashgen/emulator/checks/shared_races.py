@@ -194,7 +194,7 @@ class SharedRaces(WarpLanes):
             left = self.take(self.written, a.where, a.size)
             lost = left != own[:, None]
             if lost.any():
-                self._report(a, lost, left, "write")
+                self._report(a, lost, left, "write", together=True)
 
     def _synchronise(self, a: SharedAccess) -> None:
         """A strong access acquires and releases."""
@@ -281,8 +281,10 @@ class SharedRaces(WarpLanes):
 
     # ---- messages
 
-    def _report(self, a: SharedAccess, bad: Array, stamps: Array, verb: str) -> None:
-        """Raises for the first access that ``bad`` marks."""
+    def _report(
+        self, a: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
+    ) -> None:
+        """Raises for the first access that ``bad`` marks; ``together``: by one instruction."""
         m = self.machine
         vector, site = self.first(a, bad)
         stamp = int(stamps[bad][0])
@@ -308,8 +310,8 @@ class SharedRaces(WarpLanes):
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
             advice = _BARRIER
-            if verb == "write" and "same_value" not in m.allow:
-                advice += way_out("same_value")
+            if verb == "write":
+                advice += m.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch
         numbers = f"{a.size}-byte {verb} at shared offset {at}"

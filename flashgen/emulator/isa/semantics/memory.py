@@ -25,7 +25,7 @@ from flashgen.emulator.state.memory import (
     SHIFT,
     WINDOW_BYTES,
 )
-from flashgen.emulator.state.wave import Site, Wave
+from flashgen.emulator.state.wave import Site, Stored, Wave
 
 Array = npt.NDArray[Any]
 _WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
@@ -83,15 +83,17 @@ def store_shared(
     where = spread(address + machine.shared_base(cohort), cohort.n)
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
+    view, place = machine.shared.view[size], where >> SHIFT[size]
     if machine.shared_races:
         changes = lanes
         if "same_value" in machine.allow:
-            view = machine.shared.view[size]
-            changes = _changing(cohort, view, where >> SHIFT[size], value, lanes)
+            changes = _changing(cohort, view, place, value, lanes)
+        machine.stored = Stored(cohort, view, where, 0, value, lanes)
         machine.shared_races.write(cohort, where, size, pc, changes)
-    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
+        machine.stored = None
+    index = _of_lanes(cohort, place, lanes)
     machine.counters.shared_write_bytes += index.size * size
-    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+    view[index] = _of_lanes(cohort, value, lanes)
 
 
 def load_cluster(
@@ -226,12 +228,14 @@ def store_global(
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
         changed, changes = offset, lanes
+        view, base = machine.memory.flat.view[size], machine.memory.base
         if "same_value" in machine.allow:
-            full = spread(address - machine.memory.base, cohort.n)
-            view = machine.memory.flat.view[size]
+            full = spread(address - base, cohort.n)
             changes = _changing(cohort, view, full >> SHIFT[size], value, lanes)
             changed = full[changes]
+        machine.stored = Stored(cohort, view, address, base, value, lanes)
         machine.global_races.write(cohort, changed, size, pc, changes)
+        machine.stored = None
     machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 
