@@ -134,6 +134,23 @@ KERNEL(mma_on_both_sides) ARGS {
     }
     out[T] = 1 + d[0] + d[1] + d[2] + d[3];
 }
+KERNEL(ldmatrix_under_a_guard) ARGS {
+    __shared__ __align__(16) int s[128];
+    unsigned x = 1;
+    s[T] = in[T];
+    __syncthreads();
+    asm volatile("{ .reg .pred p; setp.lt.u32 p, %2, 16;"                   // BUG
+                 " @p ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1]; }"
+                 : "+r"(x) : MATRIX(s), "r"(FIX(T / 64) BUG(LANE)) : "memory");
+    out[T] = x;
+}
+KERNEL(shuffle_under_a_guard) ARGS {
+    int x;
+    asm volatile("{ .reg .pred p; setp.lt.u32 p, %2, 16; mov.b32 %0, 7;"    // BUG
+                 " @p shfl.sync.idx.b32 %0, %1, %3, 31, 0xffff; }"
+                 : "=r"(x) : "r"(in[T]), "r"(LANE), "r"(FIX(3) BUG(20)));
+    out[T] = x;
+}
 KERNEL(movmatrix_without_a_lane) ARGS {
     unsigned x = in[T];
     if (LANE >= FIX(32) BUG(31)) return;
@@ -186,6 +203,8 @@ SAID = {
     "match_outside_the_mask": "whose member mask does not contain it",
     "elect_outside_the_mask": "whose member mask does not contain it",
     "ldmatrix_after_an_exit": "a part of a warp executes ldmatrix",
+    "ldmatrix_under_a_guard": "a part of a warp executes ldmatrix",
+    "shuffle_under_a_guard": "outside its member mask or does not execute it",
     "ldmatrix_in_a_branch": "a part of a warp executes ldmatrix",
     "stmatrix_after_an_exit": "a part of a warp executes stmatrix",
     "mma_after_an_exit": "a part of a warp executes mma",
