@@ -29,7 +29,7 @@ STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
 _KEPT_MODULES = 32
-_MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
+_MODULES: OrderedDict[str, tuple[Module, dict[tuple[str, bool], Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 _WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
@@ -89,11 +89,12 @@ def launch(
         LaunchArguments: the arguments do not fit the kernel.
         EmulatorError: the kernel did something that PTX forbids or that is not supported.
     """
-    segments = _loaded(ptx, name)
+    threads = _three_sizes(block, "block")
+    segments = _loaded(ptx, name, math.prod(threads) % 32 > 0)
     program = segments.program
     config = LaunchConfig(
         _three_sizes(grid, "grid"),
-        _three_sizes(block, "block"),
+        threads,
         shared_bytes,
         check,
         order_seed,
@@ -159,7 +160,7 @@ def load(ptx: str, name: str) -> PtxProgram:
     return _loaded(ptx, name).program
 
 
-def _loaded(ptx: str, name: str) -> Segments:
+def _loaded(ptx: str, name: str, ragged: bool = False) -> Segments:
     with _LOCK:
         if ptx not in _MODULES:
             _MODULES[ptx] = (parse(ptx), {})
@@ -167,9 +168,9 @@ def _loaded(ptx: str, name: str) -> Segments:
                 _MODULES.popitem(last=False)
         _MODULES.move_to_end(ptx)
         module, kernels = _MODULES[ptx]
-        if name not in kernels:
-            kernels[name] = Segments(PtxProgram(module, name))
-        return kernels[name]
+        if (name, ragged) not in kernels:
+            kernels[name, ragged] = Segments(PtxProgram(module, name, ragged))
+        return kernels[name, ragged]
 
 
 def _allowed(names: Sequence[str]) -> frozenset[str]:

@@ -239,5 +239,21 @@ def test_its_correct_twin_runs(kernel: str) -> None:
         assert run(kernel, True, seed).any()
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_block_of_half_a_warp_sums_into_its_first_lane(seed: int | None) -> None:
+    source = r"""
+KERNEL(k) (const int* in, int* out) {
+    int x = in[T];
+    for (int d = 8; d; d /= 2)
+        x += __shfl_down_sync(0xffffffff, x, d);
+    FIX(if (T == 0)) out[T] = x;
+}"""
+    values, out = np.arange(16, dtype=np.int32), np.zeros(16, np.int32)
+    launch(hopper_ptx(source, fixed=True), "k", 1, 16, [values, out], order_seed=seed)
+    assert out[0] == values.sum()
+    with pytest.raises(EmulatorError, match="does not execute it"):
+        launch(hopper_ptx(source), "k", 1, 16, [values, out], order_seed=seed)
+
+
 def test_every_planted_kernel_is_tried() -> None:
     assert sorted(kernels_of(CUDA)) == sorted(SAID)

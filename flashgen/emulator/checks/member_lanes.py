@@ -7,7 +7,7 @@ and what .aligned instructions do in a part of a warp.
 The value that a shuffle takes from such a lane may be computed with as long as it is not used: in
 sums by shfl.down over a part of a warp the upper lanes hold such values. So it counts as undefined
 (`PtxProgram.strays`), as a register does that was never written. Where the mask is constant and
-names all lanes, and some have exited, the shuffle itself is the error.
+names all lanes of whole warps, and some have exited, the shuffle itself is the error.
 """
 
 from __future__ import annotations

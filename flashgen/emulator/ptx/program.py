@@ -69,12 +69,13 @@ class PtxProgram:
         leaders: where a segment starts when no lane is masked off.
         gates: warpgroup-wide instructions that may have to wait for other warps.
         maybe_undefined: registers that are read before they are written on some path.
-        strays: shuffles whose member mask may leave out lanes.
+        strays: shuffles whose member mask may leave out lanes, or name some that do not exist.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
         constants: address of each module variable of .global and .const.
     """
 
-    def __init__(self, module: Module, name: str) -> None:
+    def __init__(self, module: Module, name: str, ragged: bool = False) -> None:
+        """``ragged``: the last warp of a block has fewer than 32 threads."""
         entry = module.functions.get(name)
         if entry is None or not entry.is_entry or not entry.has_body:
             known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
@@ -104,7 +105,7 @@ class PtxProgram:
         self.repeats = find_repeats(self)
         self.racing = self.accesses.volatile - self.repeats.polls
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
-        self._track_undefined()
+        self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
         self._regions: dict[tuple[int, int], Region | None] = {}
@@ -249,7 +250,7 @@ class PtxProgram:
         self.writes, self.reads = writes, reads
         self.maybe_undefined = live[0]
 
-    def _track_undefined(self) -> None:
+    def _track_undefined(self, ragged: bool) -> None:
         """Assigns a definedness slot to each register that may be read before it is written, or
         that a shuffle may fill from a lane that does not take part in it.
 
@@ -259,7 +260,7 @@ class PtxProgram:
         tracked = self.maybe_undefined
         self.strays = set()
         for pc, ins in enumerate(self.code):
-            if ins.op == "shfl" and self.constant_of(ins.operands[-1]) != ALL_LANES:
+            if ins.op == "shfl" and (ragged or self.constant_of(ins.operands[-1]) != ALL_LANES):
                 self.strays.add(pc)
                 tracked |= 1 << registers_in(ins.operands[0])[0]
         changed = True
