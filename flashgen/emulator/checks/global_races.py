@@ -81,16 +81,18 @@ class GlobalRaces:
         self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, noted: bool = True
     ) -> None:
         """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
+        touched = self.machine.memory.touched
+        unwritten = not self.written.intersection(touched)
+        if unwritten and not noted:
+            return
         rows, flat = self._flatten(cohort, offset, lanes)
         strong = pc in self.machine.program.accesses.strong
         if strong:
             self.order.synchronise(rows, flat, pc)
         racing = strong and pc in self.machine.program.racing
         stamps = self._stamps(rows, strong, racing)
-        touched = self.machine.memory.touched
-        if not self.written.intersection(touched):
-            if noted:
-                self._log(touched, flat, stamps, size, pc)
+        if unwritten:
+            self._log(touched, flat, stamps, size, pc)
             return
         accesses = len(flat)
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
@@ -184,6 +186,8 @@ class GlobalRaces:
             excused = (before & ATOMIC) != 0
             if a.racing and verb != "write":
                 excused &= (before & _RACING) == 0
+            if (excused | (before == 0)).all():
+                return
         bad = self._unordered(before, a.stamps, a.rows, excused)
         if bad.any():
             self._report(a, bad, before, _PROBLEMS[verb])
