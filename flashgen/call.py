@@ -155,8 +155,9 @@ class LaunchOptions:
         tiles: `flashgen.planner.Tile` by kernel name, instead of the planner's and of tuned tiles.
         blocks: blocks of a persistent kernel, instead of the plan's number.
         check_memory: whether the emulator checks memory accesses and races.
-        order_seed: seed of the order in which the emulator runs blocks and warps; None for the
-            order of their numbers.
+        order_seed: seed of the order in which the emulator runs blocks and warps; None for that of
+            the backend's name ("emulator:7"), else FLASHGEN_EMULATOR_ORDER, else for the order of
+            their numbers.
     """
 
     sram: int | None = None

@@ -5,7 +5,8 @@ variable              meaning
 ====================  ==========================================================================
 FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
                       sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120
-FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" or "tiled"
+FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" (or "emulator:7", the
+                      emulator with the order drawn from 7) or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
 FLASHGEN_CHECK_READS  whether calls refuse an index outside of a captured tensor whose element is
@@ -13,6 +14,9 @@ FLASHGEN_CHECK_READS  whether calls refuse an index outside of a captured tensor
                       (unset: for CPU tensors alone)
 FLASHGEN_DEBUG        level of messages on stderr; each level adds to those before it:
                       0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
+FLASHGEN_EMULATOR_ORDER
+                      a whole number, from which the emulator draws the order of blocks, warps and
+                      copies (unset: the order of their numbers)
 FLASHGEN_EMULATOR_SUMS
                       how tensor cores add in the emulator: "hardware", as those of the
                       architecture do, or "rounded", once to nearest (unset: "hardware")
@@ -42,6 +46,7 @@ from pathlib import Path
 from flashgen.errors import FlashgenError
 
 BACKENDS = ("gpu", "emulator", "tiled")
+"""The backends. "emulator:7" is the emulator with the ``order_seed`` 7, see `split_backend`."""
 EMULATOR_SUMS = ("hardware", "rounded")
 TRUST = ("check", "always", "never")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
@@ -81,15 +86,30 @@ def arch() -> str | None:
 
 
 def backend() -> str | None:
-    """FLASHGEN_BACKEND, one of `BACKENDS`, or None.
+    """FLASHGEN_BACKEND, one of `BACKENDS` or an emulator with its order, or None.
 
     Raises:
         FlashgenError: another value.
     """
     value = _read("FLASHGEN_BACKEND")
-    if value is not None and value not in BACKENDS:
+    if value is not None and split_backend(value) is None:
         raise _refuse("FLASHGEN_BACKEND", value, " or ".join(repr(name) for name in BACKENDS))
     return value
+
+
+def split_backend(name: object) -> tuple[str, int | None] | None:
+    """The backend and the ``order_seed`` of a name such as "emulator:7"; None if there is none."""
+    kind, colon, seed = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind not in BACKENDS or not colon:
+        return (kind, None) if kind in BACKENDS else None
+    order = _order(seed)
+    return None if kind != "emulator" or order is None else (kind, order)
+
+
+def _order(text: str) -> int | None:
+    """A seed of 32 bits; None if it is not one."""
+    digits = text.isascii() and text.isdecimal() and len(text) <= 10
+    return int(text) if digits and int(text) < 1 << 32 else None
 
 
 def emulator_sums() -> str:
@@ -103,6 +123,21 @@ def emulator_sums() -> str:
         expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
         raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
     return value
+
+
+def emulator_order() -> int | None:
+    """FLASHGEN_EMULATOR_ORDER, the ``order_seed`` of `flashgen.emulator.launch`, or None.
+
+    Raises:
+        FlashgenError: it is not a whole number from 0 to 2^32 - 1.
+    """
+    value = _read("FLASHGEN_EMULATOR_ORDER")
+    if value is None:
+        return None
+    order = _order(value)
+    if order is None:
+        raise _refuse("FLASHGEN_EMULATOR_ORDER", value, "a whole number from 0 to 4294967295")
+    return order
 
 
 def trust() -> str:

@@ -110,6 +110,15 @@ class RunArguments(CallArguments, DecodingArguments):
     ] = None
     check: Annotated[bool, Option(help="Compare with the oracle in float64.")] = True
     checkers: Annotated[bool, Option(help="The emulator's checkers of memory and races.")] = True
+    order_seed: Annotated[
+        tuple[int, ...],
+        Option(
+            metavar="SEED",
+            min=0,
+            max=(1 << 32) - 1,
+            help="Run in the emulator in an order of blocks and warps drawn from SEED; repeatable.",
+        ),
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

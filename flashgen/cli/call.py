@@ -115,7 +115,7 @@ def choose_backend(given: str | None) -> tuple[str, str]:
     name = given or config.backend()
     if name is None:
         return ("gpu", torch.cuda.get_device_name()) if no_gpu is None else ("emulator", no_gpu)
-    if name not in config.BACKENDS:
+    if config.split_backend(name) is None:
         raise InputError(
             "there is no such backend",
             where="option --backend",

@@ -37,7 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
     epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    f"FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. Exit status: {EXIT_CODES}",
+    "FLASHGEN_EMULATOR_ORDER, FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. "
+    f"Exit status: {EXIT_CODES}",
 )
 groups: dict[str, typer.Typer] = {}
 """The commands of two words, such as ``cache list``, by their first word."""
@@ -78,7 +79,8 @@ def signature_of(made_of: type[Any]) -> Signature:
         hint, default = hints[field.name], field.default
         value, option = get_args(hint)
         if get_origin(value) is tuple:  # typer's type of an option that may be repeated is a list
-            hint, default = Annotated[list[str], option], []
+            each = get_args(value)[0]
+            hint, default = Annotated[list[each], option], []  # type: ignore[valid-type]
         default = Parameter.empty if default is MISSING else default
         parameters.append(
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

@@ -17,6 +17,7 @@ from flashgen.cli.ending import MISMATCH
 from flashgen.cli.inputs import load_spec
 from flashgen.cli.progress import emulated, expected_work
 from flashgen.cli.rows import input_rows
+from flashgen.errors import InputError
 from flashgen.language import python_text
 from flashgen.language.spec import AttentionSpec
 
@@ -37,7 +38,9 @@ def run(arguments: RunArguments) -> None:
         from flashgen.ops import run_forward
         from flashgen.tune import judge_of, on_gpu
     backend, why = choose_backend(arguments.backend)
-    on = {"gpu": "on the GPU", "emulator": "in the emulator"}.get(backend, "on the CPU")
+    orders = _orders(arguments, backend)
+    in_emulator = backend.startswith("emulator")
+    on = "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
     call = random_call(
         spec,
         arguments,
@@ -60,24 +63,36 @@ def run(arguments: RunArguments) -> None:
     def forward() -> ForwardRun:
         return run_forward(served.spec, *served.operands, **served.options | how)
 
-    doing = f"{spec.name}: compiling, then running {sizes} {on}"
-    with emulated(doing, partial(expected_work, spec, call, arguments)):
-        result = forward()
-        elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
+    ran: list[tuple[ForwardRun, BackwardRun | None]] = []
     verdicts: dict[str, Verdict] = {}
-    if arguments.check:
-        with busy(f"{spec.name}: computing the oracle in float64"):
-            verdicts |= judge_of(spec, call, "forward")(result)
     backward_rows: list[Row] = []
-    if arguments.backward:
-        how["deterministic"] = arguments.deterministic
-        doing = f"{spec.name}: compiling, then running the backward kernels {on}"
-        with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
-            gradients, total = _backward(spec, call, result, how)
-        backward_rows = list(_backward_rows(gradients, total))
+    elapsed = 0.0
+    for order in orders:
+        how["order_seed"] = order
+        suffix = f", order {order}" if len(orders) > 1 else ""
+        doing = f"{spec.name}: compiling, then running {sizes} {on}{suffix}"
+        with emulated(doing, partial(expected_work, spec, call, arguments)):
+            result = forward()
+            if not ran:
+                elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
+        found: dict[str, Verdict] = {}
         if arguments.check:
-            with busy(f"{spec.name}: computing the gradients in float64"):
-                verdicts |= judge_of(spec, call, "backward")(gradients)
+            with busy(f"{spec.name}: computing the oracle in float64"):
+                found |= judge_of(spec, call, "forward")(result)
+        gradients = None
+        if arguments.backward:
+            how["deterministic"] = arguments.deterministic
+            doing = f"{spec.name}: compiling, then running the backward kernels {on}{suffix}"
+            with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
+                gradients, total = _backward(spec, call, result, how)
+            del how["deterministic"]
+            backward_rows = backward_rows or list(_backward_rows(gradients, total))
+            if arguments.check:
+                with busy(f"{spec.name}: computing the gradients in float64"):
+                    found |= judge_of(spec, call, "backward")(gradients)
+        verdicts |= {name + suffix: verdict for name, verdict in found.items()}
+        ran.append((result, gradients))
+    result = ran[0][0]
 
     arch = result.arch
     if arguments.sram is not None:
@@ -94,12 +109,55 @@ def run(arguments: RunArguments) -> None:
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
             *backward_rows,
+            *_order_rows(orders, ran),
             *((name, str(verdict)) for name, verdict in verdicts.items()),
             ("result", _result(verdicts)),
         ]
     )
     if not all(verdicts.values()):
         raise typer.Exit(MISMATCH)
+
+
+def _orders(arguments: RunArguments, backend: str) -> tuple[int | None, ...]:
+    """The order_seed of each run; (None,) where none is given.
+
+    Raises:
+        InputError: the backend draws no order.
+    """
+    if not arguments.order_seed:
+        return (None,)
+    if not backend.startswith("emulator"):
+        raise InputError(
+            "only the emulator draws an order of blocks and warps",
+            where="option --order-seed",
+            numbers=f"backend {backend!r}",
+            way_out="--backend emulator, or leave the option out",
+        )
+    return tuple(dict.fromkeys(arguments.order_seed))
+
+
+def _order_rows(
+    orders: tuple[int | None, ...], ran: list[tuple[ForwardRun, BackwardRun | None]]
+) -> Iterator[Row]:
+    """The orders of the emulator, and whether the results of all have the same bits."""
+    if orders == (None,):
+        return
+    text = ", ".join(map(str, orders))
+    if len(ran) > 1:
+        first, *others = [_results(*one) for one in ran]
+        differ = [name for name, bits in first.items() if any(o[name] != bits for o in others)]
+        text += f": {', '.join(differ)} differ in bits" if differ else ": the same bits in all"
+    yield "orders", text
+
+
+def _results(forward: ForwardRun, gradients: BackwardRun | None) -> dict[str, bytes]:
+    """The bytes of all results by name."""
+    from flashgen.runtime.bound_kernel import span
+
+    found = {"out": forward.out, "lse": forward.lse}
+    if gradients is not None:
+        found |= {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    return {name: span(tensor.contiguous()).tobytes() for name, tensor in found.items()}
 
 
 def _backward(

@@ -5,14 +5,15 @@ is the entry point. The package consists of floors; a module imports its own flo
 above it in this list, never those below:
 
 ``errors``    The error classes.
-``ptx``       PTX text to data: lexer, parser, inlined calls; control flow, liveness and register
-              types of one kernel (`PtxProgram`).
+``ptx``       PTX text to data: lexer, parser, inlined calls; control flow, liveness, register types
+              and polls of one kernel (`PtxProgram`).
 ``state``     Cohorts (warps that execute together), memories, and `Wave`, the state of a launch
               that all floors below read.
 ``counters``  Instruction and byte counters, bank conflicts, the recorder of profiled launches, and
               a model of the L2 cache.
 ``checks``    Bounds, races in shared and global memory (vector clocks) between warps and between
-              the lanes of a warp, the asynchronous proxy, waits for mbarriers that come too late,
+              the lanes of a warp, the lanes that take part in warp-wide instructions, the
+              asynchronous proxy and the sources of copies, waits for mbarriers that come too late,
               registers of wgmma in flight, and the deadlock report.
 ``isa``       The instructions. ``emitters`` write one Python function per segment of PTX;
               ``semantics`` holds the functions over numpy arrays that this code calls.
@@ -44,7 +45,7 @@ from flashgen.emulator.errors import (
 )
 from flashgen.emulator.isa.semantics.sum_models import has_sums_of
 from flashgen.emulator.machine.tma import TensorMap
-from flashgen.emulator.state.forgiven import FORGIVEN
+from flashgen.emulator.state.forgiven import FORGIVEN, severity
 
 __all__ = [
     "FORGIVEN",
@@ -69,5 +70,6 @@ __all__ = [
     "launch",
     "load",
     "profiling",
+    "severity",
     "watching",
 ]

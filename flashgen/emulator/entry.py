@@ -29,7 +29,7 @@ STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
 _KEPT_MODULES = 32
-_MODULES: OrderedDict[str, tuple[Module, dict[str, Segments]]] = OrderedDict()
+_MODULES: OrderedDict[str, tuple[Module, dict[tuple[str, bool], Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 _WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
@@ -48,6 +48,7 @@ def launch(
     step_limit: int = STEP_LIMIT,
     profile: bool = False,
     sums: str = "hardware",
+    strict: bool = True,
     allow: Sequence[str] = (),
     cluster: int | Sequence[int] | None = None,
 ) -> Counters:
@@ -75,8 +76,9 @@ def launch(
         sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
             ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
             rounded to float32 once for a chain of instructions, which is faster.
-        allow: names of findings that PTX forbids and hardware forgives, and that are not reported:
-            keys of `flashgen.emulator.FORGIVEN`, such as "cp_async_proxy".
+        strict: also report findings by the letter: what PTX forbids and hardware forgives, the keys
+            of `flashgen.emulator.FORGIVEN`. Other findings are errors and are always reported.
+        allow: names of findings by the letter that are not reported, such as "cp_async_proxy".
         cluster: blocks per cluster in x, y, z, as the launch attribute; what the kernel requires
             (.reqnctapercluster), or 1, by default.
 
@@ -87,18 +89,19 @@ def launch(
         LaunchArguments: the arguments do not fit the kernel.
         EmulatorError: the kernel did something that PTX forbids or that is not supported.
     """
-    segments = _loaded(ptx, name)
+    threads = _three_sizes(block, "block")
+    segments = _loaded(ptx, name, math.prod(threads) % 32 > 0)
     program = segments.program
     config = LaunchConfig(
         _three_sizes(grid, "grid"),
-        _three_sizes(block, "block"),
+        threads,
         shared_bytes,
         check,
         order_seed,
         step_limit,
         profile or _LAUNCHES.get() is not None,
         sums,
-        _allowed(allow),
+        _allowed(allow) if strict else frozenset(FORGIVEN),
         _cluster_of(program, cluster),
         _WATCHER.get(),
     )
@@ -157,7 +160,7 @@ def load(ptx: str, name: str) -> PtxProgram:
     return _loaded(ptx, name).program
 
 
-def _loaded(ptx: str, name: str) -> Segments:
+def _loaded(ptx: str, name: str, ragged: bool = False) -> Segments:
     with _LOCK:
         if ptx not in _MODULES:
             _MODULES[ptx] = (parse(ptx), {})
@@ -165,9 +168,9 @@ def _loaded(ptx: str, name: str) -> Segments:
                 _MODULES.popitem(last=False)
         _MODULES.move_to_end(ptx)
         module, kernels = _MODULES[ptx]
-        if name not in kernels:
-            kernels[name] = Segments(PtxProgram(module, name))
-        return kernels[name]
+        if (name, ragged) not in kernels:
+            kernels[name, ragged] = Segments(PtxProgram(module, name, ragged))
+        return kernels[name, ragged]
 
 
 def _allowed(names: Sequence[str]) -> frozenset[str]:

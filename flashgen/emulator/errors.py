@@ -26,7 +26,9 @@ class Misaligned(EmulatorError):
 
 
 class UninitialisedRead(EmulatorError):
-    """Shared memory or a register is read that was never written."""
+    """A value is used that no instruction has written: of memory, of a register, or of a lane that
+    takes no part in a shuffle.
+    """
 
 
 class RaceError(EmulatorError):
@@ -42,7 +44,7 @@ class FenceError(EmulatorError):
 
 
 class BarrierDivergence(EmulatorError):
-    """Some lanes of a warp never reach a barrier or warp-wide instruction that others reached."""
+    """Lanes of a warp are missing at a barrier or warp-wide instruction, or at its member mask."""
 
 
 class MbarrierMisuse(EmulatorError):

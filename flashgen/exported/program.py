@@ -17,7 +17,7 @@ from flashgen.exported.folder import ExportedKernel, Folder
 from flashgen.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecord
 from flashgen.launch import gpu_facts
 from flashgen.launch_facts import heads_of_fewest_rows
-from flashgen.runtime.backends import DEFAULT_ARCH, DEFAULTS, Target, choose, index_of
+from flashgen.runtime.backends import DEFAULT_ARCH, DEFAULTS, Target, choose, index_of, order_of
 from flashgen.runtime.programs import ForwardRequest, Program, Variant
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.split_choice import choose_split
@@ -155,7 +155,7 @@ class ExportedProgram(Program):
                 numbers=f"given {wanted!r}; exported for {', '.join(archs)}",
                 way_out=f"{self._command} with --arch {wanted}, or one of these",
             )
-        return Target(chosen, wanted, device, index, why)
+        return Target(chosen, wanted, device, index, why, order_seed=order_of(backend))
 
     def without_dropout(self) -> Program:
         return replace(self, drops=False)

@@ -192,7 +192,8 @@ class Attention:
                 PyTorch's generator of that device.
             backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA
                 tensors); "tiled" computes tiles in PyTorch (default for CPU tensors);
-                "emulator" executes the kernels on CPU tensors with memory and race checkers.
+                "emulator" executes the kernels on CPU tensors with memory and race checkers, and
+                "emulator:7" does so in an order of blocks and warps that is drawn from 7.
                 FLASHGEN_BACKEND replaces the default.
             arch: architecture to compile for, such as "sm_90a"; if None, FLASHGEN_ARCH, the
                 architecture of the GPU, or sm_80.

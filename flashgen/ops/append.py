@@ -114,7 +114,7 @@ def _how(backend: str | None, arch: str | None) -> dict[str, str | None]:
 
 def _check_choice(backend: object, arch: object) -> None:
     """Raises InputError for what torch's schema would refuse without an explanation."""
-    if backend is not None and backend not in config.BACKENDS:
+    if backend is not None and config.split_backend(backend) is None:
         backends.choose(backend, torch.device("cpu"))  # type: ignore[arg-type]
     if arch is not None and not isinstance(arch, str):
         backends.arch_of(arch, "tiled", torch.device("cpu"))  # type: ignore[arg-type]

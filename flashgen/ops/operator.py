@@ -247,7 +247,7 @@ class Operator:
 @runs_while_traced
 def check_choices(backend: Any, arch: Any, deterministic: Any) -> None:
     """Raises InputError unless each is None or a value that calls accept."""
-    if backend is not None and backend not in config.BACKENDS:
+    if backend is not None and config.split_backend(backend) is None:
         backends.choose(backend, torch.device("cpu"))
     if arch is not None:
         backends.arch_of(arch, "tiled", torch.device("cpu"))

@@ -31,6 +31,7 @@ class Target:
         device: the device of the operands.
         index: the number of the GPU; 0 where there is none.
         arch_reason: why this architecture.
+        order_seed: from which the emulator draws its order, as the backend names it.
         settled: whether later calls with the same arguments have the same target.
     """
 
@@ -40,6 +41,7 @@ class Target:
     index: int
     arch_reason: str = ""
     settled: bool = True
+    order_seed: int | None = None
 
     @property
     def sms(self) -> int | None:
@@ -61,7 +63,8 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
     chosen = choose(backend, device)
     index = index_of(device) if chosen == "gpu" else 0
     found = arch_of(arch, chosen, device)
-    return Target(chosen, found.arch, device, index, found.why, found.settled)
+    order = order_of(backend)
+    return Target(chosen, found.arch, device, index, found.why, found.settled, order)
 
 
 def choose(given: str | None, device: torch.device) -> str:
@@ -75,13 +78,16 @@ def choose(given: str | None, device: torch.device) -> str:
         source, name = "environment, FLASHGEN_BACKEND", config.backend()
     if name is None:
         return DEFAULTS[device.type]
-    if not isinstance(name, str) or name not in config.BACKENDS:
+    found = config.split_backend(name)
+    if found is None:
         refuse(
             "there is no such backend",
             source,
-            f"given {name!r}; available: {', '.join(config.BACKENDS)}",
+            f"given {name!r}; available: {', '.join(config.BACKENDS)}, and emulator:7 with "
+            "a number from which the emulator draws its order",
             "backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
         )
+    name, _ = found
     takes = TAKES[name]
     if device.type != takes:
         refuse(
@@ -91,6 +97,12 @@ def choose(given: str | None, device: torch.device) -> str:
             f"q.{takes}(), k.{takes}() and v.{takes}(), or another backend",
         )
     return name
+
+
+def order_of(given: str | None) -> int | None:
+    """The order_seed in the name of a backend that `choose` accepts, or in FLASHGEN_BACKEND."""
+    named = config.split_backend(config.backend() if given is None else given)
+    return named[1] if named else None
 
 
 def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:

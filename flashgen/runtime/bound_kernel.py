@@ -6,6 +6,7 @@ This module converts tensors to pointers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,8 @@ class BoundKernel:
             launch: the options of the emulator.
         """
         if target.backend != "gpu":
+            if launch.order_seed is None and target.order_seed is not None:
+                launch = replace(launch, order_seed=target.order_seed)
             return self.emulate(tensors, launch)
         given = [tensors[name] for name in self.arguments.pointers]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
@@ -124,7 +127,7 @@ class BoundKernel:
             [structure],
             shared_bytes=self.smem_bytes,
             check=launch.check_memory,
-            order_seed=launch.order_seed,
+            order_seed=config.emulator_order() if launch.order_seed is None else launch.order_seed,
             sums=config.emulator_sums(),
         )
         if self.rest is not None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flashgen import launch, reference
+from flashgen import emulator, launch, reference
 from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape
 from flashgen.language.spec_file import load
@@ -55,6 +55,27 @@ def test_run_compares_the_gradients_too_with_dropout_and_in_either_mode(windowed
             assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
         assert "dropout" in result.stdout
         assert ("backward_dq" in result.stdout) == bool(mode)
+
+
+def test_run_takes_several_orders_of_the_emulator_and_compares_their_bits(monkeypatch):
+    seeds = []
+    launched = emulator.launch
+    monkeypatch.setattr(
+        emulator, "launch", lambda *a, **k: seeds.append(k["order_seed"]) or launched(*a, **k)
+    )
+    orders = ["--order-seed", "3", "--order-seed", "8"]
+    result = flashgen("run", CAUSAL, "--shape", "1,1,32", "--backend", "emulator", *orders)
+    assert result.exit_code == 0, result.output
+    assert seeds == [3, 8]
+    assert rows(result.stdout)["orders"] == "3, 8: the same bits in all"
+    for line in ("out, order 3", "lse, order 3", "out, order 8", "lse, order 8"):
+        assert re.search(rf"^{line} +pass, max ", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_an_order_for_another_backend_is_refused():
+    result = flashgen("run", CAUSAL, "--shape", "1,1,32", "--backend", "tiled", "--order-seed", "1")
+    assert result.exit_code == 2
+    assert "only the emulator draws an order" in result.output
 
 
 def test_run_without_the_oracle_says_so(windowed):

@@ -222,6 +222,33 @@ def test_the_operator_returns_what_its_options_ask_for():
     assert op.report.kernel.source.text.startswith("//")
 
 
+@pytest.mark.parametrize("given", ["argument", "environment", "environment's backend"])
+def test_the_order_of_the_emulator_can_be_chosen(given, monkeypatch):
+    spec = AttentionSpec(mask_mod=causal, head_dim=16)
+    q, k, v = (x.requires_grad_() for x in Case(32, 32, 1, 1, 1, "float16", 16, 16).tensors())
+    seeds = []
+    launched = fg.emulator.launch
+    monkeypatch.setattr(
+        fg.emulator, "launch", lambda *a, **k: seeds.append(k["order_seed"]) or launched(*a, **k)
+    )
+    backend = {"argument": "emulator:5", "environment": "emulator"}.get(given)
+    monkeypatch.setenv("FLASHGEN_EMULATOR_ORDER", "" if backend is None else "9")
+    monkeypatch.setenv("FLASHGEN_BACKEND", "emulator:5")
+    op = fg.attention(spec)
+    op(q, k, v, backend=backend).sum().backward()
+    assert len(seeds) > 1
+    assert set(seeds) == {9 if given == "environment" else 5}
+    assert op.report.backend == "emulator"
+
+
+@pytest.mark.parametrize("backend", ["emulator:", "emulator:x", "emulator:-1", "gpu:3", "tiled:0"])
+def test_a_backend_with_another_order_is_refused(backend):
+    tensors = Case(32, 32, 1, 1, 1, "float16", 16, 16).tensors()
+    with pytest.raises(fg.InputError, match="no such backend") as caught:
+        fg.attention(AttentionSpec(mask_mod=causal, head_dim=16))(*tensors, backend=backend)
+    assert "emulator:7" in caught.value.numbers
+
+
 def test_a_kernel_is_built_once():
     spec = AttentionSpec(mask_mod=lambda b, h, q, k: q + 3 >= k, head_dim=16)
     q, k, v = Case(20, 20, head_dim=16).tensors()

@@ -163,9 +163,12 @@ class AsyncProxy:
         """Whether warps are ordered after the asynchronous writes with these stamps."""
         number = stamps.astype(np.int64) - int(ASYNC)
         real = (number >= 0) & (number < self._writes)
-        number = np.where(real, number, 0)
-        seen = self.clocks.seen[blocks, warps, self._write_column[number]]
-        return real & (seen >= self._write_time[number])
+        return real & self.has_completed(blocks, warps, np.where(real, number, 0))
+
+    def has_completed(self, blocks: Array, warps: Array, numbers: Any) -> Array:
+        """Whether warps are ordered after the asynchronous writes with these numbers."""
+        seen = self.clocks.seen[blocks, warps, self._write_column[numbers]]
+        return np.asarray(seen >= self._write_time[numbers])
 
     def _against_writes(self, a: SharedAccess, verb: str) -> None:
         stamps = self.shadow.take(self.shadow.written, a.where, a.size)

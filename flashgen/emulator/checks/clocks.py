@@ -52,6 +52,7 @@ class Clocks:
         self.lane_floor = np.zeros(blocks * warps, np.uint32)
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
+        self._polled: dict[int, Array] = {}  # by warp: what its next fence acquires
         self._refresh(np.arange(blocks))
 
     def new_column(self) -> int:
@@ -64,6 +65,7 @@ class Clocks:
             self.published = _widened(self.published, more)
             self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
             self.released = {at: _widened(known, more) for at, known in self.released.items()}
+            self._polled = {row: _widened(known, more) for row, known in self._polled.items()}
         return column
 
     def new_slots(self, count: int) -> int:
@@ -153,23 +155,37 @@ class Clocks:
         self.tick(rows)
 
     def fence(self, rows: Array) -> None:
-        """A fence: the next strong access of each warp releases its current clocks."""
+        """A fence: the next strong access of each warp releases its current clocks.
+
+        What the warp has polled before happened before its accesses from now on.
+        """
         for row in rows.tolist():
+            if row in self._polled:
+                self._join(row, self._polled.pop(row))
             self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
         self.tick(rows)
 
-    def synchronise(self, rows: Array, places: Array) -> None:
-        """Strong accesses: each acquires what was released at its address, and releases."""
+    def _join(self, row: int, given: Array) -> None:
+        block, warp = divmod(row, self.warps)
+        known = self.seen[block, warp]
+        own = known[warp]
+        self.synced[row] = max(self.synced[row], given[warp] + 1)
+        np.maximum(known, given, out=known)
+        known[warp] = own
+
+    def synchronise(self, rows: Array, places: Array, poll: bool = False) -> None:
+        """Strong accesses: each acquires what was released at its address, and releases.
+
+        A ``poll`` acquires it at the next fence of its warp.
+        """
         before = self.seen.copy()
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-            block, warp = divmod(row, self.warps)
+            block = row // self.warps
             slot = self.released.get((block, place))
-            known = self.seen[block, warp]
-            if slot is not None:
-                own = known[warp]
-                self.synced[row] = max(self.synced[row], slot[warp] + 1)
-                np.maximum(known, slot, out=known)
-                known[warp] = own
+            if slot is not None and poll:
+                self._polled[row] = np.maximum(slot, self._polled.get(row, 0))
+            elif slot is not None:
+                self._join(row, slot)
             given = self.fenced.get(row)
             if given is not None:
                 self.released[block, place] = given if slot is None else np.maximum(slot, given)

@@ -39,6 +39,7 @@ class Reports(Wave):
         if not missing.any():
             return
         row, lane = (int(i) for i in np.argwhere(missing)[0])
+        self.members.blame_shuffle(Site(cohort, pc, row, lane))
         self.fail(
             UninitialisedRead,
             "a register is read that was never written",

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import Clocks
+from flashgen.emulator.checks.clocks import ATOMIC, Clocks
 from flashgen.emulator.errors import RaceError
 from flashgen.emulator.state.cohort import Cohort
 from flashgen.emulator.state.wave import Site, Wave
@@ -26,6 +26,7 @@ ASYNC = np.uint32(0xE0000000)
 MBARRIER = np.uint32(0xFFFFFFFD)  # an mbarrier object lies in the vector
 FLIGHT = np.uint32(0xFFFFFFFE)  # a cp.async that has not been waited for writes the vector
 NEVER = np.uint32(0xFFFFFFFF)  # not written since the block started
+VOLATILE = "; volatile orders nothing without a fence or a barrier, but for a loop that polls"
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class SharedAccess:
             Large sizes are checked faster.
         places: row of ``cohort`` of each access, (g,); None: each row accesses one offset per lane.
         lanes: lane of each access, (g,); None if it is unknown.
-        strong: atomic or volatile.
+        strong: atomic or volatile; ``racing``: see `PtxProgram.racing`.
     """
 
     cohort: Cohort
@@ -51,6 +52,7 @@ class SharedAccess:
     places: Array | None = None
     lanes: Array | None = None
     strong: bool = False
+    racing: bool = False
 
     def site(self, place: int, offset: int) -> Site:
         """The origin of an access, by the index of the access and of the offset."""
@@ -72,7 +74,7 @@ class SharedShadow:
 
     def __init__(self, machine: Wave, blocks: int) -> None:
         self.machine = machine
-        self.shift = machine.program.shared_vector.bit_length() - 1
+        self.shift = machine.program.accesses.shared_vector.bit_length() - 1
         self.warps = machine.cluster_warps
         self.count = len(machine.blocks) * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)
@@ -98,6 +100,14 @@ class SharedShadow:
             wide = value[..., None] if np.ndim(value) else value
             table.reshape(-1, many)[where >> size.bit_length() - 1] = wide
 
+    def excused(self, a: SharedAccess, stamps: Array, verb: str) -> Array:
+        """Which writes, with these stamps, a strong access need not be ordered after."""
+        strong: Array = (stamps & np.uint32(ATOMIC)) != 0
+        if a.racing and verb == "read" and strong.any():
+            writers = self.take(self.writer_pc, a.where, a.size)
+            strong &= ~np.isin(writers, list(self.machine.program.racing))
+        return strong
+
     def fail(
         self,
         a: SharedAccess,
@@ -110,6 +120,7 @@ class SharedShadow:
         """Raises for the first vector that ``bad`` (g, vectors) marks."""
         vector, site = self.first(a, bad)
         at = (vector << self.shift) % self.machine.shared_pitch
+        numbers += VOLATILE if a.racing else ""
         self.machine.fail(kind, what, site, f"shared offset {at}; {numbers}", way_out)
 
     def first(self, a: SharedAccess, bad: Array) -> tuple[int, Site]:

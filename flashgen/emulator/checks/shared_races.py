@@ -19,6 +19,7 @@ from flashgen.emulator.checks.shadow import (
     FLIGHT,
     MBARRIER,
     NEVER,
+    VOLATILE,
     SharedAccess,
 )
 from flashgen.emulator.checks.warp_lanes import WarpLanes
@@ -30,6 +31,7 @@ from flashgen.errors import EmulatorError
 
 Array = npt.NDArray[Any]
 _LOG_LIMIT = 2048
+_WEAK, _STRONG, _RACING = range(3)  # kinds of reads: strong are atomic or polls, racing volatile
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
 
 
@@ -41,7 +43,7 @@ class _Reads(NamedTuple):
     size: int
     pc: int
     clock: Array
-    strong: bool
+    kind: int
 
 
 class SharedRaces(WarpLanes):
@@ -49,10 +51,11 @@ class SharedRaces(WarpLanes):
 
     def __init__(self, machine: Wave, blocks: int) -> None:
         super().__init__(machine, blocks)
-        # Clock of the last weak and of the last strong (atomic, volatile) read, per warp.
-        self.read_clock: dict[bool, Array] = {}
+        kinds = (_WEAK, _STRONG, _RACING) if machine.program.racing else (_WEAK, _STRONG)
+        # By kind, the clock of the last read of each warp: of each vector, and of any.
+        self.read_clock: dict[int, Array] = {}
         self.log: list[_Reads] = []
-        self.last_read = {s: np.zeros((blocks, self.warps), np.int64) for s in (False, True)}
+        self.last_read = {kind: np.zeros((blocks, self.warps), np.int64) for kind in kinds}
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
         self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
         self.remote_pc = np.zeros(self.remote_clock.shape, np.int64)
@@ -64,7 +67,7 @@ class SharedRaces(WarpLanes):
         """A barrier of all warps of the blocks completed."""
         self.clocks.barrier_of_all(blocks)
         # Reads before such a barrier cannot race with later accesses.
-        passed = np.zeros(len(self.last_read[False]), bool)
+        passed = np.zeros(len(self.last_read[_WEAK]), bool)
         passed[blocks] = True
         for last in self.last_read.values():
             last[blocks] = 0
@@ -147,14 +150,16 @@ class SharedRaces(WarpLanes):
 
     def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
-        strong = pc in self.machine.program.strong
+        strong = pc in self.machine.program.accesses.strong
+        racing = strong and pc in self.machine.program.racing
         if lanes is not None:
             row, lane = np.nonzero(spread(lanes, cohort.n))
             chosen = spread(where, cohort.n)[row, lane][:, None]
-            return SharedAccess(cohort, cohort.rows[row], chosen, size, pc, row, lane, strong)
+            rows = cohort.rows[row]
+            return SharedAccess(cohort, rows, chosen, size, pc, row, lane, strong, racing)
         if where.ndim == 0 or where.shape[0] != cohort.n:
             where = np.broadcast_to(where, (cohort.n, where.shape[1] if where.ndim else 1))
-        return SharedAccess(cohort, cohort.rows, where, size, pc, strong=strong)
+        return SharedAccess(cohort, cohort.rows, where, size, pc, strong=strong, racing=racing)
 
     def _read(self, a: SharedAccess) -> None:
         if not len(a.rows):
@@ -163,8 +168,9 @@ class SharedRaces(WarpLanes):
         self._against_writes(a, "read")
         m = self.machine
         clock = self.clocks.clock[a.rows]
-        self.last_read[a.strong][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
-        self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, a.strong))
+        kind = _RACING if a.racing else _STRONG if a.strong else _WEAK
+        self.last_read[kind][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
+        self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, kind))
         self.note_lanes_of_read(a, clock)
         if len(self.log) > _LOG_LIMIT:
             self._flush()
@@ -188,17 +194,18 @@ class SharedRaces(WarpLanes):
             left = self.take(self.written, a.where, a.size)
             lost = left != own[:, None]
             if lost.any():
-                self._report(a, lost, left, "write")
+                self._report(a, lost, left, "write", together=True)
 
     def _synchronise(self, a: SharedAccess) -> None:
         """A strong access acquires and releases."""
         program = self.machine.program
-        if not (a.strong and program.synchronises):
+        if not (a.strong and program.accesses.synchronises):
             return
-        if a.pc in program.releases:
+        if a.pc in program.accesses.releases:
             self.clocks.fence(np.unique(a.rows))
         width = a.where.shape[1]
-        self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1))
+        poll = a.pc in program.repeats.polls
+        self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1), poll)
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_member[rows]
@@ -216,18 +223,18 @@ class SharedRaces(WarpLanes):
         if verb == "write" or "uninitialised_rows" in self.machine.allow:
             fine |= stamps == NEVER
         if not fine.all():
-            bad = ~(fine | self._ordered(a, stamps))
+            bad = ~(fine | self._ordered(a, stamps, verb))
             if bad.any():
                 self._report(a, bad, stamps, verb)
             self.lanes_against_writes(a, stamps, verb)
 
-    def _ordered(self, a: SharedAccess, stamps: Array) -> Array:
+    def _ordered(self, a: SharedAccess, stamps: Array, verb: str) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
         blocks = self.machine.row_cluster[a.rows][:, None]
         warps = self.machine.row_member[a.rows][:, None]
         fine = self.clocks.ordered(blocks, warps, stamps)
         if a.strong:
-            fine = fine | ((stamps & np.uint32(ATOMIC)) != 0)
+            fine = fine | self.excused(a, stamps, verb)
         fine &= stamps < ASYNC
         if self.proxy is not None and (stamps >= ASYNC).any():
             fine |= self.proxy.known(blocks, warps, stamps)
@@ -238,7 +245,8 @@ class SharedRaces(WarpLanes):
         m = self.machine
         blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
-        for kind in (False,) if a.strong else (False, True):
+        excused = {_STRONG} if a.racing else {_STRONG, _RACING} if a.strong else set[int]()
+        for kind in self.last_read.keys() - excused:
             unseen = self.last_read[kind][blocks] > known
             unseen[np.arange(len(warps)), warps] = False
             if not unseen.any():
@@ -261,11 +269,11 @@ class SharedRaces(WarpLanes):
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
         if not self.read_clock:
-            for kind in (False, True):
+            for kind in self.last_read:
                 self.read_clock[kind] = np.zeros((self.warps, self.count), np.uint32)
             self.reader_pc = np.zeros(self.count, np.int32)
-        for rows, where, size, pc, clock, strong in self.log:
-            flat = self.read_clock[strong].reshape(-1)
+        for rows, where, size, pc, clock, kind in self.log:
+            flat = self.read_clock[kind].reshape(-1)
             table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
             self.put(flat, table + where, size, clock)
             self.put(self.reader_pc, where, size, pc)
@@ -273,8 +281,10 @@ class SharedRaces(WarpLanes):
 
     # ---- messages
 
-    def _report(self, a: SharedAccess, bad: Array, stamps: Array, verb: str) -> None:
-        """Raises for the first access that ``bad`` marks."""
+    def _report(
+        self, a: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
+    ) -> None:
+        """Raises for the first access that ``bad`` marks; ``together``: by one instruction."""
         m = self.machine
         vector, site = self.first(a, bad)
         stamp = int(stamps[bad][0])
@@ -299,10 +309,13 @@ class SharedRaces(WarpLanes):
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
-            advice = _BARRIER + (way_out("same_value") if verb == "write" else "")
+            advice = _BARRIER
+            if verb == "write":
+                advice += m.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
         at = (vector << self.shift) % m.shared_pitch
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
         if writer:
             numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
+        numbers += VOLATILE if a.racing else ""
         m.fail(kind, problem, site, numbers, advice)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.checks.clocks import ATOMIC
 from flashgen.emulator.checks.shadow import ASYNC, SharedAccess, SharedShadow
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.forgiven import way_out
@@ -33,7 +32,7 @@ _NEVER = np.int64(1) << 60  # later than any clock
 _KEPT_RELEASES = 8  # latest partial releases of each warp that are kept
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
-_WAY_OUT = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
+SYNCHRONISE_LANES = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
     "warp_synchronous"
 )
 
@@ -197,7 +196,7 @@ class WarpLanes(SharedShadow):
         bad = (agent == warps) & (clock >= self.clocks.synced[a.rows][:, None])
         bad &= stamps < ASYNC
         if a.strong:
-            bad &= (stamps & np.uint32(ATOMIC)) == 0
+            bad &= ~self.excused(a, stamps, verb)
         if not bad.any():
             return
         writers = self.take(self.writer, a.where, a.size)
@@ -211,7 +210,7 @@ class WarpLanes(SharedShadow):
             writer, pc = int(writers[bad][0]), self._writer_pc(a, bad)
             text = f"lane {writer} writes there: {self.machine.program.describe(pc)}"
             doing = "write the same bytes" if verb == "write" else "write and read the same bytes"
-            self.fail(a, bad, _WHAT.format(doing), text, _WAY_OUT)
+            self.fail(a, bad, _WHAT.format(doing), text, SYNCHRONISE_LANES)
 
     def lanes_against_reads(self, a: SharedAccess) -> None:
         """Checks a write against earlier reads of other lanes of its warp."""
@@ -220,13 +219,13 @@ class WarpLanes(SharedShadow):
             return
         low, high = self._reach(a)
         for reads in self.lane_reads if self.releases else ():
-            if reads.low < high and low < reads.high and not (a.strong and reads.access.strong):
+            if reads.low < high and low < reads.high and not _excuses(a, reads.access):
                 self._reads_not_released(a, reads)
         # Accesses of other warps are ordered, or not, elsewhere.
         since = np.full(len(self.accessed), _NEVER)
         since[rows] = self.clocks.synced[rows]
         for reads in self.lane_reads:
-            if reads.low >= high or low >= reads.high or (a.strong and reads.access.strong):
+            if reads.low >= high or low >= reads.high or _excuses(a, reads.access):
                 continue
             late = reads.clock >= since[reads.access.rows]
             if late.any():
@@ -253,7 +252,9 @@ class WarpLanes(SharedShadow):
             bad &= ~self._seen(a, bad, lanes, clock - 1)
         if bad.any():
             text = f"a lane reads there before: {self.machine.program.describe(before.pc)}"
-            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, _WAY_OUT)
+            self.fail(
+                a, bad, _WHAT.format("read and write the same bytes"), text, SYNCHRONISE_LANES
+            )
 
     def _seen(self, a: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
         """Whether lanes that synchronised in part order accesses of ``lanes`` at ``clock``."""
@@ -295,6 +296,11 @@ class WarpLanes(SharedShadow):
         """The first byte in its block that an access may touch, and the end."""
         first = a.where - self.machine.shared_base_of_row[a.rows]
         return int(first.min()), int(first.max()) + a.size
+
+
+def _excuses(write: SharedAccess, read: SharedAccess) -> bool:
+    """Whether a write need not be ordered after a read, because both are strong."""
+    return write.strong and read.strong and not (write.racing and read.racing)
 
 
 def lanes_of(a: SharedAccess, shift: int | None = None) -> Array:

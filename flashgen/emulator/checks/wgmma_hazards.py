@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashgen.emulator.ptx.instructions import accumulates, as_immediate, registers_in
+from flashgen.emulator.ptx.instructions import (
+    accumulates,
+    as_immediate,
+    mask_of,
+    registers_in,
+)
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Instruction, Vec
 
@@ -172,13 +177,6 @@ class _DataFlow:
 def fragments_of(ins: Instruction) -> int:
     """The registers of A of an mma_async; none if A lies in shared memory."""
     return mask_of(registers_in(ins.operands[1])) if isinstance(ins.operands[1], Vec) else 0
-
-
-def mask_of(registers: list[int]) -> int:
-    mask = 0
-    for register in registers:
-        mask |= 1 << register
-    return mask
 
 
 def union(masks: tuple[int, ...]) -> int:

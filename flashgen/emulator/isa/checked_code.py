@@ -92,8 +92,10 @@ class CheckedCode:
     def membermask(self) -> str:
         """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
         ins = self.ins
-        if ins.op in ("shfl", "vote", "match", "redux", "bar", "barrier") and "sync" in ins.mods:
-            return self.read(ins.operands[-1], "u4")
-        if ins.op == "elect":
-            return self.read(ins.operands[-1], "u4")
-        return "None"
+        masked = ("shfl", "vote", "match", "redux", "bar", "barrier", "elect")
+        if ins.op not in masked or "sync" not in ins.mods:
+            return "None"
+        constant = self.program.constant_of(ins.operands[-1])
+        if constant is not None:
+            return self.literal(constant, "u4")
+        return self.read(ins.operands[-1], "u4")

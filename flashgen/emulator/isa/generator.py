@@ -34,10 +34,11 @@ from flashgen.emulator.ptx.instructions import (
     WARPGROUP_WIDE,
     is_barrier,
     is_warp_wide,
-    may_access_shared,
+    may_access_between_threads,
+    needs_whole_warp,
     synchronises_lanes,
 )
-from flashgen.emulator.ptx.program import PtxProgram
+from flashgen.emulator.ptx.program import ALL_LANES, PtxProgram
 from flashgen.emulator.ptx.syntax import (
     Imm,
     Instruction,
@@ -318,6 +319,8 @@ class Generator(CheckedCode):
                 self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
         if self.masked and is_warp_wide(ins):
             self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
+            if needs_whole_warp(ins):
+                self.emit(f"E.members.require_whole_warp(C, {self.pc})")
         self.require_members(ins)
         if ins.op in WARPGROUP_WIDE and (self.masked or self.pc in self.program.gates):
             self.emit(f"if E.wait_for_warpgroup(C, {self.pc}): return True")
@@ -334,21 +337,21 @@ class Generator(CheckedCode):
     def require_members(self, ins: Instruction) -> None:
         """Emits a check that the lanes that execute a .sync instruction are in its mask."""
         members = self.membermask() if is_warp_wide(ins) else "None"
-        if members != "None" and self.namespace.get(members) != 0xFFFFFFFF:
-            self.emit(f"require_member(E, C, {members}, {self.lanes()}, {self.pc})")
+        if members != "None" and self.namespace.get(members) != ALL_LANES:
+            self.emit(f"E.members.require(C, {members}, {self.lanes()}, {self.pc})")
 
     def track_lanes(self, ins: Instruction) -> None:
         """Emits the calls by which the checker of lanes follows an instruction."""
-        if not self.check or not self.program.uses_shared:
+        if not self.check or not self.program.accesses.between_threads:
             return
         if synchronises_lanes(ins):
             members = self.membermask()
-            whole = members == "None" or self.namespace.get(members) == 0xFFFFFFFF
+            whole = members == "None" or self.namespace.get(members) == ALL_LANES
             if whole and self.synchronised:
                 return
             self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
             self.synchronised = whole
-        elif may_access_shared(ins):
+        elif may_access_between_threads(ins):
             self.synchronised = False
 
     def finish(self, *targets: int) -> None:

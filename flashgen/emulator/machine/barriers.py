@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import NAMED_BARRIERS
+from flashgen.emulator.errors import DeadlockError, RaceError
 from flashgen.emulator.state.cohort import Cohort, WaitsAtBarrier, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
@@ -23,6 +25,10 @@ class Barriers:
         self.machine = machine
         self.arrived = np.zeros((blocks, 16), np.int64)  # threads
         self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
+        self.latest = np.zeros((blocks, 16, 2), np.int64)  # the last arrival: warp, instruction
+        # Clocks of the warps when they arrived: since the last completion, and before it.
+        self.arrivals = np.zeros((blocks, 16, machine.cluster_warps), np.int64)
+        self.completed = np.zeros_like(self.arrivals)
         self.votes: dict[tuple[int, int], list[Array]] = {}
 
     def arrive(
@@ -45,6 +51,8 @@ class Barriers:
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
+        if m.shared_races:
+            self._in_turn(cohort, blocks, ids, pc)
         if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)
@@ -52,9 +60,13 @@ class Barriers:
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(cohort, blocks, ids, counts, pc)
         self.expected[blocks, ids] = counts
+        self.latest[blocks, ids] = np.stack([cohort.rows, np.full(cohort.n, pc)], axis=1)
+        self._demand_room(blocks, ids)
         if m.shared_races:
             m.shared_races.synchronise_lanes(cohort, None)
-            m.shared_races.clocks.publish(cohort.rows, self._slots(blocks, ids))
+            clocks = m.shared_races.clocks
+            self.arrivals[blocks, ids, m.row_member[cohort.rows]] = clocks.clock[cohort.rows]
+            clocks.publish(cohort.rows, self._slots(blocks, ids))
         if vote is not None:
             values, lanes = spread(vote, cohort.n), cohort.full_mask()
             for row in range(cohort.n):
@@ -123,6 +135,71 @@ class Barriers:
                     "use the same count in every bar.sync and bar.arrive of a barrier",
                 )
 
+    def _in_turn(self, cohort: Cohort, blocks: Array, ids: Array, pc: int) -> None:
+        """Checks that warps have seen the last use of a barrier complete before they use it again.
+
+        Otherwise they may count as arrivals of that use.
+        """
+        m, before = self.machine, self.completed[blocks, ids]
+        assert m.shared_races is not None
+        rows = cohort.rows
+        twice = self.arrivals[blocks, ids, m.row_member[rows]] > 0
+        if not before.any() and not twice.any():
+            return
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
+        late = before > seen[:, : m.cluster_warps]
+        bad = twice | late.any(axis=1)
+        if not bad.any():
+            return
+        row = int(np.argmax(bad))
+        last = m.program.describe(int(self.latest[blocks[row], ids[row], 1]))
+        others = [m.member_name(other) for other in np.flatnonzero(late[row]).tolist()]
+        who = "this warp" if twice[row] else ", ".join(others)
+        m.fail(
+            RaceError,
+            "a warp arrives at a barrier again, and nothing shows it that the last use of the "
+            "barrier is complete: it may count as an arrival of that use",
+            Site(cohort, pc, row),
+            f"barrier {ids[row]}, used by {who}: {last}",
+            "use another barrier, or wait for the warps that took part (bar.sync) in between",
+        )
+
+    def _demand_room(self, blocks: Array, ids: Array) -> None:
+        """Checks that no more threads have arrived together than a barrier counts."""
+        m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
+        above = (expected > 0) & (arrived > expected)
+        if above.any():
+            which = int(np.argmax(above))
+            row, pc = self.latest[blocks[which], ids[which]].tolist()
+            raise EmulatorError(
+                "more threads arrive at a barrier than it counts: which of them it lets pass "
+                "together depends on their order",
+                where=m.place(row, None, pc),
+                numbers=f"barrier {ids[which]}: {arrived[which]} of {expected[which]} threads",
+                way_out="count all threads that use the barrier together, or use several barriers",
+            )
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: every arrival must have been needed.
+
+        Raises:
+            DeadlockError: threads have arrived at a barrier that never completed.
+        """
+        m = self.machine
+        left = self.arrived > 0
+        if not m.check or "barrier_left_incomplete" in m.allow or not left.any():
+            return
+        block, barrier = (int(i) for i in np.argwhere(left)[0])
+        row, pc = self.latest[block, barrier].tolist()
+        raise DeadlockError(
+            "a block ends while threads have arrived at a barrier that never completes",
+            where=m.place(row, None, pc),
+            numbers=f"barrier {barrier}: {self.arrived[block, barrier]} of "
+            f"{self.expected[block, barrier]} threads have arrived",
+            way_out="let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier "
+            "counts" + way_out("barrier_left_incomplete"),
+        )
+
     def after_exit(self, blocks: Array) -> None:
         """Releases barriers of all threads of a block that waited for exited warps only."""
         if len(blocks) and self.arrived[blocks].any():
@@ -141,6 +218,8 @@ class Barriers:
         m = self.machine
         self.arrived[block, barrier] = 0
         self.expected[block, barrier] = 0
+        self.completed[block, barrier] = self.arrivals[block, barrier]
+        self.arrivals[block, barrier] = 0
         votes = self.votes.pop((block, barrier), None)
         waiting = []
         for c in list(m.cohorts):

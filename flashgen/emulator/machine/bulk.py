@@ -11,12 +11,14 @@ missing proxy fence for global memory is not detected.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.copy_sources import CopySource
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
@@ -43,6 +45,7 @@ _KINDS = {
     **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
     **{"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"},
 }
+_KEPT = 64  # completed copies whose sources are still watched
 _FIT = "pass a map and operands that fit the instruction"
 
 
@@ -53,6 +56,8 @@ class BulkCopies:
         self.machine = machine
         self.incoming: list[BulkTransfer] = []
         self.outgoing: list[BulkTransfer] = []
+        # The latest copies into shared memory that have completed.
+        self.landed: deque[BulkTransfer] = deque(maxlen=_KEPT)
         self.committed = np.zeros((len(machine.row_block), 32), np.int64)
 
     # ---- what instructions start
@@ -266,6 +271,9 @@ class BulkCopies:
         if races is None or t.box.unit < CHUNK_BYTES:
             return  # a vector of the shadow may contain bytes of two boxes
         some, offsets, size = t.in_global()
+        if len(some) and kind == READ:
+            touched = self.machine.memory.touched
+            t.source = CopySource(touched, offsets, size, t.pc, places=some)
         if len(some):
             access = (races.read, races.write, races.atomic)[kind]
             access(t.issued.some(some), offsets, size, t.pc, None)
@@ -348,6 +356,7 @@ class BulkCopies:
             phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
             if m.proxy is not None and t.writes is not None:
                 m.proxy.completed(t.writes, phases + 1)
+                self.landed.append(t)
             return
         for row in range(t.issued.n):
             # Sequentially: boxes of different blocks may overlap.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
+from flashgen.emulator.checks.copy_sources import CopySource
 from flashgen.emulator.isa.semantics.memory import load_global
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.memory import ELEMENT, SHIFT
@@ -31,6 +32,7 @@ class PendingCopy:
         lanes: active lanes (n, 32); None: all.
         to: offsets into `Wave.shared` (n, 32).
         data: (n, 32).
+        source: what it reads, until it has been waited for; None without checkers.
         group: number of the group of each thread (n, 32).
         number: of the copy, in the order of issue.
         clock: of each warp when it first executed cp.async.mbarrier.arrive for this copy (n,), 0
@@ -41,6 +43,7 @@ class PendingCopy:
     lanes: Array | None
     to: Array
     data: Array
+    source: CopySource | None
     group: Array
     size: int
     number: int
@@ -87,36 +90,52 @@ class AsyncCopies:
             m.recorder.shared_access(cohort, to, full_lanes, size, pc)
         if m.shared_races:
             m.shared_races.start_copy(cohort, offset, size, pc, full_lanes)
-        data = self._fetch(cohort, source, full_lanes, size, read, pc)
-        group = self.committed[cohort.rows]
-        clock = np.zeros(n, np.int64)
+        data, reads = self._fetch(cohort, source, full_lanes, size, read, pc)
         self.flights.append(
-            PendingCopy(cohort.rows, full_lanes, offset, data, group, size, self.issued, clock)
+            PendingCopy(
+                cohort.rows,
+                full_lanes,
+                offset,
+                data,
+                reads,
+                self.committed[cohort.rows],
+                size,
+                self.issued,
+                np.zeros(n, np.int64),
+            )
         )
         self.issued += 1
 
     def _fetch(
         self, cohort: Cohort, source: Any, lanes: Array | None, size: int, read: Any, pc: int
-    ) -> Array:
-        """The data of a copy; bytes after the first ``read`` are zero and are not accessed."""
+    ) -> tuple[Array, CopySource | None]:
+        """The data of a copy; bytes after the first ``read`` are zero and are not accessed.
+
+        Also returns what is read, but for the lanes that read a part of ``size``.
+        """
         m, n = self.machine, cohort.n
+        races = m.global_races is not None
         address = spread(source, n)
         wanted = np.minimum(spread(read, n), size)
         whole = wanted == size
         out: Array = np.zeros((n, 32), ELEMENT[size])
         if whole.all():
-            out = load_global(m, cohort, address, lanes, size, pc)
-            return out
-        some = whole & active(cohort, lanes)
+            out = load_global(m, cohort, address, lanes, size, pc, False)
+            offsets = address - m.memory.base
+            return out, CopySource(m.memory.touched, offsets, size, pc) if races else None
+        some, source_of = whole & active(cohort, lanes), None
         if some.any():
-            out = load_global(m, cohort, address, some, size, pc)
+            out = load_global(m, cohort, address, some, size, pc, False)
+            if races:
+                offsets = address - m.memory.base
+                source_of = CopySource(m.memory.touched, offsets, size, pc, some)
         partial = ~whole & active(cohort, lanes)
         octets = out.view(np.uint8).reshape(n, 32, size)
         for byte in range(size):
             here = partial & (wanted > byte)
             if here.any():
                 octets[..., byte] |= load_global(m, cohort, address + byte, here, 1, pc)
-        return out
+        return out, source_of
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
         """Closes the current group of each thread."""
@@ -159,6 +178,26 @@ class AsyncCopies:
         m.shared.view[flight.size][index] = data
         if m.shared_races:
             m.shared_races.finish_copy(flight.rows, flight.to, flight.size, lanes, flight.clock)
+        self._note_source(flight, lanes)
+
+    def _note_source(self, flight: PendingCopy, lanes: Array | None) -> None:
+        """The source of a copy has been read in these lanes (n, 32); None: in all."""
+        source, races = flight.source, self.machine.global_races
+        if source is None or races is None:
+            return
+        if source.lanes is not None:
+            lanes = source.lanes if lanes is None else lanes & source.lanes
+        if lanes is None:
+            rows, clock = np.repeat(flight.rows, 32), np.repeat(flight.clock, 32)
+            races.note_copy(source, rows, source.offsets.reshape(-1), clock)
+            return
+        place, _ = np.nonzero(lanes)
+        races.note_copy(source, flight.rows[place], source.offsets[lanes], flight.clock[place])
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: what they read stays read."""
+        for flight in self.flights:
+            self._note_source(flight, flight.lanes)
 
     # ---- arrivals at mbarriers
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.global_races import GlobalRaces
+from flashgen.emulator.checks.member_lanes import MemberLanes
 from flashgen.emulator.checks.shared_races import SharedRaces
 from flashgen.emulator.counters.recorder import Recorder
 from flashgen.emulator.counters.totals import Counters
@@ -124,8 +125,11 @@ class Machine(Scheduler):
         if "uninitialised_rows" in self.allow:
             self.shared.bytes[:] = 0xFF
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
+        written = FlatMemory(len(self.local.bytes), sparse=True) if self.check else None
+        self.local_written = written
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
+        self.members = MemberLanes(self)
         self.barriers = Barriers(self, count)
         self.mbarriers = Mbarriers(self, count)
         self.copies = AsyncCopies(self)
@@ -144,6 +148,8 @@ class Machine(Scheduler):
             self._run(self._pick())
             if self.watcher is not None:
                 self.watcher(self.counters)
+        self.barriers.finish()
+        self.copies.finish()
         self.bulk.finish()
 
     def _initial_cohorts(self, rows: Array) -> list[Array]:
@@ -175,8 +181,8 @@ class Machine(Scheduler):
 
     def fence(self, cohort: Cohort, device: bool) -> None:
         """A fence of block or of device scope."""
-        if self.global_races and self.program.synchronises:
+        if self.global_races and self.program.accesses.synchronises:
             if device:
-                self.global_races.fence(cohort.rows)
+                self.global_races.order.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.
             self.global_races.clocks.fence(cohort.rows)

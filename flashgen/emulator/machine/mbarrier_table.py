@@ -42,6 +42,7 @@ class MbarrierTable:
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots: list[int] = []
         self.all_fenced = True
+        self._failed: dict[int, int] = {}  # by wait: how often it failed
         self.columns: list[list[int]] = []
 
     # ---- init and inval

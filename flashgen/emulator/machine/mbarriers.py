@@ -2,8 +2,9 @@
 
 A phase completes when the number of arrivals given to mbarrier.init have arrived and all expected
 bytes (expect_tx) have been delivered by bulk copies (complete_tx); then the next phase begins. A
-try_wait blocks its warps until the phase is complete. On hardware it may time out, so kernels have
-to try again; in the emulator it does not, so a phase that cannot complete is a deadlock.
+try_wait in a loop blocks its warps until the phase is complete, so a phase that cannot complete is
+a deadlock. On hardware it may time out, so a kernel has to try again: where nothing repeats a
+try_wait until it succeeds (`ptx.repeats`), it does not block, as test_wait.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ import numpy.typing as npt
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.errors import MbarrierMisuse
 from flashgen.emulator.machine.mbarrier_table import BYTES, MOST, MbarrierTable
-from flashgen.emulator.state.cohort import Cohort, SingleThreads, WaitsForPhase, active, spread
+from flashgen.emulator.state.cohort import (
+    Cohort,
+    SingleThreads,
+    WaitsForPhase,
+    active,
+    first_bad,
+    spread,
+)
 from flashgen.emulator.state.wave import Site
 
 Array = npt.NDArray[Any]
+_FEW_TURNS = 64
 
 
 class Mbarriers(MbarrierTable):
@@ -198,6 +207,35 @@ class Mbarriers(MbarrierTable):
 
     # ---- waiting
 
+    def _polls(self, pc: int) -> bool:
+        """Whether a warp whose wait failed lets others go first: if it will wait again.
+
+        A loop that ends after a few failures as well does not, so that it comes to its end.
+        """
+        repeats = self.machine.program.repeats
+        if pc in repeats.endless or pc not in repeats.counted:
+            return pc in repeats.endless
+        self._failed[pc] = self._failed.get(pc, 0) + 1
+        return self._failed[pc] > _FEW_TURNS
+
+    def ignored(self, cohort: Cohort, lanes: Any, pc: int) -> None:
+        """A wait whose result no instruction uses.
+
+        Raises:
+            MbarrierMisuse: a lane executes it.
+        """
+        if not active(cohort, lanes).any():
+            return
+        row, lane = first_bad(cohort, lanes, True)
+        self.machine.fail(
+            MbarrierMisuse,
+            "the result of a wait for an mbarrier is ignored",
+            Site(cohort, pc, row, lane),
+            "try_wait may return false after a time limit, and test_wait returns at once: the "
+            "phase need not have completed, and nothing is ordered then",
+            "repeat it in a loop until it returns true",
+        )
+
     def wait(
         self,
         cohort: Cohort,
@@ -242,7 +280,7 @@ class Mbarriers(MbarrierTable):
             waiting.waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
             return None
         if stuck.any():
-            cohort.polls = True
+            cohort.polls = self._polls(pc)
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1

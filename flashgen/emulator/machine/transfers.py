@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_aligned, check_writable
+from flashgen.emulator.checks.copy_sources import CopySource
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, OutOfBounds, UnknownInstruction
 from flashgen.emulator.machine.map_bytes import PlacedMap
@@ -42,6 +43,7 @@ class BulkTransfer:
         reduction: operation and type.
         barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
             asynchronous writes; ``known``: the clocks of the issuing warps (n, columns).
+        source: what copies into shared memory read; None without checkers.
         groups: number of the group (n,) of copies out of shared memory; ``column``, ``time``: the
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
@@ -56,6 +58,7 @@ class BulkTransfer:
     barriers: Array | None = None
     writes: Array | None = None
     known: Array | None = None
+    source: CopySource | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     column: int = 0
     time: int = 0

@@ -1,6 +1,7 @@
 """Inlines every device function that a kernel calls: one flat list of instructions.
 
-Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers.
+Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers, and
+the guard of an instruction that threads execute together becomes a branch around it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.ptx.instructions import is_barrier, is_warp_wide
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Function,
@@ -43,11 +45,43 @@ def flatten(module: Module, entry: Function) -> FlatCode:
     Raises:
         UnknownInstruction: a recursive or predicated call.
     """
-    if not any(i.op == "call" for i in entry.code):
-        return FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
-    flat = FlatCode()
-    _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
+    flat = FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
+    if any(i.op == "call" for i in entry.code):
+        flat = FlatCode()
+        _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
+    if any(_needs_branch(i) for i in flat.code):
+        _branch_around(flat)
     return flat
+
+
+def _needs_branch(ins: Instruction) -> bool:
+    return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins))
+
+
+def _branch_around(flat: FlatCode) -> None:
+    """Replaces the guards of warp-wide instructions and barriers by branches around them."""
+    starts: list[int] = []
+    code: list[Instruction] = []
+    for number, ins in enumerate(flat.code):
+        starts.append(len(code))
+        if _needs_branch(ins):
+            around = replace(ins, op="bra", mods=(), operands=[LabelRef(number + 1)])
+            around.guard_negated = not ins.guard_negated
+            code.append(around)
+            ins = replace(ins, guard=None)
+        code.append(ins)
+    starts.append(len(code))
+    flat.code = [
+        replace(ins, operands=[_moved(operand, starts) for operand in ins.operands]) for ins in code
+    ]
+    flat.branch_targets = {
+        name: [starts[target] for target in targets]
+        for name, targets in flat.branch_targets.items()
+    }
+
+
+def _moved(operand: Operand, starts: list[int]) -> Operand:
+    return LabelRef(starts[operand.target]) if isinstance(operand, LabelRef) else operand
 
 
 class _Inliner:

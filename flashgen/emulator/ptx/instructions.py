@@ -53,6 +53,8 @@ WARP_WIDE = frozenset(
 )
 # The four warps of a warpgroup execute these together.
 WARPGROUP_WIDE = frozenset(("wgmma", "setmaxnreg"))
+# All lanes of a warp, of which none has exited, execute these together (.aligned).
+_WHOLE_WARP = frozenset(("ldmatrix", "stmatrix", "mma", "wmma", "movmatrix"))
 _EXCHANGES = frozenset(("shfl", "vote", "match", "redux"))
 _SYNCHRONISE = _EXCHANGES | {"elect", "wgmma", "setmaxnreg"}
 _ACCESSES = frozenset(
@@ -84,6 +86,11 @@ def is_barrier(ins: Instruction) -> bool:
     return ins.op in ("bar", "barrier") and "warp" not in ins.mods
 
 
+def is_wait(ins: Instruction) -> bool:
+    """Whether it tests or waits for a phase of an mbarrier."""
+    return ins.op == "mbarrier" and bool({"try_wait", "test_wait"}.intersection(ins.mods))
+
+
 def may_block(ins: Instruction) -> bool:
     """Whether the instruction may block its warps, so that it must begin a segment."""
     return ins.op == "setmaxnreg" or (ins.op == "mbarrier" and "try_wait" in ins.mods)
@@ -103,15 +110,20 @@ def synchronises_lanes(ins: Instruction) -> bool:
     return ins.op in _SYNCHRONISE and (ins.op not in _EXCHANGES or "sync" in ins.mods)
 
 
-def may_access_shared(ins: Instruction) -> bool:
-    """Whether lanes may access shared memory in it."""
-    return ins.op in _ACCESSES and not {"global", "local", "param", "const"}.intersection(ins.mods)
+def may_access_between_threads(ins: Instruction) -> bool:
+    """Whether it may access memory that other threads access, too."""
+    return ins.op in _ACCESSES and not {"local", "param", "const", "nc"}.intersection(ins.mods)
 
 
 def is_warp_wide(ins: Instruction) -> bool:
     if ins.op in WARP_WIDE or (ins.op == "tensormap" and "cp_fenceproxy" in ins.mods):
         return True
     return ins.op in ("bar", "barrier") and "warp" in ins.mods
+
+
+def needs_whole_warp(ins: Instruction) -> bool:
+    """Whether it is undefined if a lane of the warp is missing or has exited."""
+    return ins.op in _WHOLE_WARP or (ins.op == "tensormap" and "cp_fenceproxy" in ins.mods)
 
 
 def registers_in(operand: Operand) -> list[int]:
@@ -128,6 +140,14 @@ def registers_in(operand: Operand) -> list[int]:
     if isinstance(operand, (Vec, Group)):
         return [r for item in operand.items for r in registers_in(item)]
     return []
+
+
+def mask_of(registers: list[int]) -> int:
+    """A bit mask of registers."""
+    mask = 0
+    for register in registers:
+        mask |= 1 << register
+    return mask
 
 
 def as_immediate(operand: Operand) -> int | None:

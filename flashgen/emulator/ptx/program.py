@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.ptx.accesses import find_accesses
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.instructions import (
     ENDS,
@@ -20,21 +21,24 @@ from flashgen.emulator.ptx.instructions import (
     is_asynchronous,
     is_barrier,
     is_warp_wide,
-    may_access_shared,
     may_block,
     registers_in,
 )
 from flashgen.emulator.ptx.register_types import register_dtypes
+from flashgen.emulator.ptx.repeats import find_repeats
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Instruction,
     LabelRef,
     Module,
+    Operand,
+    Reg,
     Sym,
 )
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
+ALL_LANES = 0xFFFFFFFF  # as a member mask
 _LONG = re.compile(r"\{([^{}]{60,})\}")
 REGION_LIMIT = 600  # most instructions of an if that some warps run without splitting the cohort
 
@@ -58,18 +62,20 @@ class PtxProgram:
 
     Attributes:
         code: flat instructions.
-        strong: instructions that are atomic or volatile; ``releases``: those that release.
+        accesses: which of them access memory, and how; ``repeats``: which are polls.
+        racing: volatile accesses that are no polls.
         asynchronous: whether mbarriers, bulk copies or wgmma are used.
-        synchronises: whether fences and strong accesses may order other accesses.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
         gates: warpgroup-wide instructions that may have to wait for other warps.
         maybe_undefined: registers that are read before they are written on some path.
+        strays: shuffles whose member mask may leave out lanes, or name some that do not exist.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
         constants: address of each module variable of .global and .const.
     """
 
-    def __init__(self, module: Module, name: str) -> None:
+    def __init__(self, module: Module, name: str, ragged: bool = False) -> None:
+        """``ragged``: the last warp of a block has fewer than 32 threads."""
         entry = module.functions.get(name)
         if entry is None or not entry.is_entry or not entry.has_body:
             known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
@@ -92,11 +98,14 @@ class PtxProgram:
         self.variables = {**module.variables, **flat.variables}
         self._place_variables()
         self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
-        self._widths()
+        self.accesses = find_accesses(self.code)
+        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
         self._flow()
         self._liveness()
+        self.repeats = find_repeats(self)
+        self.racing = self.accesses.volatile - self.repeats.polls
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
-        self._track_undefined()
+        self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
         self._regions: dict[tuple[int, int], Region | None] = {}
@@ -142,55 +151,6 @@ class PtxProgram:
         self.param_bytes = param
         self.constant_bytes = constant - GLOBAL_BASE
 
-    def _widths(self) -> None:
-        """Finds the narrowest access to shared and to global memory, and the strong accesses.
-
-        Accesses are aligned to their size, so a shadow with vectors of this width is exact.
-        """
-        shared, device = 16, 16
-        self.strong: set[int] = set()
-        self.releases: set[int] = set()
-        fences = False
-        for pc, ins in enumerate(self.code):
-            fences |= ins.op in ("membar", "fence")
-            if ins.op == "wmma" and "mma" not in ins.mods:
-                element = TYPE_BYTES[ins.mods[-1]]
-                shared, device = min(shared, element), min(device, element)
-            if ins.op == "tensormap":
-                shared, device = min(shared, 4), min(device, 4)
-            if ins.op not in ("ld", "st", "atom", "red", "cp"):
-                continue
-            kinds = [m for m in ins.mods if m in TYPE_BYTES]
-            if "bulk" in ins.mods:
-                continue  # in chunks of 16 bytes
-            if ins.op == "cp":
-                size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
-                shared, device = min(shared, size or 16), min(device, size or 16)
-                if len(ins.operands) > 3 and "commit_group" not in ins.mods:
-                    device = min(device, _smallest_source(ins))
-                continue
-            if not kinds or "param" in ins.mods or "local" in ins.mods:
-                continue
-            size = TYPE_BYTES[kinds[-1]]
-            vector = next((int(m[1]) for m in ins.mods if m in ("v2", "v4", "v8")), 1)
-            size = size if ins.op in ("atom", "red") else size * vector
-            if not any(m.startswith("global") for m in ins.mods):
-                shared = min(shared, size)
-            if not any(m.startswith("shared") for m in ins.mods):
-                device = min(device, size)
-            ordered = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
-            if ordered & set(ins.mods) or ins.op in ("atom", "red"):
-                self.strong.add(pc)
-            if {"release", "acq_rel"} & set(ins.mods):
-                self.releases.add(pc)
-                fences = True
-        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
-        if any(ins.op == "mbarrier" for ins in self.code):
-            shared = min(shared, 8)
-        self.shared_vector, self.global_vector = shared, device
-        self.uses_shared = any(may_access_shared(ins) for ins in self.code)
-        self.synchronises = fences and bool(self.strong)
-
     # ---- control flow and liveness
 
     def successors(self, pc: int) -> list[int]:
@@ -224,6 +184,18 @@ class PtxProgram:
         self.gates = gates(self.code, leaders)
         self.leaders = leaders | self.gates
 
+    def constant_of(self, operand: Operand) -> int | None:
+        """The 32-bit value of an operand that is the same in every thread, else None."""
+        seen: set[Operand] = set()
+        while isinstance(operand, Reg) and operand not in seen:
+            seen.add(operand)
+            made = self._definitions.get(operand.index, [])
+            if len(made) != 1 or made[0].op != "mov" or made[0].guard is not None:
+                return None
+            operand = made[0].operands[1]
+        value = as_immediate(operand)
+        return None if value is None else value & 0xFFFFFFFF
+
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
         """(registers written, registers read); a guarded write also reads."""
         writes: list[int] = []
@@ -249,10 +221,12 @@ class PtxProgram:
         code = self.code
         count = len(code)
         writes, reads = [0] * count, [0] * count
+        self._definitions: dict[int, list[Instruction]] = {}
         for pc, ins in enumerate(code):
             to, source = self.effects(ins)
             for r in to:
                 writes[pc] |= 1 << r
+                self._definitions.setdefault(r, []).append(ins)
             for r in source:
                 reads[pc] |= 1 << r
             writes[pc] &= ~reads[pc] if ins.guard is not None else -1
@@ -276,13 +250,19 @@ class PtxProgram:
         self.writes, self.reads = writes, reads
         self.maybe_undefined = live[0]
 
-    def _track_undefined(self) -> None:
-        """Assigns a definedness slot to each register that may be read before it is written.
+    def _track_undefined(self, ragged: bool) -> None:
+        """Assigns a definedness slot to each register that may be read before it is written, or
+        that a shuffle may fill from a lane that does not take part in it.
 
         Values computed from such registers are tracked as well: a compiler may compute with an
         undefined value as long as the result never leaves the registers.
         """
         tracked = self.maybe_undefined
+        self.strays = set()
+        for pc, ins in enumerate(self.code):
+            if ins.op == "shfl" and (ragged or self.constant_of(ins.operands[-1]) != ALL_LANES):
+                self.strays.add(pc)
+                tracked |= 1 << registers_in(ins.operands[0])[0]
         changed = True
         while changed:
             changed = False
@@ -364,6 +344,13 @@ class PtxProgram:
         ins = self.code[min(pc, len(self.code) - 1)]
         return " ".join(self.module.text[ins.position : ins.end].split())
 
+    def local_name(self, offset: int) -> str:
+        """The variable of local memory at an offset, for messages; '' if there is none."""
+        for name, start in self.local.items():
+            if start <= offset < start + self.variables[name].size:
+                return f", byte {offset - start} of {name.split('#')[0]}"
+        return ""
+
     def register_name(self, index: int) -> str:
         return self.registers[index][0]
 
@@ -376,13 +363,3 @@ def _shorter(match: re.Match[str]) -> str:
 
 def _bits_set(mask: int) -> list[int]:
     return [place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"]
-
-
-def _smallest_source(ins: Instruction) -> int:
-    """Bytes of the smallest global read of a cp.async with a source size."""
-    size = as_immediate(ins.operands[2])
-    given = as_immediate(ins.operands[3])
-    if given is None or size is None:
-        # A run-time size is 0 or the whole size in practice; others are copied byte by byte.
-        return size or 16
-    return size if given in (0, size) else 1

@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.ptx.program import PtxProgram
-from flashgen.emulator.state.cohort import Cohort, SingleThreads
+from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
+from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.memory import FlatMemory, GlobalMemory
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
     from flashgen.emulator.checks.async_proxy import AsyncProxy
     from flashgen.emulator.checks.global_races import GlobalRaces
+    from flashgen.emulator.checks.member_lanes import MemberLanes
     from flashgen.emulator.checks.shared_races import SharedRaces
     from flashgen.emulator.counters.recorder import Recorder
     from flashgen.emulator.counters.totals import Counters
@@ -45,6 +47,32 @@ class Site(NamedTuple):
     lane: int | None = None
 
 
+class Stored(NamedTuple):
+    """The store that is being checked; addresses count from ``base`` of the memory ``view``."""
+
+    cohort: Cohort
+    view: Array
+    address: Any
+    base: int
+    value: Any
+    lanes: Any
+
+    def repeats(self, row: int, lane: int | None, together: bool) -> bool:
+        """Whether all lanes that store where this lane does store one value.
+
+        With ``together`` they are compared with each other only, else with the memory, too.
+        """
+        n, chosen = self.cohort.n, active(self.cohort, self.lanes)
+        at = spread(self.address, n) - self.base
+        if lane is not None:
+            chosen = chosen & (at == at[row, lane])
+        values = spread(self.value, n)[chosen]
+        if not together:
+            there = self.view.take(at[chosen] // self.view.itemsize)
+            values = np.append(values, there.astype(values.dtype))
+        return len({one.tobytes() for one in values}) < 2
+
+
 class Wave:
     """State of one launch, and of the wave of blocks that is running.
 
@@ -62,11 +90,14 @@ class Wave:
         row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
             ``cluster_warps``: warps per cluster.
         cluster_ids: number in the grid of the first block of each cluster of the wave.
+        local: local memory of all threads of the wave; ``local_written`` has ones where they have
+            written it, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
         allow: names of `forgiven.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
         sums: how tensor cores add; None if their sums are rounded once.
+        stored: the store that is being checked, for messages.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
     """
 
@@ -105,8 +136,11 @@ class Wave:
     live_warps: Array
     shared: FlatMemory
     local: FlatMemory
+    local_written: FlatMemory | None
     shared_base_of_row: Array
     cohorts: list[Cohort]
+    stored: Stored | None = None
+    members: MemberLanes
     barriers: Barriers
     mbarriers: Mbarriers
     copies: AsyncCopies
@@ -142,6 +176,13 @@ class Wave:
         return base
 
     # ---- places and errors
+
+    def forgives_store(self, site: Site, together: bool) -> str:
+        """The end of a way out for a store that races with another one of the same value, or ''."""
+        if "same_value" in self.allow or self.stored is None:
+            return ""
+        same = self.stored.repeats(site.row, site.lane, together)
+        return way_out("same_value") if same else ""
 
     def block_name(self, row: int) -> str:
         """The block of a row as its grid coordinates."""

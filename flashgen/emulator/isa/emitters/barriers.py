@@ -33,8 +33,8 @@ def barrier(g: Generator, ins: Instruction) -> None:
     mods.take("cta")
     mods.take("aligned")
     action = mods.take("sync", "arrive", "red")
-    if not action or g.guard:
-        raise g.unknown("a guarded barrier" if g.guard else "")
+    if not action:
+        raise g.unknown()
     vote, result, operands = "None", "None", list(ins.operands)
     if action == "red":
         operation = mods.take("popc", "and", "or")
@@ -67,8 +67,8 @@ def cluster_barrier(g: Generator) -> None:
     action = mods.take("arrive", "wait")
     mods.take("release", "relaxed", "acquire")
     mods.take("aligned")
-    if not action or g.guard:
-        raise g.unknown("a guarded barrier" if g.guard else "")
+    if not action:
+        raise g.unknown()
     g.finish(g.pc + 1)
     if g.masked:
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
@@ -149,6 +149,11 @@ def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
     where = place_of(g, operands[1])
     phase = g.read(operands[2], "u4" if parity else "u8")
     g.require_defined()
+    repeats = g.program.repeats
+    if g.check and g.pc in repeats.ignored:
+        g.emit(f"E.mbarriers.ignored(C, {g.lanes()}, {g.pc})")
+    # Without a loop around it, a thread may go on before the phase completes.
+    blocks = blocks and g.pc in repeats.endless
     done = g.let(f"E.mbarriers.wait(C, {where}, {phase}, {g.lanes()}, {g.pc}, {parity}, {blocks})")
     if blocks:
         g.emit(f"if {done} is None: return True")

@@ -36,8 +36,6 @@ def multiply(g: Generator, ins: Instruction) -> None:
     mods.take(shape)
     if mods.take("row", "col") != "row" or not mods.take("col"):
         raise g.unknown("layouts other than .row.col")
-    if g.guard:
-        raise g.unknown("a guarded mma")
     types = list(mods.left)
     if types == 4 * ["f64"]:
         multiply_double(g, ins, shape)
@@ -132,8 +130,8 @@ def _matrices(g: Generator) -> tuple[int, bool]:
         raise g.unknown("forms other than .sync.aligned.m8n8")
     count = int((mods.take("x1", "x2", "x4") or "x0")[1])
     transposed = bool(mods.take("trans"))
-    if space_of(g) != "shared" or not mods.take("b16") or g.guard:
-        raise g.unknown("this state space or type, or a guard")
+    if space_of(g) != "shared" or not mods.take("b16"):
+        raise g.unknown("this state space or type")
     return count, transposed
 
 
@@ -179,8 +177,6 @@ def warpgroup_multiply(g: Generator, ins: Instruction) -> None:
     action = mods.take("fence", "mma_async", "commit_group", "wait_group")
     if not action or not mods.take("sync") or not mods.take("aligned"):
         raise g.unknown("forms without .sync.aligned")
-    if g.guard:
-        raise g.unknown("a guard: whole warpgroups execute it")
     if action == "fence":
         g.emit("E.wgmma.order.fence(C)")
     elif action == "commit_group":
@@ -287,8 +283,8 @@ def set_registers(g: Generator, ins: Instruction) -> None:
     if not action or not mods.take("sync") or not mods.take("aligned") or not mods.take("u32"):
         raise g.unknown("forms other than .inc or .dec .sync.aligned.u32")
     count = as_immediate(ins.operands[0])
-    if count is None or count % 8 or not 24 <= count <= 256 or g.guard:
-        raise g.unknown("a count that is not a multiple of 8 from 24 to 256, or a guard")
+    if count is None or count % 8 or not 24 <= count <= 256:
+        raise g.unknown("a count that is not a multiple of 8 from 24 to 256")
     g.finish(g.pc + 1)
     g.emit(f"E.registers.change(C, {count}, {action == 'inc'}, {g.pc})")
     g.ended = True

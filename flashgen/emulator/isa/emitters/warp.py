@@ -24,9 +24,20 @@ def shuffle(g: Generator, ins: Instruction) -> None:
     to, inside = split_pair(ins.operands[0])
     dtype = raw_dtype(g, to, 4)
     value = g.read(ins.operands[1], dtype)
+    of_value, g.defined = g.defined, []
     lane, clamp = (g.read(o, "u4") for o in ins.operands[2:4])
-    both = g.let(f"shuffle(C, {mode!r}, {value}, {lane}, {clamp})")
+    way = f"C, {mode!r}"
+    both = g.let(f"shuffle({way}, {value}, {lane}, {clamp})")
+    of_lane = g.defined
+    if of_value:  # the value of a lane is as defined as that of the lane it comes from
+        source = f"shuffle({way}, {' & '.join(sorted(set(of_value)))}, {lane}, {clamp})"
+        g.defined = [*of_lane, g.let(f"{source}[0]")]
+    if g.check and (g.masked or g.pc in g.program.strays):
+        source = f"source_lanes({mode!r}, {lane}, {clamp})[0]"
+        rest = f"{g.membermask()}, {g.lanes()}, {g.pc}, {g.pc not in g.program.strays}"
+        g.defined.append(g.let(f"E.members.taking_part(C, {source}, {rest})"))
     g.write(to, f"{both}[0]", dtype)
+    g.defined = of_lane
     if not isinstance(inside, Sink):
         g.write(inside, f"{both}[1]", "b1")
 

@@ -55,8 +55,6 @@ def wmma(g: Generator, ins: Instruction) -> None:
     role = mods.take("a", "b", "c", "d") if action != "mma" else ""
     if not action or not mods.take("sync") or not mods.take("aligned"):
         raise g.unknown("forms without .sync.aligned")
-    if g.guard:
-        raise g.unknown("a guard: whole warps execute it")
     layouts = [word for word in mods.left if word in ("row", "col")]
     name = mods.take(*_SHAPES)
     if not name or len(layouts) != (2 if action == "mma" else 1):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
-from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.errors import OutOfBounds, UninitialisedRead
 from flashgen.emulator.isa.semantics.cluster import remote, resolved
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import (
@@ -25,9 +25,10 @@ from flashgen.emulator.state.memory import (
     SHIFT,
     WINDOW_BYTES,
 )
-from flashgen.emulator.state.wave import Site, Wave
+from flashgen.emulator.state.wave import Site, Stored, Wave
 
 Array = npt.NDArray[Any]
+_WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
@@ -82,15 +83,17 @@ def store_shared(
     where = spread(address + machine.shared_base(cohort), cohort.n)
     if machine.recorder is not None:
         machine.recorder.shared_access(cohort, address, lanes, size, pc)
+    view, place = machine.shared.view[size], where >> SHIFT[size]
     if machine.shared_races:
         changes = lanes
         if "same_value" in machine.allow:
-            view = machine.shared.view[size]
-            changes = _changing(cohort, view, where >> SHIFT[size], value, lanes)
+            changes = _changing(cohort, view, place, value, lanes)
+        machine.stored = Stored(cohort, view, where, 0, value, lanes)
         machine.shared_races.write(cohort, where, size, pc, changes)
-    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
+        machine.stored = None
+    index = _of_lanes(cohort, place, lanes)
     machine.counters.shared_write_bytes += index.size * size
-    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+    view[index] = _of_lanes(cohort, value, lanes)
 
 
 def load_cluster(
@@ -163,6 +166,18 @@ def load_local(
     index = _local_index(machine, cohort, address, lanes, size, pc)
     if lanes is not None:
         index = np.where(spread(lanes, cohort.n), index, 0)
+    if machine.local_written is not None:
+        missing = machine.local_written.view[size].take(index) != _WRITTEN[size]
+        if (missing & active(cohort, lanes)).any():
+            row, lane = first_bad(cohort, lanes, missing)
+            machine.fail(
+                UninitialisedRead,
+                "local memory is read that its thread has never written",
+                Site(cohort, pc, row, lane),
+                f"{size}-byte read at local offset {int(spread(address, cohort.n)[row, lane])}"
+                f"{machine.program.local_name(int(spread(address, cohort.n)[row, lane]))}",
+                "initialise every element of the array before it is read",
+            )
     return machine.local.view[size].take(index)
 
 
@@ -171,15 +186,17 @@ def store_local(
 ) -> None:
     index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
     machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
+    if machine.local_written is not None:
+        machine.local_written.view[size][index] = _WRITTEN[size]
 
 
 # ---- global memory
 
 
 def load_global(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, noted: bool = True
 ) -> Array:
-    """Reads ``size`` bytes per lane from global memory."""
+    """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
     offset = locate(machine, cohort, address, lanes, size, pc, False)
     counters = machine.counters
     lanes_read = 32 * cohort.n if lanes is None else len(offset)
@@ -188,7 +205,7 @@ def load_global(
     if machine.recorder is not None:
         machine.recorder.global_access(cohort, offset, lanes, size, pc, READ)
     if machine.global_races:
-        machine.global_races.read(cohort, offset, size, pc, lanes)
+        machine.global_races.read(cohort, offset, size, pc, lanes, noted)
     view = machine.memory.flat.view[size]
     if lanes is None:
         return view.take(offset >> SHIFT[size])  # type: ignore[no-any-return]
@@ -211,12 +228,14 @@ def store_global(
         machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
     if machine.global_races:
         changed, changes = offset, lanes
+        view, base = machine.memory.flat.view[size], machine.memory.base
         if "same_value" in machine.allow:
-            full = spread(address - machine.memory.base, cohort.n)
-            view = machine.memory.flat.view[size]
+            full = spread(address - base, cohort.n)
             changes = _changing(cohort, view, full >> SHIFT[size], value, lanes)
             changed = full[changes]
+        machine.stored = Stored(cohort, view, address, base, value, lanes)
         machine.global_races.write(cohort, changed, size, pc, changes)
+        machine.stored = None
     machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.errors import BarrierDivergence
-from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
-from flashgen.emulator.state.wave import Site, Wave
+from flashgen.emulator.state.cohort import Cohort, active, spread
 
 Array = npt.NDArray[Any]
 LANES = np.arange(32)
@@ -28,7 +26,7 @@ def shuffle(cohort: Cohort, mode: str, value: Any, lane: Any, clamp: Any) -> tup
 
     ``clamp`` holds the segment mask in bits 8 to 12 and the highest (or lowest) lane in 0 to 4.
     """
-    source, found = _source_lanes(mode, lane, clamp)
+    source, found = source_lanes(mode, lane, clamp)
     inside = found.reshape(-1, 32)
     if value.ndim == 0 or value.shape[1] == 1:
         return value, inside
@@ -52,7 +50,7 @@ def _butterfly(value: Array, mask: int) -> Array:
     return value.take(LANES ^ mask, axis=1)
 
 
-def _source_lanes(mode: str, lane: Any, clamp: Any) -> tuple[Array, Array]:
+def source_lanes(mode: str, lane: Any, clamp: Any) -> tuple[Array, Array]:
     """The lane that each lane reads, and whether it is in the segment: (32,) or (rows, 32)."""
     b = lane.astype(np.int64) & 31
     c = clamp.astype(np.int64) & 31
@@ -83,25 +81,6 @@ def _members(cohort: Cohort, mask: Any) -> Array:
     bits = (np.asarray(mask)[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     members: Array = active(cohort, cohort.mask)[:, None, :] & bits.astype(bool)
     return members
-
-
-def require_member(machine: Wave, cohort: Cohort, mask: Any, lanes: Any, pc: int) -> None:
-    """Checks that the lanes that execute a .sync instruction are in their member masks.
-
-    Raises:
-        BarrierDivergence: one is not, for which PTX defines no behaviour.
-    """
-    outside = (np.asarray(mask) >> LANES.astype(np.uint32)) & np.uint32(1) == 0
-    if not outside.any() or not (outside & active(cohort, lanes)).any():
-        return
-    row, lane = first_bad(cohort, lanes, outside)
-    machine.fail(
-        BarrierDivergence,
-        "a lane executes an instruction whose member mask does not contain it",
-        Site(cohort, pc, row, lane),
-        f"member mask {int(spread(mask, cohort.n)[row, lane]):#010x}",
-        "name every lane that executes it, or branch around it in the other lanes",
-    )
 
 
 def vote(cohort: Cohort, mode: str, predicate: Any, mask: Any) -> Any:
