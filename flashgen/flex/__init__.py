@@ -16,12 +16,25 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, read, trace
+from flashgen.flex.known_mods import read
+from flashgen.flex.recorded_mods import Notes, Record, record
+from flashgen.flex.recorder import Recorder
+from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec_options import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
-__all__ = ["TracedMods", "as_argument", "flex_attention", "padded", "trace"]
+__all__ = [
+    "Notes",
+    "Record",
+    "Recorder",
+    "TracedMods",
+    "as_argument",
+    "flex_attention",
+    "padded",
+    "record",
+    "trace",
+]
 
 Tensor = torch.Tensor
 
@@ -124,7 +137,7 @@ def _attend(
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
     sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    reading, reach = read(mask_mod, score_mod, sizes)
+    reading, found = read(mask_mod, score_mod, sizes)
     if key.shape[0] != query.shape[0]:
         key = key.expand(query.shape[0], -1, -1, -1)
         value = value.expand(query.shape[0], -1, -1, -1)
@@ -132,7 +145,7 @@ def _attend(
         scale = query.shape[3] ** -0.5
     dims = query.shape[3], value.shape[3]
     query, key, value = map(padded, (query, key, value))
-    captures = reading.captures(reach, query.device)
+    captures = reading.captures(found, query.device)
     lengths = (*query.shape[:3], key.shape[2])
     blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
     sparse = None if blocks is None else blocks.sparse

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from flashgen import SpecError
-from flashgen.flex.traced_mods import CallSizes, read
+from flashgen.flex.known_mods import read
+from flashgen.flex.traced_mods import CallSizes
 from flashgen.language import SCORE, B, H, K, Q, Tensor
 from flashgen.reference import evaluate
 from tests.support.paths import from_root
@@ -165,7 +166,7 @@ def values_of(mod: Callable, role: str) -> torch.Tensor:
     """What flashgen reads from a mod, at each q and k, for scores that differ."""
     sizes = CallSizes(2, 3, SIZE, SIZE, torch.device("cpu"))
     given = (None, mod) if role == "score" else (mod, None)
-    reading, reach = read(*given, sizes)
+    reading, found = read(*given, sizes)
     stored = getattr(reading, role)
     values: dict[sympy.Symbol, torch.Tensor] = {
         SCORE: SCORES_GIVEN.double(),
@@ -175,7 +176,7 @@ def values_of(mod: Callable, role: str) -> torch.Tensor:
         K: torch.arange(SIZE)[None, :],
     }
     named = {c.name: c for c in stored.trace.captures}
-    for name, value in reading.captures(reach, torch.device("cpu")).items():
+    for name, value in reading.captures(found, torch.device("cpu")).items():
         capture = named[name]
         symbol = capture.symbol if isinstance(capture, Tensor) else capture.expr
         values[symbol] = torch.as_tensor(value)
@@ -270,4 +271,4 @@ def test_refused_with_the_operation_and_the_line(name: str) -> None:
 
 def test_a_mask_is_a_condition() -> None:
     error = refusal_of(lambda b, h, q, k: q - k, "mask")
-    assert "torch.int32" in error.numbers
+    assert "torch.int64" in error.numbers

@@ -1,0 +1,212 @@
+"""The traced mods of earlier calls, found by what the mods of a call compute.
+
+The first value of a number among the operands is compiled as a constant. If it changes, it becomes
+a run-time scalar, so that no number of values costs more than two kernels. Where only a constant
+can be compiled, the number of values is limited.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from flashgen.errors import FlashgenError, SpecError
+from flashgen.flex.recorded_mods import Mod, Notes, Record, RecordKey, record
+from flashgen.flex.traced_mods import CallSizes, TracedMods, trace
+from flashgen.language.user_source import lines_of
+
+_MOST_RECORDS = 1024
+"""The number of records whose traced mods are kept, least recently used first to go."""
+
+_MOST_LENGTHS = 16
+"""The number of traced mods that are kept of a record where they depend on lengths."""
+
+MOST_CONSTANTS = 7
+"""The number of values of a number that can only be compiled as a constant."""
+
+_lock = threading.RLock()
+
+
+@dataclass
+class _Variants:
+    """The traced mods of records that differ in numbers only.
+
+    Attributes:
+        first: the numbers of the first record.
+        varying: the places of numbers of which there has been another value.
+        constant: the places of those that can only be constants.
+        traced: the traced mods by the places of run-time scalars and the other numbers.
+    """
+
+    first: tuple[int | float, ...]
+    varying: set[int] = field(default_factory=set)
+    constant: set[int] = field(default_factory=set)
+    traced: dict[Any, list[TracedMods]] = field(default_factory=dict)
+
+    def scalars(self, found: Record) -> frozenset[int]:
+        """The places of the numbers that are run-time scalars in a call.
+
+        With deterministic algorithms these are all numbers that the mods' code does not contain,
+        so that the bits of a result do not depend on earlier calls.
+        """
+        chosen: set[int] = set()
+        if torch.are_deterministic_algorithms_enabled():
+            assert found.notes is not None, "records have notes with deterministic algorithms"
+            chosen = set(range(len(found.numbers))) - found.notes.literals
+        elif found.numbers != self.first:
+            pairs = enumerate(zip(found.numbers, self.first, strict=True))
+            self.varying.update(place for place, (a, b) in pairs if a != b)
+            chosen = self.varying
+        return frozenset(chosen - self.constant)
+
+    def of(self, found: Record) -> list[TracedMods]:
+        scalars = self.scalars(found)
+        return self.traced.get((scalars, _others(found, scalars)), [])
+
+
+_kept: OrderedDict[RecordKey, _Variants] = OrderedDict()
+
+
+def read(
+    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes
+) -> tuple[TracedMods, Record]:
+    """The traced mods, from an earlier call where possible, and the record of this call.
+
+    Raises:
+        SpecError: kernels cannot express a mod; the message names the operation and the line.
+    """
+    notes = Notes() if torch.are_deterministic_algorithms_enabled() else None
+    found = record(mask_mod, score_mod, sizes.device, notes)
+    with _lock:
+        known = _known(found, sizes)
+        if known is None:
+            found = _settled(mask_mod, score_mod, sizes.device)
+            known = _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
+    return known, found
+
+
+def _known(found: Record, sizes: CallSizes) -> TracedMods | None:
+    variants = _kept.get(found.key)
+    if variants is None:
+        return None
+    _kept.move_to_end(found.key)
+    return next((each for each in variants.of(found) if each.serves(sizes, found)), None)
+
+
+def _traced(
+    mask_mod: Mod | None, score_mod: Mod | None, found: Record, sizes: CallSizes
+) -> TracedMods:
+    variants = _kept.setdefault(found.key, _Variants(found.numbers))
+    while len(_kept) > _MOST_RECORDS:
+        _kept.popitem(last=False)
+    # The second trace for one key assumes nothing about the sizes of a call.
+    bounds = {} if variants.of(found) else sizes.bounds
+    scalars = variants.scalars(found)
+
+    def attempt(places: frozenset[int]) -> TracedMods | None:
+        try:
+            made = trace(mask_mod, score_mod, found, bounds, places)
+            made.spec(64, 64, "float32")
+        except FlashgenError:
+            return None
+        return made
+
+    _check_count(variants, found)
+    traced = attempt(scalars) if scalars else None
+    if scalars and traced is None:
+        alone = {place for place in scalars if attempt(frozenset({place})) is None}
+        variants.constant |= alone or scalars
+        return _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
+    if traced is None:
+        traced = trace(mask_mod, score_mod, found, bounds)
+    kept = variants.traced.setdefault((scalars, _others(found, scalars)), [])
+    kept.insert(0, traced)
+    del kept[_MOST_LENGTHS:]
+    return traced
+
+
+def _others(found: Record, scalars: frozenset[int]) -> tuple[int | float, ...]:
+    if not scalars:
+        return found.numbers
+    return tuple(x for place, x in enumerate(found.numbers) if place not in scalars)
+
+
+def _check_count(variants: _Variants, found: Record) -> None:
+    """Refuses one more value of a number that can only be compiled as a constant."""
+    scalars = variants.scalars(found)
+    known = [others for places, others in variants.traced if places == scalars]
+    numbers = _others(found, scalars)
+    if numbers in known or len(known) < MOST_CONSTANTS:
+        return
+    assert found.notes is not None, "what is traced has notes"
+    differing = (i for i, x in enumerate(found.numbers) if x != variants.first[i])
+    place = next(place for place in differing if place not in scalars)
+    raise SpecError(
+        f"a number in a mod has its value number {MOST_CONSTANTS + 1}, and each is compiled into "
+        "kernels of its own",
+        where=found.notes.line_of[place],
+        numbers=f"{found.numbers[place]}, after {variants.first[place]} and others; no kernel "
+        "takes it as an argument",
+        way_out="a captured tensor that is computed with the number outside of the mod, or fewer "
+        "values",
+    )
+
+
+def _settled(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) -> Record:
+    """A record with notes of mods that compute the same each time.
+
+    Raises:
+        SpecError: the mods compute something else each time that they are executed.
+    """
+    before = _states()
+    first, second = (record(mask_mod, score_mod, device, Notes()) for _ in "12")
+    drawn = next((name for name, state in _states().items() if state != before[name]), None)
+    if drawn is None and _parts(first) == _parts(second):
+        return second
+    _refuse_change(mask_mod if mask_mod is not None else score_mod, first, second, drawn)
+
+
+def _states() -> dict[str, object]:
+    """The states of the generators of random numbers that all of a program shares."""
+    of_numpy: Any = np.random.get_state()
+    return {
+        "random": random.getstate(),
+        "numpy.random": (bytes(of_numpy[1]), *of_numpy[2:]),
+        "torch": bytes(torch.get_rng_state().numpy()),
+    }
+
+
+def _parts(found: Record) -> tuple[object, ...]:
+    made = [(number, x.dtype, _bytes(x)) for number, x in found.made.items()]
+    return found.key, found.numbers, made
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def _refuse_change(mod: Mod | None, first: Record, second: Record, drawn: str | None) -> NoReturn:
+    assert mod is not None, "no mods compute nothing"
+    assert second.notes is not None, "records are compared with their notes"
+    where, numbers = str(lines_of(mod, "")), "executed twice with the same arguments"
+    pairs = zip(first.numbers, second.numbers, strict=False)
+    for place, (a, b) in enumerate(pairs):
+        if a != b:
+            where, numbers = second.notes.line_of[place], f"{a}, then {b}"
+            break
+    if drawn is not None:
+        numbers += f"; random numbers of {drawn} are drawn"
+    raise SpecError(
+        "a mod computes something else each time that it is executed",
+        where=where,
+        numbers=numbers,
+        way_out="random numbers that are drawn before the call, as a captured tensor; dropout=True "
+        "of fg.AttentionSpec for dropout",
+    )
