@@ -17,12 +17,17 @@ import numpy as np
 import torch
 
 from flashgen.errors import FlashgenError, SpecError
+from flashgen.flex.operation_results import alone
+from flashgen.flex.proofs import Proof, prove
 from flashgen.flex.recorded_mods import Mod, Notes, Record, RecordKey, record
 from flashgen.flex.traced_mods import CallSizes, TracedMods, trace
-from flashgen.language.user_source import lines_of
+from flashgen.language.user_source import code_of, lines_of
 
 _MOST_RECORDS = 1024
 """The number of records whose traced mods are kept, least recently used first to go."""
+
+_MOST_SETTLED = 4096
+"""The number of records of which it is kept that the mods compute the same each time."""
 
 _MOST_LENGTHS = 16
 """The number of traced mods that are kept of a record where they depend on lengths."""
@@ -38,12 +43,14 @@ class _Variants:
     """The traced mods of records that differ in numbers only.
 
     Attributes:
+        key: what they have in common.
         first: the numbers of the first record.
         varying: the places of numbers of which there has been another value.
         constant: the places of those that can only be constants.
         traced: the traced mods by the places of run-time scalars and the other numbers.
     """
 
+    key: RecordKey
     first: tuple[int | float, ...]
     varying: set[int] = field(default_factory=set)
     constant: set[int] = field(default_factory=set)
@@ -72,6 +79,13 @@ class _Variants:
 
 _kept: OrderedDict[RecordKey, _Variants] = OrderedDict()
 
+_settled_records: OrderedDict[Any, None] = OrderedDict()
+"""What code has computed each time that it was executed."""
+
+_proved: OrderedDict[Any, tuple[Record, tuple[int, ...]]] = OrderedDict()
+"""Records of mods that need not be recorded again, without tensors, by their proofs' keys; and the
+places of the tensors that they read among those of the proof."""
+
 
 def read(
     mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes
@@ -81,14 +95,60 @@ def read(
     Raises:
         SpecError: kernels cannot express a mod; the message names the operation and the line.
     """
-    notes = Notes() if torch.are_deterministic_algorithms_enabled() else None
-    found = record(mask_mod, score_mod, sizes.device, notes)
+    with_notes = torch.are_deterministic_algorithms_enabled()
+    proof = prove((mask_mod, score_mod))
+    key = None if proof is None else (proof.key, sizes.device, with_notes)
+    found = None if proof is None else _found(key, proof)
+    if found is None:
+        notes = Notes() if with_notes else None
+        found = _shared(record(mask_mod, score_mod, sizes.device, notes))
+        if proof is not None:
+            _keep(key, proof, found)
+    codes = tuple([None if mod is None else code_of(mod) for mod in (mask_mod, score_mod)])
     with _lock:
+        pure = proof is not None or (codes, found.numbers, found.key) in _settled_records
+        known = _known(found, sizes) if pure else None
+    if known is not None:
+        return known, found
+    found = _shared(_settled(mask_mod, score_mod, sizes.device))
+    with _lock:
+        _settled_records[codes, found.numbers, found.key] = None
+        while len(_settled_records) > _MOST_SETTLED:
+            _settled_records.popitem(last=False)
         known = _known(found, sizes)
         if known is None:
-            found = _settled(mask_mod, score_mod, sizes.device)
-            known = _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
-    return known, found
+            with alone():
+                known = _traced(mask_mod, score_mod, found, sizes)
+        return known, found
+
+
+def _shared(found: Record) -> Record:
+    """The record with the key of an earlier one that is equal, so that one of them is kept."""
+    with _lock:
+        variants = _kept.get(found.key)
+    return found if variants is None else found._replace(key=variants.key)
+
+
+def _found(key: Any, proof: Proof) -> Record | None:
+    """The record of mods that are proved to compute the same as earlier ones."""
+    with _lock:
+        known = _proved.get(key)
+        if known is None:
+            return None
+        _proved.move_to_end(key)
+    found, places = known
+    return found._replace(tensors=tuple([proof.tensors[place] for place in places]))
+
+
+def _keep(key: Any, proof: Proof, found: Record) -> None:
+    at = {id(tensor): place for place, tensor in enumerate(proof.tensors)}
+    places = tuple([at.get(id(tensor), -1) for tensor in found.tensors])
+    if -1 in places:  # the mods make a tensor of which the record says nothing
+        return
+    with _lock:
+        _proved[key] = found._replace(tensors=()), places
+        while len(_proved) > _MOST_RECORDS:
+            _proved.popitem(last=False)
 
 
 def _known(found: Record, sizes: CallSizes) -> TracedMods | None:
@@ -102,7 +162,7 @@ def _known(found: Record, sizes: CallSizes) -> TracedMods | None:
 def _traced(
     mask_mod: Mod | None, score_mod: Mod | None, found: Record, sizes: CallSizes
 ) -> TracedMods:
-    variants = _kept.setdefault(found.key, _Variants(found.numbers))
+    variants = _kept.setdefault(found.key, _Variants(found.key, found.numbers))
     while len(_kept) > _MOST_RECORDS:
         _kept.popitem(last=False)
     # The second trace for one key assumes nothing about the sizes of a call.
@@ -164,11 +224,13 @@ def _settled(mask_mod: Mod | None, score_mod: Mod | None, device: torch.device) 
     Raises:
         SpecError: the mods compute something else each time that they are executed.
     """
-    before = _states()
+    with alone():
+        before = _states()
     first, second = (record(mask_mod, score_mod, device, Notes()) for _ in "12")
-    drawn = next((name for name, state in _states().items() if state != before[name]), None)
-    if drawn is None and _parts(first) == _parts(second):
-        return second
+    with alone():
+        drawn = next((name for name, state in _states().items() if state != before[name]), None)
+        if drawn is None and _parts(first) == _parts(second):
+            return second
     _refuse_change(mask_mod if mask_mod is not None else score_mod, first, second, drawn)
 
 

@@ -59,7 +59,7 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             metas[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return metas[id(tensor)]
 
-    with _alone():
+    with alone(), torch._C.DisableTorchFunction():
         args, kwargs = pytree.tree_map_only(Tensor, meta, (args, kwargs))
     try:
         if name in _VALUE_READERS:
@@ -92,7 +92,7 @@ def check_random(name: str) -> None:
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     """The result of an operation on tensors of this module, and those that it changes."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with _alone():
+    with alone(), torch._C.DisableTorchFunction():
         before = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
         pairs = zip(tensors, before, strict=True)
@@ -101,10 +101,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Without the modes and the transforms of torch that are active around the call."""
+def alone() -> Iterator[None]:
+    """Without the dispatch modes and the transforms of torch that are active around the call."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
         if torch._C._len_torch_dispatch_stack():
             from torch.utils._python_dispatch import _disable_current_modes
 

@@ -39,6 +39,9 @@ Tensor = torch.Tensor
 _LARGEST_NUMBER = 1e30
 """Floats from here on are no arguments of kernels; below minus it, they remove scores."""
 
+_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+"""How tensors take part in functions of torch that mean the same for all of them."""
+
 _PLAIN = (type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -139,15 +142,15 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._operands = []
-        before = len(self.numbers)
+        before, known = len(self.numbers), len(self._known)
         given = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)
-        known = len(self._known)
+        read = len(self._known) - known
         if self._executes:
             result = self._executed(func, args, kwargs or {})
         else:
-            signature = func, given, tuple(self.numbers[before:])
-            result = self._result(signature, args, kwargs or {})
-        results = len(self._known) - known
+            numbers = tuple(self.numbers[before:]) if len(self.numbers) > before else ()
+            result = self._result((func, given, numbers), args, kwargs or {})
+        results = len(self._known) - known - read
         if results or (func is torch._C._set_grad_enabled and self._learns):
             self.operations.append(Operation(func, *given, results))
             if self.notes is not None:
@@ -159,7 +162,9 @@ class Recorder(TorchFunctionMode):
     def noted(self, value: Any) -> Hashable:
         """A value as a part of the key."""
         kind = type(value)
-        if isinstance(value, Tensor):
+        if kind is tuple:  # the arguments of most operations
+            return ("tuple", *[self.noted(item) for item in value])
+        if kind is StandIn or isinstance(value, Tensor):
             return self._number_of(value)
         if kind is int or kind is float:
             limit = SCALAR_LIMIT if kind is int else _LARGEST_NUMBER
@@ -204,9 +209,10 @@ class Recorder(TorchFunctionMode):
                 if known is tensor:
                     return number
             return self._read(tensor)
-        known_number = self._number.get(id(tensor))
-        number = self._read(tensor) if known_number is None else known_number
-        if tensor.grad_fn is not None and type(tensor) is StandIn:
+        number = self._number.get(id(tensor), -1)
+        if number < 0:
+            number = self._read(tensor)
+        elif tensor.grad_fn is not None and type(tensor) is StandIn:
             refuse(
                 "a mod applies a torch.autograd.Function, whose backward kernels cannot contain",
                 numbers=type(tensor.grad_fn).__name__,
@@ -223,6 +229,9 @@ class Recorder(TorchFunctionMode):
                 StandIn.__torch_dispatch__("a tensor of an earlier call", ())
             if transforms() != self._level:
                 StandIn.__torch_dispatch__("torch.func inside of a mod", ())
+            function = type(tensor).__torch_function__
+            if getattr(function, "__func__", function) not in _FUNCTIONS:
+                StandIn.__torch_dispatch__(f"operations of a {type(tensor).__name__}", ())
             self._kinds.append(Kind(tensor.dtype, tensor.shape))
             self._number[id(tensor)] = number
         self._known.append(tensor)

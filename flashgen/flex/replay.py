@@ -97,7 +97,7 @@ class _Replay:
         with self.tracer:
             try:
                 result = operation.function(*args, **kwargs)
-            except TypeError:
+            except Exception:  # some functions take no mixture of tensors and numbers
                 if not varies:
                     raise
                 args = tuple(map(self._as_tensor, args))
