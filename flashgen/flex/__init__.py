@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.flex.block_masks import layout_beside_mask
+from flashgen.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.flex.checks import (
     FlexUnsupported,
     FlexValueError,
@@ -16,6 +16,7 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
+from flashgen.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.flex.known_mods import read
 from flashgen.flex.recorded_mods import Notes, Record, record
 from flashgen.flex.recorder import Recorder
@@ -147,7 +148,9 @@ def _attend(
     query, key, value = map(padded, (query, key, value))
     captures = reading.captures(found, query.device)
     lengths = (*query.shape[:3], key.shape[2])
-    blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
+    blocks = layout_beside_mask(block_mask, reading, found, lengths)
+    if captures_a_graph(query.device):
+        warn_of_values((mask_mod, score_mod), found, has_blocks(block_mask))
     sparse = None if blocks is None else blocks.sparse
     if blocks is not None:
         captures["layout"] = blocks.layout

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from flashgen.errors import FlashgenError, SpecError
+from flashgen.flex.graph_capture import captures_a_graph
 from flashgen.flex.operation_results import alone
 from flashgen.flex.proofs import Proof, prove
 from flashgen.flex.recorded_mods import Mod, Notes, Record, RecordKey, record
@@ -95,7 +96,7 @@ def read(
     Raises:
         SpecError: kernels cannot express a mod; the message names the operation and the line.
     """
-    with_notes = torch.are_deterministic_algorithms_enabled()
+    with_notes = torch.are_deterministic_algorithms_enabled() or captures_a_graph(sizes.device)
     proof = prove((mask_mod, score_mod))
     key = None if proof is None else (proof.key, sizes.device, with_notes)
     found = None if proof is None else _found(key, proof)

@@ -159,7 +159,7 @@ def _of_torch(
     reading, found = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
     captures = reading.captures(found, device)
     lengths = batch, heads_q, seq_q, seq_k
-    blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
+    blocks = layout_beside_mask(block_mask, reading, found, lengths)
     if blocks is not None:
         captures["layout"] = blocks.layout.live
     spec = AttentionSpec(
