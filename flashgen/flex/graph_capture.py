@@ -34,7 +34,7 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
     """
     assert record.notes is not None, "records have notes during a capture"
     places = [x for x in range(len(record.numbers)) if x not in record.notes.literals]
-    unseen = [f"{record.numbers[place]} ({record.notes.line_of[place]})" for place in places]
+    unseen = [f"{record.numbers[place]} ({record.notes.line_of(place)})" for place in places]
     if unseen:
         unseen = [f"numbers of the mods: {', '.join(unseen)}"]
     for mod in mods:

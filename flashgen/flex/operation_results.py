@@ -22,6 +22,17 @@ _VALUE_READERS = frozenset(
     )
 )
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
+_NAMES = (
+    *("add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "rsub"),
+    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__", "__and__", "__or__"),
+    *("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__truediv__", "pow", "__rpow__"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "__eq__", "__ne__", "where", "clamp", "maximum"),
+)
+BY_KIND = frozenset(
+    getattr(home, name) for home in (Tensor, torch) for name in _NAMES if hasattr(home, name)
+)
+"""Functions whose results do not depend on the values of numbers, but for the elements."""
+
 TEXT = ("__repr__", "__str__")
 """Functions that show a tensor."""
 

@@ -71,30 +71,35 @@ class Notes:
     """The user's lines and names, for messages and for the names of captured tensors.
 
     Attributes:
-        lines: the ``file:line`` of each operation.
-        line_of: the ``file:line`` at which each number becomes an operand.
         literals: the places of numbers that are written in the code which uses them.
         names: the names of the tensors that are read; "" where none is found.
     """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.line_of: list[str] = []
         self.literals: set[int] = set()
         self.names: list[str] = []
+        self._operations: list[tuple[str, int]] = []  # file and line of each
+        self._numbers: list[tuple[str, int]] = []
+
+    def line(self, operation: int) -> str:
+        """The ``file:line`` of an operation."""
+        file, line = self._operations[operation]
+        return f"{shown_path(file)}:{line}"
+
+    def line_of(self, number: int) -> str:
+        """The ``file:line`` at which a number becomes an operand."""
+        file, line = self._numbers[number]
+        return f"{shown_path(file)}:{line}"
 
     def add(self, recorder: Recorder) -> None:
         """Notes the line that is running, for all that has been recorded since the last one."""
         frame = user_frame(LIBRARIES)
-        line = "unknown"
-        written: list[object] = []
-        if frame is not None:
-            line = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-            written = _literals(frame.f_code.co_consts)
-        self.lines += [line] * (len(recorder.operations) - len(self.lines))
-        for place in range(len(self.line_of), len(recorder.numbers)):
+        at = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        written = [] if frame is None else _literals(frame.f_code.co_consts)
+        self._operations += [at] * (len(recorder.operations) - len(self._operations))
+        for place in range(len(self._numbers), len(recorder.numbers)):
             number = recorder.numbers[place]
-            self.line_of.append(line)
+            self._numbers.append(at)
             if any(type(x) is type(number) and x == number for x in written):
                 self.literals.add(place)
         for tensor in recorder.read[len(self.names) :]:

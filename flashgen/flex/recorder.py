@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from flashgen.dtypes import SCALAR_LIMIT
 from flashgen.flex.operation_results import (
+    BY_KIND,
     NO_TENSOR,
     TEXT,
     Kind,
@@ -148,7 +149,8 @@ class Recorder(TorchFunctionMode):
         if self._executes:
             result = self._executed(func, args, kwargs or {})
         else:
-            numbers = tuple(self.numbers[before:]) if len(self.numbers) > before else ()
+            some = len(self.numbers) > before and func not in BY_KIND
+            numbers = tuple(self.numbers[before:]) if some else ()
             result = self._result((func, given, numbers), args, kwargs or {})
         results = len(self._known) - known - read
         if results or (func is torch._C._set_grad_enabled and self._learns):

@@ -42,7 +42,7 @@ class _Replay:
         self.tracer = tracer
         self.record = record
         self.varying = varying
-        self.lines = record.notes.lines
+        self.notes = record.notes
         self.done = 0  # operations
         self.place = 0  # of the next number
         self.next = 0  # the number of the next argument or result
@@ -60,7 +60,7 @@ class _Replay:
             dtype = torch.float32 if symbol is SCORE else torch.int64
             self._keep(self.tracer.symbol(symbol, dtype))
         for operation in self.record.key.operations[self.done : recorded.end]:
-            self.tracer.where = self.lines[self.done]
+            self.tracer.where = self.notes.line(self.done)
             try:
                 self._run(operation)
             except FlashgenError:
