@@ -88,9 +88,23 @@ _kept: OrderedDict[RecordKey, _Variants] = OrderedDict()
 _settled_records: OrderedDict[Any, None] = OrderedDict()
 """What code has computed each time that it was executed."""
 
-_proved: OrderedDict[Any, tuple[Record, tuple[int, ...]]] = OrderedDict()
-"""Records of mods that need not be recorded again, without tensors, by their proofs' keys; and the
-places of the tensors that they read among those of the proof."""
+
+@dataclass
+class _Proved:
+    """What is known of mods that need not be recorded again.
+
+    Attributes:
+        record: their record without tensors.
+        places: the places of the tensors that they read among those of the proof.
+        traced: the traced mods of the last call.
+    """
+
+    record: Record
+    places: tuple[int, ...]
+    traced: TracedMods | None = None
+
+
+_proved: OrderedDict[Any, _Proved] = OrderedDict()
 
 
 def read(
@@ -101,18 +115,46 @@ def read(
     Raises:
         SpecError: kernels cannot express a mod; the message names the operation and the line.
     """
-    with_notes = torch.are_deterministic_algorithms_enabled() or captures_a_graph(sizes.device)
     proof = prove((mask_mod, score_mod))
-    key = None if proof is None else (proof.key, sizes.device, with_notes)
-    found = None if proof is None else _found(key, proof)
+    if proof is None:
+        return _read(mask_mod, score_mod, sizes, None)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = proof.key, sizes.device, deterministic, captures_a_graph(sizes.device)
+    with _lock:
+        proved = _proved.get(key)
+        if proved is not None:
+            _proved.move_to_end(key)
+    if proved is None:
+        known, found = _read(mask_mod, score_mod, sizes, None, pure=True)
+        _keep(key, proof, found, known)
+        return known, found
+    tensors = tuple([proof.tensors[place] for place in proved.places])
+    found = proved.record._replace(tensors=tensors)
+    if proved.traced is None or not proved.traced.serves(sizes, found):
+        proved.traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)
+    return proved.traced, found
+
+
+def _read(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    sizes: CallSizes,
+    found: Record | None,
+    pure: bool = False,
+) -> tuple[TracedMods, Record]:
+    """The same.
+
+    Args:
+        found: a record of the mods; they are recorded if None.
+        pure: whether the mods are known to compute the same each time.
+    """
     if found is None:
-        notes = Notes() if with_notes else None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        notes = Notes() if deterministic or captures_a_graph(sizes.device) else None
         found = _shared(record(mask_mod, score_mod, sizes.device, notes))
-        if proof is not None:
-            _keep(key, proof, found)
     codes = tuple([None if mod is None else code_of(mod) for mod in (mask_mod, score_mod)])
     with _lock:
-        pure = proof is not None or (codes, found.numbers, found.key) in _settled_records
+        pure = pure or (codes, found.numbers, found.key) in _settled_records
         known = _known(found, sizes) if pure else None
     if known is not None:
         return known, found
@@ -135,24 +177,13 @@ def _shared(found: Record) -> Record:
     return found if variants is None else found._replace(key=variants.key)
 
 
-def _found(key: Any, proof: Proof) -> Record | None:
-    """The record of mods that are proved to compute the same as earlier ones."""
-    with _lock:
-        known = _proved.get(key)
-        if known is None:
-            return None
-        _proved.move_to_end(key)
-    found, places = known
-    return found._replace(tensors=tuple([proof.tensors[place] for place in places]))
-
-
-def _keep(key: Any, proof: Proof, found: Record) -> None:
+def _keep(key: Any, proof: Proof, found: Record, traced: TracedMods) -> None:
     at = {id(tensor): place for place, tensor in enumerate(proof.tensors)}
     places = tuple([at.get(id(tensor), -1) for tensor in found.tensors])
     if -1 in places:  # the mods make a tensor of which the record says nothing
         return
     with _lock:
-        _proved[key] = found._replace(tensors=()), places
+        _proved[key] = _Proved(found._replace(tensors=()), places, traced)
         while len(_proved) > _MOST_RECORDS:
             _proved.popitem(last=False)
 

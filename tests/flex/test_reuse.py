@@ -46,7 +46,8 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
-    monkeypatch.setattr(known_mods, "_kept", type(known_mods._kept)())
+    for name in ("_kept", "_proved", "_settled_records"):
+        monkeypatch.setattr(known_mods, name, type(known_mods._kept)())
     return Counts(monkeypatch)
 
 

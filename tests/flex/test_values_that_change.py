@@ -11,6 +11,7 @@ import functools
 import json
 import operator
 import os
+import random
 import sys
 import threading
 import types
@@ -695,3 +696,80 @@ def test_no_result_is_of_an_earlier_value(name: str) -> None:
 
 def test_there_are_enough_ways() -> None:
     assert len(WAYS) >= 60
+
+
+# Random compositions.
+
+
+def _nested(get: Get, generator: random.Random) -> Get:
+    """Another function that reads the same value, by one more step."""
+    holder, name = types.SimpleNamespace(get=get), "get"
+
+    class Wrapped:
+        def __init__(self) -> None:
+            self.inner = get
+
+        def __call__(self) -> Any:
+            return self.inner()
+
+        @property
+        def value(self) -> Any:
+            return self.inner()
+
+    wrapped, listed, mapped = Wrapped(), [get], collections.ChainMap({"f": get})
+
+    def default(f: Get = get) -> Any:
+        return f()
+
+    def iterated() -> Iterator[Any]:
+        yield get()
+
+    def number_of_a_tensor() -> Any:
+        value = get()
+        return torch.tensor(float(value)) if isinstance(value, int | float) else value
+
+    steps: list[Get] = [
+        lambda: get(),
+        lambda: listed[0](),
+        lambda: mapped["f"](),
+        lambda: getattr(holder, name)(),
+        lambda: wrapped.value,
+        lambda: next(iterated()),
+        lambda: [f() for f in listed][-1],
+        lambda: max((get() for _ in "1"), key=lambda x: 0),
+        lambda: eval("f()", {"f": get}),
+        lambda: get() + 0,
+        lambda: get() * 1.0,
+        lambda: (get(),)[0],
+        number_of_a_tensor,
+        wrapped,
+        default,
+        functools.partial(lambda f: f(), get),
+        functools.reduce(lambda f, _: lambda: f(), range(3), get),
+    ]
+    return generator.choice(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_random_compositions_of_ways(seed: int) -> None:
+    generator = random.Random(seed)
+    (get, change), (other, change_other) = (
+        WAYS[name]() for name in generator.sample(sorted(WAYS), 2)
+    )
+    for _ in range(generator.randint(1, 4)):
+        get, other = _nested(get, generator), _nested(other, generator)
+    if generator.random() < 0.5:
+        get = functools.partial(lambda a, b: a() + 0 * b(), get, other)
+
+    def score_mod(score, b, h, q, k):
+        return score * other() + get() * (q - k)
+
+    def mask_mod(b, h, q, k):
+        return ((q - k).abs() < get()) | (q == k + other())
+
+    for _ in range(5):
+        change(generator.randint(1, 6))
+        change_other(generator.randint(1, 6))
+        agrees(score_mod)
+        agrees(score_mod, mask_mod)
