@@ -62,11 +62,14 @@ def flex_attention(
 ) -> Any:
     """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
 
-    The mods are traced once to expressions, from which kernels are made. Tensors that they capture
-    become arguments of the kernels, with gradients. New contents, lengths and batch sizes, and new
-    closures of the same code over the same numbers, reuse the compiled kernels. Casts between
-    floating-point dtypes have no effect inside a mod, which is computed in float32. torch.compile
-    leaves a break in the graph at the call; with fullgraph=True it refuses the call and says why.
+    The mods are executed at each call, on tensors without elements, and what they compute is traced
+    once to expressions, from which kernels are made. Tensors that they capture become arguments of
+    the kernels, with gradients. New contents, lengths and batch sizes, and mods that apply the same
+    operations, reuse the compiled kernels. A captured number is a constant of the kernels at first,
+    and a run-time scalar from its second value on; with torch.use_deterministic_algorithms, from
+    its first. Casts between floating-point dtypes have no effect inside a mod, which is computed in
+    float32. torch.compile leaves a break in the graph at the call; with fullgraph=True it refuses
+    the call and says why.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
@@ -76,7 +79,8 @@ def flex_attention(
             they are.
         block_mask: a PyTorch BlockMask, or None. If its blocks follow from its mask_mod, as with
             create_block_mask, only the mask_mod is used. Otherwise its blocks become a block
-            layout too. The comparison is made once for each BlockMask.
+            layout too. The comparison is made anew when the lists of the BlockMask, or values that
+            its mask_mod reads, have changed.
         scale: factor on q.k; 1 / sqrt(head_dim) if None.
         enable_gqa: whether heads may be a multiple of heads_kv.
         return_lse: whether to return the log-sum-exp of each row too.
@@ -88,8 +92,9 @@ def flex_attention(
         lse float32 [batch, heads, seq_q]; with return_aux a tuple (out, AuxOutput).
 
     Raises:
-        SpecError: a mod uses an operation that cannot be expressed; the error names the operation
-            and the line.
+        SpecError: a mod uses an operation that cannot be expressed, or computes something else each
+            time that it is executed, or a number that can only be a constant has its eighth value;
+            the error names the operation and the line.
         InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
             NotImplementedError that PyTorch raises.
 
