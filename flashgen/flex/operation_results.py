@@ -47,12 +47,19 @@ class Kind(NamedTuple):
     shape: Any
 
 
+class Same(NamedTuple):
+    """A result that is one of the operands: its place among them, and whether it is changed."""
+
+    place: int
+    changed: bool
+
+
 def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of an operation, computed on meta tensors.
 
     Returns:
-        A `Kind` for a tensor; the place among the operands of the one that is changed; leaves with
-        kinds in place of tensors, and their tree; or `NO_TENSOR`.
+        A `Kind` for a tensor; the `Same` for an operand; leaves with kinds in place of tensors, and
+        their tree; or `NO_TENSOR`.
 
     Raises:
         SpecError: the operation needs the elements of a tensor.
@@ -79,11 +86,12 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result, changed = run(function, *moved(name, args, kwargs, "meta"))
     except NotImplementedError:
         refuse_value(name)
-    if changed:
-        if len(changed) > 1 or changed[0] is not result:
-            refuse_write(name)
-        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return next(place for place, tensor in enumerate(operands) if tensor is result)
+    if changed and (len(changed) > 1 or changed[0] is not result):
+        refuse_write(name)
+    operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    same = [place for place, tensor in enumerate(operands) if tensor is result]
+    if same:
+        return Same(same[0], bool(changed))
     leaves, tree = pytree.tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return NO_TENSOR

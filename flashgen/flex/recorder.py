@@ -25,6 +25,7 @@ from flashgen.flex.operation_results import (
     NO_TENSOR,
     TEXT,
     Kind,
+    Same,
     check_random,
     element,
     inferred,
@@ -270,9 +271,9 @@ class Recorder(TorchFunctionMode):
                 return f"<{', '.join(map(str, kinds))} in a mod>"
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        if isinstance(found, int):  # in place
-            number = self._operands[found]
-            if type(self._known[number]) is not StandIn:
+        if type(found) is Same:
+            number = self._operands[found.place]
+            if found.changed and type(self._known[number]) is not StandIn:
                 refuse_write(name_of(func))
             self._known.append(self._known[number])
             self._kinds.append(self._kinds[number])
