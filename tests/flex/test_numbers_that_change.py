@@ -66,8 +66,8 @@ NUMBERS: dict[str, Callable[[Any], Mod]] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_that_changes_costs_two_kernels(name: str) -> None:
     make = NUMBERS[name]
-    assert kernels(call(make(w / 4)) for w in range(1, 11)) <= 2
-    assert kernels(call(make(w / 4)) for w in range(11, 1, -1)) == 0
+    assert kernels(call(make(w / 4)) for w in range(1, 10, 2)) <= 2
+    assert kernels(call(make(w / 4)) for w in range(10, 2, -2)) == 0
 
 
 def test_a_width_of_a_mask() -> None:
@@ -83,7 +83,7 @@ def test_a_number_of_a_layer_as_an_index() -> None:
     def layer(number: int) -> Mod:
         return lambda s, b, h, q, k: s + table[number, k]
 
-    assert kernels(call(layer(number)) for number in range(-10, 10)) == 2
+    assert kernels(call(layer(number)) for number in range(-4, 6)) == 2
 
 
 def test_several_numbers_of_which_some_change() -> None:
@@ -192,13 +192,13 @@ def test_memory_does_not_grow_with_the_values() -> None:
     import tracemalloc
 
     make = NUMBERS["a cap"]
-    for w in range(1, 30):
+    for w in range(1, 10):
         call(make(w / 8))
     gc.collect()
     tracemalloc.start()
-    for w in range(30, 70):
+    for w in range(10, 30):
         call(make(w / 8))
     gc.collect()
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert grown < 40 * 20_000  # a kernel for each would take more than 100,000 bytes a step
+    assert grown < 20 * 20_000  # a kernel for each would take more than 100,000 bytes a step

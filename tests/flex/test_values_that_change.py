@@ -688,7 +688,6 @@ def test_no_result_is_of_an_earlier_value(name: str) -> None:
     for value in VALUES:
         change(value)
         proofs.append(prove((None, get)))
-        agrees(score_mod)
         agrees(score_mod, mask_mod)
     proved = [proof.key for proof in proofs if proof is not None and not proof.tensors]
     assert len(set(proved)) == len(proved)
