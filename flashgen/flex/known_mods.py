@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from flashgen.dtypes import SCALAR_LIMIT
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.flex.graph_capture import captures_a_graph
 from flashgen.flex.operation_results import alone
@@ -76,7 +77,9 @@ class _Variants:
             pairs = enumerate(zip(found.numbers, self.first, strict=True))
             self.varying.update(place for place, (a, b) in pairs if a != b)
             chosen = self.varying
-        return frozenset(chosen - self.constant)
+        return frozenset(
+            place for place in chosen - self.constant if _is_argument(found.numbers[place])
+        )
 
     def of(self, found: Record) -> list[TracedMods]:
         scalars = self.scalars(found)
@@ -226,6 +229,11 @@ def _traced(
     kept.insert(0, traced)
     del kept[_MOST_LENGTHS:]
     return traced
+
+
+def _is_argument(number: int | float) -> bool:
+    """Whether a run-time scalar can hold the number; floats beyond it may remove scores."""
+    return abs(number) < (SCALAR_LIMIT if isinstance(number, int) else 1e30)
 
 
 def _others(found: Record, scalars: frozenset[int]) -> tuple[int | float, ...]:

@@ -12,6 +12,7 @@ themselves are executed then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -19,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flashgen.dtypes import SCALAR_LIMIT
 from flashgen.flex.operation_results import (
     BY_KIND,
     NO_TENSOR,
@@ -38,8 +38,6 @@ from flashgen.flex.operation_results import (
 )
 
 Tensor = torch.Tensor
-_LARGEST_NUMBER = 1e30
-"""Floats from here on are no arguments of kernels; below minus it, they remove scores."""
 
 _FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 """How tensors take part in functions of torch that mean the same for all of them."""
@@ -169,12 +167,14 @@ class Recorder(TorchFunctionMode):
             return ("tuple", *[self.noted(item) for item in value])
         if kind is StandIn or isinstance(value, Tensor):
             return self._number_of(value)
-        if kind is int or kind is float:
-            limit = SCALAR_LIMIT if kind is int else _LARGEST_NUMBER
-            if not -limit < value < limit or (value == 0 and str(value) == "-0.0"):
-                return "fixed", kind.__name__, repr(value)
+        if kind is int:
             self.numbers.append(value)
-            return kind.__name__
+            return "int"
+        if kind is float:
+            if not math.isfinite(value) or (value == 0 and str(value) == "-0.0"):
+                return "fixed", "float", repr(value)
+            self.numbers.append(value)
+            return "float"
         if kind is bool or kind is str:
             return "fixed", kind.__name__, repr(value)
         if isinstance(value, (tuple, list)):

@@ -108,8 +108,10 @@ def test_the_first_value_keeps_its_kernel_and_its_bits() -> None:
     [
         (lambda w: lambda s, b, h, q, k: s + TABLE[w:, 0][0], "slice"),
         (lambda w: lambda s, b, h, q, k: torch.nn.functional.leaky_relu(s, w / 10), "slope"),
+        (lambda w: lambda s, b, h, q, k: s + (q + (2**40 + w)) % 7, "integer"),
+        (lambda w: lambda s, b, h, q, k: torch.where(q >= k, s, -1e30 - w * 1e20), "mask"),
     ],
-    ids=["slice", "slope"],
+    ids=["slice", "slope", "integer", "mask"],
 )
 def test_the_eighth_constant_is_an_error(make: Callable[[int], Mod], operation: str) -> None:
     for w in range(7):
