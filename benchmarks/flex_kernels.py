@@ -41,7 +41,8 @@ from benchmarks.sass import Loop, instructions, listing_of, product_loops  # noq
 from flashgen.compile import cubin  # noqa: E402
 from flashgen.compile.nvrtc import version  # noqa: E402
 from flashgen.errors import CompileError, FlashgenError  # noqa: E402
-from flashgen.flex.traced_mods import CallSizes, read  # noqa: E402
+from flashgen.flex.known_mods import read  # noqa: E402
+from flashgen.flex.traced_mods import CallSizes  # noqa: E402
 from flashgen.pipeline import Build  # noqa: E402
 
 PATHS = {"sm_80": "sm_80", "sm_90": "sm_90a"}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.flex.block_masks import layout_beside_mask
+from flashgen.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.flex.checks import (
     FlexUnsupported,
     FlexValueError,
@@ -16,12 +16,26 @@ from flashgen.flex.checks import (
     check_tensors,
     mask_mod_of,
 )
-from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, read, trace
+from flashgen.flex.graph_capture import captures_a_graph, warn_of_values
+from flashgen.flex.known_mods import read
+from flashgen.flex.recorded_mods import Notes, Record, record
+from flashgen.flex.recorder import Recorder
+from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec_options import HEAD_DIM_STEP
 from flashgen.runtime.check_basics import refuse_jit_trace
 
-__all__ = ["TracedMods", "as_argument", "flex_attention", "padded", "trace"]
+__all__ = [
+    "Notes",
+    "Record",
+    "Recorder",
+    "TracedMods",
+    "as_argument",
+    "flex_attention",
+    "padded",
+    "record",
+    "trace",
+]
 
 Tensor = torch.Tensor
 
@@ -48,11 +62,14 @@ def flex_attention(
 ) -> Any:
     """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
 
-    The mods are traced once to expressions, from which kernels are made. Tensors that they capture
-    become arguments of the kernels, with gradients. New contents, lengths and batch sizes, and new
-    closures of the same code over the same numbers, reuse the compiled kernels. Casts between
-    floating-point dtypes have no effect inside a mod, which is computed in float32. torch.compile
-    leaves a break in the graph at the call; with fullgraph=True it refuses the call and says why.
+    The mods are executed at each call, on tensors without elements, and what they compute is traced
+    once to expressions, from which kernels are made. Tensors that they capture become arguments of
+    the kernels, with gradients. New contents, lengths and batch sizes, and mods that apply the same
+    operations, reuse the compiled kernels. A captured number is a constant of the kernels at first,
+    and a run-time scalar from its second value on; with torch.use_deterministic_algorithms, from
+    its first. Casts between floating-point dtypes have no effect inside a mod, which is computed in
+    float32. torch.compile leaves a break in the graph at the call; with fullgraph=True it refuses
+    the call and says why.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
@@ -62,7 +79,8 @@ def flex_attention(
             they are.
         block_mask: a PyTorch BlockMask, or None. If its blocks follow from its mask_mod, as with
             create_block_mask, only the mask_mod is used. Otherwise its blocks become a block
-            layout too. The comparison is made once for each BlockMask.
+            layout too. The comparison is made anew when the lists of the BlockMask, or values that
+            its mask_mod reads, have changed.
         scale: factor on q.k; 1 / sqrt(head_dim) if None.
         enable_gqa: whether heads may be a multiple of heads_kv.
         return_lse: whether to return the log-sum-exp of each row too.
@@ -74,8 +92,9 @@ def flex_attention(
         lse float32 [batch, heads, seq_q]; with return_aux a tuple (out, AuxOutput).
 
     Raises:
-        SpecError: a mod uses an operation that cannot be expressed; the error names the operation
-            and the line.
+        SpecError: a mod uses an operation that cannot be expressed, or computes something else each
+            time that it is executed, or a number that can only be a constant has its eighth value;
+            the error names the operation and the line.
         InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
             NotImplementedError that PyTorch raises.
 
@@ -124,7 +143,7 @@ def _attend(
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
     sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    reading, reach = read(mask_mod, score_mod, sizes)
+    reading, found = read(mask_mod, score_mod, sizes)
     if key.shape[0] != query.shape[0]:
         key = key.expand(query.shape[0], -1, -1, -1)
         value = value.expand(query.shape[0], -1, -1, -1)
@@ -132,9 +151,11 @@ def _attend(
         scale = query.shape[3] ** -0.5
     dims = query.shape[3], value.shape[3]
     query, key, value = map(padded, (query, key, value))
-    captures = reading.captures(reach, query.device)
+    captures = reading.captures(found, query.device)
     lengths = (*query.shape[:3], key.shape[2])
-    blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
+    blocks = layout_beside_mask(block_mask, reading, found, lengths)
+    if captures_a_graph(query.device):
+        warn_of_values((mask_mod, score_mod), found, has_blocks(block_mask))
     sparse = None if blocks is None else blocks.sparse
     if blocks is not None:
         captures["layout"] = blocks.layout

@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flashgen.errors import FlashgenError, SpecError
+from flashgen.flex.operation_results import refuse_value, refuse_write
 from flashgen.flex.pointwise_rules import RULES as POINTWISE
 from flashgen.flex.search_rules import RULES as SEARCHES
 from flashgen.flex.traced_array import Entry, Result, TracedArray, literal, number
 from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.flex.view_rules import RULES as STRUCTURE
-from flashgen.language.user_source import LIBRARIES, user_location
 
 _LARGEST_UNROLLED = 256
 """The largest number of elements that a reduction may have; it is unrolled."""
@@ -33,9 +33,8 @@ def run(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     try:
         return _Operation(tracer, func, args, kwargs).result()
     except SpecError as error:  # functions of flashgen name no line of the mod
-        where = user_location(LIBRARIES)
         raise SpecError(
-            error.what, where=where, numbers=error.numbers, way_out=error.way_out
+            error.what, where=tracer.where, numbers=error.numbers, way_out=error.way_out
         ) from None
 
 
@@ -85,13 +84,7 @@ class _Operation:
         data = self.args[0].array.data
         if data is not None:
             return data.item()
-        self.tracer.refuse(
-            "a mod needs the value of a tensor, which has none while the mod is traced: if, and, "
-            "or, not, int(), float(), .item(), range() and the functions of math cannot be used on "
-            "it",
-            way_out="torch.where to choose, & | ~ or torch.logical_and to combine conditions, "
-            "functions of torch for those of math",
-        )
+        refuse_value(self.name)
 
     def _in_place(self) -> Any:
         """``x += y`` as ``x = x + y``, for a value that the mod itself computed."""
@@ -100,11 +93,7 @@ class _Operation:
         overload = getattr(plain, self.func._overloadname, None)
         captured = any(self.tracer.traced(x.tensor) is target for x in self.tracer.sources)
         if not self.name.endswith("_") or overload is None or captured or target.dim():
-            self.tracer.refuse(
-                f"a mod writes into a tensor: torch.{self.name}",
-                numbers=f"aten.{self.func.__name__}",
-                way_out="a new value, as in score = score + x",
-            )
+            refuse_write(self.name)
         result = overload(*self.args, **self.kwargs)
         target.array = torch.ops.aten._to_copy(result, dtype=target.dtype).array
         return target

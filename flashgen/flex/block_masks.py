@@ -18,7 +18,10 @@ import sympy
 import torch
 
 from flashgen.analysis import MaskAnalysis, analyse_mask, evaluate
-from flashgen.flex.checks import LARGE_BLOCK, FlexUnsupported
+from flashgen.flex.checks import LARGE_BLOCK, FlexRuntimeError, FlexUnsupported
+from flashgen.flex.graph_capture import captures_a_graph
+from flashgen.flex.recorded_mods import Record
+from flashgen.flex.traced_mods import TracedMods
 from flashgen.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.language.block_layout import BlockSparse
 from flashgen.ops import Layout
@@ -39,41 +42,122 @@ class BlockMaskLayout:
     layout: Layout
 
 
-_Comparison = tuple[Any, tuple[int, ...], BlockMaskLayout | None]
-"""A mask_mod and the sizes of a call, with their layout."""
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+_MOST_COMPARISONS = 8
+"""The number of comparisons that are kept of a BlockMask."""
+
+
+class _Seen:
+    """A tensor as it was when its elements were read.
+
+    Elements on the CPU are compared with a copy, so that no change of them is missed. On a GPU that
+    would take a synchronisation: the object, its memory and its version are compared, and elements
+    are read again where torch counts no versions.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        is_on_cpu = tensor.device.type == "cpu"
+        self.object = weakref.ref(tensor)
+        self.stamp = None if is_on_cpu else _stamp(tensor)
+        self.elements = _elements(tensor).clone() if is_on_cpu else None
+
+    def is_same(self, tensor: Tensor) -> bool:
+        if self.elements is not None:
+            if tensor.device.type != "cpu":
+                return False
+            same = self.elements.dtype == tensor.dtype and self.elements.shape == tensor.shape
+            return same and torch.equal(_bits(self.elements), _bits(_elements(tensor)))
+        return self.object() is tensor and self.stamp is not None and self.stamp == _stamp(tensor)
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int] | None:
+    return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The tensor without the transforms of torch.func around it."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Integers in place of floats, of which a NaN is not equal to itself."""
+    if not tensor.is_floating_point():
+        return tensor
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What has been found of a BlockMask, and all that it was found from."""
+
+    reading: TracedMods
+    numbers: tuple[object, ...]
+    seen: tuple[_Seen | None, ...]
+    found: BlockMaskLayout | None
+
 
 _comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
 
 
 def layout_beside_mask(
     block_mask: Any,
-    mask: sympy.Basic,
-    captured: Mapping[str, Any],
+    reading: TracedMods,
+    record: Record,
     sizes: tuple[int, int, int, int],
 ) -> BlockMaskLayout | None:
     """The block-sparse layout to apply beside the mask; None where the blocks follow from the mask.
 
-    The comparison runs once per BlockMask, mask_mod and sizes: tensors that the mask_mod captures
-    are assumed not to change in between.
+    The comparison is made anew whenever the lists of the BlockMask, or tensors and numbers of its
+    mask_mod, have changed.
 
     Args:
         block_mask: a BlockMask that has been checked, or None.
-        mask: the expression of its mask_mod; true for a BlockMask without one.
-        captured: tensors and numbers by name, among them those that the mask reads.
+        reading, record: its mask_mod, traced, and what it reads in this call.
         sizes: batch, heads, seq_q, seq_k of the call.
 
     Raises:
         FlexUnsupported: a full block has positions that the mask_mod masks.
+        FlexRuntimeError: the blocks would have to be read while a CUDA graph is captured.
     """
-    if block_mask is None or tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
+    if not has_blocks(block_mask):
         return None
+    lists = [getattr(block_mask, name) for name in _LISTS]
+    mask = reading.of_mask_mod
+    names = sorted(symbol.name for symbol in mask.free_symbols)
+    captured = {n: reading.tensors[n].of(record) for n in names if n in reading.tensors}
+    given = {n: record.numbers[reading.numbers[n]] for n in names if n in reading.numbers}
+    for name in names:
+        if name in reading.sizes:
+            location, dim = reading.sizes[name]
+            given[name] = location.of(record).shape[dim]
+    numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *given.values()
+    tensors = [*lists, *captured.values()]
     known = _comparisons.setdefault(block_mask, [])
-    for mask_mod, of_sizes, blocks in known:
-        if mask_mod is block_mask.mask_mod and of_sizes == sizes:
-            return blocks
-    found = _found(block_mask, mask, captured, sizes)
-    known.append((block_mask.mask_mod, sizes, found))
+    for comparison in known:
+        if comparison.reading is reading and comparison.numbers == numbers:
+            pairs = zip(comparison.seen, tensors, strict=True)
+            if all(s is t if s is None or t is None else s.is_same(t) for s, t in pairs):
+                return comparison.found
+    if captures_a_graph(lists[0].device):
+        raise FlexRuntimeError(
+            "the blocks of a BlockMask cannot be read while a CUDA graph is captured",
+            where="argument block_mask",
+            numbers=f"shape {tuple(block_mask.shape)}, on {lists[0].device}",
+            way_out="one call with this BlockMask before the capture",
+        )
+    found = _found(block_mask, mask, {**captured, **given}, sizes)
+    seen = tuple(None if tensor is None else _Seen(tensor) for tensor in tensors)
+    known.insert(0, _Comparison(reading, numbers, seen, found))
+    del known[_MOST_COMPARISONS:]
     return found
+
+
+def has_blocks(block_mask: Any) -> bool:
+    return block_mask is not None and tuple(block_mask.BLOCK_SIZE) != (LARGE_BLOCK, LARGE_BLOCK)
 
 
 def _found(
@@ -172,5 +256,5 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
         wide = torch.promote_types(value.dtype, torch.float32)
         dtype = wide if value.is_floating_point() else torch.int64
-        return value.detach().to("cpu", dtype).numpy()
+        return _elements(value).to("cpu", dtype).numpy()
     return np.float64(value) if isinstance(value, float) else np.int64(value)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 
-from flashgen.errors import FlashgenError, SpecError
 from flashgen.flex.aten import run
-from flashgen.flex.mod_key import Key, ReachableValues
-from flashgen.flex.traced_array import Entry, TracedArray, condition, literal, number
-from flashgen.flex.tracer import CapturedTensor, TracedTensor, Tracer
+from flashgen.flex.recorded_mods import Mod, Record, refuse_result
+from flashgen.flex.replay import replay
+from flashgen.flex.traced_array import TracedArray, condition, number
+from flashgen.flex.tracer import CapturedTensor, Tracer
 from flashgen.language import SCORE, B, H, K, Q, Traced, is_condition, python_text
 from flashgen.language.block_layout import BlockSparse
 from flashgen.language.capture_names import BUILT_IN_NAMES
@@ -27,21 +25,13 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.language.spec_options import GENERIC_NAMES
 from flashgen.language.traced import Capture
 from flashgen.language.tracing import PickledMod, TracedMod
-from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path, user_line_in
+from flashgen.language.user_source import SourceLines, code_of, lines_of, shown_path
 from flashgen.ops import Attention, attention
 
-Mod = Callable[..., Any]
-
-_MOST_KEPT = 1024
-"""The number of keys whose traced mods are kept, least recently used first to go."""
-
-_MOST_LENGTHS = 16
-"""The number of traced mods kept per key, where the expressions depend on lengths."""
+_MOST_SIZES = 1024
+"""The number of sizes of calls for which the assumptions of traced mods are known to hold."""
 
 _TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
-
-_lock = threading.RLock()
-_kept_mods: OrderedDict[Key, list[TracedMods]] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -62,28 +52,41 @@ class CallSizes:
 
 @dataclass(frozen=True)
 class CaptureLocation:
-    """Where a call finds a captured tensor: its index among the reachable ones, or itself."""
+    """Where a call finds a captured tensor.
+
+    Attributes:
+        place: its place among the tensors that the record of the call reads.
+        made: its number, if the mod creates it anew for each call.
+        held: the tensor itself, if the mod creates it with the same contents at each call.
+        learned: whether it has a gradient.
+    """
 
     place: int | None
+    made: int | None
     held: torch.Tensor | None
     learned: bool = False
 
-    def of(self, reach: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of(self, record: Record) -> torch.Tensor:
         if self.held is not None:
             return self.held
+        if self.made is not None:
+            return record.made[self.made]
         assert self.place is not None
-        return reach[self.place]
+        return record.tensors[self.place]
 
-    def as_argument(self, reach: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        tensor = self.of(reach)
-        return as_argument(tensor if self.learned else tensor.detach(), device)
+    def as_argument(self, record: Record, device: torch.device) -> torch.Tensor:
+        tensor = self.of(record)
+        return as_argument(tensor if self.learned else tensor.detach(), device, self.place is None)
 
 
-def as_argument(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A captured tensor in a dtype that kernels read; a number follows the queries' device."""
+def as_argument(tensor: torch.Tensor, device: torch.device, follows: bool = False) -> torch.Tensor:
+    """A captured tensor in a dtype that kernels read.
+
+    A number follows the queries' device, and so does any tensor that ``follows``.
+    """
     if tensor.dtype == torch.float64:
         tensor = tensor.to(torch.float32)
-    if tensor.dim() == 0 and tensor.device != device:
+    if (follows or tensor.dim() == 0) and tensor.device != device:
         tensor = tensor.to(device)
     return tensor
 
@@ -98,9 +101,10 @@ class TracedMods:
             where the score_mod returns minus infinity.
         tensors: the captured tensors by their names in the spec.
         sizes: lengths of captured tensors that are run-time scalars: tensor and dimension.
+        numbers: numbers of the record that are run-time scalars: their places.
         assumed: integer expressions that must not be negative at any position of a call.
-        shapes: the shapes of all reachable tensors if the expressions depend on them, else None.
-        lasting: whether other calls with the same key can use the expressions.
+        created: the numbers of captured tensors that the mods create anew for each call.
+        shapes: the shapes of all captured tensors if the expressions depend on them, else None.
     """
 
     mask: PickledMod | None
@@ -109,21 +113,22 @@ class TracedMods:
     name: str
     tensors: dict[str, CaptureLocation]
     sizes: dict[str, tuple[CaptureLocation, int]]
+    numbers: dict[str, int]
     assumed: tuple[sympy.Expr, ...]
+    created: tuple[int, ...]
     shapes: tuple[torch.Size, ...] | None
-    lasting: bool
     _operators: dict[object, Attention] = field(default_factory=dict)
     _checked: set[CallSizes] = field(default_factory=set)
 
-    def serves(self, sizes: CallSizes, reach: Sequence[torch.Tensor]) -> bool:
+    def serves(self, sizes: CallSizes, record: Record) -> bool:
         """True if tracing for a call of these sizes would give the same expressions."""
-        if self.shapes is not None and self.shapes != tuple(t.shape for t in reach):
+        if self.shapes is not None and self.shapes != _shapes(record, self.created):
             return False
         if sizes not in self._checked:
             bounds = sizes.bounds
             if any(limits(expr, bounds)[0] < 0 for expr in self.assumed):
                 return False
-            if len(self._checked) >= _MOST_KEPT:
+            if len(self._checked) >= _MOST_SIZES:
                 self._checked.clear()
             self._checked.add(sizes)
         return True
@@ -133,101 +138,73 @@ class TracedMods:
     ) -> Attention:
         options = head_dim, head_dim_v, dtype, block_sparse
         if options not in self._operators:
-            spec = AttentionSpec(
-                mask_mod=self.mask,
-                score_mod=self.score,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                dtype=dtype,
-                name=self.name,
-                block_sparse=block_sparse,
-            )
-            self._operators[options] = attention(spec)
+            self._operators[options] = attention(self.spec(*options))
         return self._operators[options]
 
-    def captures(self, reach: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:
+    def spec(
+        self, head_dim: int, head_dim_v: int, dtype: str, block_sparse: BlockSparse | None = None
+    ) -> AttentionSpec:
+        return AttentionSpec(
+            mask_mod=self.mask,
+            score_mod=self.score,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            name=self.name,
+            block_sparse=block_sparse,
+        )
+
+    def captures(self, record: Record, device: torch.device) -> dict[str, Any]:
         """The arguments of the operator, except for a block-sparse layout."""
         given: dict[str, Any] = {}
         for name, captured in self.tensors.items():
-            given[name] = captured.as_argument(reach, device)
+            given[name] = captured.as_argument(record, device)
         for name, (captured, dim) in self.sizes.items():
-            given[name] = captured.of(reach).shape[dim]
+            given[name] = captured.of(record).shape[dim]
+        for name, place in self.numbers.items():
+            given[name] = record.numbers[place]
         return given
-
-
-def read(
-    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes
-) -> tuple[TracedMods, list[torch.Tensor]]:
-    """The traced mods, from an earlier call where possible, and the tensors that they reach.
-
-    Raises:
-        SpecError: kernels cannot express a mod; the message names the operation and the line.
-    """
-    reach = ReachableValues()
-    key = _key_of(reach, (mask_mod, score_mod), sizes.device)
-    if key is None:
-        return _read(mask_mod, score_mod, sizes, reach), []
-    with _lock:
-        known = _kept_mods.get(key)
-        if known is not None:
-            _kept_mods.move_to_end(key)
-            for reading in known:
-                if reading.serves(sizes, reach.tensors):
-                    return reading, reach.tensors
-        # The second trace for one key assumes nothing about the sizes of a call.
-        reading = _read(mask_mod, score_mod, sizes, reach, tight=not known)
-        if reading.lasting:
-            kept = _kept_mods.setdefault(key, [])
-            kept.insert(0, reading)
-            del kept[_MOST_LENGTHS:]
-            while len(_kept_mods) > _MOST_KEPT:
-                _kept_mods.popitem(last=False)
-    return reading, reach.tensors
-
-
-def _key_of(reach: ReachableValues, mods: Sequence[Mod | None], device: torch.device) -> Key | None:
-    """None where there is no key, also if inspecting the user's objects raises an exception."""
-    try:
-        key = reach.key(mods), device
-        hash(key)
-    except Exception:
-        return None
-    return key
-
-
-def _read(
-    mask_mod: Mod | None,
-    score_mod: Mod | None,
-    sizes: CallSizes,
-    reach: ReachableValues,
-    tight: bool = True,
-) -> TracedMods:
-    bounds = sizes.bounds if tight else {}
-    return trace(mask_mod, score_mod, sizes.device, reach.tensors, reach.names, bounds)
 
 
 def trace(
     mask_mod: Mod | None,
     score_mod: Mod | None,
-    device: torch.device,
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str],
+    record: Record,
     bounds: Mapping[sympy.Symbol, Limits] | None = None,
+    varying: frozenset[int] = frozenset(),
 ) -> TracedMods:
-    """The traced mods, from no earlier call.
+    """The mods of a record, which has notes.
 
     Args:
-        tensors, names: the captured tensors that later calls can find by their place here, and
-            their names, which may be empty.
+        mask_mod, score_mod: the mods, for their names and lines.
         bounds: the least and the greatest value of each position symbol, on which the expressions
             may rely; None for expressions that hold at all positions from 0 on.
+        varying: the places of numbers that become run-time scalars.
 
     Raises:
         SpecError: kernels cannot express a mod; the message names the operation and the line.
     """
-    tracer = Tracer(device, bounds or {}, tensors, names, run)
-    mask = _traced(tracer, "mask_mod", mask_mod)
-    score = _traced(tracer, "score_mod", score_mod)
+    notes = record.notes
+    assert notes is not None, "lines and names are part of what is traced"
+    tracer = Tracer(record.key.device, bounds or {}, record.tensors, notes.names, run)
+    mask, score = replay(tracer, record, varying)
+    if mask is not None:
+        _check_result("mask_mod", mask_mod, mask)
+    if score is not None:
+        _check_result("score_mod", score_mod, score)
+    return _made(mask_mod, score_mod, record, tracer, mask, score)
+
+
+def _made(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    record: Record,
+    tracer: Tracer,
+    mask_array: TracedArray | None,
+    score_array: TracedArray | None,
+) -> TracedMods:
+    mask = None if mask_array is None else mask_array.entry
+    score = None if score_array is None else score_array.entry
     assert mask is None or mask.lost is None, "a condition is never minus infinity"
     made_mask = None if mask is None else condition(mask.value)
     of_mask_mod = sympy.true if made_mask is None else made_mask.expr
@@ -248,6 +225,7 @@ def trace(
         if made is not None
         for capture in made.captures
     }
+    created = tuple(x.made for x in tracer.sources if x.made is not None)
     lines = mask_mod if mask_mod is not None else score_mod
     return TracedMods(
         mask=_stored(made_mask, lines),
@@ -260,61 +238,36 @@ def trace(
             for (source, dim), scalar in tracer.sizes.items()
             if scalar.name in used
         },
+        numbers={x.name: place for place, x in tracer.numbers.items() if x.name in used},
         assumed=tuple(tracer.assumed),
-        shapes=tuple(t.shape for t in tensors) if tracer.rigid else None,
-        lasting=all(source.constant or source.place is not None for source in tracer.sources),
+        created=created,
+        shapes=_shapes(record, created) if tracer.rigid else None,
     )
+
+
+def _shapes(record: Record, created: tuple[int, ...]) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in (*record.tensors, *(record.made[n] for n in created)))
 
 
 def _captured(source: CapturedTensor, learned: bool) -> CaptureLocation:
-    return CaptureLocation(
-        source.place, None if source.place is not None else source.tensor, learned
-    )
+    held = source.tensor if source.place is None and source.made is None else None
+    return CaptureLocation(source.place, source.made, held, learned)
 
 
-def _traced(tracer: Tracer, role: str, mod: Mod | None) -> Entry | None:
-    if mod is None:
-        return None
-    positions = [tracer.symbol(symbol, torch.int32) for symbol in (B, H, Q, K)]
-    score = [tracer.symbol(SCORE, torch.float32)] if role == "score_mod" else []
-    try:
-        with tracer:
-            returned = mod(*score, *positions)
-    except FlashgenError:
-        raise
-    except Exception as error:
-        raise _wrapped(error, role, mod) from error
-    array = _array_of(tracer, returned)
+def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
     is_mask, wrong = role == "mask_mod", ""
-    if array is None:
-        wrong = f"returned a {type(returned).__name__}"
-    elif array.shape:
+    if array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
     elif is_mask != (array.dtype == torch.bool) and not (is_mask and _is_flag(array)):
         wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
-    if wrong or array is None:
-        example = "q_idx >= kv_idx" if is_mask else "score + bias[h, kv_idx]"
-        raise SpecError(
-            f"{role} must return one {'condition' if is_mask else 'number'}",
-            where=str(_lines_of(mod, "")),
-            numbers=wrong,
-            way_out=f"a tensor without dimensions, as in return {example}",
-        )
-    return array.entry
+    if wrong:
+        assert mod is not None
+        refuse_result(role, mod, wrong)
 
 
 def _is_flag(array: TracedArray) -> bool:
     """True for an integer that a captured tensor holds: a condition where one is expected."""
     return is_condition(as_condition(array.entry.value.expr))
-
-
-def _array_of(tracer: Tracer, returned: object) -> TracedArray | None:
-    if isinstance(returned, bool | int | float):
-        dtype = torch.bool if isinstance(returned, bool) else torch.float32
-        return TracedArray((), dtype, lambda _: literal(returned))
-    if isinstance(returned, TracedTensor):
-        return returned.array
-    return tracer.traced(returned).array if isinstance(returned, torch.Tensor) else None
 
 
 def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
@@ -349,17 +302,6 @@ def _closed_over(mod: Mod) -> list[Mod]:
             if callable(item):
                 found += [item, *_closed_over(item)]
     return found
-
-
-def _wrapped(error: Exception, role: str, mod: Mod) -> SpecError:
-    at = user_line_in(error)
-    return SpecError(
-        f"{role} raised {type(error).__name__}: {error}",
-        where=str(_lines_of(mod, "")) if at is None else f"{shown_path(at[0])}:{at[1]}",
-        numbers="while it was traced with symbols in place of numbers",
-        way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
-        "without dimensions",
-    )
 
 
 def _name_of(*mods: Mod | None) -> str:

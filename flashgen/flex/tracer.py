@@ -1,4 +1,4 @@
-"""Tracing a torch mod: running it on tensors that stand for its arguments.
+"""Tracing what torch mods compute: running their recorded operations on traced tensors.
 
 A `TracedTensor` has a shape and a dtype but no memory. Every operation that torch applies to one
 arrives as an ATen operation, whose rule builds flashgen's traced values from those of the operands.
@@ -22,20 +22,18 @@ from torch.utils import _pytree as pytree
 import flashgen.language as fg
 from flashgen.dtypes import POSITION_LIMIT, TENSOR_DTYPES
 from flashgen.errors import SpecError
+from flashgen.flex.operation_results import element, name_of
 from flashgen.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
-from flashgen.flex.view_rules import getitem
 from flashgen.language import Scalar, Traced
 from flashgen.language.capture_names import check_name
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.traced import Value, as_expr, captures_of
-from flashgen.language.user_source import LIBRARIES, user_location
 from flashgen.signature import LAYOUT_NAMES
 
 DTYPES = {getattr(torch, name): name for name in TENSOR_DTYPES}
 DTYPES[torch.float64] = "float32"  # cast at each call: kernels compute in float32
 
 _SHAPE_READERS = ("shape", "size", "__len__", "numel", "nelement", "sym_size", "nbytes", "stride")
-_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
 
 
 @dataclass(eq=False)
@@ -44,15 +42,15 @@ class CapturedTensor:
 
     Attributes:
         tensor: the tensor of the traced call.
-        place: its index among the reachable tensors; None if later calls cannot find it there.
-        constant: whether the mod creates it, with the same contents at each call.
+        place: its index among the tensors that a record reads; None for one that the mod creates.
+        made: its number in a record, for one that the mod creates anew for each call.
         known: the tensors of the spec that stand for it, by whether they have a gradient.
     """
 
     tensor: torch.Tensor
     name: str
     place: int | None = None
-    constant: bool = False
+    made: int | None = None
     known: dict[bool, fg.Tensor] = field(default_factory=dict)
 
 
@@ -95,12 +93,15 @@ class Tracer(TorchFunctionMode):
     Args:
         device: the device of the queries.
         bounds: the least and the greatest value of each position symbol.
-        reach, names: captured tensors that a later call can find again, and their names.
+        read, names: the tensors that a record reads, and their names.
         run: computes an ATen operation on traced tensors.
 
     Attributes:
         sources: the captured tensors in order of first use.
         sizes: run-time scalars that hold lengths of captured tensors, by source and dimension.
+        numbers: run-time scalars that hold numbers of a record, by their places in it.
+        where: the user's ``file:line`` of the operation that runs.
+        learns: False inside of torch.no_grad().
         assumed: integer expressions whose sign the traced expressions rely on: they are not
             negative within `bounds`.
         rigid: whether the expressions depend on the lengths of captured tensors.
@@ -110,7 +111,7 @@ class Tracer(TorchFunctionMode):
         self,
         device: torch.device,
         bounds: Mapping[sympy.Symbol, Limits],
-        reach: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
         names: Sequence[str],
         run: Callable[[Tracer, Any, Sequence[Any], dict[str, Any]], Any],
     ) -> None:
@@ -119,10 +120,13 @@ class Tracer(TorchFunctionMode):
         self.run = run
         self.sources: list[CapturedTensor] = []
         self.sizes: dict[tuple[CapturedTensor, int], Scalar] = {}
+        self.numbers: dict[int, Scalar] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
+        self.where = "unknown"
+        self.learns = True
         self._bounds = bounds
-        self._places = {id(tensor): place for place, tensor in enumerate(reach)}
+        self._places = {id(tensor): place for place, tensor in enumerate(read)}
         self._names = names
         self._known: dict[int, TracedTensor] = {}
         self._taken: set[str] = set()
@@ -137,19 +141,13 @@ class Tracer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = _name_of(func)
-        if name.startswith(_RANDOM) or name in _RANDOM:
-            self.refuse(
-                f"a mod cannot draw random numbers: torch.{name}",
-                way_out="dropout=True of fg.AttentionSpec for dropout; a captured tensor of noise",
-            )
+        name = name_of(func)
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.traced, (tuple(args), kwargs))
         tensor = args[0] if args and isinstance(args[0], TracedTensor) else None
         if tensor is not None and name in _SHAPE_READERS and tensor.array.data is None:
             self.rigid = self.rigid or bool(tensor.array.shape)
         if func is torch.Tensor.__getitem__:
-            assert tensor is not None
-            return getitem(self, tensor, args[1])
+            return element(args[0], args[1])
         return pytree.tree_map_only(torch.Tensor, self.constant, func(*args, **kwargs))
 
     # From tensors to arrays and back.
@@ -191,20 +189,40 @@ class Tracer(TorchFunctionMode):
             if all(isinstance(index, int) for index in indices):
                 return literal(data[indices].item())
             if not captured:
-                source = CapturedTensor(data, self._free_name("table"), constant=True)
+                source = CapturedTensor(data, self._free_name("table"))
                 self.sources.append(source)
                 captured.append(self._captured(source, grad=False))
             return captured[0].at(indices)
 
         return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, fixed(data.shape), data))
 
-    def _source(self, tensor: torch.Tensor) -> CapturedTensor:
+    def created(self, tensor: torch.Tensor, number: int) -> TracedTensor:
+        """A tensor that the mod creates anew for each call: it has a number in each record."""
+        self.rigid = True
+        self._check_dtype(tensor)
+        source = CapturedTensor(tensor, self._free_name("table"), made=number)
+        self.sources.append(source)
+        return self.wrap(self._captured(source, grad=False))
+
+    def number(self, value: int | float, place: int) -> TracedTensor:
+        """A number among the operands of a record as a run-time scalar."""
+        scalar = self.numbers.get(place)
+        if scalar is None:
+            kind = "int32" if isinstance(value, int) else "float32"
+            scalar = self.numbers[place] = Scalar(self._free_name(f"number_{place}"), kind)
+        dtype = torch.int64 if isinstance(value, int) else torch.float32
+        return self.wrap(single(Entry(scalar), dtype))
+
+    def _check_dtype(self, tensor: torch.Tensor) -> None:
         if tensor.dtype not in DTYPES:
             self.refuse(
                 "a captured tensor has a dtype that kernels do not read",
                 numbers=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
                 way_out=f"one of {', '.join(sorted(set(DTYPES.values())))}",
             )
+
+    def _source(self, tensor: torch.Tensor) -> CapturedTensor:
+        self._check_dtype(tensor)
         place = self._places.get(id(tensor))
         name = "" if place is None else self._names[place]
         source = CapturedTensor(tensor, self._free_name(name or f"c{len(self.sources)}"), place)
@@ -222,7 +240,7 @@ class Tracer(TorchFunctionMode):
             tuple(tensor.shape),
             tensor.dtype,
             at,
-            fixed(tensor.shape) if source.constant else sizes,
+            sizes if source.place is not None else fixed(tensor.shape),
             detached=(lambda: self._captured(source, grad=False)) if grad else None,
         )
 
@@ -276,8 +294,8 @@ class Tracer(TorchFunctionMode):
 
     def refuse(self, what: str, *, numbers: str = "", way_out: str) -> NoReturn:
         """Raise a SpecError at the user's line."""
-        where, numbers = user_location(LIBRARIES), numbers or "while a mod is traced"
-        raise SpecError(what, where=where, numbers=numbers, way_out=way_out) from None
+        numbers = numbers or "while a mod is traced"
+        raise SpecError(what, where=self.where, numbers=numbers, way_out=way_out) from None
 
 
 _EVERYWHERE = {fg.Q: (0, POSITION_LIMIT), fg.K: (0, POSITION_LIMIT)}
@@ -289,10 +307,3 @@ def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
     element = fg.Element(tensor.symbol, *map(as_expr, indices))
     expr = sympy.Ne(element, 0) if tensor.dtype == "bool" else element
     return Value(expr, captures_of(tensor, *indices))
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = getattr(func.__self__, "__name__", "")
-    return str(name)

@@ -18,7 +18,14 @@ import sympy
 from flashgen.dtypes import POSITION_LIMIT, is_bool
 from flashgen.errors import SpecError
 from flashgen.language import B, Element, FloorDiv, K, Q, Tensor
-from flashgen.language.function_identity import from_parts, identity_of, to_parts
+from flashgen.language.function_identity import (
+    bound,
+    from_parts,
+    identity_of,
+    is_the_same_everywhere,
+    outside,
+    to_parts,
+)
 from flashgen.language.user_source import lines_of, user_location
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES
 
@@ -46,7 +53,8 @@ class BlockSparse:
 
     Args:
         layout: ``layout(i, j)`` or ``layout(b, h, i, j)`` of ints, true where the block is live: a
-            pure function, called once per block when a length is first used. If None, each call
+            pure function, called once per block when a length is first used, with the values that
+            it could reach when the BlockSparse was made. If None, each call
             gives the layout: ``op(q, k, v, layout=...)``.
         block_q: number of queries in a block, at least 1.
         block_k: number of keys in a block, at least 1.
@@ -59,6 +67,9 @@ class BlockSparse:
     block_q: int = 64
     block_k: int = 64
     _arguments: int = field(init=False, repr=False, default=0)
+    _bound: Any = field(init=False, repr=False, default=None)
+    _outside: Hashable = field(init=False, repr=False, default=None)
+    _key: Hashable = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for option, size in (("block_q", self.block_q), ("block_k", self.block_k)):
@@ -80,6 +91,10 @@ class BlockSparse:
             )
         if self.layout is not None:
             object.__setattr__(self, "_arguments", _arguments(self.layout))
+            object.__setattr__(self, "_bound", bound(self.layout))
+            object.__setattr__(self, "_outside", outside(self.layout))
+        key = identity_of(self.layout), self._outside, self.block_q, self.block_k
+        object.__setattr__(self, "_key", key)
 
     @property
     def is_static(self) -> bool:
@@ -140,10 +155,6 @@ class BlockSparse:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    @functools.cached_property
-    def _key(self) -> Hashable:
-        return identity_of(self.layout), self.block_q, self.block_k
-
     def __repr__(self) -> str:
         sizes = f"block_q={self.block_q}, block_k={self.block_k}"
         if self.layout is None:
@@ -155,7 +166,8 @@ class BlockSparse:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the code of the function, so that lambdas and local functions can be pickled."""
-        return _restored, (to_parts(self.layout), self.block_q, self.block_k)
+        function = self.layout if is_the_same_everywhere(self.layout) else to_parts(self._bound)
+        return _restored, (function, self.block_q, self.block_k)
 
 
 def _restored(layout: Any, block_q: int, block_k: int) -> BlockSparse:
@@ -197,6 +209,14 @@ def _arguments(layout: Callable[..., object]) -> int:
 @functools.lru_cache(maxsize=64)
 def _table(sparse: BlockSparse, batch: int, heads: int, rows: int, columns: int) -> bytes:
     assert sparse.layout is not None, "a layout that is an argument of the call is not a function"
+    if outside(sparse.layout) != sparse._outside:
+        raise SpecError(
+            "a class or a module that a layout reads has changed since the spec was made",
+            where=sparse.where,
+            numbers=f"at a call with {rows} x {columns} blocks",
+            way_out="a number in a variable, a default or an object, which the spec keeps; or a "
+            "new spec",
+        )
     found = bytearray()
     for line in range(batch * heads):
         lead = divmod(line, heads) if sparse.by_head else ()
@@ -209,7 +229,7 @@ def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
     assert sparse.layout is not None
     wrong, cause = "", None
     try:
-        live: Any = sparse.layout(*place)
+        live: Any = sparse._bound(*place)
         if is_bool(live):
             return bool(live)
         wrong = f"returned {live!r}"[:80]

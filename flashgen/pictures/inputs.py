@@ -13,10 +13,11 @@ import torch
 from flashgen.codegen import walk_of_kernel
 from flashgen.dtypes import POSITION_LIMIT
 from flashgen.errors import FlashgenError, InputError, SpecError
+from flashgen.flex import record
 from flashgen.flex.block_masks import layout_beside_mask
 from flashgen.flex.checks import mask_mod_of
-from flashgen.flex.mod_key import ReachableValues
-from flashgen.flex.traced_mods import CallSizes, read
+from flashgen.flex.known_mods import read
+from flashgen.flex.traced_mods import CallSizes
 from flashgen.language.signature import at_offsets, signature_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check
@@ -131,12 +132,11 @@ def _of_mask_mod(
     mask_mod: Callable[..., Any], sizes: Sizes, *, packed: bool
 ) -> tuple[AttentionSpec, dict[str, Any]]:
     """The spec of a mask_mod of flashgen or of torch, and the values that torch's captures."""
-    reach = ReachableValues()
     try:
-        reach.key((mask_mod,))
-    except Exception:  # inspecting the user's objects may raise anything
-        reach.tensors.clear()
-    if not reach.tensors:
+        tensors = record(mask_mod, None, torch.device("cpu")).tensors
+    except FlashgenError:  # a mod of flashgen captures no tensors of torch
+        tensors = ()
+    if not tensors:
         try:
             return AttentionSpec(mask_mod=mask_mod, packed=packed), {}
         except SpecError as error:
@@ -144,7 +144,7 @@ def _of_mask_mod(
                 return _of_torch(mask_mod, sizes, torch.device("cpu"), packed=packed)
             except FlashgenError:
                 raise error from None
-    return _of_torch(mask_mod, sizes, reach.tensors[0].device, packed=packed)
+    return _of_torch(mask_mod, sizes, tensors[0].device, packed=packed)
 
 
 def _of_torch(
@@ -156,10 +156,10 @@ def _of_torch(
     block_mask: Any = None,
 ) -> tuple[AttentionSpec, dict[str, Any]]:
     batch, heads_q, _, seq_q, seq_k = sizes
-    reading, reach = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
-    captures = reading.captures(reach, device)
+    reading, found = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
+    captures = reading.captures(found, device)
     lengths = batch, heads_q, seq_q, seq_k
-    blocks = layout_beside_mask(block_mask, reading.of_mask_mod, captures, lengths)
+    blocks = layout_beside_mask(block_mask, reading, found, lengths)
     if blocks is not None:
         captures["layout"] = blocks.layout.live
     spec = AttentionSpec(

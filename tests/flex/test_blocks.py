@@ -148,3 +148,49 @@ def test_what_was_found_of_a_block_mask_goes_with_it() -> None:
     gc.collect()
     assert gone() is None
     assert len(block_masks._comparisons) < before
+
+
+def test_lists_that_change_in_place_or_are_replaced_are_seen() -> None:
+    live = random_blocks(1, 1, 10)
+    given = block_mask(live)
+    check(given, live)
+    other = random_blocks(1, 1, 11)
+    for change in (lambda old, new: old.copy_(new), lambda old, new: old.data.copy_(new)):
+        for name, new in zip(("kv_num_blocks", "kv_indices"), lists(other), strict=True):
+            change(getattr(given, name), new)
+        check(given, other)
+        other = random_blocks(1, 1, 12)
+    counts, indices = lists(other)
+    given.kv_num_blocks.numpy()[:] = counts.numpy()
+    given.kv_indices.numpy()[:] = indices.numpy()
+    check(given, other)
+    given.kv_num_blocks, given.kv_indices = lists(live)
+    check(given, live)
+    given.mask_mod = causal_mask
+    check(given, live, causal_mask)
+    given.full_kv_num_blocks, given.full_kv_indices = lists(torch.zeros_like(live))
+    check(given, live, causal_mask)
+    given.kv_num_blocks.fill_(0)
+    check(given, torch.zeros_like(live))
+
+
+def test_tensors_and_numbers_of_a_mask_that_change_are_seen() -> None:
+    """The blocks are those of the mask as it was, and the mask is the one that it is now."""
+    ids, width = torch.zeros(SIZES[3], dtype=torch.int64), [300]
+
+    def same(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        near = (q_idx - kv_idx).abs() < width[0]
+        return near & (ids[torch.minimum(q_idx, kv_idx.new_tensor(259))] == ids[kv_idx])
+
+    ids[130:] = 1
+    made = create_block_mask(same, None, None, *SIZES[2:], device="cpu", BLOCK_SIZE=BLOCK)
+    live = torch.ones(1, 1, ROWS, COLUMNS, dtype=torch.bool)
+    live[..., :2, 3:], live[..., 3:, :2] = False, False
+    made.full_kv_num_blocks.zero_()  # no block is without its mask
+    made.kv_num_blocks, made.kv_indices = lists(live)
+    check(made, live, same)
+    for change in (lambda: ids.zero_(), lambda: ids.data.copy_(torch.arange(260) // 100)):
+        change()
+        check(made, live, same)
+    for width[0] in (100, 150, 400):
+        check(made, live, same)

@@ -12,10 +12,13 @@ import sympy
 import torch
 import torch.nn.functional as F
 
+import flashgen as fg
 from flashgen import SpecError
-from flashgen.flex.traced_mods import CallSizes, read
+from flashgen.flex.known_mods import read
+from flashgen.flex.traced_mods import CallSizes
 from flashgen.language import SCORE, B, H, K, Q, Tensor
 from flashgen.reference import evaluate
+from tests.support.flex_mods import operands
 from tests.support.paths import from_root
 
 SIZE = 7
@@ -165,7 +168,7 @@ def values_of(mod: Callable, role: str) -> torch.Tensor:
     """What flashgen reads from a mod, at each q and k, for scores that differ."""
     sizes = CallSizes(2, 3, SIZE, SIZE, torch.device("cpu"))
     given = (None, mod) if role == "score" else (mod, None)
-    reading, reach = read(*given, sizes)
+    reading, found = read(*given, sizes)
     stored = getattr(reading, role)
     values: dict[sympy.Symbol, torch.Tensor] = {
         SCORE: SCORES_GIVEN.double(),
@@ -175,7 +178,7 @@ def values_of(mod: Callable, role: str) -> torch.Tensor:
         K: torch.arange(SIZE)[None, :],
     }
     named = {c.name: c for c in stored.trace.captures}
-    for name, value in reading.captures(reach, torch.device("cpu")).items():
+    for name, value in reading.captures(found, torch.device("cpu")).items():
         capture = named[name]
         symbol = capture.symbol if isinstance(capture, Tensor) else capture.expr
         values[symbol] = torch.as_tensor(value)
@@ -217,7 +220,37 @@ def refusal_of(mod: Callable, role: str = "score") -> SpecError:
     return caught.value
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return 2 * gradient
+
+
+def without_gradients(x):
+    with torch.no_grad():
+        return x * 2
+
+
+held: dict[str, torch.Tensor] = {}
+
 REFUSED: dict[str, tuple[Callable, str]] = {
+    "a backward of its own": (
+        lambda s, b, h, q, k: StraightThrough.apply(s) * 2,
+        r"applies a torch\.autograd\.Function",
+    ),
+    "another transform": (
+        lambda s, b, h, q, k: torch.vmap(lambda x: x * 2)(s[None])[0],
+        "cannot be recorded",
+    ),
+    "a value of an earlier call": (
+        lambda s, b, h, q, k: held.setdefault("s", s * 2) + s,
+        "value of an earlier call",
+    ),
+    "a function as an operand": (lambda s, b, h, q, k: s * table.apply_(abs)[q], "be recorded"),
     "lgamma": (lambda s, b, h, q, k: torch.lgamma(s), "torch.lgamma cannot be expressed"),
     "sort": (lambda s, b, h, q, k: torch.sort(table)[0][q], "torch.sort cannot"),
     "if": (lambda s, b, h, q, k: s if q > k else -s, "needs the value of a tensor"),
@@ -268,6 +301,15 @@ def test_refused_with_the_operation_and_the_line(name: str) -> None:
     assert int(error.where.rpartition(":")[2]) == mod.__code__.co_firstlineno
 
 
+def test_no_gradient_is_lost_in_silence() -> None:
+    error = refusal_of(lambda s, b, h, q, k: s + without_gradients(s))
+    assert "detach()" in error.what
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in operands(1, 2, 8, 8))
+        out = fg.flex_attention(q, k, v, lambda s, b, h, q, k: s + without_gradients(s))
+        torch.testing.assert_close(out, fg.flex_attention(q, k, v, lambda s, b, h, q, k: 3 * s))
+
+
 def test_a_mask_is_a_condition() -> None:
     error = refusal_of(lambda b, h, q, k: q - k, "mask")
-    assert "torch.int32" in error.numbers
+    assert "torch.int64" in error.numbers

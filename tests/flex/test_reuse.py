@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashgen as fg
-from flashgen.flex import traced_mods
+from flashgen.flex import known_mods, traced_mods
 from flashgen.ops import api
 from tests.support import flex_mods
 from tests.support.flex_mods import MAKERS, causal_mask, noise, operands, torch_answer
@@ -28,13 +28,13 @@ class Counts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read = 0
         self._before = 0
-        inner = traced_mods._read
+        inner = known_mods.trace
 
         def counted(*args, **kwargs):
             self.read += 1
             return inner(*args, **kwargs)
 
-        monkeypatch.setattr(traced_mods, "_read", counted)
+        monkeypatch.setattr(known_mods, "trace", counted)
         self.look()
 
     def look(self) -> tuple[int, int]:
@@ -46,7 +46,8 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
-    monkeypatch.setattr(traced_mods, "_kept_mods", type(traced_mods._kept_mods)())
+    for name in ("_kept", "_proved", "_settled_records"):
+        monkeypatch.setattr(known_mods, name, type(known_mods._kept)())
     return Counts(monkeypatch)
 
 
@@ -230,7 +231,7 @@ def test_methods_and_objects(counts: Counts) -> None:
 
 
 class Magic:
-    """Its attributes cannot be compared without running it."""
+    """Its attributes are computed."""
 
     def __init__(self, table):
         self._table = table
@@ -241,7 +242,7 @@ class Magic:
         return self._table
 
 
-def test_what_has_no_key_is_read_at_each_call(counts: Counts) -> None:
+def test_computed_attributes(counts: Counts) -> None:
     magic = Magic(noise(40))
 
     def mod(score, b, h, q, k):
@@ -251,7 +252,7 @@ def test_what_has_no_key_is_read_at_each_call(counts: Counts) -> None:
     assert counts.look() == (1, 1)
     magic._table = noise(41)
     call(mod)
-    assert counts.look() == (1, 0)
+    assert counts.look() == (0, 0)
 
 
 def test_lengths_that_a_mod_asks_for(counts: Counts) -> None:
@@ -290,14 +291,14 @@ def test_captured_tensors_are_not_kept() -> None:
 def test_a_mask_is_named_and_shown_by_the_users_lines() -> None:
     mask_mod, score_mod, _ = MAKERS["prefix_lm"](2, 4, 24, 32)
     sizes = traced_mods.CallSizes(2, 4, 24, 32, torch.device("cpu"))
-    spec = traced_mods.read(mask_mod, score_mod, sizes)[0].operator(16, 16, "float32").spec
+    spec = known_mods.read(mask_mod, score_mod, sizes)[0].operator(16, 16, "float32").spec
     assert str(spec.mask_line).startswith(f"{from_root(flex_mods.__file__)}:")
     assert [t.name for t in spec.tensors] == ["lengths"]
     assert spec.tensors[0].dims == ("lengths_0",)
 
-    def causal(b, h, q, k):
-        return q >= k
+    def strictly_causal(b, h, q, k):
+        return q > k
 
-    spec = traced_mods.read(causal, None, sizes)[0].operator(16, 16, "float32").spec
-    assert spec.name == "causal"
-    assert spec.mask_line.text == "def causal(b, h, q, k):\n    return q >= k"
+    spec = known_mods.read(strictly_causal, None, sizes)[0].operator(16, 16, "float32").spec
+    assert spec.name == "strictly_causal"
+    assert spec.mask_line.text == "def strictly_causal(b, h, q, k):\n    return q > k"

@@ -181,3 +181,31 @@ def test_a_call_that_jit_traces_is_refused_as_one() -> None:
     inputs = model.inputs(length=9)
     with pytest.raises(InputError, match=r"torch\.jit\.trace cannot record"):
         torch.jit.trace(model.model("fg"), (inputs["input_ids"],), strict=False)
+
+
+def test_a_record_is_the_same_while_torch_compile_traces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiled model finds the expression of a mask by the record of an earlier call."""
+    keys: list[object] = []
+
+    def known(key: object) -> str:
+        keys.append(key)
+        return ""
+
+    known._dynamo_marked_constant = True
+    monkeypatch.setattr(layers, "known_name", known)
+    kept = torch.ones(2, 8, dtype=torch.bool)
+
+    def mask(b, h, q, k):
+        near = (q - k < 5).to(q.device) & (k <= q)
+        return near & kept[b, k].to(q.device) & q.new_ones((), dtype=torch.bool)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        layers.known_name(layers.record_mask(mask, torch.device("cpu")).key)
+        return x + 1
+
+    run(torch.ones(2))
+    torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
+    assert keys[0] == keys[-1]
+    assert len(keys) >= 2

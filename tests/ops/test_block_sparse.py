@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,13 +132,14 @@ def test_gradients_flow_past_a_layout_and_it_is_compressed_once(
 
 
 def test_a_function_is_called_once_for_each_block_and_kept() -> None:
-    calls = []
+    listed = []
 
     def counted(i: int, j: int) -> bool:
-        calls.append((i, j))
+        listed.append((i, j))
         return i >= j
 
     op = fg.attention(sparse_spec(16, 16, None, counted, head_dim=8, dtype="float32"))
+    calls = op.spec.block_sparse._bound.__closure__[0].cell_contents  # the spec has a copy
     q, k, v = operands()
     op(q, k, v)
     op(q[:, :, :33], k, v)
@@ -429,3 +431,116 @@ def test_tiled_gradients_are_those_of_finite_differences(static: bool) -> None:
             ends.append((reference.attention(spec, *moved, tensors=tensors)[0] * dout).sum())
         slope = (ends[0] - ends[1]) / (2 * step)
         torch.testing.assert_close((gradient * direction).sum(), slope, atol=1e-7, rtol=1e-6)
+
+
+# ---- values of a layout's function -------------------------------------------------------------
+
+WIDTH = 1
+
+
+class Band:
+    wide = 1
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, i: int, j: int) -> bool:
+        return abs(i - j) <= self.width
+
+
+def near(i: int, j: int) -> bool:
+    return abs(i - j) <= WIDTH
+
+
+def bands() -> dict[str, tuple[object, object]]:
+    """A layout of the blocks near the diagonal, and what would make it another one."""
+    box, band, cell = [1], Band(1), 1
+    options = types.SimpleNamespace(inner={"width": [1]})
+
+    def change_cell() -> None:
+        nonlocal cell
+        cell = 5
+
+    def of_cell(i: int, j: int) -> bool:
+        return abs(i - j) <= cell
+
+    def of_default(i: int, j: int, width: int = 1) -> bool:
+        return abs(i - j) <= width
+
+    def of_attribute(i: int, j: int) -> bool:
+        return abs(i - j) <= of_attribute.width
+
+    of_attribute.width = 1
+    array = np.ones(1, dtype=int)
+    return {
+        "cell": (of_cell, change_cell),
+        "global": (near, lambda: globals().update(WIDTH=5)),
+        "helper": (lambda i, j: near(i, j), lambda: globals().update(WIDTH=5)),
+        "list": (lambda i, j: abs(i - j) <= box[0], lambda: box.__setitem__(0, 5)),
+        "default": (of_default, lambda: setattr(of_default, "__defaults__", (5,))),
+        "function attribute": (of_attribute, lambda: setattr(of_attribute, "width", 5)),
+        "object": (
+            lambda i, j: abs(i - j) <= options.inner["width"][0],
+            lambda: options.inner["width"].__setitem__(0, 5),
+        ),
+        "callable": (band, lambda: setattr(band, "width", 5)),
+        "method": (band.__call__, lambda: setattr(band, "width", 5)),
+        "partial": (
+            functools.partial(lambda box, i, j: abs(i - j) <= box[0], box),
+            lambda: box.__setitem__(0, 5),
+        ),
+        "cached": (
+            functools.lru_cache(lambda i, j: abs(i - j) <= box[0]),
+            lambda: box.__setitem__(0, 5),
+        ),
+        "array": (lambda i, j: bool(abs(i - j) <= array[0]), lambda: array.fill(5)),
+        "globals()": (
+            lambda i, j: abs(i - j) <= globals()["WIDTH"],
+            lambda: globals().update(WIDTH=5),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bands())
+def test_a_layout_keeps_the_values_of_the_time_when_it_was_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "WIDTH", 1)
+    layout, change = bands()[name]
+    made = fg.BlockSparse(layout, 16, 16)
+    wanted = fg.BlockSparse(lambda i, j: abs(i - j) <= 1, 16, 16)
+    first = made.table(1, 1, 3, 3)
+    change()
+    assert layout(0, 4) or name == "cached"
+    for size in (3, 4, 7):
+        assert made.table(1, 1, size, size) == wanted.table(1, 1, size, size)
+    assert first == made.table(1, 1, 3, 3)
+    later = fg.BlockSparse(layout, 16, 16)
+    assert later != made
+    assert (later.table(1, 1, 7, 7) != made.table(1, 1, 7, 7)) or name == "cached"
+    if name != "partial":  # a partial of a lambda has no pickle
+        again = pickle.loads(pickle.dumps(made))
+        assert again.table(1, 1, 7, 7) == wanted.table(1, 1, 7, 7)
+
+
+def test_layouts_of_a_loop_have_values_of_their_own() -> None:
+    made = []
+    for w in (0, 1, 2):
+        made.append(fg.BlockSparse(lambda i, j: abs(i - j) <= w, 16, 16))  # noqa: B023
+    assert [sum(each.table(1, 1, 4, 4)) for each in made] == [4, 10, 14]
+    assert len(set(made)) == 3
+
+
+def test_a_class_that_a_layout_reads_may_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fg.BlockSparse(lambda i, j: abs(i - j) <= Band.wide, 16, 16)
+    assert sum(made.table(1, 1, 4, 4)) == 10
+    monkeypatch.setattr(Band, "wide", 2)
+    assert sum(made.table(1, 1, 4, 4)) == 10
+    with pytest.raises(SpecError, match="has changed since the spec was made"):
+        made.table(1, 1, 5, 5)
+
+
+def test_a_layout_that_reads_what_cannot_be_copied_is_refused() -> None:
+    widths = (width for width in (1, 2))
+    with pytest.raises(SpecError, match="cannot be copied"):
+        fg.BlockSparse(lambda i, j: abs(i - j) <= next(widths), 16, 16)

@@ -17,8 +17,9 @@ import torch
 
 import flashgen as fg
 from flashgen.errors import InputError, SpecError
-from flashgen.flex import TracedMods, trace
-from flashgen.integrations.transformers.recorded_mask import MaskFunction, RecordedMask
+from flashgen.flex import Notes, Recorder, TracedMods, record, trace
+from flashgen.flex.operation_results import name_of
+from flashgen.flex.recorded_mods import POSITIONS
 from flashgen.language import B, H, K, Q
 from flashgen.ops import Attention
 
@@ -84,6 +85,42 @@ class LayerKind(NamedTuple):
         plain = cls(*fields)
         given = tuple(GivenTensor(*each) for each in plain.given)
         return plain._replace(given=given, start=Start(*plain.start))
+
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""A mask of the batch entry, the head, the query and the key."""
+
+
+class RecordedMask(NamedTuple):
+    """
+    Attributes:
+        key: the operations and numbers; equal for functions that compute the same from tensors of
+            the same kinds, in a call and while torch.compile traces one.
+        tensors: the tensors that the function reads.
+    """
+
+    key: Hashable
+    tensors: tuple[torch.Tensor, ...]
+
+
+def record_mask(function: MaskFunction, device: torch.device) -> RecordedMask:
+    """Executes a mask function once and records its operations; torch.compile can trace it.
+
+    A model makes its mask function anew for each forward pass, from closures over tensors of that
+    pass.
+
+    Args:
+        device: the device of the queries.
+    """
+    recorder = Recorder(device)
+    positions = recorder.arguments(POSITIONS)
+    with recorder:
+        result = function(*positions)
+    returned = recorder.noted(result)
+    operations = [(name_of(x[0]), x[1], x[2]) for x in recorder.operations]
+    reads = [(x[0], str(x[1]), x[2], x[3]) for x in recorder.reads]
+    key = tuple(operations), tuple(recorder.numbers), tuple(reads), returned
+    return RecordedMask(key, tuple(recorder.read))
 
 
 def name_of_mask(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
@@ -163,8 +200,9 @@ def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
 
 def created_tensor(mask: str, name: str) -> torch.Tensor:
     """A tensor that a mask function creates, with the same contents at each call."""
-    found = _masks[mask].tensors[name]
-    return found.of(())
+    found = _masks[mask].tensors[name].held
+    assert found is not None, "it has no place among the tensors that the function reads"
+    return found
 
 
 def reads(mask: str) -> tuple[bool, bool, bool, bool]:
@@ -210,18 +248,11 @@ for _constant in (
 
 
 def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
-    names = {id(tensor): name for name, tensor in closure(function, torch.Tensor)}
-    chosen = [names.get(id(tensor), "") for tensor in recorded.tensors]
-    chosen = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in chosen]
-    traced = trace(function, None, device, recorded.tensors, chosen)
-    if not traced.lasting:
-        raise SpecError(
-            "the mask function reads a tensor that later calls cannot find",
-            where=str(getattr(function, "__qualname__", function)),
-            numbers=", ".join(n for n, found in traced.tensors.items() if found.place is None),
-            way_out="tensors that the function closes over, read by torch operations",
-        )
-    return traced
+    notes = Notes()
+    again = record(function, None, device, notes)
+    notes.names = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in notes.names]
+    assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same again"
+    return trace(function, None, again)
 
 
 _OWN_NAMES = (

@@ -17,10 +17,9 @@ from transformers.masking_utils import (
 )
 
 from flashgen.errors import InputError
-from flashgen.integrations.transformers.layers import FULL, name_of_mask
+from flashgen.integrations.transformers.layers import FULL, MaskFunction, name_of_mask, record_mask
 from flashgen.integrations.transformers.packed import packed
 from flashgen.integrations.transformers.ranks import Ranks, current
-from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 
 Tensor = torch.Tensor
 
@@ -225,7 +224,7 @@ def make_mask(
     tensors: tuple[Tensor, ...] = ()
     if parts:
         mask_function = parts[0] if len(parts) == 1 else and_masks(*parts)
-        recorded = record(mask_function, torch.device(device))
+        recorded = record_mask(mask_function, torch.device(device))
         name = name_of_mask(recorded, mask_function, torch.device(device))
         tensors = recorded.tensors
         if attention_mask is None and q_length == kv_length:
@@ -253,4 +252,4 @@ def _expect_packed(
     positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
     function = packed(function, positions, sequences)
     with suppress(Exception):  # a mask that only packed sequences need
-        name_of_mask(record(function, device), function, device)
+        name_of_mask(record_mask(function, device), function, device)

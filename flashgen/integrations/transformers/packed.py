@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import masking_utils
 
-from flashgen.integrations.transformers.recorded_mask import MaskFunction
+from flashgen.integrations.transformers.layers import MaskFunction
 
 
 def packed(

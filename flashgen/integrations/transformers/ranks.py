@@ -24,9 +24,8 @@ from flashgen import distributed
 from flashgen.distributed.exchange import Exchange, group_of
 from flashgen.distributed.sharding import METHODS, sharding_of
 from flashgen.errors import InputError
-from flashgen.integrations.transformers.layers import closure
+from flashgen.integrations.transformers.layers import MaskFunction, closure, record_mask
 from flashgen.integrations.transformers.packed import packed
-from flashgen.integrations.transformers.recorded_mask import MaskFunction, record
 from flashgen.ops import Attention
 
 Tensor = torch.Tensor
@@ -200,7 +199,7 @@ class Ranks:
                 "generation and encoder-decoder models outside of context_parallel",
             )
         names = {id(tensor): name for name, tensor in closure(mask_function, Tensor)}
-        for tensor in record(mask_function, whole.positions.device).tensors:
+        for tensor in record_mask(mask_function, whole.positions.device).tensors:
             name = names.get(id(tensor), "a tensor")
             # Without padding it is 0 on every rank.
             if name != "left_padding" or whole.padding is not None:

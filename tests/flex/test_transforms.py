@@ -1,0 +1,88 @@
+"""torch.func over flex_attention, at the first call with a mod as at later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jacrev, vjp, vmap
+
+import flashgen as fg
+from flashgen.flex import known_mods
+from tests.support.flex_mods import noise, operands
+
+Tensor = torch.Tensor
+
+Q, K, V = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+BIAS = noise(2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_kept", "_proved", "_settled_records"):
+        monkeypatch.setattr(known_mods, name, type(getattr(known_mods, name))())
+
+
+def of_flashgen(q: Tensor, bias: Tensor) -> Tensor:
+    def mod(s, b, h, i, j):
+        return s * torch.tanh(bias[h]) + bias[h] * (i - j)
+
+    return fg.flex_attention(q, K, V, mod).square().sum()
+
+
+def of_torch(q: Tensor, bias: Tensor) -> Tensor:
+    places = torch.arange(8)
+    factor, slope = torch.tanh(bias)[:, None, None], bias[:, None, None]
+    scores = q @ K.transpose(-1, -2) / 8**0.5 * factor + slope * (places[:, None] - places)
+    return (scores.softmax(-1) @ V).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: grad(f, argnums=(0, 1))(Q, BIAS),
+    "grad of q alone": lambda f: grad(f)(Q, BIAS),
+    "grad of a parameter": lambda f: grad(f)(Q, torch.nn.Parameter(BIAS)),
+    "vjp": lambda f: vjp(lambda bias: f(Q, bias), BIAS)[1](torch.ones(())),
+    "jacrev": lambda f: jacrev(lambda bias: f(Q, bias))(BIAS),
+    "vmap": lambda f: vmap(f, in_dims=(0, None))(torch.stack([Q, 2 * Q]), BIAS),
+    "vmap of grad": lambda f: vmap(grad(f), in_dims=(0, None))(torch.stack([Q, 2 * Q]), BIAS),
+    "vmap of grad over the capture": lambda f: vmap(grad(f, argnums=1), in_dims=(None, 0))(
+        Q, torch.stack([BIAS, 2 * BIAS])
+    ),
+    "no gradients": lambda f: torch.no_grad()(f)(Q, BIAS),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_of_a_captured_tensor(name: str) -> None:
+    wanted = TRANSFORMS[name](of_torch)
+    for _ in range(2):
+        torch.testing.assert_close(TRANSFORMS[name](of_flashgen), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_of_a_module_whose_mod_reads_its_parameters() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(BIAS.clone())
+            self.function = function
+
+        def mod(self, s, b, h, i, j):
+            return s * torch.tanh(self.bias[h]) + self.bias[h] * (i - j)
+
+        def forward(self) -> Tensor:
+            if self.function is of_torch:
+                return of_torch(Q, self.bias)
+            return fg.flex_attention(Q, K, V, self.mod).square().sum()
+
+    def gradient(layer: Layer) -> Tensor:
+        given = {"bias": 2 * BIAS}
+        return grad(lambda given: functional_call(layer, given, ()))(given)["bias"]
+
+    ours, theirs = Layer(of_flashgen), Layer(of_torch)
+    for _ in range(2):
+        torch.testing.assert_close(gradient(ours), gradient(theirs), rtol=1e-3, atol=1e-4)
+    ours().backward()
+    theirs().backward()
+    torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-3, atol=1e-4)
