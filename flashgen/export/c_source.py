@@ -13,12 +13,13 @@ from typing import Any
 
 from flashgen.arch import facts
 from flashgen.codegen.environment import render_template
+from flashgen.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.dropout import BLOCK
 from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, bytes_of_sums
 from flashgen.exported.manifest import KernelRecord, Manifest, ProgramRecord
 from flashgen.language.block_layout import TENSORS
 from flashgen.launch_facts import SPAN, LaunchFacts, ParamFacts
-from flashgen.signature import CallSignature, TensorArgument
+from flashgen.signature import CallSignature, TensorArgument, field_stem
 
 Fields = dict[str, Any]
 
@@ -212,8 +213,8 @@ class _Layouts:
 
     def __init__(self, captured: Sequence[TensorArgument], tables: Sequence[str]) -> None:
         self.found: list[Fields] = []
-        self._places = {tensor.name: place for place, tensor in enumerate(captured)}
-        self._ranks = {tensor.name: len(tensor.dims) for tensor in captured}
+        self._places = {field_stem(x.name): place for place, x in enumerate(captured)}
+        self._ranks = {field_stem(x.name): len(x.dims) for x in captured}
         self._tables = tables
         self._numbers: dict[tuple[ParamFacts, ...], int] = {}
 
@@ -273,6 +274,16 @@ def _c_field(name: str) -> str:
     return re.sub(r"^do(?=_|$)", "dout", name)
 
 
+_LOWER_CASE_MACROS = ("errno", "stdin", "stdout", "stderr", "linux", "unix", "near", "far", "small")
+
+
+def _c_argument(name: str) -> str:
+    """The field of a captured tensor or a scalar in C, ``int_value`` for "int" or a macro."""
+    word = re.sub(r"(_value)+$", "", name)
+    taken = word in KEYWORDS or word in _LOWER_CASE_MACROS or MACRO.match(word)
+    return f"{name}_value" if taken else name
+
+
 def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
     of: LaunchFacts = record.facts
     boxes = dict(of.boxes)
@@ -311,7 +322,7 @@ def _arch(arch: str) -> Fields:
 def _of_tensor(tensor: TensorArgument) -> Fields:
     dims = ", ".join(map(str, tensor.dims))
     return {
-        "name": tensor.name,
+        "name": _c_argument(tensor.name),
         "dtype": tensor.dtype,
         "dims": dims,
         "rank": len(tensor.dims),
@@ -320,14 +331,14 @@ def _of_tensor(tensor: TensorArgument) -> Fields:
 
 def _of_scalar(scalar: Any) -> Fields:
     c_type = "float" if scalar.dtype == "float32" else "int32_t"
-    return {"name": scalar.name, "c_type": c_type}
+    return {"name": _c_argument(scalar.name), "field": f"s_{scalar.name}", "c_type": c_type}
 
 
 def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that are a size of the call or a number."""
     known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
     return [
-        {"name": tensor.name, "axis": axis, "size": known.get(str(dim), dim)}
+        {"name": _c_argument(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in known or isinstance(dim, int)
@@ -338,7 +349,7 @@ def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that have an element for each position."""
     ends = {"seq_q": "q", "seq_k": "k"}
     return [
-        {"name": tensor.name, "axis": axis, "of": ends[str(dim)]}
+        {"name": _c_argument(tensor.name), "axis": axis, "of": ends[str(dim)]}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in ends

@@ -350,6 +350,9 @@ class Attention:
             # A block layout comes last.
             place = len(captured) - (len(LAYOUT_NAMES) if operator.takes_layout else 0)
             captured[place:place] = added
+        if "self" in captures:
+            captures = {**captures, "_self": captures["self"]}
+            del captures["self"]
         p = self._traced_probability(options.dropout_p)
         check_rng(rng, q.device)
         if p is not None and rng is None:

@@ -49,6 +49,8 @@ class Operator:
         name: the name in torch.ops.flashgen.
         numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
+        arguments: the names of the scalars in torch's schema: "_self" for "self", because methods
+            of torch that take the arguments of any operator have a "self" of their own.
         learned: indices of the learned tensors among the captured tensors.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
@@ -66,6 +68,7 @@ class Operator:
         self.dropout = signature.dropout
         self.scalars = tuple(scalar.name for scalar in signature.scalars)
         self.tensors = tuple(tensor.name for tensor in signature.tensors)
+        self.arguments = tuple("_self" if name == "self" else name for name in self.scalars)
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
         self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
         self.captures = bool(self.scalars or self.tensors)
@@ -105,13 +108,14 @@ class Operator:
 
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
-        given = dict(zip((*NUMBERS, *self.scalars), (*options[:6], *options.scalars), strict=True))
-        return {name: given[name] for name in (*self.numbers, *self.scalars)}
+        names = (*NUMBERS, *self.arguments)
+        given = dict(zip(names, (*options[:6], *options.scalars), strict=True))
+        return {name: given[name] for name in (*self.numbers, *self.arguments)}
 
     def options(self, keywords: dict[str, Any], dropout_p: Any) -> CallOptions:
         """The options from the keyword arguments, from which torch omits those with defaults."""
         numbers = [keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS]
-        scalars = tuple([keywords[name] for name in self.scalars])
+        scalars = tuple([keywords[name] for name in self.arguments])
         return CallOptions(*numbers, scalars, dropout_p)  # type: ignore[arg-type,call-arg]
 
     # Calls through torch's dispatcher.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.export import ExportRequest, export
 from flashgen.exported.folder import open_folder
 from flashgen.runtime import kernel_arguments
 from flashgen.runtime.backends import Target
@@ -304,3 +305,26 @@ def test_the_sources_of_every_spec_compile_without_a_warning(name: str, tmp_path
         library = CLibrary(open_folder(path), folder)
         assert library.open("sm_90", 132) == 0
         library.close()
+
+
+@pytest.mark.slow
+def test_arguments_in_c_have_names_that_c_and_its_headers_leave_free(tmp_path: Path) -> None:
+    names = ("int", "NULL", "INT32_MAX", "linux", "__FILE__", "_Bool", "int_value", "class_", "a")
+    scalars = [fg.Scalar(name) for name in names]
+    bias = fg.Tensor("register", ("heads",), grad=True)
+    sizes = fg.Tensor("register_size_0", ("heads",), grad=True)
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: q - k < sum(scalars[1:], scalars[0]),
+        lambda score, b, h, q, k: score + bias[h] * sizes[h],
+        name="named",
+        head_dim=16,
+    )
+    export(ExportRequest(spec=spec, archs=("sm_80",), command="", backward=True), tmp_path / "x")
+    library = CLibrary(open_folder(tmp_path / "x"), tmp_path)
+    assert library.open("sm_80", 108) == 0
+    library.close()
+    header = (tmp_path / "x/named.h").read_text()
+    for field in ("int_value", "NULL_value", "__FILE___value", "int_value_value", "a", "class_"):
+        assert f"  int32_t {field};" in header
+    assert "named_tensor register_value;" in header
+    assert "named_tensor register_size_0;" in header

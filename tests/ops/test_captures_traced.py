@@ -38,7 +38,7 @@ def test_captures_stand_behind_the_operands_in_the_schemas():
     operands = ["q", "k", "v", "ids", "gate", "bias", "table"]
     assert [a.name for a in forward.arguments][:9] == [*operands, "rng", "dropout_p"]
     assert [a.name for a in backward.arguments][:7] == operands
-    assert [r.name for r in backward.returns] == ["dq", "dk", "dv", "dgate", "dbias", "dtable"]
+    assert [r.name for r in backward.returns] == ["dq", "dk", "dv", "d_gate", "d_bias", "d_table"]
     with pytest.raises(RuntimeError, match="missing"):
         operator.overload(*CASE.tensors(), window=2)
 
@@ -94,9 +94,12 @@ def test_captures_may_have_names_of_python_s_own_functions(name):
     first = fg.attention(spec)(q, k, v, **{name: values, f"{name}_": 0.5})
     second = fg.attention(swapped)(q, k, v, **{f"{name}_": values, name: 0.5})
     assert torch.equal(first, second)
-    overload = operator_of(swapped).overload
-    mapped = torch.vmap(lambda x: overload(x, k, v, values, **{name: 0.5})[0])
+    operator = operator_of(swapped)
+    scalars = dict.fromkeys(operator.arguments, 0.5)
+    mapped = torch.vmap(lambda x: operator.overload(x, k, v, values, **scalars)[0])
     assert torch.equal(mapped(q[None])[0], first)
+    traced = torch.compile(fg.attention(swapped), backend="eager", fullgraph=True)
+    assert torch.equal(traced(q, k, v, **{f"{name}_": values, name: 0.5}), first)
 
 
 def test_autocast_leaves_captured_tensors_as_they_are():
