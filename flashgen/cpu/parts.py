@@ -246,7 +246,9 @@ class ChunkScores:
         if bound is None:
             bound = program.bind(self._values(program))
             self._bound[program] = bound
-        return bound(self._q[:, rows], self._k[..., keys], scores)
+        found = bound(self._q[:, rows], self._k[..., keys], scores)
+        # A value that is the same for all scores of all tiles has no dimensions.
+        return [value if value.dim() else value.view(1, 1, 1, 1) for value in found]
 
     def _values(self, program: Program) -> dict[sympy.Symbol, Tensor]:
         values = {}
