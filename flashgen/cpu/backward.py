@@ -20,7 +20,7 @@ from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.elements import add_at
 from flashgen.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
-from flashgen.cpu.threads import share, threads_of
+from flashgen.cpu.threads import alone, share, threads_of
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import gradient_without_keys
@@ -91,7 +91,7 @@ def backward(
 
     def compute(thread: int, item: int) -> None:
         chunk, given, results, place = waiting.pop(item)
-        operands = _operands(chunk, *given)
+        operands = alone(of_tiles, lambda: _operands(chunk, *given))
         _chunk(chunk, works[thread:], of_tiles, operands, results, sums[thread:])
         if place is not None:
             sinks.add_gradient(sums[thread][place], chunk, operands.lse, operands.delta)
@@ -186,8 +186,8 @@ def _chunk(
         chunk.result_for(whole, operand.shape[1], real)
         for whole, operand in zip(gradients, (of.q, of.k, of.v), strict=True)
     )
-    dq.zero_()
-    parts = [dq, *(torch.zeros_like(dq) for _ in range(1, threads))]
+    alone(threads, dq.zero_)
+    parts = [dq, *(alone(threads, lambda: torch.zeros_like(dq)) for _ in range(1, threads))]
     tiles = [slice(*tile) for tile in part.problem.keys.tiles()]
 
     def compute(thread: int, item: int) -> None:
@@ -196,11 +196,15 @@ def _chunk(
         _key_tile(part, works[thread], keys, of, results, sums[thread])
 
     share(threads, len(tiles), compute, fixed=True)
-    for other in parts[1:]:
-        dq += other
-    chunk.to_queries(gradients[0], dq)
-    chunk.to_keys(gradients[1], dk)
-    chunk.to_keys(gradients[2], dv)
+
+    def finish() -> None:
+        for other in parts[1:]:
+            dq.add_(other)
+        chunk.to_queries(gradients[0], dq)
+        chunk.to_keys(gradients[1], dk)
+        chunk.to_keys(gradients[2], dv)
+
+    alone(threads, finish)
 
 
 def _key_tile(

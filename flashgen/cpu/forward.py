@@ -16,7 +16,7 @@ from flashgen.cpu import sinks
 from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
-from flashgen.cpu.threads import share, threads_of
+from flashgen.cpu.threads import alone, share, threads_of
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import lse_without_keys
@@ -130,9 +130,7 @@ def _chunk(
 ) -> None:
     """Writes out and lse of one chunk; ``threads`` share its tiles, with a workspace each."""
     problem, chunk = scores.problem, scores.chunk
-    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
-    dtype, power_of_2 = problem.products(q, k)
-    q, k = q.to(dtype), k.to(dtype)
+    q, k, v, power_of_2 = alone(threads, lambda: _operands(scores, q, k, v))
     o = chunk.result_for(out, q.shape[1], problem.real)
     statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
     group = problem.sizes.group
@@ -145,8 +143,18 @@ def _chunk(
         _query_tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
 
     share(threads, len(tiles), compute)
-    chunk.to_queries(out, o)
+    alone(threads, lambda: chunk.to_queries(out, o))
     chunk.to_queries(lse[..., None], statistics)
+
+
+def _operands(
+    scores: ChunkScores, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k and v of one chunk in the dtypes of its products, and `Products.power_of_2`."""
+    problem, chunk = scores.problem, scores.chunk
+    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
+    dtype, power_of_2 = problem.products(q, k)
+    return q.to(dtype), k.to(dtype), v, power_of_2
 
 
 def _query_tile(

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Work = Callable[[int, int], None]
 """Computes one item, given the number of the thread and that of the item."""
 
@@ -62,6 +64,13 @@ def share(threads: int, count: int, work: Work, *, fixed: bool = False) -> None:
     wait(running)
     for each in running:
         each.result()
+
+
+def alone(threads: int, work: Callable[[], T]) -> T:
+    """What ``work`` returns, computed by one of ``threads``, whose operations are no regions."""
+    found: list[T] = []
+    share(threads, 1, lambda thread, item: found.append(work()))
+    return found[0]
 
 
 @lru_cache(maxsize=2)
