@@ -23,11 +23,11 @@ def visualize(arguments: VisualizeArguments) -> None:
     sizes = parse_shape(arguments.shape)
     tile = None if arguments.tile is None else parse_tile(arguments.tile)
     scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    offsets = {"q_offset": arguments.q_offset, "k_offset": arguments.k_offset}
+    q_offset, k_offset = arguments.q_offset, arguments.k_offset
     with busy("loading torch"):
         from flashgen.cli.captured_tensors import tensor_values
         from flashgen.pictures import visualize as map_of
-    tensors, _ = tensor_values(spec, arguments.path, sizes, **offsets)
+    tensors, _ = tensor_values(spec, arguments.path, sizes, q_offset=q_offset, k_offset=k_offset)
     found = map_of(
         spec,
         (sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q, sizes.seq_k),
@@ -37,7 +37,8 @@ def visualize(arguments: VisualizeArguments) -> None:
         batch=arguments.batch,
         head=arguments.head,
         captures={**scalars, **tensors},
-        **offsets,
+        q_offset=q_offset,
+        k_offset=k_offset,
     )
     if arguments.output is None:
         write(str(found))

@@ -79,7 +79,7 @@ def png_of(drawing: Drawing) -> bytes:
         write(_MARGIN, line)
         y -= _LINE
     image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
+    FigureCanvasAgg(figure).print_png(image)  # type: ignore[no-untyped-call]
     return image.getvalue()
 
 
