@@ -6,6 +6,7 @@ expressions, so that running a call needs no sympy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,16 @@ LAYOUT_NAMES = (
 
 LAYOUT_LISTS = LAYOUT_NAMES[1:]
 """The lists are computed from the live blocks; calls do not give them."""
+
+_LIKE_A_FIELD = re.compile(r"_(?:size|stride)_[0-9]+_*\Z")
+
+
+def field_stem(tensor: str) -> str:
+    """The name of a captured tensor in fields of kernels: ``c_<stem>``, ``c_<stem>_size_0``.
+
+    A tensor "ids_size_0" has another stem than its name, so that no two tensors share a field.
+    """
+    return f"{tensor}_" if _LIKE_A_FIELD.search(tensor) else tensor
 
 
 @dataclass(frozen=True)

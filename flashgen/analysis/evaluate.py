@@ -69,7 +69,7 @@ def _value(expr: sympy.Basic, env: Env) -> Any:
         return bool(expr)
     if expr.is_Integer:
         return int(expr)
-    if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
+    if expr in (sympy.zoo, sympy.nan, sympy.I):  # where a derivative or a root is undefined
         return math.nan
     if not expr.args:
         return float(expr)

@@ -320,11 +320,43 @@ class DoctorArguments:
     json: Annotated[bool, Option("--json", help="All of it as JSON.")] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisualizeArguments(SpecChanges):
+    """Show which tiles of the scores a kernel skips, and in which it evaluates the mask."""
+
+    path: Annotated[
+        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
+    ]
+    output: Annotated[
+        Path | None,
+        Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="A picture: .svg, .html, .png (matplotlib) or .txt; without it, text.",
+        ),
+    ] = None
+    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,1,1024"
+    scalars: Scalars = ()
+    arch: Annotated[str | None, Option(metavar="ARCH", help=f"{KNOWN}.")] = None
+    kernel: Annotated[str, Option(help="forward, or of the backward pass: fused, dkdv or dq.")] = (
+        "forward"
+    )
+    tile: Annotated[
+        str | None, Option(metavar="QxK", help="Another tile than the plan's, such as 64x32.")
+    ] = None
+    batch: Annotated[int | None, Option(help="One batch entry; all without it.")] = None
+    head: Annotated[int | None, Option(help="One query head; all without it.")] = None
+    q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
+    k_offset: Annotated[int, Option(help="Global position of the first key.")] = 0
+
+
 COMMANDS = (
     RunArguments,
     ProfileArguments,
     ReportArguments,
     PlanArguments,
+    VisualizeArguments,
     TuneArguments,
     EmitArguments,
     ExportArguments,

@@ -104,6 +104,28 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
     )
 
 
+OWN_TILE = "plan"
+
+
+def parse_tile(text: str) -> tuple[int, int] | None:
+    """Query rows and keys of ``QxK``; None for ``plan``, the plan's own tile.
+
+    Raises:
+        InputError: another form.
+    """
+    if text == OWN_TILE:
+        return None
+    rows, x, keys = text.partition("x")
+    if x and rows.isascii() and rows.isdecimal() and keys.isascii() and keys.isdecimal():
+        return int(rows), int(keys)
+    raise InputError(
+        "this is not a tile",
+        where="option --tile",
+        numbers=f"given {text[:40]!r}",
+        way_out="query rows x keys, as in --tile 64x32, or --tile plan,64x32 to compare two",
+    )
+
+
 def scalar_values(
     spec: AttentionSpec, path: str, options: Sequence[str]
 ) -> tuple[dict[str, Number], list[str]]:

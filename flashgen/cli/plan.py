@@ -37,10 +37,12 @@ def plan(arguments: PlanArguments) -> None:
         plans = ()
     elif arguments.backward:
         backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
-        write(str(backward))
         plans = backward.kernels
+        write_summary(plans)
+        write(str(backward))
     else:
         plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
+        write_summary(plans)
         write(str(plans[0]))
     if arguments.shape is not None and not arguments.decode:
         _predict(arguments, sizes, spec, plans)
@@ -55,6 +57,13 @@ def plan(arguments: PlanArguments) -> None:
             deterministic=arguments.deterministic,
         ):
             write(f"\n{each}")
+
+
+def write_summary(plans: Sequence[Plan]) -> None:
+    """Writes what was chosen in three lines for each kernel, above the formulas."""
+    for each in plans:
+        if each.summary:
+            write("\n".join(each.summary) + "\n")
 
 
 def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:

@@ -12,7 +12,7 @@ from flashgen.cli.arguments import DEFAULT_ARCH, ReportArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, plural
 from flashgen.cli.decoding import sizes_of
-from flashgen.cli.inputs import Shape, check_file, load_spec, parse_shape
+from flashgen.cli.inputs import Shape, check_file, load_spec, parse_shape, parse_tile
 from flashgen.cli.profiled import call_of, profiled_call
 from flashgen.cli.progress import expected_work
 from flashgen.cli.rows import input_rows
@@ -29,8 +29,6 @@ MOST_WORK = 5e10
 
 MOST_OPERANDS = 2e8
 """Elements of the operands and the result of such a call."""
-
-OWN_TILE = "plan"
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def _sides(arguments: ReportArguments) -> list[Chosen]:
     """
     specs = [arguments.path, *([arguments.other] if arguments.other else [])]
     archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
-    tiles = [_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
+    tiles = [parse_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
     two = 2 in (len(specs), len(archs), len(tiles))
     found = [Chosen(replace(arguments, path=specs[0], arch=archs[0]), tiles[0])]
     if two:  # what is given once is the same on both sides
@@ -112,20 +110,6 @@ def _listed(text: str | None, option: str) -> list[str]:
             way_out=f"{option} {','.join(parts[:2])}",
         )
     return parts
-
-
-def _tile(text: str) -> tuple[int, int] | None:
-    if text == OWN_TILE:
-        return None
-    rows, x, keys = text.partition("x")
-    if x and rows.isascii() and rows.isdecimal() and keys.isascii() and keys.isdecimal():
-        return int(rows), int(keys)
-    raise InputError(
-        "this is not a tile",
-        where="option --tile",
-        numbers=f"given {text[:40]!r}",
-        way_out="query rows x keys, as in --tile 64x32, or --tile plan,64x32 to compare two",
-    )
 
 
 def _given_tile(spec: AttentionSpec, chosen: Chosen) -> dict[str, Tile]:

@@ -56,6 +56,7 @@ def tune(arguments: TuneArguments) -> None:
     )
     say()
     if reason:
+        _show_best(choices, own)
         _show_ranked(choices, own, arguments.show)
         for each in choices[0].durations:
             say(f"\n{each}")
@@ -97,6 +98,19 @@ def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict
     problem = problem_of_call(spec, call.operands, call.options)
     tensors = call.options["tensors"]
     return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
+
+
+def _show_best(choices: tuple[TileChoice, ...], own: TileChoice) -> None:
+    """Prints the best choice, the planner's and how far apart they are, in three lines."""
+    best = choices[0]
+    say(f"best for this shape: {_tiles(best.plans)}")
+    say(f"for all shapes the planner takes: {_tiles(own.plans)}")
+    gain = own.seconds / best.seconds - 1
+    if best is own or not gain > 0:
+        say("they are the same by the model: tuning this shape gains nothing")
+    else:
+        say(f"the model predicts that the best takes {100 * gain / (1 + gain):.1f} % less time")
+    say()
 
 
 def _show_ranked(choices: tuple[TileChoice, ...], own: TileChoice, most: int) -> None:

@@ -7,6 +7,7 @@ from flashgen.codegen.text import COLUMNS, DeviceFunction, comment
 from flashgen.dtypes import bytes_of_sums
 from flashgen.language import Tensor
 from flashgen.planner import Plan
+from flashgen.signature import field_stem
 
 # The names of the index parameters, one per dimension, in order.
 INDICES = "ijklmnrs"
@@ -41,7 +42,7 @@ def reader(tensor: Tensor) -> DeviceFunction:
     why = f"The spec's {tensor.name}"
     if tensor.dims:
         why += ": an index outside it means its nearest element"
-    place, before = _place(f"c_{tensor.name}", tensor)
+    place, before = _place("c", tensor)
     return DeviceFunction(
         name=f"read_{tensor.name}",
         returns=returns,
@@ -57,7 +58,7 @@ def place_of_sum(tensor: Tensor, kind: str) -> DeviceFunction:
     Args:
         kind: the type of the sum, from `type_of_sums`.
     """
-    place, before = _place(f"dc_{tensor.name}", tensor)
+    place, before = _place("dc", tensor)
     return DeviceFunction(
         name=f"sum_of_{tensor.name}",
         returns=f"{kind}*",
@@ -74,7 +75,7 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> DeviceFunction:
     """
     kind, pick = ("least", "min") if least else ("greatest", "max")
     name, returns = tensor.name, _TYPES[tensor.dtype][1]
-    size = f"p.c_{name}_size_{axis}"
+    size = f"p.c_{field_stem(name)}_size_{axis}"
     others = [other for other in range(len(tensor.dims)) if other != axis]
     indices = INDICES[: len(others)]
     line, lines = _line(name, others, indices)
@@ -102,7 +103,7 @@ def _line(name: str, others: list[int], indices: str) -> tuple[str, str]:
     """C++ of the number of a line, counted over the other axes, and of the number of lines."""
     line, lines = "", ""
     for i, other in zip(indices, others, strict=True):
-        length = f"p.c_{name}_size_{other}"
+        length = f"p.c_{field_stem(name)}_size_{other}"
         here = f"inside({i}, {length})"
         line = f"({line}) * {length} + {here}" if line else here
         lines = f"{lines} * {length}" if lines else length
@@ -128,12 +129,14 @@ def _parameters(tensor: Tensor) -> tuple[str, ...]:
     return ("const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)]))
 
 
-def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
-    """C++ of an element's address in ``p.<field>``, and of the statements before it."""
+def _place(prefix: str, tensor: Tensor) -> tuple[str, list[str]]:
+    """C++ of an element's address in the field ``p.<prefix>_<stem>``, and the statements before."""
+    stem = field_stem(tensor.name)
+    field = f"{prefix}_{stem}"
     if not tensor.dims:
         return f"p.{field}", []
     terms = (
-        f"inside({i}, p.c_{tensor.name}_size_{axis}) * p.{field}_stride_{axis}"
+        f"inside({i}, p.c_{stem}_size_{axis}) * p.{field}_stride_{axis}"
         for axis, i in enumerate(INDICES[: len(tensor.dims)])
     )
     return f"p.{field} + offset", [f"const long long offset = {' + '.join(terms)};"]
@@ -141,7 +144,7 @@ def _place(field: str, tensor: Tensor) -> tuple[str, list[str]]:
 
 def params_of_tensor(tensor: Tensor) -> list[Param]:
     """The fields of ``struct Params`` for a captured tensor: its address, sizes and strides."""
-    name, stored = f"c_{tensor.name}", _TYPES[tensor.dtype][0]
+    name, stored = f"c_{field_stem(tensor.name)}", _TYPES[tensor.dtype][0]
     pointer = Param(name, f"const {stored}*", f"{_shape(tensor)}, the spec's {tensor.name}")
     if len(pointer.line) > COLUMNS:
         pointer = Param(name, f"const {stored}*", _shape(tensor))
@@ -151,7 +154,7 @@ def params_of_tensor(tensor: Tensor) -> list[Param]:
 
 def params_of_gradient(tensor: Tensor, kind: str) -> list[Param]:
     """The fields for the gradient of a learned tensor; ``kind`` is the type of the sums."""
-    name = f"dc_{tensor.name}"
+    name = f"dc_{field_stem(tensor.name)}"
     what = f"{_shape(tensor)}, zeros before the launch"
     params = [Param(name, f"{kind}*", what), *_strides(name, tensor)]
     if kind == EXACT_SUM:

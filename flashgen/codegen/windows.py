@@ -19,6 +19,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.kernel_model import MMA_ROWS
 from flashgen.planner.windows import added_by_scores, windows_of
+from flashgen.signature import field_stem
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _first(name: str, axis: WindowAxis) -> str:
 
 
 def _size(window: Window, axis: WindowAxis) -> str:
-    return f"p.c_{window.element.tensor.name}_size_{axis.axis}"
+    return f"p.c_{field_stem(window.element.tensor.name)}_size_{axis.axis}"
 
 
 def _uses(*exprs: sympy.Expr) -> set[sympy.Symbol]:

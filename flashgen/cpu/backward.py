@@ -8,8 +8,9 @@ the seed and offset of dropout are kept from the forward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,11 +20,16 @@ from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.elements import add_at
 from flashgen.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.threads import alone, share, threads_of
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import gradient_without_keys
 
 Tensor = torch.Tensor
+_Three = tuple[Tensor, Tensor, Tensor]
+
+MOST_SUMS = 1 << 24
+"""Elements of the sums of learned tensors of all threads together: 64 MiB in float32."""
 
 
 @torch.no_grad()
@@ -55,10 +61,16 @@ def backward(
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if spec.packed:
         _zero(*gradients)
-    work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tensors, (out, lse, dout, dlse) = arguments.tensors, outputs
     learned = [tensors[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
-    captured = [torch.zeros(x.numel(), dtype=work.dtype) for x in learned]
+    elements = sum(x.numel() for x in learned)
+    threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
+    threads = min(threads, max(1, MOST_SUMS // max(1, elements)))
+    works = [Workspace(dtype) for _ in range(threads)]
+    # Each thread has sums of its own, which are added up in order.
+    sums = [[torch.zeros(x.numel(), dtype=dtype) for x in learned] for _ in works]
+    waiting: dict[int, tuple[ChunkScores, tuple[Any, ...], _Three, int | None]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments, backward=True):
         of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
         of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
@@ -68,15 +80,24 @@ def backward(
             _zero(dq, dk, dv)
             if place is not None and of_dlse is not None:
                 first = problem.first_head
-                found = gradient_without_keys(learned[place], of_dlse.to(work.dtype), first)
-                captured[place] += found.flatten()
+                found = gradient_without_keys(learned[place], of_dlse.to(dtype), first)
+                sums[0][place] += found.flatten()
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)
         for chunk in chunks:
-            operands = _operands(chunk, of_q, of_k, of_v, of_outputs)
-            _chunk(chunk, work, operands, (dq, dk, dv), captured)
-            if place is not None:
-                sinks.add_gradient(captured[place], chunk, operands.lse, operands.delta)
+            given = of_q, of_k, of_v, of_outputs
+            waiting[len(waiting)] = chunk, given, (dq, dk, dv), place
+    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+
+    def compute(thread: int, item: int) -> None:
+        chunk, given, results, place = waiting.pop(item)
+        operands = alone(of_tiles, lambda: _operands(chunk, *given))
+        _chunk(chunk, works[thread:], of_tiles, operands, results, sums[thread:])
+        if place is not None:
+            sinks.add_gradient(sums[thread][place], chunk, operands.lse, operands.delta)
+
+    share(of_chunks, len(waiting), compute, fixed=bool(learned))
+    captured = [sum(of_threads[1:], of_threads[0]) for of_threads in zip(*sums, strict=True)]
     whole = zip(captured, learned, strict=True)
     return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
 
@@ -148,24 +169,42 @@ def _operands(
 
 def _chunk(
     part: ChunkScores,
-    work: Workspace,
+    works: Sequence[Workspace],
+    threads: int,
     of: _ChunkOperands,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    captured: list[Tensor],
+    gradients: _Three,
+    sums: Sequence[list[Tensor]],
 ) -> None:
-    """Writes the gradients of one chunk, and adds to the gradients of learned tensors."""
+    """Writes the gradients of one chunk, and adds to the gradients of learned tensors.
+
+    Args:
+        works, sums: a workspace, and the sums of learned tensors, for each of ``threads``, which
+            share the chunk's tiles.
+    """
     chunk, real = part.chunk, part.problem.real
     dq, dk, dv = (
         chunk.result_for(whole, operand.shape[1], real)
         for whole, operand in zip(gradients, (of.q, of.k, of.v), strict=True)
     )
-    dq.zero_()
-    for start, stop in part.problem.keys.tiles():
-        keys = slice(start, stop)
-        _key_tile(part, work, keys, of, (dq, dk[:, keys], dv[:, keys]), captured)
-    chunk.to_queries(gradients[0], dq)
-    chunk.to_keys(gradients[1], dk)
-    chunk.to_keys(gradients[2], dv)
+    alone(threads, dq.zero_)
+    parts = [dq, *(alone(threads, lambda: torch.zeros_like(dq)) for _ in range(1, threads))]
+    tiles = [slice(*tile) for tile in part.problem.keys.tiles()]
+
+    def compute(thread: int, item: int) -> None:
+        keys = tiles[item]
+        results = parts[thread], dk[:, keys], dv[:, keys]
+        _key_tile(part, works[thread], keys, of, results, sums[thread])
+
+    share(threads, len(tiles), compute, fixed=True)
+
+    def finish() -> None:
+        for other in parts[1:]:
+            dq.add_(other)
+        chunk.to_queries(gradients[0], dq)
+        chunk.to_keys(gradients[1], dk)
+        chunk.to_keys(gradients[2], dv)
+
+    alone(threads, finish)
 
 
 def _key_tile(

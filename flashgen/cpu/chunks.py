@@ -25,14 +25,11 @@ OWNED_ROWS, WALKED_ROWS = 256, 512
 products that run at full speed. A tile owns as many tiles of the plan as fit."""
 
 ELEMENTS = OWNED_ROWS * WALKED_ROWS
-"""Scores in memory per thread: 512 KiB in float32, which fits in a core's cache."""
+"""The largest number of scores in a tile of a chunk; the workspace of a thread is a few such
+tensors. 512 KiB in float32, which fits in a core's cache."""
 
-MOST_ELEMENTS = 1 << 21
-
-
-def budget() -> int:
-    """The largest number of scores in a tile of a chunk; the workspace is a few such tensors."""
-    return min(ELEMENTS * torch.get_num_threads(), MOST_ELEMENTS)
+FEW_AT_ONCE = 1 << 16
+"""Scores of a call that are computed without tiles: fewer operations matter more than memory."""
 
 
 class SequenceRows(NamedTuple):
@@ -122,6 +119,11 @@ class Sizes:
         """The number of query heads per kv head."""
         return self.heads_q // self.heads_kv
 
+    @property
+    def scores(self) -> int:
+        """The number of scores, masked ones included."""
+        return self.batch * self.heads_q * self.seq_q * self.seq_k
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -139,6 +141,10 @@ class Chunk:
     def pairs(self) -> int:
         """The number of pairs of a batch entry and a kv head."""
         return len(self.batch) * len(self.heads)
+
+    def walked(self, owned: int) -> int:
+        """The number of positions that a tile which owns ``owned`` positions walks at once."""
+        return ELEMENTS // (self.pairs * self.sizes.group * owned)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -209,8 +215,13 @@ class Chunk:
 
 
 def chunks(sizes: Sizes, tile: int) -> list[Chunk]:
-    """All pairs, in chunks whose tiles of ``tile`` elements fit in the budget."""
-    pairs = max(1, budget() // max(1, tile * sizes.group))
+    """All pairs, in chunks whose tiles of ``tile`` elements have at most `ELEMENTS`.
+
+    There is a chunk for each thread where the call has enough scores and pairs.
+    """
+    pairs = max(1, ELEMENTS // max(1, tile * sizes.group))
+    if sizes.scores > FEW_AT_ONCE:
+        pairs = min(pairs, -(-sizes.batch * sizes.heads_kv // torch.get_num_threads()))
     heads = min(pairs, sizes.heads_kv)
     entries = min(pairs // heads, sizes.batch) if heads == sizes.heads_kv else 1
     return [

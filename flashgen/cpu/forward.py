@@ -8,7 +8,7 @@ on P as in Algorithm 2, and not on the normaliser.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from flashgen.cpu import sinks
 from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.cpu.threads import alone, share, threads_of
 from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import lse_without_keys
@@ -52,12 +53,13 @@ def forward(
     P V; for float64 operands everything is float64. Products of q and k are as
     `SequenceProblem.products` says, and small calls are float64 throughout.
     """
-    work = Workspace(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    out = _empty_like_q(q, v.shape[3], work.dtype if spec.partial else q.dtype)
-    lse = torch.empty(q.shape[:3], dtype=work.dtype)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = _empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=dtype)
     if spec.packed:
         out.zero_()
         lse.fill_(-math.inf)
+    waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
         of_k, of_v = sequence.of_keys(k, v)
@@ -65,10 +67,20 @@ def forward(
             _without_keys(problem, of_out, of_lse)
             continue
         for chunk in chunks:
-            if chunk.fits_at_once:
-                _at_once(chunk, of_q, of_k, of_v, of_out, of_lse)
-            else:
-                _chunk(chunk, work, of_q, of_k, of_v, of_out, of_lse)
+            waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_lse
+    threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
+    works = [Workspace(dtype) for _ in range(threads)]
+    # Threads share the chunks; the tiles of each chunk where there are fewer chunks than threads.
+    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+
+    def compute(thread: int, item: int) -> None:
+        chunk, *tensors = waiting.pop(item)
+        if chunk.fits_at_once:
+            _at_once(chunk, *tensors)
+        else:
+            _chunk(chunk, works[thread:], of_tiles, *tensors)
+
+    share(of_chunks, len(waiting), compute)
     return out, lse
 
 
@@ -107,22 +119,42 @@ def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
 
 
 def _chunk(
-    scores: ChunkScores, work: Workspace, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    scores: ChunkScores,
+    works: Sequence[Workspace],
+    threads: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
-    """Writes out and lse of one chunk."""
+    """Writes out and lse of one chunk; ``threads`` share its tiles, with a workspace each."""
     problem, chunk = scores.problem, scores.chunk
-    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
-    dtype, power_of_2 = problem.products(q, k)
-    q, k = q.to(dtype), k.to(dtype)
+    q, k, v, power_of_2 = alone(threads, lambda: _operands(scores, q, k, v))
     o = chunk.result_for(out, q.shape[1], problem.real)
     statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
     group = problem.sizes.group
-    for start, stop in problem.queries.tiles():
+    tiles = [*problem.queries.tiles()][::-1]  # the last tiles of causal masks take longest
+
+    def compute(thread: int, item: int) -> None:
+        start, stop = tiles[item]
         rows = slice(start * group, stop * group)
-        results = o[:, rows], statistics[:, rows]
-        _query_tile(scores, work, slice(start, stop), (q[:, rows], k, v), power_of_2, results)
-    chunk.to_queries(out, o)
+        given, results = (q[:, rows], k, v), (o[:, rows], statistics[:, rows])
+        _query_tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
+
+    share(threads, len(tiles), compute)
+    alone(threads, lambda: chunk.to_queries(out, o))
     chunk.to_queries(lse[..., None], statistics)
+
+
+def _operands(
+    scores: ChunkScores, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k and v of one chunk in the dtypes of its products, and `Products.power_of_2`."""
+    problem, chunk = scores.problem, scores.chunk
+    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
+    dtype, power_of_2 = problem.products(q, k)
+    return q.to(dtype), k.to(dtype), v, power_of_2
 
 
 def _query_tile(

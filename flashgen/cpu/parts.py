@@ -11,7 +11,14 @@ import sympy
 import torch
 
 from flashgen.analysis.tile_walk import BlockLayoutTiles, TileRun, TileWalk, numbers_of
-from flashgen.cpu.chunks import WALKED_ROWS, Chunk, SequenceRows, budget, chunks, sequences
+from flashgen.cpu.chunks import (
+    FEW_AT_ONCE,
+    WALKED_ROWS,
+    Chunk,
+    SequenceRows,
+    chunks,
+    sequences,
+)
 from flashgen.cpu.problem import MOST_SHARED, SequenceProblem, TileArguments
 from flashgen.cpu.program import BoundProgram, Program
 from flashgen.dropout import keep_mask
@@ -20,9 +27,6 @@ from flashgen.language import B, H
 from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
-
-FEW_AT_ONCE = 1 << 16
-"""Scores of a call that are computed without tiles: fewer operations matter more than memory."""
 
 _walk = lru_cache(maxsize=8)(TileWalk)
 
@@ -153,7 +157,7 @@ class ChunkScores:
         sizes are given.
         """
         problem, sizes = self.problem, self.problem.sizes
-        few = sizes.batch * sizes.heads_q * sizes.seq_q * sizes.seq_k <= FEW_AT_ONCE
+        few = sizes.scores <= FEW_AT_ONCE
         plain = problem.plain and problem.dropout_scale is None and problem.narrow is None
         tiled = problem.arguments.block_q or problem.arguments.block_k
         return few and plain and not tiled and self.chunk.is_whole and sizes.group == 1
@@ -171,8 +175,7 @@ class ChunkScores:
 
         In the forward pass queries visit keys, in the backward pass keys visit queries.
         """
-        most = budget() // (self.chunk.pairs * self.problem.sizes.group * (stop - start))
-        return self._walk.runs(start, stop, most)
+        return self._walk.runs(start, stop, self.chunk.walked(stop - start))
 
     def score(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
         """s' of s, [pairs, rows, group, keys]; it may be a view that repeats elements."""
@@ -246,7 +249,9 @@ class ChunkScores:
         if bound is None:
             bound = program.bind(self._values(program))
             self._bound[program] = bound
-        return bound(self._q[:, rows], self._k[..., keys], scores)
+        found = bound(self._q[:, rows], self._k[..., keys], scores)
+        # A value that is the same for all scores of all tiles has no dimensions.
+        return [value if value.dim() else value.view(1, 1, 1, 1) for value in found]
 
     def _values(self, program: Program) -> dict[sympy.Symbol, Tensor]:
         values = {}

@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from flashgen.analysis.tile_walk import numbers_of
-from flashgen.cpu.chunks import MOST_ELEMENTS, SequenceRows, sequences
+from flashgen.cpu.chunks import SequenceRows, sequences
 from flashgen.cpu.mods import compiled
 from flashgen.cpu.program import Program
 from flashgen.dtypes import Number
@@ -31,6 +31,9 @@ from flashgen.language.user_source import SourceLines
 from flashgen.signature import LAYOUT_NAMES
 
 Tensor = torch.Tensor
+
+_MOST_ELEMENTS = 1 << 21
+"""The largest number of positions that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,7 @@ class _Call:
             for axis, (first, length) in enumerate(zip(self.first, self.shape, strict=True))
         )
         bound = program.bind(self._bound(program, b, h))
-        step = max(1, MOST_ELEMENTS // (batch * heads * seq_k))
+        step = max(1, _MOST_ELEMENTS // (batch * heads * seq_k))
         if not program.uses(Q):
             step = seq_q
         for start in range(0, seq_q, step):

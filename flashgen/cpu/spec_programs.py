@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import sympy
 import torch
 
-from flashgen.analysis import Analysis, analyse
+from flashgen.analysis import Analysis, analyse, evaluate
 from flashgen.cpu.mods import compiled
 from flashgen.cpu.program import Program
 from flashgen.language.spec import AttentionSpec
@@ -70,7 +70,8 @@ def programs_of(spec: AttentionSpec, real: torch.dtype) -> SpecPrograms:
         results.append(slope)
     for element, by in read:
         number = by.is_number and by.is_finite
-        uses.append(LearnedRead(learned.index(element.tensor), float(by) if number else None))
+        factor = float(evaluate(by, {})) if number else None
+        uses.append(LearnedRead(learned.index(element.tensor), factor))
         if not number:
             results.append(by)
     places = tuple(element for element, _ in read)

@@ -13,12 +13,13 @@ from typing import Any
 
 from flashgen.arch import facts
 from flashgen.codegen.environment import render_template
+from flashgen.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.dropout import BLOCK
 from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, bytes_of_sums
 from flashgen.exported.manifest import KernelRecord, Manifest, ProgramRecord
 from flashgen.language.block_layout import TENSORS
 from flashgen.launch_facts import SPAN, LaunchFacts, ParamFacts
-from flashgen.signature import CallSignature, TensorArgument
+from flashgen.signature import CallSignature, TensorArgument, field_stem
 
 Fields = dict[str, Any]
 
@@ -212,8 +213,8 @@ class _Layouts:
 
     def __init__(self, captured: Sequence[TensorArgument], tables: Sequence[str]) -> None:
         self.found: list[Fields] = []
-        self._places = {tensor.name: place for place, tensor in enumerate(captured)}
-        self._ranks = {tensor.name: len(tensor.dims) for tensor in captured}
+        self._places = {field_stem(x.name): place for place, x in enumerate(captured)}
+        self._ranks = {field_stem(x.name): len(x.dims) for x in captured}
         self._tables = tables
         self._numbers: dict[tuple[ParamFacts, ...], int] = {}
 
@@ -273,6 +274,19 @@ def _c_field(name: str) -> str:
     return re.sub(r"^do(?=_|$)", "dout", name)
 
 
+_OTHER_MACROS = {
+    *("I", "assert", "complex", "errno", "far", "i386", "imaginary", "linux", "near", "noreturn"),
+    *("offsetof", "restrict", "small", "stderr", "stdin", "stdout", "unix"),
+}
+
+
+def _c_argument(name: str) -> str:
+    """The field of a captured tensor or a scalar in C, ``int_value`` for "int" or a macro."""
+    word = re.sub(r"(_value)+$", "", name)
+    taken = word in KEYWORDS or word in _OTHER_MACROS or MACRO.match(word)
+    return f"{name}_value" if taken else name
+
+
 def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
     of: LaunchFacts = record.facts
     boxes = dict(of.boxes)
@@ -308,29 +322,11 @@ def _arch(arch: str) -> Fields:
     return {"name": arch, "major": number[:-1], "minor": number[-1], "exact": exact}
 
 
-_WORDS = frozenset(
-    """
-    auto break case char const continue default do double else enum extern float for goto if inline
-    int long register restrict return short signed sizeof static struct switch typedef typeof union
-    unsigned void volatile while asm alignas alignof bool complex constexpr false imaginary noreturn
-    nullptr true errno assert offsetof stdin stdout stderr linux unix i386 class delete friend new
-    operator private protected public template this throw try using virtual and or not xor
-    """.split()  # noqa: SIM905
-)
-"""Names without a capital letter that C, C++ and their headers do not leave to a field."""
-
-
-def _field_name(name: str) -> str:
-    """The field of a captured tensor or scalar; macros have names in capital letters."""
-    is_taken = name in _WORDS or (name.upper() == name and len(name) > 1) or name == "I"
-    return f"{name}_" if is_taken else name
-
-
 def _of_tensor(tensor: TensorArgument) -> Fields:
     dims = ", ".join(map(str, tensor.dims))
     return {
         "name": tensor.name,
-        "field": _field_name(tensor.name),
+        "field": _c_argument(tensor.name),
         "dtype": tensor.dtype,
         "dims": dims,
         "rank": len(tensor.dims),
@@ -339,14 +335,14 @@ def _of_tensor(tensor: TensorArgument) -> Fields:
 
 def _of_scalar(scalar: Any) -> Fields:
     c_type = "float" if scalar.dtype == "float32" else "int32_t"
-    return {"name": scalar.name, "field": _field_name(scalar.name), "c_type": c_type}
+    return {"name": scalar.name, "field": _c_argument(scalar.name), "c_type": c_type}
 
 
 def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that are a size of the call or a number."""
     known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
     return [
-        {"field": _field_name(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
+        {"field": _c_argument(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in known or isinstance(dim, int)
@@ -357,7 +353,7 @@ def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
     """The dimensions of captured tensors that have an element for each position."""
     ends = {"seq_q": "q", "seq_k": "k"}
     return [
-        {"field": _field_name(tensor.name), "axis": axis, "of": ends[str(dim)]}
+        {"field": _c_argument(tensor.name), "axis": axis, "of": ends[str(dim)]}
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in ends

@@ -18,8 +18,8 @@ class Scalar(Capture):
     """A run-time number, given with each call; inside a mod it is a traced value.
 
     Args:
-        name: the argument's name in calls: a C identifier that has no meaning in C++, CUDA or
-            flashgen.
+        name: the argument's name in calls: an identifier that is no keyword of Python and has no
+            meaning in flashgen.
         dtype: "int32", "float32" or "bool".
         minimum: a lower bound that the analysis of the mask may use; checked at every call. Not
             available for "bool".

@@ -37,7 +37,7 @@ class Tensor(Capture):
     number: ``score * t``.
 
     Args:
-        name: the argument's name in calls, a C identifier as for `Scalar`.
+        name: the argument's name in calls, an identifier as for `Scalar`.
         dims: the length of each dimension, at most 8: a number; "batch", "heads", "heads_kv",
             "seq_q" or "seq_k", which follow from the call; or any other name that is not easily
             taken for one of these, for a length that is the same wherever it is used. A named

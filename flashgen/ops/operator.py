@@ -57,6 +57,8 @@ class Operator:
         numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
         floats: indices of the scalars that are floats, which registered operators have as tensors.
+        arguments: the names of the scalars in torch's schema: "_self" for "self", because methods
+            of torch that take the arguments of any operator have a "self" of their own.
         learned: indices of the learned tensors among the captured tensors.
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
@@ -76,6 +78,7 @@ class Operator:
         self.scalars = tuple(scalar.name for scalar in signature.scalars)
         self.tensors = tuple(tensor.name for tensor in signature.tensors)
         self.floats = tuple(i for i, x in enumerate(signature.scalars) if x.dtype == "float32")
+        self.arguments = tuple("_self" if name == "self" else name for name in self.scalars)
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
         self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
         self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
@@ -111,9 +114,10 @@ class Operator:
 
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
-        given = dict(zip((*NUMBERS, *self.scalars), (*options[1:6], *options.scalars), strict=True))
-        floats = [self.scalars[place] for place in self.floats]
-        return {n: given[n] for n in (*self.numbers, *self.scalars) if n not in floats}
+        names = (*NUMBERS, *self.arguments)
+        given = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
+        floats = [self.arguments[place] for place in self.floats]
+        return {n: given[n] for n in (*self.numbers, *self.arguments) if n not in floats}
 
     def options(self, keywords: dict[str, Any], floats: Sequence[Any]) -> CallOptions:
         """The options from the arguments of the registered operator.
@@ -123,7 +127,7 @@ class Operator:
             floats: the values of `FLOATS` and of the scalars that are floats.
         """
         numbers = [keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS]
-        scalars = tuple([keywords.get(name) for name in self.scalars])
+        scalars = tuple([keywords.get(name) for name in self.arguments])
         return self.with_floats(CallOptions(None, *numbers, scalars), floats)  # type: ignore[arg-type,call-arg]
 
     def floats_of(self, options: CallOptions) -> tuple[Any, ...]:

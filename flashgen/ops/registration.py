@@ -195,15 +195,16 @@ def register(operator: Operator) -> tuple[Any, Any]:
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
     name, signature = operator.name, operator.signature
-    floats = [operator.scalars[place] for place in operator.floats]
+    floats = [operator.arguments[place] for place in operator.floats]
     tensors = ("q", "k", "v", *operator.tensors, *floats)
     operands = ", ".join(f"Tensor {each}" for each in tensors)
-    learned = [tensor.name for tensor in signature.learned]
-    gradients = ", ".join(f"Tensor d{each}" for each in ("q", "k", "v", *learned))
+    learned = [f"d_{tensor.name}" for tensor in signature.learned]
+    # The gradient of a tensor "ef" is not named "def", which torch reads as a keyword.
+    gradients = ", ".join(f"Tensor {each}" for each in ("dq", "dk", "dv", *learned))
     numbers = ", ".join(_SCHEMA[number] for number in operator.numbers) + "".join(
-        f", {SCALAR_DTYPES[scalar.dtype].schema} {scalar.name}"
-        for scalar in signature.scalars
-        if scalar.name not in floats
+        f", {SCALAR_DTYPES[scalar.dtype].schema} {name}"
+        for scalar, name in zip(signature.scalars, operator.arguments, strict=True)
+        if name not in floats
     )
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

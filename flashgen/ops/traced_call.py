@@ -25,7 +25,7 @@ from flashgen.runtime.number_arguments import (
     scale_of,
 )
 from flashgen.runtime.offset_tensors import dtypes_of
-from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE, CallSignature
+from flashgen.signature import BOUNDARIES, LAYOUT_NAMES, WHOLE
 
 if TYPE_CHECKING:
     from flashgen.ops.api import Attention
@@ -89,7 +89,7 @@ def traced_call(
         if not isinstance(offset, int):
             offset_of(name, offset, 0)
     check_choices(options.backend, options.arch, options.deterministic)
-    scale, floats, captures = _numbers(signature, options.scale, captures)
+    scale, floats, captures = _numbers(operator, options.scale, captures)
     result: tuple[Tensor, Tensor] = overload(
         q,
         k,
@@ -110,16 +110,17 @@ def traced_call(
 
 
 def _numbers(
-    signature: CallSignature, scale: Any, scalars: Mapping[str, Any]
+    operator: Operator, scale: Any, scalars: Mapping[str, Any]
 ) -> tuple[Tensor | None, list[Tensor], dict[str, Any]]:
     """The scale, the scalars that are floats, and the others, as the operator takes them."""
+    signature = operator.signature
     default = signature.scale or 1 / math.sqrt(signature.head_dim)
     if scale is not None:
         if not isinstance(scale, float):
             scale = scale_of(signature, scale)
         scale = None if is_constant(scale == default) else _tensor(scale)
     floats, others = [], {}
-    for scalar in signature.scalars:
+    for name, scalar in zip(operator.arguments, signature.scalars, strict=True):
         value = scalars[scalar.name]
         kind = {"float32": float, "int32": int, "bool": bool}[scalar.dtype]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -127,7 +128,7 @@ def _numbers(
         if kind is float:
             floats.append(_tensor(value))
         else:
-            others[scalar.name] = value
+            others[name] = value
     return scale, floats, others
 
 

@@ -10,6 +10,18 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+PAPER = "#ffffff"
+COLOURS = {
+    "skip": "#eaeef2",
+    "full": "#0072b2",
+    "mixed": "#e69f00",
+    "masked": "#56b4e9",
+    "empty": "#cc79a7",
+    "open": "#9a8358",
+}
+"""The colours of kinds of cells on light paper: those of Okabe and Ito, which people who do not see
+all colours can tell apart."""
+
 
 @dataclass(frozen=True)
 class LegendEntry:

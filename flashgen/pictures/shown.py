@@ -8,15 +8,17 @@ from pathlib import Path
 
 from flashgen.errors import InputError
 from flashgen.pictures.drawing import Drawing
+from flashgen.pictures.png import png_of
 from flashgen.pictures.svg import svg_of
 from flashgen.pictures.terminal import text_of
 
 _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
-<body style="margin:2em;background:Canvas">
+<body style="margin:8px;background:Canvas">
 {svg}</body>
 </html>
 """
@@ -43,19 +45,29 @@ class Shown(ABC):
 
         return _PAGE.format(title=escape(self.drawing().title), svg=self.to_svg())
 
+    def to_png(self) -> bytes:
+        """The picture as a PNG image.
+
+        Raises:
+            InputError: matplotlib, which draws it, is not installed.
+        """
+        return png_of(self.drawing())
+
     def save(self, path: str | Path) -> None:
         """Writes the picture to a file.
 
         Args:
-            path: a name that ends with .svg, .html or .txt.
+            path: a name that ends with .svg, .html, .png or .txt.
 
         Raises:
-            InputError: the name ends otherwise, or the file cannot be written.
+            InputError: the name ends otherwise, the file cannot be written, or it is a .png and
+                matplotlib is not installed.
         """
-        makers: dict[str, Callable[[], str]] = {
-            ".svg": self.to_svg,
-            ".html": self.to_html,
-            ".txt": lambda: f"{self}\n",
+        makers: dict[str, Callable[[], bytes]] = {
+            ".svg": lambda: self.to_svg().encode(),
+            ".html": lambda: self.to_html().encode(),
+            ".png": self.to_png,
+            ".txt": lambda: f"{self}\n".encode(),
         }
         make = makers.get(Path(path).suffix)
         if make is None:
@@ -65,9 +77,9 @@ class Shown(ABC):
                 numbers=f"given {str(path)!r}; formats: {', '.join(makers)}",
                 way_out=f"{Path(path).stem or 'tiles'}.svg",
             )
-        text = make()
+        content = make()
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_bytes(content)
         except OSError as error:
             raise InputError(
                 "the picture cannot be written into this file",

@@ -1,7 +1,7 @@
 """A drawing as one SVG element, readable on light and on dark pages.
 
-It has its own style, takes the font of the page and refers to nothing outside of itself. The
-colours are those of Okabe and Ito, which people who do not see all colours can tell apart.
+It has its own style and background, takes the font of the page and refers to nothing outside of
+itself. It is as wide as a phone, so that its text is not made smaller there.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from flashgen.codegen.text import printable
-from flashgen.pictures.drawing import Drawing, Joined, joined
+from flashgen.pictures.drawing import COLOURS, Drawing, Joined, joined
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_CELLS = 1 << 16
 """The cells of all grids together. A cell takes at most about 15 B."""
 
-_WIDTH, _COUNTS = 720, 560
-_LARGE, _SMALL, _LEAST = 400, 190, 14
-_LINE, _GAP, _LEFT, _HEAD = 18, 16, 26, 24
-_LETTER, _COLUMNS = 7, 104
+_WIDTH, _EDGE = 360, 12
+_LARGE, _SMALL, _LEAST = 334, 140, 14
+_LINE, _GAP, _LEFT, _HEAD = 18, 12, 26, 24
+_LETTER, _COLUMNS = 7, 54
 _THUMBNAIL = 160
 
 STYLE = """
-.fgp{--fgp-ink:#24292f;--fgp-soft:#57606a;--fgp-skip:#eaeef2;--fgp-full:#0072b2;--fgp-mixed:#e69f00;
---fgp-masked:#56b4e9;--fgp-empty:#cc79a7;--fgp-open:#9a8358;--fgp-line:#fff;font:13px system-ui,
-sans-serif}
+.fgp{--fgp-ink:#24292f;--fgp-soft:#57606a;COLOURS;--fgp-line:#fff;font:13px system-ui,sans-serif}
 @media(prefers-color-scheme:dark){.fgp{--fgp-ink:#e6edf3;--fgp-soft:#9ea7b3;--fgp-skip:#30363d;
 --fgp-full:#2f8fd0;--fgp-line:#161b22}}
 [data-md-color-scheme=default] .fgp,[data-jp-theme-light=true] .fgp{--fgp-ink:#24292f;
@@ -44,7 +42,8 @@ sans-serif}
 .fgp .masked{fill:var(--fgp-masked)}.fgp .empty{fill:var(--fgp-empty)}
 .fgp .open{fill:var(--fgp-open)}
 .fgp .lines{stroke:var(--fgp-line);stroke-width:1;fill:none;vector-effect:non-scaling-stroke}
-"""
+.fgp .page{fill:var(--fgp-line)}
+""".replace("COLOURS", ";".join(f"--fgp-{style}:{colour}" for style, colour in COLOURS.items()))
 
 
 def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
@@ -63,11 +62,17 @@ def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
     y = _paragraphs(drawing.lines, 20, parts)
     y = _grids(drawing, cells, y + _LINE + _GAP // 2, parts)
     for entry in drawing.legend:
-        y += _LINE
+        y += _LINE + 4
         parts.append(f'<rect class="{entry.style}" x="0" y="{y - 11}" width="12" height="12"/>')
-        parts.append(_text(20, y, entry.text) + _text(_COUNTS, y, entry.count, "soft end"))
-    y = _paragraphs(notes, y, parts)
-    return _element(drawing, notes, parts, (_WIDTH, y + 8))
+        for line in textwrap.wrap(entry.text, _COLUMNS - 4):
+            parts.append(_text(20, y, line))
+            y += _LINE
+        parts.append(_text(20, y, entry.count, "soft"))
+    y = _paragraphs(notes, y + 4, parts) + 8
+    inner = [f'<g transform="translate({_EDGE} 0)">', *parts, "</g>"]
+    width = _WIDTH + 2 * _EDGE
+    page = f'<rect class="page" width="{width}" height="{y}" rx="6"/>'
+    return _element(drawing, notes, [page, *inner], (width, y))
 
 
 def _element(

@@ -10,7 +10,7 @@ from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed
 from flashgen.planner.models.fitted_common import L2_SHARE_OF_HEADS, MASK_LOOP_HEAD_DIM
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS
-from flashgen.planner.quantities import Quantities
+from flashgen.planner.quantities import QUANTITIES, Quantities
 from flashgen.planner.tile_problem import PATHS, Tile
 
 
@@ -237,6 +237,30 @@ class Plan(LaunchRules):
         for refusal in self.refused:
             lines += wrapped(f"refused {refusal}")
         return "\n".join(lines)
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The tile, what it needs and what limits it, in three lines; () for kernels without tiles
+        of scores, and for plans of the paper's policy."""
+        cost = next((line.value for line in self.derivation if line.name == "cost"), None)
+        if cost is None or self.streams:
+            return ()
+        blocks = "1 block runs" if self.blocks_per_sm == 1 else f"{self.blocks_per_sm} blocks run"
+        needs = {line.name: line for line in self.derivation if line.limit is not None}
+        used = []
+        for name, what in (("smem", "B of shared memory"), ("registers", "registers a thread")):
+            if name in needs:
+                used.append(f"{needs[name].value:,} of {needs[name].limit:,} {what}")
+        binding = dict.fromkeys(line.name for line in self.derivation if line.binding)
+        limits = [QUANTITIES[name].partition(",")[0] for name in binding if name != "cost"]
+        limits += ["other tiles cost more"] if "cost" in binding or not limits else []
+        return (
+            f"{self.kernel}: a block has {self.block_q} queries and {self.block_k} keys at once, "
+            f"in {self.warps} warps; {blocks} on an SM",
+            f"it needs {' and '.join(used)}",
+            f"it takes {float(cost):.3f} clocks of an SM per score by the model; "
+            f"what limits the tile: {'; '.join(limits)}",
+        )
 
     def _choice(self) -> str:
         """The chosen tile in one line."""

@@ -28,6 +28,7 @@ from flashgen.profile.block_layout_traffic import bytes_of_layout
 from flashgen.profile.split_calls import SplitPrediction
 from flashgen.profile.visited_tiles import Array, HeadWalk, heads_of, joined
 from flashgen.runtime.bind_arguments import blocks_of_call
+from flashgen.signature import field_stem
 
 COUNTER_BYTES = 4
 RNG_BYTES = 16
@@ -157,7 +158,7 @@ def _of_sink(
     if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
         return {}
     sums = moved.dsink if isinstance(moved, BackwardTraffic) else 0
-    return {f"c_{sink.name}": moved.sink, "sink_sums": sums}
+    return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": sums}
 
 
 def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:

@@ -12,7 +12,7 @@ from flashgen.planner.duration import Duration
 from flashgen.profile import Profile, steps_of
 from flashgen.report.schedule import schedule_of
 
-QUANTISATION = "wave quantisation"
+QUANTISATION = "times as long as if all SMs were busy"
 
 
 def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) -> KernelPane:

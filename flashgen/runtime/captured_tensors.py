@@ -15,7 +15,7 @@ from flashgen.runtime.block_layouts import check_layout
 from flashgen.runtime.check_basics import check_dense, known, refuse, shape_of
 from flashgen.runtime.packed_sequences import check_packed, entries_of
 from flashgen.runtime.paged_caches import check_table
-from flashgen.signature import CallSignature, TensorArgument
+from flashgen.signature import CallSignature, TensorArgument, field_stem
 
 Tensor = torch.Tensor
 
@@ -218,12 +218,12 @@ def numbers_of_captured(captured: Mapping[str, Tensor]) -> dict[str, int]:
     """
     numbers = {}
     for name, tensor in captured.items():
-        step = 1
+        step, stem = 1, field_stem(name)
         for axis in reversed(range(tensor.dim())):
             size = tensor.shape[axis]
-            numbers[f"c_{name}_size_{axis}"] = size
-            numbers[f"c_{name}_stride_{axis}"] = tensor.stride(axis) if size > 1 else 0
-            numbers[f"dc_{name}_stride_{axis}"] = step if size > 1 else 0
+            numbers[f"c_{stem}_size_{axis}"] = size
+            numbers[f"c_{stem}_stride_{axis}"] = tensor.stride(axis) if size > 1 else 0
+            numbers[f"dc_{stem}_stride_{axis}"] = step if size > 1 else 0
             step *= size
     return numbers
 
@@ -238,4 +238,4 @@ def named(signature: CallSignature, captured: Sequence[Tensor]) -> dict[str, Ten
 
 def pointers_of(captured: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """Captured tensors by the names of the kernels' pointers."""
-    return {f"c_{name}": tensor for name, tensor in captured.items()}
+    return {f"c_{field_stem(name)}": tensor for name, tensor in captured.items()}

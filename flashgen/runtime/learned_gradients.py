@@ -17,7 +17,7 @@ from flashgen.call import CheckedCall
 from flashgen.dtypes import bytes_of_sums
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.packed_sequences import rows_outside
-from flashgen.signature import CallSignature, GradientTerm, TensorArgument
+from flashgen.signature import CallSignature, GradientTerm, TensorArgument, field_stem
 
 if TYPE_CHECKING:
     from flashgen.launch_facts import LaunchFacts
@@ -57,7 +57,7 @@ class LearnedGradients(abc.ABC):
             for name, given in self._of.items()
         }
         self.pointers: dict[str, Tensor | None] = {
-            f"dc_{name}": total for name, total in self._totals.items()
+            f"dc_{field_stem(name)}": total for name, total in self._totals.items()
         }
         self._more: dict[str, Tensor] = {}
 

@@ -119,7 +119,8 @@ class PreparedCall:
 
         They are kept where they serve all calls: where no tensor but q, k and v is read.
         """
-        from flashgen.cpu.parts import FEW_AT_ONCE, parts_of
+        from flashgen.cpu.chunks import FEW_AT_ONCE
+        from flashgen.cpu.parts import parts_of
 
         if self._kept_tiles is not None:
             return self._kept_tiles

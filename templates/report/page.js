@@ -13,11 +13,20 @@ class Kernel {
     this.heat = new Heat(code, this.panes, data);
     this.status = code.querySelector(".status");
     for (const pane of Object.values(this.panes)) this.listen(pane);
+    const without = [];
     for (const box of code.querySelectorAll(".show")) {
+      const pane = this.panes[box.value];
+      box.disabled = pane.rows.length === 0;
+      box.checked = !box.disabled;
+      if (box.disabled) without.push(`${NAMES[box.value]} is not shown: ${pane.text.note || "there is none."}`);
       box.addEventListener("change", () => {
-        this.panes[box.value].root.hidden = !box.checked;
+        pane.root.hidden = !box.checked;
       });
     }
+    const note = code.querySelector(".without");
+    note.hidden = !without.length;
+    note.textContent = without.join(" ");
+    this.open(data.mods);
     for (const button of article.querySelectorAll(".to-line")) {
       button.addEventListener("click", () => {
         code.scrollIntoView();
@@ -26,6 +35,18 @@ class Kernel {
     }
     const map = article.querySelector(".tile-map");
     if (map) new TileMap(map, data.tileMap);
+  }
+
+  // Brings the first mod and the line with the largest count in view.
+  open(mods) {
+    const { python, cuda, ptx } = this.panes;
+    const first = Math.min(...mods.flatMap((mod) => mod.python));
+    if (Number.isFinite(first)) python.scrollTo(python.rowOf(first));
+    const counts = this.heat.counts();
+    for (const [pane, of] of [[cuda, counts.cuda], [ptx, counts.ptx]]) {
+      const lines = Object.entries(of ?? {}).filter(([line, count]) => Number(line) && count);
+      if (lines.length) pane.scrollTo(pane.rows[lines.reduce((a, b) => (b[1] > a[1] ? b : a))[0] - 1]);
+    }
   }
 
   listen(pane) {

@@ -1,6 +1,31 @@
 // One text of a kernel: its lines, a search, and the line that was chosen in it.
 const CHUNK = 100; // lines that the browser lays out together, when they come into view
 
+const WORDS = {
+  python: "and|as|class|def|elif|else|False|for|from|if|import|in|is|lambda|None|not|or|return|True|while|with",
+  cuda: "asm|auto|bool|break|const|constexpr|continue|else|extern|false|float|for|if|int|int64|long|return|short|sizeof|static_assert|struct|template|true|typedef|typename|unsigned|void|volatile|while|__\\w+__",
+  ptx: "\\.[a-z]\\w*|@!?%p\\d+",
+  sass: "@!?U?P\\w+|\\.[A-Z]\\w*",
+};
+const TOKENS = Object.fromEntries(Object.entries(WORDS).map(([kind, words]) => [kind, new RegExp(
+  `(?<note>${kind === "python" ? "#" : "//"}.*|/\\*.*?\\*/)|(?<text>"[^"]*"|'[^']*')|` +
+  `(?<word>${/^\\./.test(words) || kind === "sass" ? `(?:${words})` : `\\b(?:${words})\\b`})|(?<number>\\b\\d[\\w.]*)`, "g")]));
+
+// A line with its comments, strings, words of the language and numbers in colour.
+function coloured(line, kind) {
+  const whole = document.createElement("span");
+  let end = 0;
+  for (const found of line.matchAll(TOKENS[kind])) {
+    whole.append(line.slice(end, found.index));
+    const part = whole.appendChild(document.createElement("span"));
+    part.className = `is-${Object.keys(found.groups).find((name) => found.groups[name] !== undefined)}`;
+    part.textContent = found[0];
+    end = found.index + found[0].length;
+  }
+  whole.append(line.slice(end));
+  return whole;
+}
+
 class TextPane {
   constructor(root, text) {
     this.root = root;
@@ -24,6 +49,7 @@ class TextPane {
   fill() {
     const whole = document.createDocumentFragment();
     let chunk;
+    let inString = false; // between triple quotes
     this.text.lines.forEach((line, index) => {
       if (index % CHUNK === 0) {
         chunk = whole.appendChild(document.createElement("div"));
@@ -36,11 +62,15 @@ class TextPane {
       row.dataset.n = this.numberOf(index);
       row.dataset.i = index;
       row.setAttribute("role", "option");
-      row.textContent = line || " ";
+      const quotes = this.kind === "python" ? line.split('"""').length - 1 : 0;
+      if (quotes || inString) row.append(line || " ");
+      else row.append(coloured(line || " ", this.kind));
+      row.classList.toggle("is-text", quotes > 0 || inString);
+      inString = quotes % 2 ? !inString : inString;
       this.rows.push(row);
       chunk.append(row);
     });
-    this.list.hidden = this.rows.length === 0;
+    this.root.hidden = this.rows.length === 0; // why is said above the texts
     this.list.append(whole);
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flashgen as fg
 from flashgen import compile, pipeline
 from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.version import __version__
@@ -24,7 +25,13 @@ def test_an_error_is_four_lines_and_the_traceback_only_when_debugging():
 def test_plan_prints_the_derivation():
     result = flashgen("plan", CAUSAL)
     assert result.exit_code == 0, result.output
-    assert "block_q" in result.stdout
+    lines = result.stdout.splitlines()
+    planned = fg.plan(fg.load(CAUSAL))
+    assert lines[:3] == [*planned.summary]
+    assert f"{planned.block_q} queries and {planned.block_k} keys" in lines[0]
+    assert "of shared memory" in lines[1]
+    assert "registers that a thread needs" in lines[2]
+    assert lines[3].startswith("plan      block_q")
     other = flashgen("plan", CAUSAL, "--head-dim", "128", "--dtype", "float32", "--arch", "sm_86")
     assert other.exit_code == 0, other.output
     assert "sm_86" in other.stdout

@@ -379,7 +379,6 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunks, "ELEMENTS", 1 << 16)
-    monkeypatch.setattr(chunks, "MOST_ELEMENTS", chunks.ELEMENTS)
     document, table = (
         fg.Tensor("document", ("batch", "n"), "int32"),
         fg.Tensor("table", ("m",), grad=True),
@@ -397,8 +396,8 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
             out, lse = cpu.forward(spec, q, k, v, given)
             cpu.backward(spec, q, k, v, OutputGradients(out, lse, torch.ones_like(out)), given)
         peaks.append(count.peak)
-        assert count.largest <= max(chunks.budget(), 2 * n * 8)
+        assert count.largest <= max(chunks.ELEMENTS, 2 * n * 8)
     # Over two doublings: of the sizes between, one may be the first that needs another tile of the
     # workspace. Squares would be sixteen times larger.
     assert peaks[-1] < 2.2**2 * peaks[0], peaks
-    assert peaks[-1] < 12 * 4 * 2 * 2048 * 8 + 10 * 8 * chunks.budget(), peaks
+    assert peaks[-1] < 12 * 4 * 2 * 2048 * 8 + 10 * 8 * chunks.ELEMENTS, peaks

@@ -24,9 +24,8 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 @pytest.fixture(autouse=True)
 def one_threads_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of it, for short sequences; more threads take larger tiles together."""
+    """Half of it, for short sequences."""
     monkeypatch.setattr(chunks, "ELEMENTS", 1 << 16)
-    monkeypatch.setattr(chunks, "MOST_ELEMENTS", chunks.ELEMENTS)
 
 
 class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -124,10 +123,10 @@ def test_peak_memory_grows_linearly(name: str) -> None:
         once, twice = peaks[2] - peaks[1], peaks[3] - peaks[2]
         assert twice == pytest.approx(2 * once, rel=0.05), peaks
         # No more than a few tensors of the size of q and its like, and a few tiles.
-        assert peaks[-1] < 12 * (2 * LENGTHS[-1] * 32 * 4) + 6 * 4 * chunks.budget(), peaks
+        assert peaks[-1] < 12 * (2 * LENGTHS[-1] * 32 * 4) + 6 * 4 * chunks.ELEMENTS, peaks
     for n, run in zip(LENGTHS, runs, strict=True):
         largest = max(run[0].largest, run[1].largest)
-        assert largest <= max(chunks.budget(), 2 * n * 32)
+        assert largest <= max(chunks.ELEMENTS, 2 * n * 32)
         assert largest < n * n
 
 
@@ -151,7 +150,7 @@ def test_many_heads_share_a_workspace_of_fixed_size() -> None:
         with Bytes() as count:
             out, lse = cpu.forward(spec, q, k, v, arguments(spec, q))
         beyond.append(count.peak - out.nbytes - lse.nbytes)
-        assert count.largest <= max(chunks.budget(), out.numel())
+        assert count.largest <= max(chunks.ELEMENTS, out.numel())
     assert beyond[1] < 1.1 * beyond[0] < 64 * 2**20
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.export import ExportRequest, export
 from flashgen.export.c_source import c_sources
 from flashgen.exported.folder import open_folder
 from flashgen.runtime import kernel_arguments
@@ -318,8 +319,31 @@ def test_the_sources_of_every_spec_compile_without_a_warning(name: str, tmp_path
         library.close()
 
 
+@pytest.mark.slow
+def test_arguments_in_c_have_names_that_c_and_its_headers_leave_free(tmp_path: Path) -> None:
+    names = ("int", "NULL", "INT32_MAX", "linux", "__FILE__", "_Bool", "int_value", "class_", "a")
+    scalars = [fg.Scalar(name) for name in names]
+    bias = fg.Tensor("register", ("heads",), grad=True)
+    sizes = fg.Tensor("register_size_0", ("heads",), grad=True)
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: q - k < sum(scalars[1:], scalars[0]),
+        lambda score, b, h, q, k: score + bias[h] * sizes[h],
+        name="named",
+        head_dim=16,
+    )
+    export(ExportRequest(spec=spec, archs=("sm_80",), command="", backward=True), tmp_path / "x")
+    library = CLibrary(open_folder(tmp_path / "x"), tmp_path)
+    assert library.open("sm_80", 108) == 0
+    library.close()
+    header = (tmp_path / "x/named.h").read_text()
+    for field in ("int_value", "NULL_value", "__FILE___value", "int_value_value", "a", "class_"):
+        assert f"  int32_t {field};" in header
+    assert "named_tensor register_value;" in header
+    assert "named_tensor register_size_0;" in header
+
+
 @pytest.mark.parametrize("standard", ["c11", "gnu11"])
-def test_captured_names_that_c_does_not_leave_are_fields_with_an_underscore(
+def test_arguments_in_c_compile_in_both_languages_and_standards(
     standard: str, tmp_path: Path
 ) -> None:
     words = "NULL EOF INT32_MAX CU_STREAM_LEGACY linux unix restrict inline errno stdin I complex"
@@ -331,8 +355,8 @@ def test_captured_names_that_c_does_not_leave_are_fields_with_an_underscore(
     program = replace(manifest.programs[0], signature=replace(signature, scalars=scalars))
     header = c_sources(replace(manifest, programs=(program,)))["sliding_window.h"]
     found = re.findall(r"int32_t (\w+); // run-time scalar", header)
-    assert sorted(name.rstrip("_") for name in found) == sorted(names)
-    assert {"window", "data", "NULL_"} <= set(found)
+    assert sorted(name.removesuffix("_value") for name in found) == sorted(names)
+    assert {"window", "data", "NULL_value"} <= set(found)
     (tmp_path / "use.c").write_text(f"#include <stdio.h>\n#include <errno.h>\n{header}")
     includes = ("-isystem", str(cuda_headers()), "-I", str(tmp_path))
     for language in ("c", "c++"):

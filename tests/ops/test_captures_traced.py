@@ -38,7 +38,7 @@ def test_captures_stand_behind_the_operands_in_the_schemas():
     operands = ["q", "k", "v", "ids", "gate", "bias", "table"]
     assert [a.name for a in forward.arguments][:9] == [*operands, "rng", "dropout_p"]
     assert [a.name for a in backward.arguments][:7] == operands
-    assert [r.name for r in backward.returns] == ["dq", "dk", "dv", "dgate", "dbias", "dtable"]
+    assert [r.name for r in backward.returns] == ["dq", "dk", "dv", "d_gate", "d_bias", "d_table"]
     with pytest.raises(RuntimeError, match="missing"):
         operator.overload(*CASE.tensors(), window=2)
 
@@ -97,6 +97,8 @@ def test_captures_may_have_names_of_python_s_own_functions(name):
     overload = operator_of(swapped).overload
     mapped = torch.vmap(lambda x: overload(x, k, v, values, torch.tensor(0.5))[0])
     assert torch.equal(mapped(q[None])[0], first)
+    traced = torch.compile(fg.attention(swapped), backend="eager", fullgraph=True)
+    assert torch.equal(traced(q, k, v, **{f"{name}_": values, name: 0.5}), first)
 
 
 def test_autocast_leaves_captured_tensors_as_they_are():

@@ -104,7 +104,7 @@ OUTSIDE = {
     "export": set(),
     "flex": {"torch", "numpy", "sympy"},
     "profile": {"torch", "numpy", "matplotlib"},
-    "pictures": {"torch", "numpy", "sympy"},
+    "pictures": {"torch", "numpy", "sympy", "matplotlib"},
     "tune": {"torch"},
     "page": {"jinja2"},
     "report": {"torch", "numpy"},

@@ -15,7 +15,7 @@ import torch
 import flashgen as fg
 from flashgen.page.render import html_of
 from flashgen.page.values import Page
-from flashgen.pictures.drawing import joined, percent, ranges
+from flashgen.pictures.drawing import COLOURS, joined, percent, ranges
 from flashgen.pictures.svg import svg_of
 from flashgen.pictures.tile_map import pairs_in_words
 from tests.support.processes import run_python
@@ -97,9 +97,37 @@ def test_a_map_is_saved_by_the_end_of_the_name(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text(encoding="utf-8") == text
     found.zoom(1, 1).save(str(tmp_path / "zoom.svg"))
     assert "<svg" in (tmp_path / "zoom.svg").read_text()
-    for path, what in ((tmp_path / "a.png", "format"), (tmp_path / "no" / "a.svg", "file")):
+    for path, what in ((tmp_path / "a.bmp", "format"), (tmp_path / "no" / "a.svg", "file")):
         with pytest.raises(fg.InputError, match=what):
             found.save(path)
+
+
+def test_a_picture_has_its_own_background_and_the_width_of_a_phone() -> None:
+    root = ET.fromstring(fg.visualize(causal, (1, 2, 256)).to_svg())
+    width, height = (float(root.attrib[side]) for side in ("width", "height"))
+    page = next(iter(root.iter(f"{SVG}rect")))
+    assert page.attrib["class"] == "page"
+    assert (float(page.attrib["width"]), float(page.attrib["height"])) == (width, height)
+    assert width <= 390
+    widest = max(len(text.text or "") for text in root.iter(f"{SVG}text"))
+    assert 13 * 0.52 * widest < width
+
+
+@pytest.mark.slow
+def test_a_png_has_the_colours_of_the_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    fg.visualize(causal, (1, 1, 512), tile=(64, 64)).save(tmp_path / "a.png")
+    pixels = (image.imread(tmp_path / "a.png")[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    assert pixels[0].tolist() == [255, 255, 255]
+    for style in ("skip", "full", "mixed"):
+        colour = [int(COLOURS[style][i : i + 2], 16) for i in (1, 3, 5)]
+        assert (pixels == colour).all(axis=1).mean() > 0.03, style
+    monkeypatch.setattr("flashgen.pictures.png.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(fg.InputError, match="matplotlib, which is not installed"):
+        fg.visualize(causal, 64).save(tmp_path / "b.png")
+    assert not (tmp_path / "b.png").exists()
 
 
 def test_joined_cells_have_the_share_of_what_is_not_skipped() -> None:

@@ -60,6 +60,32 @@ def line(opened: Opened, kind: str, number: int) -> Any:
     return found
 
 
+def test_texts_open_at_the_mod_and_at_the_hottest_line_in_colour(
+    chromium: Any, written: Path
+) -> None:
+    page = Opened(chromium, written).page
+    hottest = """pane => {
+      const rows = [...pane.querySelectorAll(".l")];
+      const heat = (row) => Number(row.style.getPropertyValue("--h"));
+      const top = rows.reduce((a, b) => (heat(b) > heat(a) ? b : a)).getBoundingClientRect();
+      const list = pane.querySelector(".lines").getBoundingClientRect();
+      return top.top >= list.top - 1 && top.bottom <= list.bottom + 1;
+    }"""
+    assert page.eval_on_selector(f"{SHOWN} .pane-cuda", hottest)
+    for name in ("note", "word", "number"):
+        assert page.locator(f"{SHOWN} .pane-cuda .is-{name}").count() > 10
+    assert page.locator(f"{SHOWN} .pane:not([hidden]) .lines:not(:has(.l))").count() == 0
+
+
+def test_counts_of_steps_have_names_on_a_phone(chromium: Any, written: Path) -> None:
+    page = Opened(chromium, written, width=390).page
+    cell = page.locator(f"{SHOWN} .steps td").first
+    cell.scroll_into_view_if_needed()
+    box = cell.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
+
+
 def test_pointing_at_a_line_of_ptx_marks_its_line_of_cuda_and_back(opened: Opened) -> None:
     of_ptx = links(opened, "ptx")
     number = first_with(of_ptx, 3)

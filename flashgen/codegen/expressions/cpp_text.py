@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ctypes import c_float
 
 import sympy
@@ -78,6 +79,23 @@ CALLED = HELPERS.union(
     *((exact, fast) for _, exact, fast in FUNCTIONS),
 )
 """Functions that printed expressions call; no variable beside a call has its name."""
+
+KEYWORDS = frozenset(
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
+    char32_t class compl concept const consteval constexpr constinit const_cast continue co_await
+    co_return co_yield decltype default delete do double dynamic_cast else enum explicit export
+    extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
+    nullptr operator or or_eq private protected public register reinterpret_cast requires restrict
+    return short signed sizeof static static_assert static_cast struct switch template this
+    thread_local throw true try typedef typeid typename typeof union unsigned using virtual void
+    volatile wchar_t while xor xor_eq
+    """.split()  # noqa: SIM905
+)
+"""The words of C and C++ that name no variable."""
+
+MACRO = re.compile(r"_|[A-Z][A-Z0-9]+(?:_|\Z)")
+"""How a name begins that may be a macro of the compiler, of CUDA or of the kernel."""
 
 
 def inside(text: Text, level: int) -> str:

@@ -9,7 +9,7 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.analysis import CodeBlock
-from flashgen.codegen.expressions.cpp_text import CALLED
+from flashgen.codegen.expressions.cpp_text import CALLED, KEYWORDS, MACRO
 from flashgen.language import Element, Extreme, FloorDiv, FloorMod, Least, Maximum, Minimum
 from flashgen.language.python_printer import written_order
 from flashgen.language.sympy_functions import Select
@@ -18,6 +18,14 @@ LONGEST_NAME = 32
 _LET = re.compile(r"t[0-9]+")
 # Names begin with a letter. Long numbers, such as the largest position, describe nothing.
 _IDENTIFIER = re.compile(r"[A-Za-z](?:(?![0-9]{6})\w)*")
+
+# Besides the functions that expressions call, a function of a spec has these names of its own: its
+# parameters, the places in windows, and the functions that read tensors.
+_TAKEN = KEYWORDS.union("ijklmnrs", ("p", "inside", "place"))
+_TAKEN_PREFIX = re.compile(
+    rf"{MACRO.pattern}|(?:read|sum_of)_|(?:least|greatest)_\w*_[0-9]+\Z|by[0-9]+_first_"
+    r"|(?:score|mask|partials|tile)_(?:head|query|key)\Z"
+)
 
 _RELATIONS = {
     sympy.StrictLessThan: "below",
@@ -39,7 +47,7 @@ def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy
     """
     names: dict[sympy.Symbol, str] = {}
     described = {s: name for s, name in known.items() if _LET.fullmatch(s.name)}
-    used = {*CALLED, *known.values()}
+    used = {*CALLED, *_TAKEN, *known.values()}
     indexed = _indices(block)
     unnamed = 0
     for symbol, value in block.lets:
@@ -54,8 +62,8 @@ def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy
 
 
 def _may_be_used(name: str, used: set[str]) -> bool:
-    short = len(name) <= LONGEST_NAME and name not in used and not name.startswith("read_")
-    return short and _IDENTIFIER.fullmatch(name) is not None
+    free = name not in used and _TAKEN_PREFIX.match(name) is None
+    return free and len(name) <= LONGEST_NAME and _IDENTIFIER.fullmatch(name) is not None
 
 
 def _indices(block: CodeBlock) -> dict[sympy.Symbol, str]:

@@ -1,0 +1,55 @@
+"""``flashgen visualize``: a picture of the tiles, from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import flashgen as fg
+from tests.support.commands import CAUSAL, WINDOWED, flashgen
+from tests.support.tiers import slow
+
+
+@pytest.mark.parametrize("ending", [".svg", slow(".html"), ".txt"])
+def test_the_file_is_that_of_the_function(ending: str, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / f"ours{ending}", tmp_path / f"theirs{ending}"
+    shown = flashgen(
+        "visualize", CAUSAL, "-o", str(ours), "--shape", "1,2,320", "--tile", "64x32", "--head", "1"
+    )
+    assert shown.exit_code == 0, shown.output
+    assert ours.name in shown.output
+    spec = fg.load(CAUSAL)
+    fg.visualize(spec, (1, 2, 320), tile=(64, 32), head=1).save(theirs)
+    assert ours.read_text() == theirs.read_text()
+
+
+def test_without_a_file_the_map_is_printed_with_the_scalars_of_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "windowed.py"
+    path.write_text(WINDOWED.format(examples=""))
+    options = ("--scalar", "window=64", "--scalar", "slope=1")
+    shown = flashgen("visualize", str(path), "--shape", "1,1,256", *options)
+    assert shown.exit_code == 0, shown.output
+    assert str(fg.visualize(fg.load(str(path)), (1, 1, 256), window=64)) in shown.output
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("-o", "tiles.bmp"), "format"),
+        (("-o", "no/such/folder/tiles.svg"), "folder"),
+        (("--tile", "wide"), "not a tile"),
+        (("--shape", "1"), "not a shape"),
+        (("--head", "7"), "does not have this head"),
+        (("--kernel", "sideways"), "kernel"),
+    ],
+)
+def test_what_is_wrong_is_an_error_with_a_way_out(
+    options: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = flashgen("visualize", CAUSAL, *options)
+    assert shown.exit_code != 0
+    assert what in shown.output
+    assert "try" in shown.output
+    assert not list(tmp_path.iterdir())
