@@ -37,6 +37,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.lets import lets_of
 from flashgen.language.sympy_functions import Select
 
@@ -234,3 +235,4 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
 }
+_FUNCTIONS |= {of_floats: _FUNCTIONS[kind] for kind, of_floats in FLOAT_RELATIONS.items()}

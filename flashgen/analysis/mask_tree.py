@@ -9,7 +9,8 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.analysis.tile_bounds import TileBounds, linear
-from flashgen.language import FloorMod, Maximum, Minimum, is_int
+from flashgen.language import FloorMod, Maximum, Minimum
+from flashgen.language.comparisons import FloatRelation
 from flashgen.language.divisors import is_data, may_be_zero
 
 
@@ -82,9 +83,9 @@ def lower(
 
 
 def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
-    left, right = rel.lhs, rel.rhs
-    if not (is_int(left) and is_int(right)):
+    if isinstance(rel, sympy.Not | FloatRelation):
         return Fact(rel)
+    left, right = rel.lhs, rel.rhs
     gap = sympy.expand_mul(left - right)
     if isinstance(rel, sympy.Eq | sympy.Ne):
         equal = isinstance(rel, sympy.Eq)

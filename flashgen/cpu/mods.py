@@ -46,6 +46,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.divisors import may_be_zero
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of
@@ -364,6 +365,7 @@ _RELATIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     sympy.StrictGreaterThan: torch.gt,
     sympy.GreaterThan: torch.ge,
 }
+_RELATIONS |= {FLOAT_RELATIONS[kind]: compare for kind, compare in _RELATIONS.items()}
 
 _FOLDS: dict[type[sympy.Basic], Callable[[Any, Any], Any]] = {
     sympy.Add: torch.add,

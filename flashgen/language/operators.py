@@ -8,6 +8,7 @@ import sympy
 
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import BitAnd, BitOr, BitXor, ShiftLeft, ShiftRight
+from flashgen.language.comparisons import FLOAT_RELATIONS, FloatGreater, FloatLessEqual
 from flashgen.language.divisors import check_divisors
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.lets import contains
@@ -126,7 +127,7 @@ def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> s
             a, b = whole
     if is_int(a) and is_int(b) and not _is_decided(a, b):
         return kind(a, b, evaluate=False)  # sympy would try in vain, which takes long
-    return kind(a, b)
+    return kind(a, b) if is_int(a) and is_int(b) else FLOAT_RELATIONS[kind](a, b)
 
 
 def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -141,12 +142,12 @@ def _compared_with_infinity(operator: str, x: sympy.Expr) -> sympy.Basic:
         return sympy.true if operator in ("<", "<=", "!=") else sympy.false
     largest = sympy.Integer(int(FLOAT32_MAX))
     return {
-        "<": x <= largest,
+        "<": FloatLessEqual(x, largest),
         "<=": sympy.true,
         ">": sympy.false,
-        ">=": x > largest,
-        "==": sympy.Not(x <= largest, evaluate=False),
-        "!=": x <= largest,
+        ">=": FloatGreater(x, largest),
+        "==": sympy.Not(FloatLessEqual(x, largest)),
+        "!=": FloatLessEqual(x, largest),
     }[operator]
 
 

@@ -8,6 +8,7 @@ import sympy
 from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
 
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.symbols import SCORE
 
 SIGNS = {
@@ -18,6 +19,7 @@ SIGNS = {
     sympy.Equality: "==",
     sympy.Unequality: "!=",
 }
+SIGNS |= {FLOAT_RELATIONS[kind]: sign for kind, sign in SIGNS.items()}
 """The sign of each relation, in Python and in C++."""
 
 

@@ -40,6 +40,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
@@ -312,3 +313,4 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Xor: _logic(torch.logical_xor),
     sympy.Not: _same_kind(torch.logical_not),
 }
+_RULES |= {of_floats: _RULES[kind] for kind, of_floats in FLOAT_RELATIONS.items()}

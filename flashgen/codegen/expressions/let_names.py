@@ -11,6 +11,7 @@ from sympy.core.relational import Relational
 from flashgen.analysis import CodeBlock
 from flashgen.codegen.expressions.cpp_text import CALLED
 from flashgen.language import Element, Extreme, FloorDiv, FloorMod, Least, Maximum, Minimum
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.python_printer import written_order
 from flashgen.language.sympy_functions import Select
 
@@ -27,6 +28,7 @@ _RELATIONS = {
     sympy.Equality: "is",
     sympy.Unequality: "is_not",
 }
+_RELATIONS |= {FLOAT_RELATIONS[kind]: word for kind, word in _RELATIONS.items()}
 
 
 def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, str]:

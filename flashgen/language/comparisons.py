@@ -1,0 +1,99 @@
+"""Comparisons of floats, as IEEE 754 defines them.
+
+sympy's relations are those of real numbers: the opposite of ``a < b`` is ``a >= b``, and equal
+terms of both sides cancel. With NaN both comparisons are false, and with rounding or infinities
+nothing cancels. The relations of this module are never simplified or negated, except between two
+numbers. They are subclasses of sympy's, with ``lhs`` and ``rhs``; `sympy.Not` of one stays a Not.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+
+def as_float32(number: sympy.Expr) -> float:
+    """The float32 that kernels compute with in place of a number, as a Python float."""
+    return float(struct.unpack("<f", struct.pack("<f", float(number)))[0])
+
+
+class FloatRelation:
+    """The common part of comparisons of two numbers that are not both integers."""
+
+    is_Relational = False  # what sympy would rewrite by the rules of real numbers
+    decide: Callable[[Any, Any], bool]
+
+    def __new__(cls, a: sympy.Expr, b: sympy.Expr, **_: object) -> Any:
+        if a.is_number and b.is_number:
+            return sympy.true if cls.decide(as_float32(a), as_float32(b)) else sympy.false
+        return sympy.Basic.__new__(cls, sympy.sympify(a), sympy.sympify(b))
+
+    @property
+    def reversed(self) -> Any:
+        """The same comparison with its sides exchanged."""
+        return _REVERSED[type(self)](*reversed(self.args))  # type: ignore[attr-defined]
+
+    @property
+    def negated(self) -> sympy.Basic:
+        """True where the comparison is false, which no comparison is where a side is NaN."""
+        return sympy.Not(self)
+
+
+class FloatLess(FloatRelation, sympy.StrictLessThan):  # type: ignore[misc]
+    """``a < b``"""
+
+    decide = operator.lt
+
+
+class FloatLessEqual(FloatRelation, sympy.LessThan):  # type: ignore[misc]
+    """``a <= b``"""
+
+    decide = operator.le
+
+
+class FloatGreater(FloatRelation, sympy.StrictGreaterThan):  # type: ignore[misc]
+    """``a > b``"""
+
+    decide = operator.gt
+
+
+class FloatGreaterEqual(FloatRelation, sympy.GreaterThan):  # type: ignore[misc]
+    """``a >= b``"""
+
+    decide = operator.ge
+
+
+class FloatEqual(FloatRelation, sympy.Equality):  # type: ignore[misc]
+    """``a == b``"""
+
+    decide = operator.eq
+
+
+class FloatUnequal(FloatRelation, sympy.Unequality):  # type: ignore[misc]
+    """``a != b``; true where a side is NaN"""
+
+    decide = operator.ne
+
+
+FLOAT_RELATIONS: dict[type[sympy.Basic], type[sympy.Basic]] = {
+    sympy.StrictLessThan: FloatLess,
+    sympy.LessThan: FloatLessEqual,
+    sympy.StrictGreaterThan: FloatGreater,
+    sympy.GreaterThan: FloatGreaterEqual,
+    sympy.Equality: FloatEqual,
+    sympy.Unequality: FloatUnequal,
+}
+"""The comparison of floats for each relation of sympy."""
+
+_REVERSED = {
+    FloatLess: FloatGreater,
+    FloatLessEqual: FloatGreaterEqual,
+    FloatGreater: FloatLess,
+    FloatGreaterEqual: FloatLessEqual,
+    FloatEqual: FloatEqual,
+    FloatUnequal: FloatUnequal,
+}
