@@ -12,22 +12,32 @@ import sympy
 
 from flashgen.analysis.minmax_table import table_of
 from flashgen.language import (
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
     Extreme,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
     Least,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
 )
 from flashgen.language.bit_functions import (
     BitAnd,
@@ -73,7 +83,7 @@ def _value(expr: sympy.Basic, env: Env) -> Any:
     if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
         return math.nan
     if not expr.args:
-        return float(expr)
+        return float(expr)  # infinities too
     if isinstance(expr, sympy.Piecewise | Select):
         return _choose(expr, env)
     if isinstance(expr, Element):
@@ -154,19 +164,16 @@ def _whole(*values: Any) -> bool:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """The quotient, rounded down: of integers exactly, and 0 by 0; of floats after its rounding."""
+    """The quotient, rounded down: exactly, and of integers 0 by 0."""
     if _whole(a, b):
         return _where_nonzero(lambda divisor: a // divisor, b)
-    ratio = _divided(a, b)
-    return np.floor(ratio) if isinstance(ratio, np.ndarray) else _floor(ratio)
+    return _floats(np.floor_divide, a, b)
 
 
 def _remainder(a: Any, b: Any) -> Any:
     if _whole(a, b):
         return _where_nonzero(lambda divisor: a % divisor, b)
-    with np.errstate(invalid="ignore"):
-        found = np.mod(a, b)
-    return found if isinstance(found, np.ndarray) else float(found)
+    return _floats(np.mod, a, b)
 
 
 def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
@@ -175,10 +182,18 @@ def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
     return divide(b) if b else divide(1) * 0
 
 
-def _divided(a: Any, b: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.divide(a, b, dtype=float)
-    return ratio if isinstance(ratio, np.ndarray) else float(ratio)
+def _floats(operation: Callable[..., Any], a: Any, b: Any) -> Any:
+    """An operation of IEEE 754 on numbers of double precision."""
+    with np.errstate(all="ignore"):
+        found = operation(a, b, dtype=float)
+    return found if isinstance(found, np.ndarray) else float(found)
+
+
+def _float(x: Any) -> float:
+    try:
+        return float(x)
+    except OverflowError:  # an integer that no float holds
+        return math.copysign(math.inf, x)
 
 
 def _floor(x: float) -> float:
@@ -189,28 +204,41 @@ def _log1p(x: float) -> float:
     return _real(lambda: math.log1p(x), -math.inf if x == -1 else math.nan)
 
 
+def _least(a: Any, b: Any) -> Any:
+    return a if a != a or a < b else b
+
+
+def _greatest(a: Any, b: Any) -> Any:
+    return a if a != a or a > b else b
+
+
 def _popcount(x: Any) -> int:
     return (int(x) & 0xFFFFFFFF).bit_count()
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
+    AsFloat: _either(_float, lambda x: x.astype(float)),
+    FloatSum: lambda a, b: _floats(np.add, a, b),
+    FloatProduct: lambda a, b: _floats(np.multiply, a, b),
+    FloatQuotient: lambda a, b: _floats(np.divide, a, b),
+    FloatPower: lambda a, b: _floats(np.power, a, b),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
     sympy.Pow: _power,
     FloorDiv: _quotient,
     FloorMod: _remainder,
-    Minimum: _folded(min, np.minimum),
-    Maximum: _folded(max, np.maximum),
+    Minimum: _folded(_least, np.minimum),
+    Maximum: _folded(_greatest, np.maximum),
     sympy.Min: _folded(min, np.minimum),
     sympy.Max: _folded(max, np.maximum),
     sympy.Abs: abs,
     sympy.sign: _either(lambda x: (x > 0) - (x < 0), np.sign),
-    sympy.exp: _either(_scalar(math.exp), np.exp),
-    sympy.log: _either(_scalar(math.log), np.log),
+    Exp: _either(_scalar(math.exp), np.exp),
+    Log: _either(_scalar(math.log), np.log),
     Log2: _either(_scalar(math.log2), np.log2),
-    sympy.tanh: _either(math.tanh, np.tanh),
-    sympy.sin: _either(_scalar(math.sin), np.sin),
-    sympy.cos: _either(_scalar(math.cos), np.cos),
+    Tanh: _either(math.tanh, np.tanh),
+    Sin: _either(_scalar(math.sin), np.sin),
+    Cos: _either(_scalar(math.cos), np.cos),
     Sigmoid: _either(lambda x: 0.5 * (1 + math.tanh(x / 2)), lambda x: 0.5 * (1 + np.tanh(x / 2))),
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),

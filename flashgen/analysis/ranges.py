@@ -13,22 +13,32 @@ import sympy
 
 from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form, pick_known
 from flashgen.language import (
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
     Greatest,
     Least,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
     is_int,
 )
 from flashgen.language.bit_functions import BitFunction
@@ -79,6 +89,8 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
         return Range(*tile.ends[expr])
     if isinstance(expr, Let):  # no bound: a part of a large expression is not analysed
         return Range(None, None, sympy.false)
+    if isinstance(expr, AsFloat | FloatSum | FloatProduct | FloatQuotient | FloatPower):
+        return Range(None, None, sympy.false)
     if isinstance(expr, sympy.Add):
         return _sum(expr, tile)
     if isinstance(expr, sympy.Mul):
@@ -118,7 +130,7 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
         return Range(
             Maximum(0, x.lo, _times(_MINUS, x.hi)), Maximum(x.hi, _times(_MINUS, x.lo)), defined
         )
-    if isinstance(expr, sympy.sin | sympy.cos):
+    if isinstance(expr, Sin | Cos):
         return Range(-1 - APPROXIMATION, 1 + APPROXIMATION, defined)
     if isinstance(expr, Atan2):
         return Range(sympy.Integer(-4), sympy.Integer(4), defined)
@@ -135,12 +147,12 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
         return _outward(Range(Log1p(low), Log1p(high), above), ROUNDING)
     if isinstance(expr, Floor | Round | sympy.sign):
         return Range(expr.func(x.lo), expr.func(x.hi), defined)
-    if isinstance(expr, sympy.exp | Expm1):
+    if isinstance(expr, Exp | Expm1):
         inside = sympy.And(defined, x.hi < EXPONENT_LIMIT)
         return _outward(Range(expr.func(x.lo), expr.func(x.hi), inside), ROUNDING)
-    if isinstance(expr, sympy.tanh | Sigmoid):
+    if isinstance(expr, Tanh | Sigmoid):
         return _outward(Range(expr.func(x.lo), expr.func(x.hi), defined), APPROXIMATION)
-    if isinstance(expr, sympy.log | Log2):
+    if isinstance(expr, Log | Log2):
         positive = sympy.And(defined, x.lo > 0)
         safe = Maximum(x.lo, sympy.Rational(1, 2**100))
         return _outward(Range(expr.func(safe), expr.func(Maximum(safe, x.hi)), positive), ROUNDING)

@@ -15,7 +15,7 @@ import torch
 
 import flashgen.language.mod_functions as fg
 from flashgen.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.language import SCORE, Element, Tensor, Traced, python_text
+from flashgen.language import SCORE, Element, Log, Tensor, Traced, python_text
 from flashgen.language.integer_limits import fits
 from flashgen.language.mod_functions import where
 from flashgen.language.symbols import is_int
@@ -23,7 +23,7 @@ from flashgen.language.traced import Value
 
 Rule = Callable[..., Entry]
 
-LN_10 = Value(sympy.log(10))
+LN_10 = Value(Log(sympy.Integer(10)))
 LARGEST_FACTOR = 2**40
 
 
@@ -226,12 +226,6 @@ def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
     return rule
 
 
-def _power(x: Traced, exponent: Traced) -> Traced:
-    if exponent.expr.is_Rational and x.expr.is_number and not x.expr.is_Rational:
-        return fg.exp(exponent * fg.log(x))
-    return x**exponent
-
-
 # Operations on the bits of integers.
 
 
@@ -279,7 +273,7 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x > 0, x, 0),
-    "pow": _power,
+    "pow": operator.pow,
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_and": operator.and_,

@@ -1,5 +1,12 @@
 """Tracing of Python mods to sympy expressions: symbols, traced values, captures, expressions."""
 
+from flashgen.language.float_operations import (
+    AsFloat,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+)
 from flashgen.language.lets import elements_of
 from flashgen.language.python_printer import python_text
 from flashgen.language.scalar import Scalar
@@ -24,18 +31,23 @@ from flashgen.language.symbols import (
 )
 from flashgen.language.sympy_functions import (
     Atan2,
+    Cos,
     Erf,
     Erfc,
+    Exp,
     Expm1,
     Floor,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
 )
 from flashgen.language.tensor import Tensor
 from flashgen.language.tensor_elements import (
@@ -60,13 +72,20 @@ __all__ = [
     "SCORE",
     "SEQ_K",
     "SEQ_Q",
+    "AsFloat",
     "Atan2",
     "B",
+    "Cos",
     "Element",
     "Erf",
     "Erfc",
+    "Exp",
     "Expm1",
     "Extreme",
+    "FloatPower",
+    "FloatProduct",
+    "FloatQuotient",
+    "FloatSum",
     "Floor",
     "FloorDiv",
     "FloorMod",
@@ -74,6 +93,7 @@ __all__ = [
     "H",
     "K",
     "Least",
+    "Log",
     "Log1p",
     "Log2",
     "Maximum",
@@ -82,6 +102,8 @@ __all__ = [
     "Round",
     "Scalar",
     "Sigmoid",
+    "Sin",
+    "Tanh",
     "Tensor",
     "TensorSymbol",
     "Traced",

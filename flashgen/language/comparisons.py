@@ -9,16 +9,18 @@ numbers. They are subclasses of sympy's, with ``lhs`` and ``rhs``; `sympy.Not` o
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Callable
+from ctypes import c_float
 from typing import Any
 
 import sympy
 
+from flashgen.language.symbols import is_int
+
 
 def as_float32(number: sympy.Expr) -> float:
     """The float32 that kernels compute with in place of a number, as a Python float."""
-    return float(struct.unpack("<f", struct.pack("<f", float(number)))[0])
+    return float(c_float(float(number)).value)
 
 
 class FloatRelation:
@@ -88,6 +90,12 @@ FLOAT_RELATIONS: dict[type[sympy.Basic], type[sympy.Basic]] = {
     sympy.Unequality: FloatUnequal,
 }
 """The comparison of floats for each relation of sympy."""
+
+
+def relation(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
+    """The comparison ``kind(a, b)`` of integers, or that of floats where a side is one."""
+    return kind(a, b) if is_int(a) and is_int(b) else FLOAT_RELATIONS[kind](a, b)
+
 
 _REVERSED = {
     FloatLess: FloatGreater,

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import sympy
 
-from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import Popcount
+from flashgen.language.comparisons import FloatLess
+from flashgen.language.float_operations import FloatPower
 from flashgen.language.lets import Let
-from flashgen.language.operators import absolute_value, as_condition
+from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
 from flashgen.language.sympy_functions import (
     Atan2,
+    Cos,
     Erf,
     Erfc,
+    Exp,
     Expm1,
     Floor,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
 )
 from flashgen.language.traced import Operand, Traced, Value, apply_function, as_expr, made
 from flashgen.language.user_source import refuse
@@ -83,24 +89,27 @@ _MOST_CHOICES = 2
 """Choices in a condition that become cases of the condition."""
 
 
+_HALF = sympy.Rational(1, 2)
+
+
 def minimum(a: Operand, b: Operand) -> Traced:
-    """The lesser of two numbers."""
+    """The lesser of two numbers; NaN where one is NaN."""
     return apply_function("minimum", Minimum, a, b)
 
 
 def maximum(a: Operand, b: Operand) -> Traced:
-    """The greater of two numbers."""
+    """The greater of two numbers; NaN where one is NaN."""
     return apply_function("maximum", Maximum, a, b)
 
 
 def exp(x: Operand) -> Traced:
     """e to the power x."""
-    return apply_function("exp", sympy.exp, x)
+    return apply_function("exp", Exp, x)
 
 
 def log(x: Operand) -> Traced:
     """Natural logarithm."""
-    return apply_function("log", sympy.log, x)
+    return apply_function("log", Log, x)
 
 
 def log2(x: Operand) -> Traced:
@@ -110,12 +119,12 @@ def log2(x: Operand) -> Traced:
 
 def sqrt(x: Operand) -> Traced:
     """Square root."""
-    return apply_function("sqrt", sympy.sqrt, x)
+    return apply_function("sqrt", lambda x: FloatPower(x, _HALF), x)
 
 
 def tanh(x: Operand) -> Traced:
     """Hyperbolic tangent."""
-    return apply_function("tanh", sympy.tanh, x)
+    return apply_function("tanh", Tanh, x)
 
 
 def sigmoid(x: Operand) -> Traced:
@@ -125,17 +134,17 @@ def sigmoid(x: Operand) -> Traced:
 
 def absolute(x: Operand) -> Traced:
     """Absolute value; exported as ``fg.abs``."""
-    return apply_function("abs", absolute_value, x)
+    return apply_function("abs", sympy.Abs, x)
 
 
 def sin(x: Operand) -> Traced:
     """Sine of x in radians."""
-    return apply_function("sin", sympy.sin, x)
+    return apply_function("sin", Sin, x)
 
 
 def cos(x: Operand) -> Traced:
     """Cosine of x in radians."""
-    return apply_function("cos", sympy.cos, x)
+    return apply_function("cos", Cos, x)
 
 
 def floor(x: Operand) -> Traced:
@@ -150,7 +159,7 @@ def round(x: Operand) -> Traced:
 
 def exp2(x: Operand) -> Traced:
     """2 to the power x."""
-    return apply_function("exp2", lambda x: sympy.Integer(2) ** x, x)
+    return apply_function("exp2", lambda x: FloatPower(sympy.Integer(2), x), x)
 
 
 def expm1(x: Operand) -> Traced:
@@ -165,7 +174,7 @@ def log1p(x: Operand) -> Traced:
 
 def rsqrt(x: Operand) -> Traced:
     """1 / sqrt(x)."""
-    return apply_function("rsqrt", lambda x: 1 / sympy.sqrt(x), x)
+    return apply_function("rsqrt", lambda x: FloatPower(x, -_HALF), x)
 
 
 def erf(x: Operand) -> Traced:
@@ -190,17 +199,27 @@ def sign(x: Operand) -> Traced:
 
 
 def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Traced:
-    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x."""
+    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x.
+
+    It is NaN where the number or a bound is NaN.
+    """
     value = apply_function("clamp", lambda x: x, x)
     if low is not None:
-        value = where(value < low, low, value)
-    return value if high is None else where(value > high, high, value)
+        value = where(_replaces(low, value < low), low, value)
+    return value if high is None else where(_replaces(high, value > high), high, value)
+
+
+def _replaces(bound: Operand, beyond: Traced) -> Traced:
+    """Whether a bound of `clamp` replaces the number: where it is exceeded, or NaN."""
+    expr = as_expr(bound)
+    return beyond if is_int(expr) or expr.is_number else beyond | (bound != bound)
 
 
 def isfinite(x: Operand) -> Traced:
     """True where x is neither infinite nor NaN in float32."""
     value = absolute(x)
-    return value <= FLOAT32_MAX if not is_int(value.expr) else Value(sympy.true, value.captures)
+    finite = sympy.true if is_int(value.expr) else FloatLess(value.expr, sympy.oo)
+    return Value(finite, value.captures)
 
 
 def popcount(x: Operand) -> Traced:

@@ -16,20 +16,30 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.language import (
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
     is_condition,
 )
 from flashgen.language.bit_functions import (
@@ -119,42 +129,10 @@ class _Evaluator:
 
 
 def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    """The value of a sum; rational multiples of integers are added over one denominator.
-
-    ``0.1 * (k - q)`` arrives as ``k / 10 - q / 10``, in which far positions would cancel.
-    """
-    whole: list[tuple[sympy.Rational, Tensor]] = []
-    terms: list[Tensor] = []
-    for arg in expr.args:
-        coefficient, rest = arg.as_coeff_Mul()
-        value = run.value(rest) if coefficient.is_Rational else run.value(arg)
-        if coefficient.is_Rational and value.dtype == torch.int64:
-            whole.append((coefficient, value))
-        else:
-            terms.append(run.value(arg))
-    if whole:
-        terms.append(_rational_sum(run, whole))
-    return reduce(torch.add, run.unify(terms))
-
-
-def _rational_sum(run: _Evaluator, terms: list[tuple[sympy.Rational, Tensor]]) -> Tensor:
-    scale = math.lcm(*(int(coefficient.q) for coefficient, _ in terms))
-    factors: list[int | float] = [int(coefficient * scale) for coefficient, _ in terms]
-    values = [value for _, value in terms]
-    bound = sum(abs(f) * _magnitude(value) for f, value in zip(factors, values, strict=True))
-    if bound > _LARGEST_INTEGER or max(map(abs, factors)) > _LARGEST_INTEGER:
-        values = [value.to(run.real) for value in values]
-        factors = [float(factor) for factor in factors]  # torch has no integers beyond 64 bits
-    total = reduce(torch.add, (f * value for f, value in zip(factors, values, strict=True)))
-    return total if scale == 1 else total.to(run.real) / float(scale)
+    return reduce(torch.add, run.alike(*expr.args))
 
 
 def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    coefficient, rest = expr.as_coeff_Mul()
-    if coefficient.is_Rational and not coefficient.is_Integer:
-        # One division by the denominator rounds once, where two factors would round twice.
-        numerator = _multiply(run, [run.value(sympy.Integer(coefficient.p)), run.value(rest)])
-        return numerator.to(run.real) / float(coefficient.q)
     return _multiply(run, [run.value(arg) for arg in expr.args])
 
 
@@ -173,14 +151,16 @@ def _magnitude(integers: Tensor) -> float:
 
 def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     base, exponent = expr.args
-    if exponent.is_Integer and 0 < exponent <= 64:
-        return _multiply(run, [run.value(base)] * int(exponent))
-    x = run.number(base)
-    if exponent == sympy.Rational(1, 2):
-        return x.sqrt()
-    if exponent == -1:
-        return x.reciprocal()
-    return torch.pow(x, run.number(exponent))
+    return (
+        _multiply(run, [run.value(base)] * int(exponent)) if exponent else run.number(exponent) + 1
+    )
+
+
+def _float_power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    base, exponent = expr.args
+    if exponent.is_number:
+        return torch.pow(run.number(base), float(exponent))
+    return torch.pow(run.number(base), run.number(exponent))
 
 
 def _element(run: _Evaluator, expr: Element) -> Tensor:
@@ -198,7 +178,7 @@ def _inside(place: Tensor, size: int) -> Tensor:
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
     if b.dtype != torch.int64:
-        return torch.floor(a / b)
+        return torch.floor_divide(a, b)
     return _or_zero(torch.floor_divide(a, _divisor(b)), b)
 
 
@@ -270,6 +250,11 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Mul: _product,
     sympy.Pow: _power,
     Element: _element,
+    AsFloat: lambda run, expr: run.number(expr.args[0]),
+    FloatSum: _real(torch.add),
+    FloatProduct: _real(torch.mul),
+    FloatQuotient: _real(torch.div),
+    FloatPower: _float_power,
     FloorDiv: _floor_div,
     FloorMod: _floor_mod,
     sympy.Piecewise: _choice,
@@ -297,11 +282,11 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     ShiftLeft: _integers(torch.bitwise_left_shift),
     ShiftRight: _integers(torch.bitwise_right_shift),
     Popcount: _integers(_popcount),
-    sympy.exp: _real(torch.exp),
-    sympy.log: _real(torch.log),
-    sympy.tanh: _real(torch.tanh),
-    sympy.sin: _real(torch.sin),
-    sympy.cos: _real(torch.cos),
+    Exp: _real(torch.exp),
+    Log: _real(torch.log),
+    Tanh: _real(torch.tanh),
+    Sin: _real(torch.sin),
+    Cos: _real(torch.cos),
     sympy.Eq: _relation(torch.eq),
     sympy.Ne: _relation(torch.ne),
     sympy.Lt: _relation(torch.lt),
