@@ -214,7 +214,8 @@ class _Extremum(RealFunction):
         other = type(self)(*others)
         wins = relation(sympy.Lt if self._least else sympy.Gt, mine, other)
         tie = relation(sympy.Eq, mine, other)
-        return sympy.Piecewise((1, wins), (sympy.Rational(1, 2), tie), (0, True))
+        share = sympy.Rational(1, 2)
+        return sympy.Piecewise((1, wins), (share, tie), (0, True), evaluate=False)
 
 
 class Minimum(_Extremum):
@@ -275,7 +276,7 @@ class Log2(RealFunction):
         return sympy.log(x) / sympy.log(2)
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (self.args[0] * sympy.log(2))
+        return 1 / (self.args[0] * Log(sympy.Integer(2)))
 
 
 class Tanh(RealFunction):

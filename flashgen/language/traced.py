@@ -257,7 +257,7 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
     """
     if expr.is_number and not is_condition(expr) and not _is_float32(expr):
         refuse(
-            "this is not a number that float32 holds",
+            "this is not a finite real number",
             numbers=" and ".join(
                 f"operand {python_text(as_expr(operand))}" for operand in operands
             ),
