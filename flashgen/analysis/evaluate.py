@@ -167,7 +167,8 @@ def _quotient(a: Any, b: Any) -> Any:
     """The quotient, rounded down: exactly, and of integers 0 by 0."""
     if _whole(a, b):
         return _where_nonzero(lambda divisor: a // divisor, b)
-    return _floats(np.floor_divide, a, b)
+    # By the float32 that kernels divide by: 0.5 // 0.01 is 50 there, and 49 in double precision.
+    return _floats(np.floor_divide, a, np.asarray(b, dtype=np.float32))
 
 
 def _remainder(a: Any, b: Any) -> Any:

@@ -195,6 +195,8 @@ def _inside(place: Tensor, size: int) -> Tensor:
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
     if b.dtype != torch.int64:
+        if expr.args[1].is_Rational:  # as float32 holds it: 0.5 // 0.01 is 50 there
+            b = b.to(torch.float32).to(b.dtype)
         return torch.floor_divide(a.detach(), b.detach())  # its derivative is 0
     return _or_zero(torch.floor_divide(a, _divisor(b)), b)
 
