@@ -92,6 +92,9 @@ FLOAT_RELATIONS: dict[type[sympy.Basic], type[sympy.Basic]] = {
 """The comparison of floats for each relation of sympy."""
 
 
+REAL_RELATIONS = {of_floats: kind for kind, of_floats in FLOAT_RELATIONS.items()}
+
+
 def relation(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     """The comparison ``kind(a, b)`` of integers, or that of floats where a side is one."""
     return kind(a, b) if is_int(a) and is_int(b) else FLOAT_RELATIONS[kind](a, b)

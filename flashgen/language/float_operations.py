@@ -18,7 +18,7 @@ import sympy
 from sympy.core.sorting import default_sort_key
 from sympy.printing.precedence import PRECEDENCE
 
-from flashgen.language.comparisons import FloatEqual, relation
+from flashgen.language.comparisons import REAL_RELATIONS, FloatEqual, FloatRelation, relation
 from flashgen.language.symbols import is_int
 from flashgen.language.sympy_functions import Log, RealFunction
 
@@ -174,7 +174,7 @@ class FloatPower(_FloatOperation):
             slope = n * FloatPower(a, FloatSum(n, -1))
             return _unless(FloatEqual(n, 0), slope)
         if a.is_number and a.is_positive:
-            return self * sympy.log(a)
+            return self * Log(a)
         none = sympy.And(FloatEqual(a, 0), relation(sympy.Ge, n, sympy.S.Zero))
         return _unless(none, self * Log(a))
 
@@ -193,6 +193,8 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     args = [in_reals(arg) for arg in expr.args]
     if isinstance(expr, AsFloat | _FloatOperation):
         return expr.form(*args)
+    if isinstance(expr, FloatRelation):
+        return REAL_RELATIONS[type(expr)](*args)
     if tuple(args) == expr.args:
         return expr
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}

@@ -33,13 +33,22 @@ from flashgen.language.sympy_functions import (
     Sin,
     Tanh,
 )
-from flashgen.language.traced import Operand, Traced, Value, apply_function, as_expr, made
+from flashgen.language.traced import (
+    Operand,
+    Traced,
+    Value,
+    apply_function,
+    as_expr,
+    captures_of,
+    exprs_of,
+    made,
+)
 from flashgen.language.user_source import refuse
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:
     """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
-    test, yes, no = as_condition(as_expr(condition)), as_expr(a), as_expr(b)
+    test, (yes, no) = as_condition(as_expr(condition)), exprs_of(a, b)
     if not is_condition(test):
         refuse(
             "the first argument of fg.where is a condition, this is a number",
@@ -52,7 +61,8 @@ def where(condition: Operand, a: Operand, b: Operand) -> Traced:
             numbers=f"{python_text(yes)} and {python_text(no)}",
             way_out="fg.where(condition, 1, 0) to make a number of a condition",
         )
-    return made(choose(test, yes, no), condition, a, b)
+    chosen = made(choose(test, yes, no), a, b)
+    return Value(chosen.expr, captures_of(condition, a, b), chosen.narrow)
 
 
 def choose(test: sympy.Basic, yes: sympy.Basic, no: sympy.Basic) -> sympy.Basic:

@@ -9,7 +9,7 @@ from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
 
 from flashgen.language.comparisons import FLOAT_RELATIONS
-from flashgen.language.float_operations import NAN, FloatPower, FloatSum
+from flashgen.language.float_operations import NAN, FloatPower, FloatProduct, FloatSum
 from flashgen.language.symbols import SCORE
 
 SIGNS = {
@@ -47,6 +47,24 @@ def terms_in_order(total: FloatSum) -> list[sympy.Expr]:
         if isinstance(inner, FloatSum):
             return [*terms_in_order(inner), term]
     return _ranked(list(total.args))
+
+
+def factors_in_order(product: FloatProduct) -> list[sympy.Expr]:
+    """The factors of a product of floats in the order in which they are multiplied.
+
+    The first two, whose order does not matter, are in reading order.
+    """
+    for inner, factor in (product.args, product.args[::-1]):
+        if isinstance(inner, FloatProduct):
+            return [*factors_in_order(inner), factor]
+    found = {_as_power(factor): factor for factor in product.args}
+    ordered = sympy.Mul(*map(_as_power, product.args), evaluate=False).as_ordered_factors()
+    return [found[factor] for factor in ordered]
+
+
+def _as_power(expr: sympy.Expr) -> sympy.Expr:
+    """A power of floats as one of sympy's, which come first in a product."""
+    return sympy.Pow(*expr.args, evaluate=False) if isinstance(expr, FloatPower) else expr
 
 
 def is_subtracted(term: sympy.Expr) -> bool:
@@ -108,12 +126,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         a, b = expr.args
         if a == b:
             return str(self._print_Pow(sympy.Pow(a, 2, evaluate=False)))
-        # Of sympy's powers, which come first in a product.
-        factors = (
-            sympy.Pow(*arg.args, evaluate=False) if isinstance(arg, FloatPower) else arg
-            for arg in expr.args
-        )
-        return str(self._print_Mul(sympy.Mul(*factors, evaluate=False)))
+        return str(self._print_Mul(sympy.Mul(*map(_as_power, expr.args), evaluate=False)))
 
     def _print_FloatQuotient(self, expr: Any) -> str:
         above, below = expr.args

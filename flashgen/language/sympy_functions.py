@@ -53,11 +53,15 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
         return self.form(*(sympy.N(arg, max(15, int(prec * 0.302))) for arg in self.args))
 
 
-class FloorDiv(sympy.Function):  # type: ignore[misc]
+class FloorDiv(RealFunction):
     """``floor(a / b)``. Where b is 0, the quotient is 0 for integers, as in IEEE 754 for floats."""
 
     nargs = (2,)
     integer_closed = True
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return sympy.floor(a / b)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -121,6 +125,10 @@ class FloorMod(RealFunction):
 
     nargs = (2,)
     integer_closed = True
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a - b * sympy.floor(a / b)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -214,23 +222,28 @@ class _Extremum(RealFunction):
         other = type(self)(*others)
         wins = relation(sympy.Lt if self._least else sympy.Gt, mine, other)
         tie = relation(sympy.Eq, mine, other)
-        return sympy.Piecewise((1, wins), (sympy.Rational(1, 2), tie), (0, True))
+        share = sympy.Rational(1, 2)
+        return sympy.Piecewise((1, wins), (share, tie), (0, True), evaluate=False)
 
 
 class Minimum(_Extremum):
-    """The least of its arguments."""
+    """The least of its arguments; NaN where one is NaN."""
+
+    form = staticmethod(sympy.Min)
 
 
 class Maximum(_Extremum):
-    """The greatest of its arguments."""
+    """The greatest of its arguments; NaN where one is NaN."""
 
+    form = staticmethod(sympy.Max)
     _least = False
 
 
-class Floor(sympy.Function):  # type: ignore[misc]
+class Floor(RealFunction):
     """Round down. Its derivative is 0, as in torch."""
 
     nargs = (1,)
+    form = staticmethod(sympy.floor)
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
@@ -275,7 +288,7 @@ class Log2(RealFunction):
         return sympy.log(x) / sympy.log(2)
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (self.args[0] * sympy.log(2))
+        return 1 / (self.args[0] * Log(sympy.Integer(2)))
 
 
 class Tanh(RealFunction):
@@ -384,10 +397,14 @@ class Atan2(RealFunction):
         return sympy.Piecewise((0, none), (part / square, True), evaluate=False)
 
 
-class Round(sympy.Function):  # type: ignore[misc]
+class Round(RealFunction):
     """Round to the nearest integer, halves to the even one. Its derivative is 0, as in torch."""
 
     nargs = (1,)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.Integer(round(x))
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:

@@ -19,6 +19,7 @@ from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.float_operations import NAN, AsFloat, negative
 from flashgen.language.lets import named
+from flashgen.language.narrow_integers import promoted, wrapped
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
@@ -66,15 +67,19 @@ class Traced:
     Attributes:
         expr: the sympy expression so far.
         captures: the scalars and tensors in the expression, in order of first use.
+        narrow: the dtype of an integer that wraps around, one of `narrow_integers.NARROW`; else "".
     """
 
-    __slots__ = ("captures", "expr")
+    __slots__ = ("captures", "expr", "narrow")
     __array_ufunc__ = None  # lets numpy scalars on the left defer to the operators below
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expr: sympy.Basic, captures: tuple[Capture, ...] = ()) -> None:
+    def __init__(
+        self, expr: sympy.Basic, captures: tuple[Capture, ...] = (), narrow: str = ""
+    ) -> None:
         self.expr = expr
         self.captures = captures
+        self.narrow = narrow
 
     @property
     def is_condition(self) -> bool:
@@ -253,17 +258,19 @@ def captures_of(*values: object) -> tuple[Capture, ...]:
 def made(expr: sympy.Basic, *operands: object) -> Traced:
     """The traced value of a new expression, which must be a real number or a condition.
 
-    A large expression gets a name (`flashgen.language.lets`).
+    A large expression gets a name (`flashgen.language.lets`), and one of narrow integers wraps.
     """
+    narrow = narrow_dtype(*operands)
+    expr = wrapped(expr, narrow)
     if expr.is_number and not is_condition(expr) and not _is_float32(expr):
         refuse(
-            "this is not a number that float32 holds",
+            "this is not a finite real number",
             numbers=" and ".join(
                 f"operand {python_text(as_expr(operand))}" for operand in operands
             ),
             way_out="no division by 0, and no log or root of a negative number",
         )
-    return Value(named(expr), captures_of(*operands))
+    return Value(named(expr), captures_of(*operands), narrow)
 
 
 def _is_float32(number: sympy.Expr) -> bool:
@@ -276,15 +283,30 @@ def _is_float32(number: sympy.Expr) -> bool:
         return False
 
 
+def narrow_dtype(*operands: object) -> str:
+    """The dtype of integers in which an operation wraps around; "" where it does not.
+
+    A condition and a Python number have no dtype.
+    """
+    traced = [x for x in operands if isinstance(x, Traced) and not x.is_condition]
+    return promoted({x.narrow for x in traced})
+
+
+def exprs_of(*operands: object) -> list[sympy.Basic]:
+    """The expressions of the operands of an operation, with numbers in the dtype of the others."""
+    narrow = narrow_dtype(*operands)
+    return [wrapped(as_expr(x), "" if isinstance(x, Traced) else narrow) for x in operands]
+
+
 def combine(operator: str, left: object, right: object) -> Traced:
     """``left operator right`` as a traced value."""
-    return made(combined(operator, as_expr(left), as_expr(right)), left, right)
+    return made(combined(operator, *exprs_of(left, right)), left, right)
 
 
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
     """``function`` of numbers, which messages call fg.``name``."""
     exprs = []
-    for expr in map(as_expr, values):
+    for expr in exprs_of(*values):
         if is_condition(expr):
             refuse(
                 f"fg.{name} is for numbers, this is a condition",

@@ -16,6 +16,7 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.language import (
+    SCORE,
     AsFloat,
     Atan2,
     Cos,
@@ -50,7 +51,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
-from flashgen.language.comparisons import FLOAT_RELATIONS
+from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
@@ -60,7 +61,10 @@ _LARGEST_INTEGER = 2.0**62
 
 
 def evaluate(
-    expr: sympy.Basic, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype = torch.float64
+    expr: sympy.Basic,
+    values: Mapping[sympy.Symbol, Tensor],
+    real: torch.dtype = torch.float64,
+    decides: torch.dtype | None = None,
 ) -> Tensor:
     """The value of ``expr`` with ``values`` for its symbols, with torch's broadcasting.
 
@@ -70,6 +74,9 @@ def evaluate(
             tensor that tensor itself, of any dtype. Values can also be given for subexpressions of
             ``expr``.
         real: dtype of all computations except integer computations.
+        decides: dtype in which the sides of comparisons and the arguments of functions with jumps
+            are computed where they do not depend on the score; ``real`` if None. A mask is what
+            float32 makes it, also in float64.
 
     Returns:
         int64 or ``real`` for numbers, bool for conditions; in the shape that the symbols
@@ -78,17 +85,24 @@ def evaluate(
     Raises:
         SpecError: a symbol has no value, or mods cannot contain a function of ``expr``.
     """
-    run = _Evaluator(values, real)
-    for let in lets_of(expr):
-        run.known[let] = run.value(let.value)
-    return run.value(expr)
+    return _Evaluator(values, real, decides or real).of_parts(expr)
 
 
 class _Evaluator:
-    def __init__(self, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype) -> None:
+    def __init__(
+        self, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype, decides: torch.dtype
+    ) -> None:
         self.real = real
+        self.deciding = self if decides == real else _Evaluator(values, decides, decides)
         self.device = next(iter(values.values())).device if values else torch.device("cpu")
         self.known: dict[sympy.Basic, Tensor] = dict(values)
+
+    def of_parts(self, expr: sympy.Basic) -> Tensor:
+        """The value of an expression with Lets."""
+        for let in lets_of(expr):
+            if let not in self.known:
+                self.known[let] = self.value(let.value)
+        return self.value(expr)
 
     def value(self, expr: sympy.Basic) -> Tensor:
         """The value of ``expr``; shared subexpressions are computed once."""
@@ -125,6 +139,9 @@ class _Evaluator:
                 + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
                 way_out="the functions of flashgen, and a value for every scalar",
             )
+        decided = isinstance(expr, _DECIDED) and SCORE not in expr.free_symbols
+        if decided and self.deciding is not self:
+            return self.deciding.of_parts(expr)
         return rule(self, expr)
 
 
@@ -178,7 +195,9 @@ def _inside(place: Tensor, size: int) -> Tensor:
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
     if b.dtype != torch.int64:
-        return torch.floor_divide(a, b)
+        if expr.args[1].is_Rational:  # as float32 holds it: 0.5 // 0.01 is 50 there
+            b = b.to(torch.float32).to(b.dtype)
+        return torch.floor_divide(a.detach(), b.detach())  # its derivative is 0
     return _or_zero(torch.floor_divide(a, _divisor(b)), b)
 
 
@@ -242,6 +261,9 @@ def _if_then_else(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     condition, yes, no = (run.value(arg) for arg in expr.args)
     return torch.where(condition, yes, no)
 
+
+_DECIDED = (FloatRelation, Floor, Round, FloorDiv, FloorMod, Element)
+"""What jumps: the rounding of an argument can change the result by more than its own size."""
 
 Rule = Callable[[_Evaluator, sympy.Basic], Tensor]
 

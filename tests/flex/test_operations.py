@@ -236,10 +236,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda s, b, h, q, k: torch.exp(torch.where(q > k, s, -torch.inf)),
         "torch.exp of minus infinity",
     ),
-    "plus infinity": (
-        lambda s, b, h, q, k: torch.where(q > k, s, torch.inf),
-        "not a finite real number",
-    ),
     "detach": (lambda s, b, h, q, k: s * torch.tanh(s).detach(), "detach\\(\\)"),
     "complex": (
         lambda s, b, h, q, k: s + table.to(torch.complex64)[q].real,

@@ -36,7 +36,7 @@ from flashgen.language import (
     is_int,
 )
 from flashgen.language.integer_limits import fits
-from flashgen.language.python_printer import terms_in_order, written_order
+from flashgen.language.python_printer import factors_in_order, terms_in_order, written_order
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -47,13 +47,19 @@ class FloatPrinter(IntegerPrinter):
     """The part of `CPrinter` that prints floats."""
 
     @contextmanager
-    def _predicate(self, here: bool = True) -> Iterator[None]:
-        """A context in which products of floats are not fused with sums, if ``here`` is true."""
-        before, self._in_predicate = self._in_predicate, self._in_predicate or here
+    def _predicate(self, here: bool = True, *, fuses: bool = True) -> Iterator[None]:
+        """A context in which nothing is approximate, if ``here`` is true.
+
+        Args:
+            fuses: whether a product could be fused with a sum, so that products are rounded first.
+        """
+        before = self._in_predicate, self._rounds
+        self._in_predicate = before[0] or here
+        self._rounds = before[1] or (here and fuses)
         try:
             yield
         finally:
-            self._in_predicate = before
+            self._in_predicate, self._rounds = before
 
     def index(self, expr: sympy.Expr) -> str:
         """An index as an int. An index beyond int32 is clamped and stays outside the tensor."""
@@ -79,7 +85,7 @@ class FloatPrinter(IntegerPrinter):
         if isinstance(expr, sympy.Add):
             return self._float_sum(expr, written_order(expr))
         if isinstance(expr, FloatProduct):
-            return self._product([self._float(factor) for factor in _factors(expr)])
+            return self._product([self._float(factor) for factor in factors_in_order(expr)])
         if isinstance(expr, FloatQuotient):
             return self._quotient(*expr.args)
         if isinstance(expr, sympy.Mul):
@@ -167,7 +173,7 @@ class FloatPrinter(IntegerPrinter):
     def _product(self, parts: list[Text]) -> Text:
         if len(parts) == 1:
             return parts[0]
-        if self._in_predicate or self.rounds_products:
+        if self._rounds or self.rounds_products:
             return self._nested("__fmul_rn", [text for text, _ in parts])
         text = inside(parts[0], TIMES)
         return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
@@ -181,7 +187,7 @@ class FloatPrinter(IntegerPrinter):
             below = FloatPower(base, -exponent)
             return self._quotient(sympy.S.One, below)
         if exponent.is_Integer:
-            rounded = self._in_predicate or self.rounds_products
+            rounded = self._rounds or self.rounds_products
             repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
         if exponent.is_Rational and exponent.q == 2 and is_int(base):
@@ -232,15 +238,6 @@ def _has_product(expr: sympy.Expr) -> bool:
         if isinstance(part, FloorDiv | FloorMod | TensorRead):
             return False
     return False
-
-
-def _factors(product: FloatProduct) -> list[sympy.Expr]:
-    """The factors of a product of floats in the order in which they are multiplied."""
-    for inner, factor in (product.args, product.args[::-1]):
-        if isinstance(inner, FloatProduct):
-            return [*_factors(inner), factor]
-    factors: list[sympy.Expr] = sympy.Mul(*product.args, evaluate=False).as_ordered_factors()
-    return factors
 
 
 def _is_power_of_two(x: sympy.Rational) -> bool:

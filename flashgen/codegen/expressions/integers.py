@@ -89,6 +89,7 @@ class IntegerPrinter(ABC):
         self._predicates: set[sympy.Symbol] = set()
         self._of_integers: set[sympy.Symbol] = set()
         self._in_predicate = False
+        self._rounds = False
         self.score_is_product = False
         self.rounds_products = False
 

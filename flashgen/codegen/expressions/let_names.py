@@ -24,7 +24,12 @@ from flashgen.language import (
     Minimum,
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS
-from flashgen.language.python_printer import is_subtracted, terms_in_order, written_order
+from flashgen.language.python_printer import (
+    factors_in_order,
+    is_subtracted,
+    terms_in_order,
+    written_order,
+)
 from flashgen.language.sympy_functions import Select
 
 LONGEST_NAME = 32
@@ -113,8 +118,8 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     if isinstance(expr, FloatQuotient):
         return joined(of(expr.args[0]), "over", of(expr.args[1]))
     if isinstance(expr, FloatProduct):
-        first, second = sympy.Mul(*expr.args, evaluate=False).as_ordered_factors()
-        return joined(of(first), "times", of(second))
+        factors = factors_in_order(expr)
+        return joined(of(factors[0]), "times", of(factors[1])) if len(factors) == 2 else None
     if isinstance(expr, sympy.Add) and len(expr.args) <= 3:
         return _sum(written_order(expr), names)
     if isinstance(expr, FloatSum) and len(terms_in_order(expr)) <= 3:

@@ -29,7 +29,7 @@ from flashgen.codegen.expressions.floats import FloatPrinter
 from flashgen.codegen.expressions.let_names import let_names
 from flashgen.codegen.expressions.predicates import lets_of_integers, predicate_lets
 from flashgen.codegen.integer_ranges import AssumedBlock
-from flashgen.language import is_condition, is_int
+from flashgen.language import FloatSum, is_condition, is_int
 from flashgen.language.divisors import is_data
 from flashgen.language.integer_limits import limits
 from flashgen.language.python_printer import SIGNS
@@ -160,7 +160,7 @@ class CPrinter(FloatPrinter):
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
-            with self._predicate():
+            with self._predicate(fuses=expr.has(sympy.Add, FloatSum)):
                 a, b = self._float(left), self._float(right)
         level = EQUAL if sign in ("==", "!=") else LESS
         return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
