@@ -38,6 +38,7 @@ from flashgen.language import (
     Sigmoid,
     Sin,
     Tanh,
+    is_int,
 )
 from flashgen.language.bit_functions import (
     BitAnd,
@@ -54,47 +55,96 @@ from flashgen.language.sympy_functions import Select
 Env = Mapping[sympy.Symbol, Any]
 
 
-def evaluate(expr: sympy.Basic, env: Env) -> Any:
+def evaluate(expr: sympy.Basic, env: Env, real: type[np.floating[Any]] = np.float32) -> Any:
     """The value of ``expr`` for the values ``env`` of its symbols; tensors are numpy arrays.
 
-    Python numbers give Python numbers (exact integers, double-precision floats); numpy arrays give
-    arrays, elementwise with broadcasting. A float function outside its domain is NaN or infinite,
-    as on the device.
+    Python numbers give Python numbers (exact integers, floats); numpy arrays give arrays,
+    elementwise with broadcasting. A float function outside its domain is NaN or infinite, as on the
+    device.
+
+    Args:
+        real: the precision of sums, products and comparisons of floats, to which their operands and
+            results are rounded: that of kernels by default.
 
     Raises:
         KeyError: a symbol has no value.
         TypeError: the expression has a function that flashgen cannot evaluate.
     """
-    lets = lets_of(expr)
-    if lets:
-        env = dict(env)
-        for let in lets:
-            env[let] = _value(let.value, env)
-    return _value(expr, env)
+    values = _Evaluation(env, real)
+    for let in lets_of(expr):
+        values.env[let] = values.of(let.value)
+    return values.of(expr)
 
 
-def _value(expr: sympy.Basic, env: Env) -> Any:
-    if isinstance(expr, sympy.Symbol):
-        return env[expr]
-    if expr in (sympy.true, sympy.false):
-        return bool(expr)
-    if expr.is_Integer:
-        return int(expr)
-    if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
-        return math.nan
-    if not expr.args:
-        return float(expr)  # infinities too
-    if isinstance(expr, sympy.Piecewise | Select):
-        return _choose(expr, env)
-    if isinstance(expr, Element):
-        return _read(env[expr.tensor], [_value(index, env) for index in expr.indices])
-    if isinstance(expr, Extreme):
-        table = table_of(env[expr.tensor], expr.axis, isinstance(expr, Least))
-        return table.over(*(_value(part, env) for part in (*expr.ends, *expr.others)))
-    function = _FUNCTIONS.get(expr.func)
-    if function is None:
-        raise TypeError(f"cannot evaluate {expr.func.__name__}")
-    return function(*(_value(arg, env) for arg in expr.args))
+class _Evaluation:
+    """The values of subexpressions in one environment; each is computed once."""
+
+    def __init__(self, env: Env, real: type[np.floating[Any]]) -> None:
+        self.env = dict(env)
+        self.real = real
+        self.known: dict[sympy.Basic, Any] = {}
+
+    def of(self, expr: sympy.Basic) -> Any:
+        if not expr.args or expr not in self.known:
+            self.known[expr] = self._value(expr)
+        return self.known[expr]
+
+    def _value(self, expr: sympy.Basic) -> Any:
+        if isinstance(expr, sympy.Symbol):
+            return self.env[expr]
+        if expr in (sympy.true, sympy.false):
+            return bool(expr)
+        if expr.is_Integer:
+            return int(expr)
+        if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
+            return math.nan
+        if not expr.args:
+            return float(expr)  # infinities too
+        if isinstance(expr, sympy.Piecewise | Select):
+            return self._choice(expr)
+        if isinstance(expr, Element):
+            return _read(self.env[expr.tensor], list(map(self.of, expr.indices)))
+        if isinstance(expr, Extreme):
+            table = table_of(self.env[expr.tensor], expr.axis, isinstance(expr, Least))
+            return table.over(*map(self.of, (*expr.ends, *expr.others)))
+        parts = [self.of(arg) for arg in expr.args]
+        operation = _FLOATS.get(expr.func)
+        if operation is not None and not (isinstance(expr, FloorDiv | FloorMod) and is_int(expr)):
+            return self._rounded(operation, parts)
+        function = _FUNCTIONS.get(expr.func)
+        if function is None:
+            raise TypeError(f"cannot evaluate {expr.func.__name__}")
+        return function(*parts)
+
+    def _choice(self, expr: sympy.Expr) -> Any:
+        if isinstance(expr, Select):
+            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
+        else:
+            *branches, (last, _) = expr.args
+        for place, (value, condition) in enumerate(branches):
+            test = self.of(condition)
+            if isinstance(test, np.ndarray):
+                result = self.of(last)
+                for chosen, where in reversed(branches[place:]):
+                    result = np.where(self.of(where), self.of(chosen), result)
+                return result
+            if test:
+                return self.of(value)
+        return self.of(last)
+
+    def _rounded(self, operation: Callable[..., Any], parts: list[Any]) -> Any:
+        """An operation of IEEE 754 on floats."""
+        with np.errstate(all="ignore"):
+            found = operation(*map(self._float, parts))
+        return found if isinstance(found, np.ndarray) else found.item()
+
+    def _float(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.astype(self.real)
+        try:
+            return self.real(x)
+        except OverflowError:  # an integer that no float holds
+            return self.real(math.copysign(math.inf, x))
 
 
 def _read(tensor: Any, indices: list[Any]) -> Any:
@@ -107,21 +157,6 @@ def _read(tensor: Any, indices: list[Any]) -> Any:
     if found.dtype.kind in "iub":  # keeps arithmetic exact
         found = found.astype(np.int64)
     return found if found.ndim else found.item()
-
-
-def _choose(expr: sympy.Basic, env: Env) -> Any:
-    if isinstance(expr, Select):
-        branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-    else:
-        *branches, (last, _) = expr.args
-    result = _value(last, env)
-    for value, condition in reversed(branches):
-        test = _value(condition, env)
-        if isinstance(test, np.ndarray):
-            result = np.where(test, _value(value, env), result)
-        elif test:
-            result = _value(value, env)
-    return result
 
 
 def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
@@ -159,42 +194,19 @@ def _scalar(function: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: _real(lambda: function(x), -math.inf if x == 0 else math.nan)
 
 
-def _whole(*values: Any) -> bool:
-    return all(np.asarray(value).dtype.kind in "iub" for value in values)
-
-
 def _quotient(a: Any, b: Any) -> Any:
-    """The quotient, rounded down: exactly, and of integers 0 by 0."""
-    if _whole(a, b):
-        return _where_nonzero(lambda divisor: a // divisor, b)
-    # By the float32 that kernels divide by: 0.5 // 0.01 is 50 there, and 49 in double precision.
-    return _floats(np.floor_divide, a, np.asarray(b, dtype=np.float32))
+    """The quotient of integers, rounded down; 0 by 0."""
+    return _where_nonzero(lambda divisor: a // divisor, b)
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    if _whole(a, b):
-        return _where_nonzero(lambda divisor: a % divisor, b)
-    return _floats(np.mod, a, b)
+    return _where_nonzero(lambda divisor: a % divisor, b)
 
 
 def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
     if isinstance(b, np.ndarray):
         return np.where(b == 0, 0, divide(np.where(b == 0, 1, b)))
     return divide(b) if b else divide(1) * 0
-
-
-def _floats(operation: Callable[..., Any], a: Any, b: Any) -> Any:
-    """An operation of IEEE 754 on numbers of double precision."""
-    with np.errstate(all="ignore"):
-        found = operation(a, b, dtype=float)
-    return found if isinstance(found, np.ndarray) else float(found)
-
-
-def _float(x: Any) -> float:
-    try:
-        return float(x)
-    except OverflowError:  # an integer that no float holds
-        return math.copysign(math.inf, x)
 
 
 def _floor(x: float) -> float:
@@ -219,11 +231,6 @@ def _popcount(x: Any) -> int:
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
-    AsFloat: _either(_float, lambda x: x.astype(float)),
-    FloatSum: lambda a, b: _floats(np.add, a, b),
-    FloatProduct: lambda a, b: _floats(np.multiply, a, b),
-    FloatQuotient: lambda a, b: _floats(np.divide, a, b),
-    FloatPower: lambda a, b: _floats(np.power, a, b),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
     sympy.Pow: _power,
     FloorDiv: _quotient,
@@ -240,7 +247,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tanh: _either(math.tanh, np.tanh),
     Sin: _either(_scalar(math.sin), np.sin),
     Cos: _either(_scalar(math.cos), np.cos),
-    Sigmoid: _either(lambda x: 0.5 * (1 + math.tanh(x / 2)), lambda x: 0.5 * (1 + np.tanh(x / 2))),
+    Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
     Erf: _either(math.erf, np.vectorize(math.erf, otypes=[float])),
@@ -264,4 +271,25 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
 }
-_FUNCTIONS |= {of_floats: _FUNCTIONS[kind] for kind, of_floats in FLOAT_RELATIONS.items()}
+
+_FLOATS: dict[Any, Callable[..., Any]] = {
+    AsFloat: lambda x: x,
+    FloatSum: np.add,
+    FloatProduct: np.multiply,
+    FloatQuotient: np.divide,
+    FloatPower: np.power,
+    FloorDiv: np.floor_divide,
+    FloorMod: np.mod,
+    **{
+        FLOAT_RELATIONS[kind]: compare
+        for kind, compare in {
+            sympy.Lt: np.less,
+            sympy.Le: np.less_equal,
+            sympy.Gt: np.greater,
+            sympy.Ge: np.greater_equal,
+            sympy.Eq: np.equal,
+            sympy.Ne: np.not_equal,
+        }.items()
+    },
+}
+"""Operations of floats, which round."""

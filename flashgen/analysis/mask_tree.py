@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import sympy
 from sympy.core.relational import Relational
 
-from flashgen.analysis.tile_bounds import TileBounds, linear
+from flashgen.analysis.tile_bounds import TileBounds, expanded, linear
 from flashgen.language import FloorMod, Maximum, Minimum
 from flashgen.language.comparisons import FloatRelation
 from flashgen.language.divisors import is_data, may_be_zero
@@ -71,6 +71,8 @@ def lower(
         split: whether to resolve an absolute value, minimum, maximum or choice into cases.
         negate: return the tree of the negation.
     """
+    if not tile.effort.spend():
+        return Fact(sympy.Not(condition) if negate else condition)
     if isinstance(condition, sympy.Not):
         return lower(condition.args[0], tile, split, not negate)
     if isinstance(condition, sympy.And | sympy.Or):
@@ -86,7 +88,7 @@ def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], b
     if isinstance(rel, sympy.Not | FloatRelation):
         return Fact(rel)
     left, right = rel.lhs, rel.rhs
-    gap = sympy.expand_mul(left - right)
+    gap = expanded(left - right)
     if isinstance(rel, sympy.Eq | sympy.Ne):
         equal = isinstance(rel, sympy.Eq)
         congruence = _congruence(gap, tile, equal)
@@ -118,11 +120,11 @@ def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
 def _at_least_0(
     expr: sympy.Expr, tile: TileBounds, split: Callable[[sympy.Expr], bool], depth: int = 0
 ) -> Node:
-    expr = sympy.expand_mul(expr)
+    expr = expanded(expr)
     atoms, _ = linear(expr, tile)
     for atom, weight in atoms.items():
         sign = 1 if weight.is_positive else -1 if weight.is_negative else 0
-        if depth >= _MAX_SPLITS or sign == 0 or not split(atom):
+        if depth >= _MAX_SPLITS or sign == 0 or not split(atom) or not tile.effort.spend():
             continue
         rest = expr - weight * atom
 
