@@ -31,7 +31,10 @@ class FloatRelation:
 
     def __new__(cls, a: sympy.Expr, b: sympy.Expr, **_: object) -> Any:
         if a.is_number and b.is_number:
-            return sympy.true if cls.decide(as_float32(a), as_float32(b)) else sympy.false
+            try:
+                return sympy.true if cls.decide(as_float32(a), as_float32(b)) else sympy.false
+            except TypeError:  # a root of a negative number, which kernels compare as NaN
+                pass
         return sympy.Basic.__new__(cls, sympy.sympify(a), sympy.sympify(b))
 
     @property

@@ -196,7 +196,10 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     if isinstance(expr, AsFloat | _FloatOperation):
         return expr.form(*args)
     if isinstance(expr, FloatRelation):
-        return REAL_RELATIONS[type(expr)](*args)
+        try:
+            return REAL_RELATIONS[type(expr)](*args)
+        except TypeError:  # the root of a negative number
+            return expr.func(*args)
     if tuple(args) == expr.args:
         return expr
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
