@@ -11,7 +11,7 @@ import sympy
 from flashgen.language.bit_functions import Popcount
 from flashgen.language.comparisons import FloatLess
 from flashgen.language.float_operations import FloatPower
-from flashgen.language.lets import Let
+from flashgen.language.lets import Let, replaced
 from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
@@ -81,7 +81,7 @@ def _without_choices(test: sympy.Basic) -> sympy.Basic:
     """The condition without a Piecewise inside, which sympy would turn into an ITE."""
     choices = test.atoms(sympy.Piecewise)
     if len(choices) > _MOST_CHOICES:  # each would multiply the cases of the others
-        test = test.xreplace({choice: Let(choice) for choice in choices})
+        test = replaced(test, {choice: Let(choice) for choice in choices})
     if isinstance(test, sympy.And | sympy.Or | sympy.Not):
         return test.func(*map(_without_choices, test.args))
     inner = next(iter(sympy.ordered(test.atoms(sympy.Piecewise))), None)
@@ -89,7 +89,7 @@ def _without_choices(test: sympy.Basic) -> sympy.Basic:
         return test
     cases, before = [], sympy.true
     for value, condition in inner.args:
-        case = test.xreplace({inner: value})
+        case = replaced(test, {inner: value})
         cases.append(sympy.And(before, condition, _without_choices(case)))
         before = sympy.And(before, sympy.Not(condition))
     return sympy.Or(*cases)
