@@ -12,6 +12,7 @@ import sympy
 
 from flashgen.analysis.minmax_table import table_of
 from flashgen.language import (
+    Abs,
     AsFloat,
     Atan2,
     Cos,
@@ -239,6 +240,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Maximum: _folded(_greatest, np.maximum),
     sympy.Min: _folded(min, np.minimum),
     sympy.Max: _folded(max, np.maximum),
+    Abs: abs,
     sympy.Abs: abs,
     sympy.sign: _either(lambda x: (x > 0) - (x < 0), np.sign),
     Exp: _either(_scalar(math.exp), np.exp),

@@ -23,6 +23,7 @@ import sympy
 from flashgen.analysis.ranges import range_of
 from flashgen.analysis.tile_bounds import TileBounds
 from flashgen.language import (
+    Abs,
     AsFloat,
     Atan2,
     Cos,
@@ -226,7 +227,7 @@ def _is_finite(x: FloatRange) -> sympy.Basic:
     if not x.may_be_infinite:
         return sympy.true
     ends = dict.fromkeys((x.lo, x.hi))
-    return sympy.And(*(FloatLess(sympy.Abs(AsFloat(end)), sympy.oo) for end in ends))
+    return sympy.And(*(FloatLess(Abs(AsFloat(end)), sympy.oo) for end in ends))
 
 
 def _one_is_finite(x: FloatRange, y: FloatRange) -> sympy.Basic:
@@ -373,7 +374,7 @@ def _absolute(x: FloatRange) -> FloatRange:
         return x
     most = max(abs(x.least), abs(x.most))
     if x.is_one_value:
-        end = sympy.Abs(AsFloat(x.lo))
+        end = Abs(AsFloat(x.lo))
         return FloatRange(end, end, x.defined, 0.0, most)
     lo, hi = AsFloat(x.lo), AsFloat(x.hi)
     near = Maximum(AsFloat(_ZERO), lo, negative(hi))
@@ -419,7 +420,7 @@ def _widened(x: FloatRange) -> FloatRange:
     """The range with room for the errors of a function at both ends."""
 
     def moved(end: sympy.Expr, sign: int) -> sympy.Expr:
-        room = FloatProduct(SLACK, FloatSum(SLACK, sympy.Abs(AsFloat(end))))
+        room = FloatProduct(SLACK, FloatSum(SLACK, Abs(AsFloat(end))))
         return FloatSum(end, room if sign > 0 else negative(room))
 
     def moved_number(end: float, sign: int) -> float:
@@ -469,7 +470,7 @@ _RULES: dict[type[sympy.Basic], Callable[..., FloatRange]] = {
     FloatQuotient: _quotient,
     FloatPower: _power,
     sympy.Mul: _negation,
-    sympy.Abs: _magnitude,
+    Abs: _magnitude,
     Minimum: _extremum,
     Maximum: _extremum,
     Floor: _rounded,

@@ -20,6 +20,7 @@ from flashgen.cpu.elements import flat_index, inside, read
 from flashgen.cpu.program import VARYING, Program, ProgramStep
 from flashgen.errors import SpecError
 from flashgen.language import (
+    Abs,
     AsFloat,
     Atan2,
     Cos,
@@ -381,6 +382,7 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     FloatQuotient: torch.true_divide,
     FloorDiv: torch.floor_divide,
     FloorMod: torch.remainder,
+    Abs: torch.abs,
     Exp: torch.exp,
     Log: torch.log,
     Log2: torch.log2,

@@ -30,6 +30,7 @@ from flashgen.language.symbols import (
     is_int,
 )
 from flashgen.language.sympy_functions import (
+    Abs,
     Atan2,
     Cos,
     Erf,
@@ -72,6 +73,7 @@ __all__ = [
     "SCORE",
     "SEQ_K",
     "SEQ_Q",
+    "Abs",
     "AsFloat",
     "Atan2",
     "B",

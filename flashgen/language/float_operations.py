@@ -190,6 +190,8 @@ def _unless(condition: sympy.Basic, slope: sympy.Expr) -> sympy.Expr:
 
 def in_reals(expr: sympy.Basic) -> sympy.Basic:
     """The expression with sympy's arithmetic, as if no operation rounded: for proofs and counts."""
+    if expr in (sympy.oo, -sympy.oo):
+        return _INFINITY if expr is sympy.oo else -_INFINITY
     args = [in_reals(arg) for arg in expr.args]
     if isinstance(expr, AsFloat | _FloatOperation):
         return expr.form(*args)
@@ -200,6 +202,8 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
     return expr.func(*args, **options)
 
+
+_INFINITY = sympy.Symbol("inf", positive=True)
 
 NAN = FloatSum(sympy.oo, -sympy.oo, evaluate=False)
 """The literal NaN; sympy's own swallows everything that it is combined with."""

@@ -16,6 +16,7 @@ from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
 from flashgen.language.sympy_functions import (
+    Abs,
     Atan2,
     Cos,
     Erf,
@@ -144,7 +145,7 @@ def sigmoid(x: Operand) -> Traced:
 
 def absolute(x: Operand) -> Traced:
     """Absolute value; exported as ``fg.abs``."""
-    return apply_function("abs", sympy.Abs, x)
+    return apply_function("abs", Abs, x)
 
 
 def sin(x: Operand) -> Traced:

@@ -6,6 +6,7 @@ FloorMod   the remainder with the divisor's sign, as ``%``; of integers 0 where 
 Minimum    the least of its arguments; equal arguments share the derivative
 Maximum    the greatest of its arguments
 Floor      round down; derivative 0, as in torch
+Abs        the absolute value of a float; that of an integer is sympy's
 Exp        e to the power x
 Log, Log2  logarithms to base e and 2
 Tanh       the hyperbolic tangent
@@ -20,7 +21,7 @@ Select     Select(condition, a, b); in results of the analysis only, ``where`` i
 ========== ============================================================================
 
 All are real: outside its domain a function is NaN, never complex. A function of floats is never
-simplified. Only Abs and Piecewise are sympy's own.
+simplified. Only Piecewise is sympy's own.
 """
 
 from __future__ import annotations
@@ -256,6 +257,20 @@ class Floor(RealFunction):
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         return sympy.S.Zero
+
+
+class Abs(RealFunction):
+    """The absolute value of a float. `sympy.Abs`, that of an integer, rewrites its argument."""
+
+    nargs = (1,)
+    form = staticmethod(sympy.Abs)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return sympy.Abs(x) if is_int(x) else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.sign(self.args[0])
 
 
 class Exp(RealFunction):

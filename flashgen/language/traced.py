@@ -23,7 +23,7 @@ from flashgen.language.narrow_integers import promoted, wrapped
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import Floor, Round
+from flashgen.language.sympy_functions import Abs, Floor, Round
 from flashgen.language.user_source import refuse
 
 Operand = Union["Traced", int, float, bool]
@@ -119,7 +119,7 @@ class Traced:
         return apply_function("positive", lambda x: x, self)
 
     def __abs__(self) -> Traced:
-        return apply_function("abs", sympy.Abs, self)
+        return apply_function("abs", Abs, self)
 
     def __floor__(self) -> Traced:
         return apply_function("floor", Floor, self)

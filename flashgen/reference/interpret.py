@@ -17,6 +17,7 @@ import torch
 from flashgen.errors import SpecError
 from flashgen.language import (
     SCORE,
+    Abs,
     AsFloat,
     Atan2,
     Cos,
@@ -285,6 +286,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     Maximum: _extremum(torch.maximum),
     sympy.Min: _extremum(torch.minimum),
     sympy.Max: _extremum(torch.maximum),
+    Abs: _real(torch.abs),
     sympy.Abs: _same_kind(torch.abs),
     sympy.sign: _same_kind(torch.sign),
     Floor: _real(torch.floor),

@@ -148,5 +148,5 @@ def test_powers_in_predicates_are_rounded_at_every_product() -> None:
         return fg.where(s * s * s + s**3 > 2, s, 0.0)
 
     assert printed(score_mod) == [
-        "__fmul_rn(__fmul_rn(score, score), score) + rounded_power<3>(score) > 2.0f ? score : 0.0f"
+        "rounded_power<3>(score) + __fmul_rn(__fmul_rn(score, score), score) > 2.0f ? score : 0.0f"
     ]

@@ -241,9 +241,7 @@ def test_the_derivative_is_the_slope(name: str, at: float) -> None:
     expr = score(SCORES[name])
     env = {Q: 7, K: 3}
     step = 1e-6
-    low, high = (
-        evaluate(expr, {**env, SCORE: at + sign * step}, np.float64) for sign in (-1, 1)
-    )
+    low, high = (evaluate(expr, {**env, SCORE: at + sign * step}, np.float64) for sign in (-1, 1))
     rise = high - low
     assert evaluate(derivative(expr), {**env, SCORE: at}, np.float64) == pytest.approx(
         rise / (2 * step), rel=1e-5, abs=1e-6

@@ -11,6 +11,7 @@ from flashgen.analysis import evaluate
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
 from flashgen.language import (
+    Abs,
     Atan2,
     Cos,
     Erf,
@@ -80,7 +81,7 @@ FUNCTIONS = (
     (Log2, "log2f", "fast_log2"),
     (Tanh, "tanhf", "fast_tanh"),
     (Sigmoid, "sigmoid", "fast_sigmoid"),
-    (sympy.Abs, "fabsf", "fabsf"),
+    (Abs, "fabsf", "fabsf"),
     (Floor, "floorf", "floorf"),
     (Round, "rintf", "rintf"),
     (Erf, "erff", "erff"),

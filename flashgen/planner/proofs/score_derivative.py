@@ -15,6 +15,7 @@ import sympy
 from flashgen.analysis import Analysis
 from flashgen.language import (
     SCORE,
+    Abs,
     Cos,
     Erf,
     Erfc,
@@ -53,7 +54,7 @@ RULES: dict[type[sympy.Basic], Derivative] = {
     Tanh: lambda x: 1 - sympy.tanh(x) ** 2,
     Sin: lambda x: sympy.cos(x),
     Cos: lambda x: -sympy.sin(x),
-    sympy.Abs: lambda x: sympy.sign(x),
+    Abs: lambda x: sympy.sign(x),
     Log1p: lambda x: 1 / (x + 1),
     Expm1: lambda x: sympy.exp(x),
     Erf: lambda x: 2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
