@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.analysis import analyse_mask, evaluate
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, trace_mask
+from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H, trace_mask
 from tests.support.tiers import slow
 
 LEFT, RIGHT = fg.Scalar("left", "float32"), fg.Scalar("right", "float32")
@@ -77,6 +78,8 @@ def number(some: random.Random, depth: int) -> Any:
         ), (some.choice(LITERALS))
     if kind < 0.7:
         a, b = number(some, depth - 1), number(some, depth - 1)
+        if a[0] == b[0] == "literal":
+            b = "left", 0  # Python itself computes with two numbers
         return some.choice(["+", "-", "*", "*", "/", "//", "%", "minimum", "maximum"]), a, b
     if kind < 0.95:
         return some.choice(sorted(_FUNCTIONS)), number(some, depth - 1)
@@ -170,10 +173,8 @@ def check(seed: int) -> tuple[int, int]:
     try:
         expr = trace_mask(mod).expr
     except fg.SpecError as error:  # literals alone, such as a root of -1, and 3 // (q - k)
-        assert any(
-            text in error.what
-            for text in ("float32", "by 0", "be 0", "ZeroDiv", "finite", "64 bits")
-        )
+        if not re.search("float32|be? 0|ZeroDivision|finite|64 bits", error.what):
+            raise
         return 0, 0
     except (ZeroDivisionError, OverflowError):
         return 0, 0
