@@ -116,7 +116,7 @@ def may_compare(fact: sympy.Basic, tile: TileBounds) -> sympy.Basic:
         return fact  # one value for the whole tile, which may also be NaN
     if a.lo is None or a.hi is None or b.lo is None or b.hi is None:
         return sympy.true
-    a_lo, a_hi, b_lo, b_hi = map(AsFloat, (a.lo, a.hi, b.lo, b.hi))
+    a_lo, a_hi, b_lo, b_hi = map(_converted, (a.lo, a.hi, b.lo, b.hi))
     if isinstance(relation, FloatLess):
         never = FloatGreaterEqual(a_lo, b_hi) if holds else FloatLess(a_hi, b_lo)
     elif isinstance(relation, FloatLessEqual):
@@ -128,6 +128,11 @@ def may_compare(fact: sympy.Basic, tile: TileBounds) -> sympy.Basic:
         never = sympy.And(FloatGreaterEqual(a_lo, b_hi), FloatLessEqual(a_hi, b_lo))
     known = sympy.And(a.defined, b.defined, never)
     return sympy.Or(*map(sympy.Not, sympy.And.make_args(known)))
+
+
+def _converted(end: sympy.Expr) -> sympy.Expr:
+    """An end that is compared as a float, even with another integer."""
+    return end if end.is_Number else AsFloat(end)
 
 
 def float_range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:

@@ -80,7 +80,7 @@ def lower(
         both = isinstance(condition, sympy.And) != negate
         return AllOf(parts) if both else AnyOf(parts)
     if isinstance(condition, Relational):
-        return _relation(condition.negated if negate else condition, tile, split)
+        return _relation(sympy.Not(condition) if negate else condition, tile, split)
     return Fact(sympy.Not(condition) if negate else condition)
 
 

@@ -23,6 +23,14 @@ def as_float32(number: sympy.Expr) -> float:
     return float(c_float(float(number)).value)
 
 
+class _Negation(sympy.Not):  # type: ignore[misc]
+    """What sympy's choices ask a relation for, to find a condition beside its opposite."""
+
+    @property
+    def canonical(self) -> sympy.Basic:
+        return sympy.Not(self.args[0])
+
+
 class FloatRelation:
     """The common part of comparisons of two numbers that are not both integers."""
 
@@ -30,11 +38,8 @@ class FloatRelation:
     decide: Callable[[Any, Any], bool]
 
     def __new__(cls, a: sympy.Expr, b: sympy.Expr, **_: object) -> Any:
-        if a.is_number and b.is_number:
-            try:
-                return sympy.true if cls.decide(as_float32(a), as_float32(b)) else sympy.false
-            except TypeError:  # a root of a negative number, which kernels compare as NaN
-                pass
+        if a.is_Number and b.is_Number:
+            return sympy.true if cls.decide(as_float32(a), as_float32(b)) else sympy.false
         return sympy.Basic.__new__(cls, sympy.sympify(a), sympy.sympify(b))
 
     @property
@@ -45,7 +50,7 @@ class FloatRelation:
     @property
     def negated(self) -> sympy.Basic:
         """True where the comparison is false, which no comparison is where a side is NaN."""
-        return sympy.Not(self)
+        return _Negation(self)
 
 
 class FloatLess(FloatRelation, sympy.StrictLessThan):  # type: ignore[misc]

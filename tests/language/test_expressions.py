@@ -83,7 +83,7 @@ def test_an_expression_has_the_value_that_python_gives_it(
     except SpecError as error:
         assume("64 bits" not in error.what)
         raise
-    found = evaluate(expr, env)
+    found = evaluate(expr, env, np.float64)
     assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-12)
 
 
@@ -201,7 +201,7 @@ def test_captures_come_in_order_of_first_use() -> None:
 def test_functions_of_plain_numbers_are_constants() -> None:
     root = score(lambda s, b, h, q, k: fg.sqrt(2))
     assert root.is_number
-    assert evaluate(root, {}) == math.sqrt(2)
+    assert evaluate(root, {}, np.float64) == math.sqrt(2)
     assert score(lambda s, b, h, q, k: fg.maximum(3, 5) + s) == FloatSum(SCORE, 5)
 
 
