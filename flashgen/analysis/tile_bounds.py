@@ -73,7 +73,7 @@ MOST_TERMS = 64
 
 def expanded(expr: sympy.Expr) -> sympy.Expr:
     """A product of sums as a sum, if it is not a long one."""
-    return sympy.expand_mul(expr) if _terms(expr) <= MOST_TERMS else expr
+    return sympy.expand_mul(expr, deep=False) if _terms(expr) <= MOST_TERMS else expr
 
 
 def _terms(expr: sympy.Expr) -> int:
