@@ -3,7 +3,7 @@
 Each spec has a random condition, or a random score, for each of its heads. The values of its
 captured tensors and scalars are those that the rules of real numbers get wrong. The mods run on
 PyTorch's tensors too, without flashgen; kernels and the CPU path keep the same elements, and NaN is
-in the same rows. `make test` has 12 specs, the slow tier 600 of floats and 150 of integers.
+in the same rows. `make test` has 12 specs, all tiers 600 of floats and 150 of integers.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ def check(trees: list[Tree], score: bool, seed: int, arch: str) -> None:
             assert torch.equal(kept, same), (how, tree)
 
 
-@pytest.mark.parametrize("seed", one_in(50, range(600)))
+@pytest.mark.parametrize("seed", one_in(60, range(600)))
 def test_every_path_keeps_the_elements_that_torch_keeps(seed: int) -> None:
-    check(*random_trees(seed), seed, ("sm_80", "sm_90a")[seed // 50 % 2])
+    check(*random_trees(seed), seed, ("sm_80", "sm_90a")[seed // 60 % 2])
 
 
 @pytest.mark.parametrize("seed", one_in(75, range(150)))
 def test_narrow_integers_wrap_as_those_of_torch(seed: int) -> None:
     draw = random.Random(seed)
-    trees = [narrow_condition(draw, 2 + seed % 2) for _ in range(HEADS)]
-    check(trees, False, seed, ("sm_80", "sm_90a")[seed // 50 % 2])
+    trees = [narrow_condition(draw, 1 + seed % 3) for _ in range(HEADS)]
+    check(trees, False, seed, ("sm_80", "sm_90a")[seed // 60 % 2])
