@@ -16,6 +16,7 @@ Number = int | float | bool
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+FLOAT32_LEAST = 2.0**-126  # of full precision; smaller numbers are subnormal
 
 POSITION_LIMIT = 2**28
 """Largest magnitude of a position and of a sequence length. Every call is checked against it."""

@@ -12,22 +12,34 @@ import sympy
 
 from flashgen.analysis.minmax_table import table_of
 from flashgen.language import (
+    Abs,
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
     Extreme,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
     Least,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
+    is_int,
 )
 from flashgen.language.bit_functions import (
     BitAnd,
@@ -37,53 +49,103 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.lets import lets_of
 from flashgen.language.sympy_functions import Select
 
 Env = Mapping[sympy.Symbol, Any]
 
 
-def evaluate(expr: sympy.Basic, env: Env) -> Any:
+def evaluate(expr: sympy.Basic, env: Env, real: type[np.floating[Any]] = np.float32) -> Any:
     """The value of ``expr`` for the values ``env`` of its symbols; tensors are numpy arrays.
 
-    Python numbers give Python numbers (exact integers, double-precision floats); numpy arrays give
-    arrays, elementwise with broadcasting. A float function outside its domain is NaN or infinite,
-    as on the device.
+    Python numbers give Python numbers (exact integers, floats); numpy arrays give arrays,
+    elementwise with broadcasting. A float function outside its domain is NaN or infinite, as on the
+    device.
+
+    Args:
+        real: the precision of sums, products and comparisons of floats, to which their operands and
+            results are rounded: that of kernels by default.
 
     Raises:
         KeyError: a symbol has no value.
         TypeError: the expression has a function that flashgen cannot evaluate.
     """
-    lets = lets_of(expr)
-    if lets:
-        env = dict(env)
-        for let in lets:
-            env[let] = _value(let.value, env)
-    return _value(expr, env)
+    values = _Evaluation(env, real)
+    for let in lets_of(expr):
+        values.env[let] = values.of(let.value)
+    return values.of(expr)
 
 
-def _value(expr: sympy.Basic, env: Env) -> Any:
-    if isinstance(expr, sympy.Symbol):
-        return env[expr]
-    if expr in (sympy.true, sympy.false):
-        return bool(expr)
-    if expr.is_Integer:
-        return int(expr)
-    if expr in (sympy.zoo, sympy.nan, sympy.I):  # where a derivative or a root is undefined
-        return math.nan
-    if not expr.args:
-        return float(expr)
-    if isinstance(expr, sympy.Piecewise | Select):
-        return _choose(expr, env)
-    if isinstance(expr, Element):
-        return _read(env[expr.tensor], [_value(index, env) for index in expr.indices])
-    if isinstance(expr, Extreme):
-        table = table_of(env[expr.tensor], expr.axis, isinstance(expr, Least))
-        return table.over(*(_value(part, env) for part in (*expr.ends, *expr.others)))
-    function = _FUNCTIONS.get(expr.func)
-    if function is None:
-        raise TypeError(f"cannot evaluate {expr.func.__name__}")
-    return function(*(_value(arg, env) for arg in expr.args))
+class _Evaluation:
+    """The values of subexpressions in one environment; each is computed once."""
+
+    def __init__(self, env: Env, real: type[np.floating[Any]]) -> None:
+        self.env = dict(env)
+        self.real = real
+        self.known: dict[sympy.Basic, Any] = {}
+
+    def of(self, expr: sympy.Basic) -> Any:
+        if not expr.args or expr not in self.known:
+            self.known[expr] = self._value(expr)
+        return self.known[expr]
+
+    def _value(self, expr: sympy.Basic) -> Any:
+        if isinstance(expr, sympy.Symbol):
+            return self.env[expr]
+        if expr in (sympy.true, sympy.false):
+            return bool(expr)
+        if expr.is_Integer:
+            return int(expr)
+        if expr in (sympy.zoo, sympy.nan, sympy.I):  # where a derivative or a root is undefined
+            return math.nan
+        if not expr.args:
+            return float(expr)  # infinities too
+        if isinstance(expr, sympy.Piecewise | Select):
+            return self._choice(expr)
+        if isinstance(expr, Element):
+            return _read(self.env[expr.tensor], list(map(self.of, expr.indices)))
+        if isinstance(expr, Extreme):
+            table = table_of(self.env[expr.tensor], expr.axis, isinstance(expr, Least))
+            return table.over(*map(self.of, (*expr.ends, *expr.others)))
+        parts = [self.of(arg) for arg in expr.args]
+        operation = _FLOATS.get(expr.func)
+        if operation is not None and not (isinstance(expr, FloorDiv | FloorMod) and is_int(expr)):
+            return self._rounded(operation, parts)
+        function = _FUNCTIONS.get(expr.func)
+        if function is None:
+            raise TypeError(f"cannot evaluate {expr.func.__name__}")
+        return function(*parts)
+
+    def _choice(self, expr: sympy.Expr) -> Any:
+        if isinstance(expr, Select):
+            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
+        else:
+            *branches, (last, _) = expr.args
+        for place, (value, condition) in enumerate(branches):
+            test = self.of(condition)
+            if isinstance(test, np.ndarray):
+                result = self.of(last)
+                for chosen, where in reversed(branches[place:]):
+                    result = np.where(self.of(where), self.of(chosen), result)
+                return result
+            if test:
+                return self.of(value)
+        return self.of(last)
+
+    def _rounded(self, operation: Callable[..., Any], parts: list[Any]) -> Any:
+        """An operation of IEEE 754 on floats."""
+        with np.errstate(all="ignore"):
+            found = operation(*map(self._float, parts))
+        return found if isinstance(found, np.ndarray) else found.item()
+
+    def _float(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.astype(self.real)
+        try:
+            return self.real(x)
+        except OverflowError:  # an integer that no float holds
+            return self.real(math.copysign(math.inf, x))
 
 
 def _read(tensor: Any, indices: list[Any]) -> Any:
@@ -96,21 +158,6 @@ def _read(tensor: Any, indices: list[Any]) -> Any:
     if found.dtype.kind in "iub":  # keeps arithmetic exact
         found = found.astype(np.int64)
     return found if found.ndim else found.item()
-
-
-def _choose(expr: sympy.Basic, env: Env) -> Any:
-    if isinstance(expr, Select):
-        branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-    else:
-        *branches, (last, _) = expr.args
-    result = _value(last, env)
-    for value, condition in reversed(branches):
-        test = _value(condition, env)
-        if isinstance(test, np.ndarray):
-            result = np.where(test, _value(value, env), result)
-        elif test:
-            result = _value(value, env)
-    return result
 
 
 def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
@@ -148,24 +195,13 @@ def _scalar(function: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: _real(lambda: function(x), -math.inf if x == 0 else math.nan)
 
 
-def _whole(*values: Any) -> bool:
-    return all(np.asarray(value).dtype.kind in "iub" for value in values)
-
-
 def _quotient(a: Any, b: Any) -> Any:
-    """The quotient, rounded down: of integers exactly, and 0 by 0; of floats after its rounding."""
-    if _whole(a, b):
-        return _where_nonzero(lambda divisor: a // divisor, b)
-    ratio = _divided(a, b)
-    return np.floor(ratio) if isinstance(ratio, np.ndarray) else _floor(ratio)
+    """The quotient of integers, rounded down; 0 by 0."""
+    return _where_nonzero(lambda divisor: a // divisor, b)
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    if _whole(a, b):
-        return _where_nonzero(lambda divisor: a % divisor, b)
-    with np.errstate(invalid="ignore"):
-        found = np.mod(a, b)
-    return found if isinstance(found, np.ndarray) else float(found)
+    return _where_nonzero(lambda divisor: a % divisor, b)
 
 
 def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
@@ -174,18 +210,20 @@ def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
     return divide(b) if b else divide(1) * 0
 
 
-def _divided(a: Any, b: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.divide(a, b, dtype=float)
-    return ratio if isinstance(ratio, np.ndarray) else float(ratio)
-
-
 def _floor(x: float) -> float:
     return math.floor(x) if math.isfinite(x) else x
 
 
 def _log1p(x: float) -> float:
     return _real(lambda: math.log1p(x), -math.inf if x == -1 else math.nan)
+
+
+def _least(a: Any, b: Any) -> Any:
+    return a if a != a or a < b else b
+
+
+def _greatest(a: Any, b: Any) -> Any:
+    return a if a != a or a > b else b
 
 
 def _popcount(x: Any) -> int:
@@ -198,19 +236,20 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Pow: _power,
     FloorDiv: _quotient,
     FloorMod: _remainder,
-    Minimum: _folded(min, np.minimum),
-    Maximum: _folded(max, np.maximum),
+    Minimum: _folded(_least, np.minimum),
+    Maximum: _folded(_greatest, np.maximum),
     sympy.Min: _folded(min, np.minimum),
     sympy.Max: _folded(max, np.maximum),
+    Abs: abs,
     sympy.Abs: abs,
     sympy.sign: _either(lambda x: (x > 0) - (x < 0), np.sign),
-    sympy.exp: _either(_scalar(math.exp), np.exp),
-    sympy.log: _either(_scalar(math.log), np.log),
+    Exp: _either(_scalar(math.exp), np.exp),
+    Log: _either(_scalar(math.log), np.log),
     Log2: _either(_scalar(math.log2), np.log2),
-    sympy.tanh: _either(math.tanh, np.tanh),
-    sympy.sin: _either(_scalar(math.sin), np.sin),
-    sympy.cos: _either(_scalar(math.cos), np.cos),
-    Sigmoid: _either(lambda x: 0.5 * (1 + math.tanh(x / 2)), lambda x: 0.5 * (1 + np.tanh(x / 2))),
+    Tanh: _either(math.tanh, np.tanh),
+    Sin: _either(_scalar(math.sin), np.sin),
+    Cos: _either(_scalar(math.cos), np.cos),
+    Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
     Erf: _either(math.erf, np.vectorize(math.erf, otypes=[float])),
@@ -234,3 +273,25 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
 }
+
+_FLOATS: dict[Any, Callable[..., Any]] = {
+    AsFloat: lambda x: x,
+    FloatSum: np.add,
+    FloatProduct: np.multiply,
+    FloatQuotient: np.divide,
+    FloatPower: np.power,
+    FloorDiv: np.floor_divide,
+    FloorMod: np.mod,
+    **{
+        FLOAT_RELATIONS[kind]: compare
+        for kind, compare in {
+            sympy.Lt: np.less,
+            sympy.Le: np.less_equal,
+            sympy.Gt: np.greater,
+            sympy.Ge: np.greater_equal,
+            sympy.Eq: np.equal,
+            sympy.Ne: np.not_equal,
+        }.items()
+    },
+}
+"""Operations of floats, which round."""

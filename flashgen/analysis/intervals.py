@@ -13,7 +13,7 @@ import sympy
 
 from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
 from flashgen.analysis.ranges import Range, greatest, least, range_of
-from flashgen.analysis.tile_bounds import End, TileBounds, linear, pick_known
+from flashgen.analysis.tile_bounds import End, TileBounds, expanded, linear, pick_known
 from flashgen.analysis.tile_classes import bounds, exactly_at_least, may, must
 from flashgen.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
 from flashgen.language.divisors import is_data, may_be_zero
@@ -142,13 +142,11 @@ def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
     bound = -FloorDiv(rest, weight) if above else FloorDiv(rest, -weight)
     solved: Interval | None
     if atom == walk.symbol:
-        solved = Interval(bound, None) if above else Interval(None, sympy.expand_mul(bound + 1))
+        solved = Interval(bound, None) if above else Interval(None, expanded(bound + 1))
     elif _is_division(atom, walk):
         x, divisor = atom.args
         multiple = divisor * bound
-        solved = _solve(
-            sympy.expand_mul(x - multiple if above else multiple + divisor - 1 - x), walk
-        )
+        solved = _solve(expanded(x - multiple if above else multiple + divisor - 1 - x), walk)
     else:
         return None
     if solved is None or not all(end is None or fits(end) for end in (solved.lo, solved.hi)):
@@ -348,5 +346,5 @@ def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
 
 def _never_negative(expr: sympy.Expr, walk: WalkedAxis) -> bool:
     everywhere = bounds({walk.fixed: (None, None)})
-    low = range_of(sympy.expand(expr), everywhere).lo
+    low = range_of(expanded(expr), everywhere).lo
     return low is not None and limits(low)[0] >= 0

@@ -19,7 +19,13 @@ from flashgen.language import (
     Q_HI,
     Q_LO,
     SCORE,
+    Abs,
+    AsFloat,
     Element,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     FloorDiv,
     FloorMod,
     K,
@@ -51,7 +57,21 @@ _POSITIONS = _QUERIES | _KEYS | {SCORE}
 
 # One instruction, or a few: computing these again costs no more than a register.
 _CHEAP = (
-    *(sympy.Add, sympy.Mul, sympy.Abs, sympy.sign, Floor, Minimum, Maximum, sympy.Min, sympy.Max),
+    *(
+        sympy.Add,
+        sympy.Mul,
+        AsFloat,
+        FloatSum,
+        FloatProduct,
+        Abs,
+        sympy.Abs,
+        sympy.sign,
+        Floor,
+        Minimum,
+        Maximum,
+        sympy.Min,
+        sympy.Max,
+    ),
     *(sympy.Piecewise, sympy.functions.elementary.piecewise.ExprCondPair, Select, BitFunction),
 )
 
@@ -183,8 +203,11 @@ def _level(uses: frozenset[sympy.Symbol]) -> Level:
 
 def _is_costly(expr: sympy.Basic) -> bool:
     """Whether the operation itself costs more than a few instructions."""
-    if isinstance(expr, sympy.Pow):
-        return not (expr.exp.is_Integer and 0 < expr.exp <= 4)
+    if isinstance(expr, sympy.Pow | FloatPower):
+        exponent = expr.args[1]
+        return not (exponent.is_Integer and 0 < exponent <= 4)
+    if isinstance(expr, FloatQuotient):
+        return not expr.args[1].is_number
     if isinstance(expr, Element | FloorDiv | FloorMod | Let):
         return True
     return isinstance(expr, sympy.Function) and not isinstance(expr, _CHEAP)

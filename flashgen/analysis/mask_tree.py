@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import sympy
 from sympy.core.relational import Relational
 
-from flashgen.analysis.tile_bounds import TileBounds, linear
-from flashgen.language import FloorMod, Maximum, Minimum, is_int
+from flashgen.analysis.tile_bounds import TileBounds, expanded, linear
+from flashgen.language import FloorMod, Maximum, Minimum
+from flashgen.language.comparisons import FloatRelation
 from flashgen.language.divisors import is_data, may_be_zero
 
 
@@ -70,6 +71,8 @@ def lower(
         split: whether to resolve an absolute value, minimum, maximum or choice into cases.
         negate: return the tree of the negation.
     """
+    if not tile.effort.spend():
+        return Fact(sympy.Not(condition) if negate else condition)
     if isinstance(condition, sympy.Not):
         return lower(condition.args[0], tile, split, not negate)
     if isinstance(condition, sympy.And | sympy.Or):
@@ -77,15 +80,15 @@ def lower(
         both = isinstance(condition, sympy.And) != negate
         return AllOf(parts) if both else AnyOf(parts)
     if isinstance(condition, Relational):
-        return _relation(condition.negated if negate else condition, tile, split)
+        return _relation(sympy.Not(condition) if negate else condition, tile, split)
     return Fact(sympy.Not(condition) if negate else condition)
 
 
 def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
-    left, right = rel.lhs, rel.rhs
-    if not (is_int(left) and is_int(right)):
+    if isinstance(rel, sympy.Not | FloatRelation):
         return Fact(rel)
-    gap = sympy.expand_mul(left - right)
+    left, right = rel.lhs, rel.rhs
+    gap = expanded(left - right)
     if isinstance(rel, sympy.Eq | sympy.Ne):
         equal = isinstance(rel, sympy.Eq)
         congruence = _congruence(gap, tile, equal)
@@ -117,11 +120,11 @@ def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
 def _at_least_0(
     expr: sympy.Expr, tile: TileBounds, split: Callable[[sympy.Expr], bool], depth: int = 0
 ) -> Node:
-    expr = sympy.expand_mul(expr)
+    expr = expanded(expr)
     atoms, _ = linear(expr, tile)
     for atom, weight in atoms.items():
         sign = 1 if weight.is_positive else -1 if weight.is_negative else 0
-        if depth >= _MAX_SPLITS or sign == 0 or not split(atom):
+        if depth >= _MAX_SPLITS or sign == 0 or not split(atom) or not tile.effort.spend():
             continue
         rest = expr - weight * atom
 

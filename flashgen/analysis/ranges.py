@@ -1,7 +1,7 @@
-"""Interval arithmetic over a tile, with sympy expressions for the ends.
+"""Interval arithmetic of integers over a tile, with sympy expressions for the ends.
 
 A tile has a range for each varying position; all other symbols have one value in the whole tile.
-Integer ends are exact. Float ends are widened by more than the accumulated float32 rounding error.
+Integer ends are exact. Those of floats are in `flashgen.analysis.float_ranges`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,29 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.analysis.tile_bounds import End, TileBounds, linear, normal_form, pick_known
+from flashgen.analysis.tile_bounds import (
+    End,
+    TileBounds,
+    expanded,
+    linear,
+    normal_form,
+    pick_known,
+)
 from flashgen.language import (
-    Atan2,
     Element,
-    Erf,
-    Erfc,
-    Expm1,
-    Floor,
     FloorDiv,
     FloorMod,
     Greatest,
     Least,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
-    Round,
-    Sigmoid,
     is_int,
 )
 from flashgen.language.bit_functions import BitFunction
 from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import limits
-from flashgen.language.lets import Let
+from flashgen.language.lets import Let, named
 from flashgen.language.sympy_functions import Select
-
-# Relative slack of one float operation: many times float32's 2^-24, so that it covers the order of
-# summation, fused multiply-add and the rounding of the slack itself.
-ROUNDING = sympy.Rational(1, 2**18)
-# tanh and sigmoid may be hardware approximations with an error of about 2^-11.
-APPROXIMATION = sympy.Rational(1, 2**9)
-# exp of more than this overflows float32.
-EXPONENT_LIMIT = 80
 
 _MINUS = sympy.S.NegativeOne
 
@@ -71,14 +61,26 @@ def greatest(*ends: End) -> End:
     return None if any(end is None for end in ends) else Maximum(*ends)
 
 
+UNKNOWN = Range(None, None, sympy.false)
+
+
 def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
-    """The range of ``expr`` over ``tile``."""
+    """The range of an integer expression over ``tile``; of a float, nothing is known."""
     if not tile.varies(expr):
         return Range(expr, expr)
     if expr in tile.ends:
         return Range(*tile.ends[expr])
-    if isinstance(expr, Let):  # no bound: a part of a large expression is not analysed
-        return Range(None, None, sympy.false)
+    found: Range | None = tile.ranges.get(expr)
+    if found is None:
+        found = _range(expr, tile) if tile.effort.spend() else UNKNOWN
+        ends = (None if end is None else named(end) for end in (found.lo, found.hi))
+        found = tile.ranges[expr] = Range(*ends, named(found.defined))
+    return found
+
+
+def _range(expr: sympy.Expr, tile: TileBounds) -> Range:
+    if isinstance(expr, Let) or not is_int(expr):  # a part of a large expression is not analysed
+        return UNKNOWN
     if isinstance(expr, sympy.Add):
         return _sum(expr, tile)
     if isinstance(expr, sympy.Mul):
@@ -95,22 +97,16 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
         return _remainder(expr, tile)
     if isinstance(expr, Element):
         return _element(expr, tile)
-    if isinstance(expr, BitFunction):
-        least_value, greatest_value = map(sympy.Integer, limits(expr))
-        known = sympy.And(*(range_of(arg, tile).defined for arg in expr.args))
-        return Range(least_value, greatest_value, known)
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
+    if isinstance(expr, BitFunction):
+        return Range(*map(sympy.Integer, limits(expr)), defined)
     if isinstance(expr, Minimum | sympy.Min):
         lo, hi = least(*(p.lo for p in parts)), pick_known(Minimum, (p.hi for p in parts))
         return Range(lo, hi, defined)
     if isinstance(expr, Maximum | sympy.Max):
         lo, hi = pick_known(Maximum, (p.lo for p in parts)), greatest(*(p.hi for p in parts))
         return Range(lo, hi, defined)
-    return _function(expr, parts, defined)
-
-
-def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Range:
     x = parts[0]
     if isinstance(expr, sympy.Abs):
         if x.lo is None or x.hi is None:
@@ -118,33 +114,9 @@ def _function(expr: sympy.Expr, parts: list[Range], defined: sympy.Basic) -> Ran
         return Range(
             Maximum(0, x.lo, _times(_MINUS, x.hi)), Maximum(x.hi, _times(_MINUS, x.lo)), defined
         )
-    if isinstance(expr, sympy.sin | sympy.cos):
-        return Range(-1 - APPROXIMATION, 1 + APPROXIMATION, defined)
-    if isinstance(expr, Atan2):
-        return Range(sympy.Integer(-4), sympy.Integer(4), defined)
-    if x.lo is None or x.hi is None:
-        return Range(None, None, defined)
-    if isinstance(expr, Erf):
-        return _outward(Range(Erf(x.lo), Erf(x.hi), defined), ROUNDING)
-    if isinstance(expr, Erfc):
-        return _outward(Range(Erfc(x.hi), Erfc(x.lo), defined), ROUNDING, sympy.S.One)
-    if isinstance(expr, Log1p):
-        nearest = sympy.Rational(1, 2**20) - 1
-        above = sympy.And(defined, x.lo > nearest)
-        low, high = Maximum(nearest, x.lo), Maximum(nearest, x.hi)
-        return _outward(Range(Log1p(low), Log1p(high), above), ROUNDING)
-    if isinstance(expr, Floor | Round | sympy.sign):
-        return Range(expr.func(x.lo), expr.func(x.hi), defined)
-    if isinstance(expr, sympy.exp | Expm1):
-        inside = sympy.And(defined, x.hi < EXPONENT_LIMIT)
-        return _outward(Range(expr.func(x.lo), expr.func(x.hi), inside), ROUNDING)
-    if isinstance(expr, sympy.tanh | Sigmoid):
-        return _outward(Range(expr.func(x.lo), expr.func(x.hi), defined), APPROXIMATION)
-    if isinstance(expr, sympy.log | Log2):
-        positive = sympy.And(defined, x.lo > 0)
-        safe = Maximum(x.lo, sympy.Rational(1, 2**100))
-        return _outward(Range(expr.func(safe), expr.func(Maximum(safe, x.hi)), positive), ROUNDING)
-    return Range(None, None, sympy.false)
+    if isinstance(expr, sympy.sign):
+        return Range(sympy.S.NegativeOne, sympy.S.One, defined)
+    return UNKNOWN
 
 
 def _element(expr: Element, tile: TileBounds) -> Range:
@@ -165,17 +137,6 @@ def _element(expr: Element, tile: TileBounds) -> Range:
     return Range(Least(*args), Greatest(*args))
 
 
-def _magnitude(x: Range) -> sympy.Expr:
-    return Maximum(x.hi, _times(_MINUS, x.lo))
-
-
-def _outward(x: Range, slack: sympy.Rational, magnitude: sympy.Expr | None = None) -> Range:
-    if x.lo is None or x.hi is None:
-        return x
-    room = slack * ((_magnitude(x) if magnitude is None else magnitude) + slack)
-    return Range(x.lo - room, x.hi + room, x.defined)
-
-
 def _scaled(weight: sympy.Expr, x: Range) -> Range:
     if weight.is_nonnegative:
         return Range(_times(weight, x.lo), _times(weight, x.hi), x.defined)
@@ -191,7 +152,7 @@ def _times(weight: sympy.Expr, end: End) -> End:
     if weight.is_Integer and isinstance(end, Minimum | Maximum):
         kind = end.func if weight > 0 else Maximum if end.func is Minimum else Minimum
         return kind(*(_times(weight, arg) for arg in end.args))
-    return sympy.expand_mul(weight * end)
+    return expanded(weight * end)
 
 
 def _sum(expr: sympy.Expr, tile: TileBounds) -> Range:
@@ -206,15 +167,11 @@ def _sum(expr: sympy.Expr, tile: TileBounds) -> Range:
     lo = None if any(p.lo is None for p in pieces) else sympy.Add(*(p.lo for p in pieces))
     hi = None if any(p.hi is None for p in pieces) else sympy.Add(*(p.hi for p in pieces))
     lo, hi = _within_form(atoms, lo, hi, tile)
-    result = Range(
-        None if lo is None else sympy.expand_mul(lo + rest),
-        None if hi is None else sympy.expand_mul(hi + rest),
+    return Range(
+        None if lo is None else expanded(lo + rest),
+        None if hi is None else expanded(hi + rest),
         defined,
     )
-    if is_int(expr) or lo is None or hi is None:
-        return result
-    magnitude = sympy.Add(*(_magnitude(piece) for piece in pieces), Maximum(rest, -rest))
-    return _outward(result, ROUNDING, magnitude)
 
 
 def _pieces(
@@ -244,7 +201,7 @@ def _step_between(a: sympy.Expr, b: sympy.Expr, tile: TileBounds) -> sympy.Expr 
     """x - y for a = x // d and b = y // d with the same d > 0, if it is constant in the tile."""
     if not (isinstance(a, FloorDiv) and isinstance(b, FloorDiv) and a.args[1] == b.args[1]):
         return None
-    step = sympy.expand(a.args[0] - b.args[0])
+    step = expanded(a.args[0] - b.args[0])
     divisor = a.args[1]
     if tile.varies(step) or tile.varies(divisor) or not divisor.is_positive or not is_int(step):
         return None
@@ -268,55 +225,27 @@ def _within_form(
 
 def _product(factors: tuple[sympy.Expr, ...], tile: TileBounds) -> Range:
     x = range_of(factors[0], tile)
-    exact = is_int(factors[0])
     for factor in factors[1:]:
         y = range_of(factor, tile)
-        exact = exact and is_int(factor)
         defined = sympy.And(x.defined, y.defined)
         if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
             x = Range(None, None, defined)
             continue
         corners = [a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
         x = Range(Minimum(*corners), Maximum(*corners), defined)
-        x = x if exact else _outward(x, ROUNDING)
     return x
 
 
 def _power(expr: sympy.Expr, tile: TileBounds) -> Range:
     base, exponent = expr.args
-    if base.is_number and base.is_positive:
-        x = range_of(exponent, tile)
-        if x.lo is None or x.hi is None:
-            return Range(None, None, x.defined)
-        grows = bool((base - 1).is_nonnegative)
-        lo, hi = (base**x.lo, base**x.hi) if grows else (base**x.hi, base**x.lo)
-        inside = sympy.And(x.defined, hi < 2**100)
-        return _outward(Range(lo, hi, inside), ROUNDING)
-    if not exponent.is_Rational:
-        return Range(None, None, sympy.false)
-    if exponent < 0:
-        return _reciprocal(range_of(base**-exponent, tile))
     x = range_of(base, tile)
     if x.lo is None or x.hi is None:
         return Range(None, None, x.defined)
-    if not exponent.is_Integer:
-        real = sympy.And(x.defined, x.lo >= 0)
-        low, high = Maximum(x.lo, 0), Maximum(x.hi, 0)
-        return _outward(Range(low**exponent, high**exponent, real), ROUNDING)
-    if exponent % 2 == 0:
-        near = Maximum(0, x.lo, _times(_MINUS, x.hi))
-        far = Maximum(x.hi, _times(_MINUS, x.lo))
-        result = Range(near**exponent, far**exponent, x.defined)
-    else:
-        result = Range(x.lo**exponent, x.hi**exponent, x.defined)
-    return result if is_int(expr) else _outward(result, ROUNDING * exponent)
-
-
-def _reciprocal(x: Range) -> Range:
-    if x.lo is None or x.hi is None or x.lo.is_zero or x.hi.is_zero:
-        return Range(None, None, sympy.false)
-    nonzero = sympy.And(x.defined, sympy.Or(x.lo > 0, x.hi < 0))
-    return _outward(Range(1 / x.hi, 1 / x.lo, nonzero), ROUNDING)
+    if exponent % 2 == 1:
+        return Range(x.lo**exponent, x.hi**exponent, x.defined)
+    near = Maximum(0, x.lo, _times(_MINUS, x.hi))
+    far = Maximum(x.hi, _times(_MINUS, x.lo))
+    return Range(near**exponent, far**exponent, x.defined)
 
 
 def _choice(expr: sympy.Expr, tile: TileBounds) -> Range:
@@ -347,11 +276,6 @@ def _joined(yes: sympy.Basic, some: sympy.Basic, a: End, b: End, join: Callable[
 
 def _quotient(expr: sympy.Expr, tile: TileBounds) -> Range:
     x, divisor = range_of(expr.args[0], tile), expr.args[1]
-    if not is_int(expr):
-        ratio = range_of(expr.args[0] / divisor, tile)
-        if ratio.lo is None or ratio.hi is None:
-            return ratio
-        return Range(Floor(ratio.lo), Floor(ratio.hi), ratio.defined)
     if x.lo is None or x.hi is None:
         lo = None if x.lo is None or not divisor.is_nonnegative else FloorDiv(x.lo, divisor)
         hi = None if x.hi is None or not divisor.is_nonnegative else FloorDiv(x.hi, divisor)
@@ -374,18 +298,15 @@ def _remainder(expr: sympy.Expr, tile: TileBounds) -> Range:
     d = range_of(divisor, tile)
     if d.lo is None or d.hi is None:
         return Range(None, None, sympy.false)
-    unit = 1 if is_int(expr) else 0
     if divisor.is_nonnegative:
-        lowest, highest = sympy.S.Zero, d.hi - unit
+        lowest, highest = sympy.S.Zero, d.hi - 1
         if is_data(divisor) and may_be_zero(divisor):
             highest = Maximum(highest, 0)
     else:
-        lowest, highest = Minimum(d.lo + unit, 0), Maximum(d.hi - unit, 0)
+        lowest, highest = Minimum(d.lo + 1, 0), Maximum(d.hi - 1, 0)
     defined = sympy.And(x.defined, d.defined)
     if tile.varies(divisor):
         defined = sympy.And(defined, sympy.Or(d.lo > 0, d.hi < 0))
-    if not is_int(expr):
-        return _outward(Range(lowest, highest, defined), ROUNDING)
     if x.lo is None or x.hi is None or tile.varies(divisor):
         return Range(lowest, highest, defined)
     # Within one period the remainder increases with x.

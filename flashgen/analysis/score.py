@@ -20,6 +20,7 @@ from flashgen.language import (
     elements_of,
     is_condition,
 )
+from flashgen.language.comparisons import relation
 from flashgen.language.lets import (
     Let,
     contains,
@@ -127,44 +128,25 @@ def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
         return outer * inner
     # Of names, because sympy multiplies out the choices of two sides that it compares.
     outer, inner = (Let(each) if each.args else each for each in (outer, inner))
-    none = sympy.Or(sympy.Eq(outer, 0), sympy.Eq(inner, 0))
+    none = sympy.Or(*(relation(sympy.Eq, each, sympy.S.Zero) for each in (outer, inner)))
     return sympy.Piecewise((0, none), (outer * inner, True), evaluate=False)
 
 
 _CHOICES = (sympy.Piecewise, Minimum, Maximum)
 
 
-class _Power(sympy.Function):  # type: ignore[misc]
-    """``a ** n`` with a derivative without division by ``a``, and 0 where torch's is 0."""
-
-    nargs = (2,)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        a, n = self.args
-        if argindex == 1:
-            return sympy.Piecewise((0, sympy.Eq(n, 0)), (n * a ** (n - 1), True))
-        none = sympy.And(sympy.Eq(a, 0), n >= 0)
-        return sympy.Piecewise((0, none), (a**n * sympy.log(a), True))
-
-
 def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
-    """sympy's derivative, except for powers with a variable exponent, of which it is n a^n / a."""
-
-    def unknown(expr: sympy.Basic) -> bool:
-        return isinstance(expr, sympy.Pow) and not expr.exp.is_number and by in expr.free_symbols
-
     # Conditions are hidden behind names, because sympy would rewrite them.
     choices = score.atoms(sympy.Piecewise)
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
     hidden = replaced(score, names)
-    hidden = hidden.replace(unknown, lambda power: _Power(*power.args))
     found = sympy.diff(_with_named_choices(hidden, by), by)
     values = {let: c for c, let in names.items()}
     for let in lets_of(found):
-        value = replaced(let.value.replace(_Power, sympy.Pow), values)
+        value = replaced(let.value, values)
         if let not in values and value != let.value:
             values[let] = Let(value)
-    return replaced(found.replace(_Power, sympy.Pow), values)
+    return replaced(found, values)
 
 
 def _with_named_choices(expr: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:

@@ -15,12 +15,19 @@ from flashgen.language import (
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Maximum,
     Minimum,
+    Tanh,
     is_condition,
     is_int,
 )
@@ -171,7 +178,7 @@ _LONG_INDEX = 20
 """An index of a tensor with more parts than this has a name of its own."""
 
 _COSTLY = (
-    *(TensorRead, FloorDiv, FloorMod, sympy.Pow, sympy.exp, sympy.log, sympy.tanh),
+    *(TensorRead, FloorDiv, FloorMod, sympy.Pow, FloatPower, FloatQuotient, Exp, Log, Tanh),
     *(Erf, Erfc, Log1p, Expm1, Atan2),
 )
 """Operations that code computes only on the paths that need them."""
@@ -222,7 +229,7 @@ def _deserves_a_name(expr: sympy.Basic) -> bool:
 def _is_offset(expr: sympy.Basic) -> bool:
     """True for a symbol with a number added to it or as its factor."""
     return (
-        isinstance(expr, sympy.Add | sympy.Mul)
+        isinstance(expr, sympy.Add | sympy.Mul | FloatSum | FloatProduct)
         and len(expr.args) == 2
         and (expr.args[0].is_number and isinstance(expr.args[1], sympy.Symbol))
     )

@@ -5,12 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 
 End: TypeAlias = sympy.Expr | None
 Form: TypeAlias = tuple[tuple[sympy.Expr, int], ...]
+
+
+class Effort:
+    """What is left of the steps that one bound or condition may take, for all its tiles together.
+
+    Nested choices and disjunctions could take any number. Where nothing is left, a range has no
+    ends, and a tile counts as mixed.
+    """
+
+    MOST = 4_000
+    MOST_SPLITS = 16
+
+    def __init__(self) -> None:
+        self.left = self.MOST
+        self.splits = self.MOST_SPLITS
+
+    def spend(self) -> bool:
+        """Whether one more step is allowed."""
+        self.left -= 1
+        return self.left >= 0
+
+    def split(self) -> bool:
+        """Whether a conjunction may be split once more into the cases of one of its parts."""
+        self.splits -= 1
+        return self.splits >= 0
 
 
 @dataclass(frozen=True)
@@ -21,11 +46,16 @@ class TileBounds:
         must_and_may: for a condition and a tile, a condition on the tile that is true only where
             the former holds everywhere, and one that is false only where it holds nowhere. The
             range of a choice between two values needs both.
+        effort: what is left for this tile and for those that contexts make of it.
+        ranges, float_ranges: of each expression, so that none is bounded twice.
     """
 
     ends: Mapping[sympy.Symbol, tuple[End, End]]
     must_and_may: Callable[[sympy.Basic, TileBounds], tuple[sympy.Basic, sympy.Basic]]
     forms: Mapping[Form, tuple[End, End]] = field(default_factory=dict)
+    effort: Effort = field(default_factory=Effort)
+    ranges: dict[sympy.Expr, Any] = field(default_factory=dict, init=False, compare=False)
+    float_ranges: dict[sympy.Expr, Any] = field(default_factory=dict, init=False, compare=False)
 
     def varies(self, expr: sympy.Basic) -> bool:
         return any(symbol in self.ends for symbol in expr.free_symbols)
@@ -35,6 +65,25 @@ def pick_known(pick: Callable[..., sympy.Expr], ends: Iterable[End]) -> End:
     """The minimum or maximum of the ends that exist; None where none does."""
     known = [end for end in ends if end is not None]
     return pick(*known) if known else None
+
+
+MOST_TERMS = 64
+"""Terms of the largest sum that a product of sums is multiplied out to."""
+
+
+def expanded(expr: sympy.Expr) -> sympy.Expr:
+    """A product of sums as a sum, if it is not a long one."""
+    return sympy.expand_mul(expr, deep=False) if _terms(expr) <= MOST_TERMS else expr
+
+
+def _terms(expr: sympy.Expr) -> int:
+    if isinstance(expr, sympy.Add):
+        return sum(map(_terms, expr.args))
+    if isinstance(expr, sympy.Mul):
+        return math.prod(map(_terms, expr.args))
+    if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and 0 < expr.exp <= MOST_TERMS:
+        return int(_terms(expr.base) ** int(expr.exp))
+    return 1
 
 
 def linear(expr: sympy.Expr, tile: TileBounds) -> tuple[dict[sympy.Expr, sympy.Expr], sympy.Expr]:
@@ -56,9 +105,7 @@ def linear(expr: sympy.Expr, tile: TileBounds) -> tuple[dict[sympy.Expr, sympy.E
         else:
             atom = sympy.Mul(*varying)
             atoms[atom] = atoms.get(atom, sympy.S.Zero) + coefficient
-    weights = {
-        atom: sympy.expand_mul(atoms[atom]) for atom in sorted(atoms, key=sympy.default_sort_key)
-    }
+    weights = {atom: expanded(atoms[atom]) for atom in sorted(atoms, key=sympy.default_sort_key)}
     return {atom: weight for atom, weight in weights.items() if weight != 0}, rest
 
 

@@ -12,12 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import sympy
-from sympy.core.relational import Relational
 
+from flashgen.analysis.float_ranges import may_compare
 from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
 from flashgen.analysis.ranges import range_of
-from flashgen.analysis.tile_bounds import End, Form, TileBounds, linear, normal_form, pick_known
+from flashgen.analysis.tile_bounds import (
+    End,
+    Form,
+    TileBounds,
+    expanded,
+    linear,
+    normal_form,
+    pick_known,
+)
 from flashgen.language import CORNERS, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from flashgen.language.comparisons import FloatRelation
 from flashgen.language.integer_limits import fits
 
 _MOST_CASES = 2
@@ -71,7 +80,7 @@ def exactly_at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
     """``a >= b`` of integers that fit, with subtracted terms moved to the other side."""
     greater, lesser = [], []
     constant = sympy.S.Zero
-    for term in sympy.Add.make_args(sympy.expand_mul(a - b)):
+    for term in sympy.Add.make_args(expanded(a - b)):
         if term.is_Integer:
             constant = term
         elif term.could_extract_minus_sign():
@@ -120,17 +129,10 @@ def _may_congruent(node: Congruent, tile: TileBounds) -> sympy.Basic:
 
 def _may_fact(node: Fact, tile: TileBounds) -> sympy.Basic:
     fact = node.expr
-    if not tile.varies(fact):
-        return fact
-    if not isinstance(fact, Relational) or isinstance(fact, sympy.Ne):
-        return sympy.true
-    x = range_of(fact.lhs - fact.rhs, tile)
-    conditions = []
-    if not isinstance(fact, sympy.Lt | sympy.Le):
-        conditions.append(sympy.true if x.hi is None else x.hi >= 0)
-    if not isinstance(fact, sympy.Gt | sympy.Ge):
-        conditions.append(sympy.true if x.lo is None else x.lo <= 0)
-    return sympy.Or(negation(x.defined), sympy.And(*conditions))
+    relation = fact.args[0] if isinstance(fact, sympy.Not) else fact
+    if isinstance(relation, FloatRelation):
+        return may_compare(fact, tile)
+    return sympy.true if tile.varies(fact) else fact
 
 
 def _may_all(node: AllOf, tile: TileBounds) -> sympy.Basic:
@@ -158,6 +160,8 @@ def _cases(parts: list[Node], tile: TileBounds) -> list[AllOf] | None:
         others = parts[:place] + parts[place + 1 :]
         if not isinstance(part, AnyOf) or len(part.parts) > _MOST_CASES:
             continue
+        if not tile.effort.split():
+            return None
         if not all(_narrows(alternative, tile) for alternative in part.parts):
             continue
         if not any(_has_functions(other, tile) for other in others):

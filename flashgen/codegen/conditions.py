@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from flashgen.analysis import CodeBlock, is_costly, share_evaluated
-from flashgen.codegen.expressions import CPrinter, opposite
+from flashgen.codegen.expressions import CPrinter
 
 
 def returned(condition: sympy.Basic, printer: CPrinter) -> list[str]:
@@ -24,7 +24,7 @@ def returned(condition: sympy.Basic, printer: CPrinter) -> list[str]:
 
     def decide() -> None:
         if undecided:
-            decided = map(opposite, undecided) if conjunction else undecided
+            decided = map(sympy.Not, undecided) if conjunction else undecided
             test = printer.joined(decided, "||")
             body.append(f"if ({test}) return {'false' if conjunction else 'true'};")
             undecided.clear()

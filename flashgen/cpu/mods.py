@@ -21,20 +21,31 @@ from flashgen.cpu.elements import flat_index, inside, read
 from flashgen.cpu.program import VARYING, Program, ProgramStep
 from flashgen.errors import SpecError
 from flashgen.language import (
+    Abs,
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
     is_condition,
     is_int,
 )
@@ -47,14 +58,12 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.divisors import may_be_zero
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of
-from flashgen.language.rational_sums import gather
 
 Tensor = torch.Tensor
-
-_LARGEST_FACTOR = 2**31
 
 
 def compiled(
@@ -233,29 +242,20 @@ class _Compiler:
             return self._symbol(expr)
         if isinstance(expr, Element):
             return self._element(expr, self.dtype)
-        if isinstance(expr, sympy.Add):
-            return self._real_sum(expr)
         if isinstance(expr, sympy.Mul):
             return self._real_product(expr)
         if isinstance(expr, sympy.Pow):
-            return self._real_power(expr)
+            return self._real_power(*expr.args)
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
-        if isinstance(expr, FloorDiv):
-            return self._step(torch.floor, self._step(torch.div, *map(self.real, expr.args)))
-        if isinstance(expr, FloorMod):
-            return self._step(torch.remainder, *map(self.real, expr.args))
+        if isinstance(expr, AsFloat):
+            return self.real(expr.args[0])
+        if isinstance(expr, FloatPower):
+            return self._real_power(*expr.args)
         function = _REAL_FUNCTIONS.get(expr.func)
         if function is not None:
             return self._step(function, *map(self.real, expr.args))
         return self._common(expr, self.real)
-
-    def _real_sum(self, expr: sympy.Add) -> int:
-        gathered = gather(expr, fits, _LARGEST_FACTOR)
-        if gathered is None or not fits(gathered.total):
-            return self._fold(torch.add, [self.real(arg) for arg in expr.args])
-        total = self._scaled(gathered.common, self.real(gathered.total))
-        return self._fold(torch.add, [*map(self.real, gathered.others), total])
 
     def _real_product(self, expr: sympy.Mul) -> int:
         coefficient, rest = expr.as_coeff_Mul()
@@ -290,14 +290,10 @@ class _Compiler:
             return value
         return self._step(torch.true_divide, value, self._constant(float(factor.q), self.dtype))
 
-    def _real_power(self, expr: sympy.Pow) -> int:
-        base, exponent = expr.args
-        if exponent == sympy.Rational(1, 2):
-            return self._step(torch.sqrt, self.real(base))
-        if exponent == -1:
-            return self._step(torch.reciprocal, self.real(base))
-        if exponent.is_Integer and exponent > 0:
-            return self._power(self.real(base), exponent)
+    def _real_power(self, base: sympy.Expr, exponent: sympy.Expr) -> int:
+        if exponent.is_number:
+            power = partial(torch.pow, exponent=float(exponent))
+            return self._step(power, self.real(base))
         if base == 2:
             return self._step(torch.exp2, self.real(exponent))
         return self._step(torch.pow, self.real(base), self.real(exponent))
@@ -365,6 +361,7 @@ _RELATIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     sympy.StrictGreaterThan: torch.gt,
     sympy.GreaterThan: torch.ge,
 }
+_RELATIONS |= {FLOAT_RELATIONS[kind]: compare for kind, compare in _RELATIONS.items()}
 
 _FOLDS: dict[type[sympy.Basic], Callable[[Any, Any], Any]] = {
     sympy.Add: torch.add,
@@ -381,12 +378,18 @@ _SAME_KIND: dict[type[sympy.Basic], Callable[..., Any]] = {
 }
 
 _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    sympy.exp: torch.exp,
-    sympy.log: torch.log,
+    FloatSum: torch.add,
+    FloatProduct: torch.mul,
+    FloatQuotient: torch.true_divide,
+    FloorDiv: torch.floor_divide,
+    FloorMod: torch.remainder,
+    Abs: torch.abs,
+    Exp: torch.exp,
+    Log: torch.log,
     Log2: torch.log2,
-    sympy.tanh: torch.tanh,
-    sympy.sin: torch.sin,
-    sympy.cos: torch.cos,
+    Tanh: torch.tanh,
+    Sin: torch.sin,
+    Cos: torch.cos,
     Sigmoid: torch.sigmoid,
     Floor: torch.floor,
     Round: torch.round,

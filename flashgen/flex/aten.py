@@ -18,6 +18,8 @@ from flashgen.flex.search_rules import RULES as SEARCHES
 from flashgen.flex.traced_array import Entry, Result, TracedArray, literal, number
 from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.flex.view_rules import RULES as STRUCTURE
+from flashgen.language.narrow_integers import NARROW, promoted, wrapped
+from flashgen.language.traced import Value
 
 _LARGEST_UNROLLED = 256
 """The largest number of elements that a reduction may have; it is unrolled."""
@@ -120,18 +122,25 @@ class _Operation:
         if any(array.shape != to.shapes[0] for array in full):
             self.tracer.rigid = True
 
+        # A number beside narrow integers has their dtype, unless the operation computes in floats.
+        narrow = (
+            ""
+            if to.dtype.is_floating_point
+            else promoted({DTYPES.get(array.dtype, "") for array in arrays} - {"bool"})
+        )
+
         def at(indices: tuple[Any, ...]) -> Entry:
             given = [
                 leaf.array.at(leaf.array.broadcast(indices))
                 if isinstance(leaf, TracedTensor)
-                else literal(leaf)
+                else _within(narrow, literal(leaf))
                 if isinstance(leaf, bool | int | float)
                 else leaf
                 for leaf in leaves
             ]
             positional, by_name = pytree.tree_unflatten(given, tree)
             by_name.pop("out", None)
-            return rule(to, *positional, **by_name)
+            return _within(DTYPES[to.dtype], rule(to, *positional, **by_name))
 
         sizes = next((array.sizes for array in full if array.shape == to.shapes[0]), None)
         return self.tracer.wrap(to.array(at, sizes))
@@ -193,6 +202,12 @@ class _Operation:
             way_out="arithmetic, comparisons, torch.where, minimum, maximum, clamp, abs, exp, log, "
             "sqrt, sin, cos, tanh, sigmoid, floor and what is made of them; or a captured tensor",
         )
+
+
+def _within(dtype: str, x: Entry) -> Entry:
+    """An integer as a narrow dtype holds it; the entry itself for any other dtype."""
+    expr = wrapped(x.value.expr, dtype if dtype in NARROW else "")
+    return x if expr is x.value.expr else Entry(Value(expr, x.value.captures), x.lost)
 
 
 _REDUCTIONS = {

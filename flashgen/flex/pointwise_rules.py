@@ -15,7 +15,7 @@ import torch
 
 import flashgen.language.mod_functions as fg
 from flashgen.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.language import SCORE, Element, Tensor, Traced, python_text
+from flashgen.language import SCORE, AsFloat, Element, Log, Tensor, Traced, python_text
 from flashgen.language.integer_limits import fits
 from flashgen.language.mod_functions import where
 from flashgen.language.symbols import is_int
@@ -23,7 +23,7 @@ from flashgen.language.traced import Value
 
 Rule = Callable[..., Entry]
 
-LN_10 = Value(sympy.log(10))
+LN_10 = Value(Log(sympy.Integer(10)))
 LARGEST_FACTOR = 2**40
 
 
@@ -132,13 +132,18 @@ def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None)
 
 
 def _copy(to: Result, /, x: Entry, **_: Any) -> Entry:
-    """A cast; between floats it has no effect, because everything is computed in float32."""
+    """A cast; between floats it has no effect, because everything is computed in float32.
+
+    The integers of a narrow dtype are wrapped as those of other operations.
+    """
     if to.dtype == torch.bool:
         return Entry(condition(to.finite("bool", x)))
     value = number(x.value)
     if not to.dtype.is_floating_point and not value.expr.is_integer:
         value = _toward_zero(to, value)
         to.finite("int", x)
+    if to.dtype.is_floating_point:
+        value = Value(AsFloat(value.expr), value.captures)
     return Entry(value, x.lost)
 
 
@@ -209,9 +214,7 @@ def _clamp(to: Result, /, x: Entry, min: Entry | None = None, max: Entry | None 
     if not to.dtype.is_floating_point:
         value = value if least is None else fg.maximum(value, least)
         return Entry(value if most is None else fg.minimum(value, most))
-    # torch's gradient at a bound is that of the value, not half of it.
-    result = value if least is None else where(value < least, least, value)
-    return Entry(result if most is None else where(result > most, most, result))
+    return Entry(fg.clamp(value, least, most))  # torch's gradient at a bound is that of the value
 
 
 def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
@@ -226,10 +229,15 @@ def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
     return rule
 
 
-def _power(x: Traced, exponent: Traced) -> Traced:
-    if exponent.expr.is_Rational and x.expr.is_number and not x.expr.is_Rational:
-        return fg.exp(exponent * fg.log(x))
-    return x**exponent
+def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Traced]:
+    """An extremum of which NaN is the result only where both sides are."""
+
+    def extremum(a: Traced, b: Traced) -> Traced:
+        if is_int(a.expr) and is_int(b.expr):
+            return function(a, b)
+        return where(a != a, b, where(b != b, a, function(a, b)))
+
+    return extremum
 
 
 # Operations on the bits of integers.
@@ -278,8 +286,8 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "round": fg.round,
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
-    "relu": lambda x: where(x > 0, x, 0),
-    "pow": _power,
+    "relu": lambda x: where(x <= 0, 0, x),  # NaN where x is
+    "pow": operator.pow,
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_and": operator.and_,
@@ -309,8 +317,10 @@ RULES: dict[str, Rule] = {
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda to, x, max: _clamp(to, x, None, max),
-    **dict.fromkeys(("minimum", "fmin"), _extremum("minimum", fg.minimum)),
-    **dict.fromkeys(("maximum", "fmax"), _extremum("maximum", fg.maximum)),
+    "minimum": _extremum("minimum", fg.minimum),
+    "maximum": _extremum("maximum", fg.maximum),
+    "fmin": _extremum("minimum", _number_of(fg.minimum)),
+    "fmax": _extremum("maximum", _number_of(fg.maximum)),
     "_to_copy": _copy,
     "detach": _detach,
     **dict.fromkeys(("bitwise_and", "__and__"), _bitwise("bitwise_and", operator.and_)),

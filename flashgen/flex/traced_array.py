@@ -17,6 +17,7 @@ import torch
 
 from flashgen.dtypes import FLOAT32_MAX, Number
 from flashgen.language import Traced
+from flashgen.language.float_operations import plain
 from flashgen.language.mod_functions import where
 from flashgen.language.traced import Value, as_expr
 
@@ -137,7 +138,7 @@ def condition(x: Traced) -> Traced:
     """A number as the condition that it is not 0."""
     if x.is_condition:
         return x
-    expr = x.expr
+    expr = plain(x.expr)
     if isinstance(expr, sympy.Piecewise) and len(expr.args) == 2:
         (yes, test), (no, _) = expr.args
         if yes == 1 and no == 0:

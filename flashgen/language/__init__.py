@@ -1,5 +1,27 @@
 """Tracing of Python mods to sympy expressions: symbols, traced values, captures, expressions."""
 
+from flashgen.language.float_functions import (
+    Abs,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
+from flashgen.language.float_operations import (
+    AsFloat,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+)
 from flashgen.language.lets import elements_of
 from flashgen.language.python_printer import python_text
 from flashgen.language.scalar import Scalar
@@ -23,19 +45,12 @@ from flashgen.language.symbols import (
     is_int,
 )
 from flashgen.language.sympy_functions import (
-    Atan2,
-    Erf,
-    Erfc,
-    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
 )
 from flashgen.language.tensor import Tensor
 from flashgen.language.tensor_elements import (
@@ -60,13 +75,21 @@ __all__ = [
     "SCORE",
     "SEQ_K",
     "SEQ_Q",
+    "Abs",
+    "AsFloat",
     "Atan2",
     "B",
+    "Cos",
     "Element",
     "Erf",
     "Erfc",
+    "Exp",
     "Expm1",
     "Extreme",
+    "FloatPower",
+    "FloatProduct",
+    "FloatQuotient",
+    "FloatSum",
     "Floor",
     "FloorDiv",
     "FloorMod",
@@ -74,6 +97,7 @@ __all__ = [
     "H",
     "K",
     "Least",
+    "Log",
     "Log1p",
     "Log2",
     "Maximum",
@@ -82,6 +106,8 @@ __all__ = [
     "Round",
     "Scalar",
     "Sigmoid",
+    "Sin",
+    "Tanh",
     "Tensor",
     "TensorSymbol",
     "Traced",

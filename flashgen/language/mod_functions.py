@@ -8,32 +8,50 @@ from __future__ import annotations
 
 import sympy
 
-from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import Popcount
-from flashgen.language.lets import Let
-from flashgen.language.operators import absolute_value, as_condition
+from flashgen.language.comparisons import FloatLess
+from flashgen.language.float_functions import (
+    Abs,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
+from flashgen.language.float_operations import FloatPower
+from flashgen.language.lets import Let, replaced
+from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
 from flashgen.language.sympy_functions import (
-    Atan2,
-    Erf,
-    Erfc,
-    Expm1,
     Floor,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
 )
-from flashgen.language.traced import Operand, Traced, Value, apply_function, as_expr, made
+from flashgen.language.traced import (
+    Operand,
+    Traced,
+    Value,
+    apply_function,
+    as_expr,
+    captures_of,
+    exprs_of,
+    made,
+)
 from flashgen.language.user_source import refuse
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:
     """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
-    test, yes, no = as_condition(as_expr(condition)), as_expr(a), as_expr(b)
+    test, (yes, no) = as_condition(as_expr(condition)), exprs_of(a, b)
     if not is_condition(test):
         refuse(
             "the first argument of fg.where is a condition, this is a number",
@@ -46,7 +64,8 @@ def where(condition: Operand, a: Operand, b: Operand) -> Traced:
             numbers=f"{python_text(yes)} and {python_text(no)}",
             way_out="fg.where(condition, 1, 0) to make a number of a condition",
         )
-    return made(choose(test, yes, no), condition, a, b)
+    chosen = made(choose(test, yes, no), a, b)
+    return Value(chosen.expr, captures_of(condition, a, b), chosen.narrow)
 
 
 def choose(test: sympy.Basic, yes: sympy.Basic, no: sympy.Basic) -> sympy.Basic:
@@ -65,7 +84,7 @@ def _without_choices(test: sympy.Basic) -> sympy.Basic:
     """The condition without a Piecewise inside, which sympy would turn into an ITE."""
     choices = test.atoms(sympy.Piecewise)
     if len(choices) > _MOST_CHOICES:  # each would multiply the cases of the others
-        test = test.xreplace({choice: Let(choice) for choice in choices})
+        test = replaced(test, {choice: Let(choice) for choice in choices})
     if isinstance(test, sympy.And | sympy.Or | sympy.Not):
         return test.func(*map(_without_choices, test.args))
     inner = next(iter(sympy.ordered(test.atoms(sympy.Piecewise))), None)
@@ -73,7 +92,7 @@ def _without_choices(test: sympy.Basic) -> sympy.Basic:
         return test
     cases, before = [], sympy.true
     for value, condition in inner.args:
-        case = test.xreplace({inner: value})
+        case = replaced(test, {inner: value})
         cases.append(sympy.And(before, condition, _without_choices(case)))
         before = sympy.And(before, sympy.Not(condition))
     return sympy.Or(*cases)
@@ -83,24 +102,27 @@ _MOST_CHOICES = 2
 """Choices in a condition that become cases of the condition."""
 
 
+_HALF = sympy.Rational(1, 2)
+
+
 def minimum(a: Operand, b: Operand) -> Traced:
-    """The lesser of two numbers."""
+    """The lesser of two numbers; NaN where one is NaN."""
     return apply_function("minimum", Minimum, a, b)
 
 
 def maximum(a: Operand, b: Operand) -> Traced:
-    """The greater of two numbers."""
+    """The greater of two numbers; NaN where one is NaN."""
     return apply_function("maximum", Maximum, a, b)
 
 
 def exp(x: Operand) -> Traced:
     """e to the power x."""
-    return apply_function("exp", sympy.exp, x)
+    return apply_function("exp", Exp, x)
 
 
 def log(x: Operand) -> Traced:
     """Natural logarithm."""
-    return apply_function("log", sympy.log, x)
+    return apply_function("log", Log, x)
 
 
 def log2(x: Operand) -> Traced:
@@ -110,12 +132,12 @@ def log2(x: Operand) -> Traced:
 
 def sqrt(x: Operand) -> Traced:
     """Square root."""
-    return apply_function("sqrt", sympy.sqrt, x)
+    return apply_function("sqrt", lambda x: FloatPower(x, _HALF), x)
 
 
 def tanh(x: Operand) -> Traced:
     """Hyperbolic tangent."""
-    return apply_function("tanh", sympy.tanh, x)
+    return apply_function("tanh", Tanh, x)
 
 
 def sigmoid(x: Operand) -> Traced:
@@ -125,17 +147,17 @@ def sigmoid(x: Operand) -> Traced:
 
 def absolute(x: Operand) -> Traced:
     """Absolute value; exported as ``fg.abs``."""
-    return apply_function("abs", absolute_value, x)
+    return apply_function("abs", Abs, x)
 
 
 def sin(x: Operand) -> Traced:
     """Sine of x in radians."""
-    return apply_function("sin", sympy.sin, x)
+    return apply_function("sin", Sin, x)
 
 
 def cos(x: Operand) -> Traced:
     """Cosine of x in radians."""
-    return apply_function("cos", sympy.cos, x)
+    return apply_function("cos", Cos, x)
 
 
 def floor(x: Operand) -> Traced:
@@ -150,7 +172,7 @@ def round(x: Operand) -> Traced:
 
 def exp2(x: Operand) -> Traced:
     """2 to the power x."""
-    return apply_function("exp2", lambda x: sympy.Integer(2) ** x, x)
+    return apply_function("exp2", lambda x: FloatPower(sympy.Integer(2), x), x)
 
 
 def expm1(x: Operand) -> Traced:
@@ -165,7 +187,7 @@ def log1p(x: Operand) -> Traced:
 
 def rsqrt(x: Operand) -> Traced:
     """1 / sqrt(x)."""
-    return apply_function("rsqrt", lambda x: 1 / sympy.sqrt(x), x)
+    return apply_function("rsqrt", lambda x: FloatPower(x, -_HALF), x)
 
 
 def erf(x: Operand) -> Traced:
@@ -190,17 +212,27 @@ def sign(x: Operand) -> Traced:
 
 
 def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Traced:
-    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x."""
+    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x.
+
+    It is NaN where the number or a bound is NaN.
+    """
     value = apply_function("clamp", lambda x: x, x)
     if low is not None:
-        value = where(value < low, low, value)
-    return value if high is None else where(value > high, high, value)
+        value = where(_replaces(low, value < low), low, value)
+    return value if high is None else where(_replaces(high, value > high), high, value)
+
+
+def _replaces(bound: Operand, beyond: Traced) -> Traced:
+    """Whether a bound of `clamp` replaces the number: where it is exceeded, or NaN."""
+    expr = as_expr(bound)
+    return beyond if is_int(expr) or expr.is_number else beyond | (bound != bound)
 
 
 def isfinite(x: Operand) -> Traced:
     """True where x is neither infinite nor NaN in float32."""
     value = absolute(x)
-    return value <= FLOAT32_MAX if not is_int(value.expr) else Value(sympy.true, value.captures)
+    finite = sympy.true if is_int(value.expr) else FloatLess(value.expr, sympy.oo)
+    return Value(finite, value.captures)
 
 
 def popcount(x: Operand) -> Traced:

@@ -6,14 +6,22 @@ from collections.abc import Callable
 
 import sympy
 
-from flashgen.dtypes import FLOAT32_MAX
 from flashgen.language.bit_functions import BitAnd, BitOr, BitXor, ShiftLeft, ShiftRight
+from flashgen.language.comparisons import FLOAT_RELATIONS, as_float32
 from flashgen.language.divisors import check_divisors
+from flashgen.language.float_operations import (
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+    negative,
+    plain,
+)
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.lets import contains
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, clearing_scale
+from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.language.tensor_elements import TensorRead
 from flashgen.language.user_source import refuse
 
@@ -61,13 +69,12 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
             numbers=_both(operator, a, b),
             way_out="a divisor that is not 0",
         )
-    if operator in _FROM_THE_RIGHT and a is sympy.oo:
-        operator, a, b = _FROM_THE_RIGHT[operator], b, a
-    if operator in _FROM_THE_RIGHT and b is sympy.oo:
-        return _compared_with_infinity(operator, a)
     if operator in _EXACT_OPERATORS:
         _check_integers(operator, a, b)
-    result = _NUMBER_OPERATORS[operator](a, b)
+    if operator in _RELATIONS:
+        return compare(_RELATIONS[operator], a, b)
+    whole = is_int(a) and is_int(b) and (operator != "**" or b in _EXACT_POWERS)
+    result = (_INTEGER_OPERATORS if whole else _FLOAT_OPERATORS)[operator](a, b)
     if operator in ("//", "%"):
         check_divisors(result, a, b)
     return result
@@ -117,16 +124,33 @@ def _exclusive(a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     return sympy.Or(sympy.And(a, sympy.Not(b)), sympy.And(sympy.Not(a), b))
 
 
-def compare(kind: Callable[..., sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
-    """``kind(a, b)``, in integers alone where both sides are rational combinations of integers."""
-    scale = clearing_scale(a, b)
-    if scale is not None and 1 < scale <= _LARGEST_CLEARING:
-        whole = sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)
-        if all(map(fits, whole)):
-            a, b = whole
-    if is_int(a) and is_int(b) and not _is_decided(a, b):
-        return kind(a, b, evaluate=False)  # sympy would try in vain, which takes long
-    return kind(a, b)
+def compare(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
+    """``kind(a, b)``, of integers where both sides are."""
+    if is_int(a) and is_int(b):
+        # sympy would try in vain to decide it, which takes long.
+        return kind(a, b) if _is_decided(a, b) else kind(a, b, evaluate=False)
+    for x, literal, relation in ((a, b, kind), (b, a, _FROM_THE_RIGHT[kind])):
+        whole = _whole_bound(relation, plain(literal)) if is_int(x) else None
+        if whole is not None:
+            return compare(whole[0], x, whole[1])
+    return FLOAT_RELATIONS[kind](a, b)
+
+
+def _whole_bound(
+    kind: type[sympy.Basic], literal: sympy.Expr
+) -> tuple[type[sympy.Basic], sympy.Expr] | None:
+    """The comparison with an integer that is ``kind(x, literal)`` of every integer x, or None.
+
+    The rounding of x to float32 does not change its order with small numbers.
+    """
+    if not literal.is_Rational or abs(literal) > _LARGEST_EXACT:
+        return None
+    rounded = sympy.Rational(as_float32(literal))
+    if rounded.is_Integer:
+        return kind, rounded
+    if kind in (sympy.Lt, sympy.Le):
+        return sympy.Le, sympy.floor(rounded)
+    return (sympy.Ge, sympy.ceiling(rounded)) if kind in (sympy.Gt, sympy.Ge) else None
 
 
 def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -135,25 +159,19 @@ def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
     return a_lo >= b_hi or a_hi <= b_lo or (a - b).is_number
 
 
-def _compared_with_infinity(operator: str, x: sympy.Expr) -> sympy.Basic:
-    """``x operator inf``, by the largest finite float32; NaN counts as infinite for == and !=."""
-    if is_int(x):
-        return sympy.true if operator in ("<", "<=", "!=") else sympy.false
-    largest = sympy.Integer(int(FLOAT32_MAX))
-    return {
-        "<": x <= largest,
-        "<=": sympy.true,
-        ">": sympy.false,
-        ">=": x > largest,
-        "==": sympy.Not(x <= largest, evaluate=False),
-        "!=": x <= largest,
-    }[operator]
+_FROM_THE_RIGHT = {
+    sympy.Lt: sympy.Gt,
+    sympy.Le: sympy.Ge,
+    sympy.Gt: sympy.Lt,
+    sympy.Ge: sympy.Le,
+    sympy.Eq: sympy.Eq,
+    sympy.Ne: sympy.Ne,
+}
 
+_LARGEST_EXACT = 2**23
 
-_FROM_THE_RIGHT = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
-
-# A literal with a larger denominator is not a fraction such as 1/3.
-_LARGEST_CLEARING = 10**6
+_EXACT_POWERS = range(63)
+"""The exponents of integers; only 0, 1 and -1 have larger powers in 64 bits."""
 
 LARGEST_SHIFT = 31
 
@@ -173,23 +191,31 @@ _CONDITION_OPERATORS: dict[str, Callable[[sympy.Basic, sympy.Basic], sympy.Basic
     "^": _exclusive,
 }
 
-_NUMBER_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Basic]] = {
+_INTEGER_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
+    "/": FloatQuotient,
     "//": FloorDiv,
     "%": FloorMod,
     "**": lambda a, b: a**b,
-    "<": lambda a, b: compare(sympy.Lt, a, b),
-    "<=": lambda a, b: compare(sympy.Le, a, b),
-    ">": lambda a, b: compare(sympy.Gt, a, b),
-    ">=": lambda a, b: compare(sympy.Ge, a, b),
-    "==": lambda a, b: compare(sympy.Eq, a, b),
-    "!=": lambda a, b: compare(sympy.Ne, a, b),
 }
 
+_FLOAT_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
+    "+": FloatSum,
+    "-": lambda a, b: FloatSum(a, negative(b)),
+    "*": FloatProduct,
+    "/": FloatQuotient,
+    "//": FloorDiv,
+    "%": FloorMod,
+    "**": FloatPower,
+}
 
-def absolute_value(x: sympy.Expr) -> sympy.Expr:
-    # For an argument that might be complex, sympy.Abs computes a modulus from conjugates.
-    return sympy.Abs(x) if x.is_real else Maximum(x, -x)
+_RELATIONS = {
+    "<": sympy.Lt,
+    "<=": sympy.Le,
+    ">": sympy.Gt,
+    ">=": sympy.Ge,
+    "==": sympy.Eq,
+    "!=": sympy.Ne,
+}

@@ -8,6 +8,8 @@ import sympy
 from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
 
+from flashgen.language.comparisons import FLOAT_RELATIONS
+from flashgen.language.float_operations import NAN, FloatPower, FloatProduct, FloatSum
 from flashgen.language.symbols import SCORE
 
 SIGNS = {
@@ -18,6 +20,7 @@ SIGNS = {
     sympy.Equality: "==",
     sympy.Unequality: "!=",
 }
+SIGNS |= {FLOAT_RELATIONS[kind]: sign for kind, sign in SIGNS.items()}
 """The sign of each relation, in Python and in C++."""
 
 
@@ -32,11 +35,48 @@ def written_order(total: sympy.Expr) -> list[sympy.Expr]:
     Positive terms come first, the score before all others, and a constant comes last unless the
     sum would then begin with a minus sign.
     """
-    terms = total.as_ordered_terms()
-    leads = any(not t.is_number and not t.could_extract_minus_sign() for t in terms)
+    return _ranked(total.as_ordered_terms())
+
+
+def terms_in_order(total: FloatSum) -> list[sympy.Expr]:
+    """The terms of a sum of floats in the order in which they are added.
+
+    The first two, whose order does not matter, are in reading order.
+    """
+    for inner, term in (total.args, total.args[::-1]):
+        if isinstance(inner, FloatSum):
+            return [*terms_in_order(inner), term]
+    return _ranked(list(total.args))
+
+
+def factors_in_order(product: FloatProduct) -> list[sympy.Expr]:
+    """The factors of a product of floats in the order in which they are multiplied.
+
+    The first two, whose order does not matter, are in reading order.
+    """
+    for inner, factor in (product.args, product.args[::-1]):
+        if isinstance(inner, FloatProduct):
+            return [*factors_in_order(inner), factor]
+    found = {_as_power(factor): factor for factor in product.args}
+    ordered = sympy.Mul(*map(_as_power, product.args), evaluate=False).as_ordered_factors()
+    return [found[factor] for factor in ordered]
+
+
+def _as_power(expr: sympy.Expr) -> sympy.Expr:
+    """A power of floats as one of sympy's, which come first in a product."""
+    return sympy.Pow(*expr.args, evaluate=False) if isinstance(expr, FloatPower) else expr
+
+
+def is_subtracted(term: sympy.Expr) -> bool:
+    """Whether a term of a sum is written after a minus sign."""
+    return bool(term.could_extract_minus_sign()) and not isinstance(term, sympy.Add)
+
+
+def _ranked(terms: list[sympy.Expr]) -> list[sympy.Expr]:
+    leads = any(not t.is_number and not is_subtracted(t) for t in terms)
 
     def rank(term: sympy.Expr) -> tuple[int, bool]:
-        negative = bool(term.could_extract_minus_sign())
+        negative = is_subtracted(term)
         if term.is_number:
             return (2 if leads or negative else 0), True
         return (1 if negative else 0), SCORE not in term.free_symbols
@@ -53,10 +93,13 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         return str(expr.p) if abs(expr.p) < 2**63 else repr(float(expr.p))
 
     def _print_Add(self, expr: Any, order: Any = None) -> str:
-        terms = [(term.could_extract_minus_sign(), term) for term in written_order(expr)]
+        return self._written(written_order(expr))
+
+    def _written(self, terms: list[sympy.Expr]) -> str:
         level = PRECEDENCE["Add"]
-        text: str = self.parenthesize(terms[0][1], level)
-        for negative, term in terms[1:]:
+        text: str = self.parenthesize(terms[0], level)
+        for term in terms[1:]:
+            negative = is_subtracted(term)
             part = self.parenthesize(-term if negative else term, level, strict=True)
             text += f" - {part}" if negative else f" + {part}"
         return text
@@ -67,9 +110,31 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         left = self.parenthesize(a, level)
         return f"({left} {sign} {self.parenthesize(b, level, strict=True)})"
 
-    def _print_Rational(self, expr: Any) -> str:
-        text: str = super()._print_Rational(expr)
-        return "-inf" if expr < -(10**38) else text
+    def _print_Infinity(self, expr: Any) -> str:
+        return "inf"
+
+    def _print_NegativeInfinity(self, expr: Any) -> str:
+        return "-inf"
+
+    def _print_AsFloat(self, expr: Any) -> str:
+        return str(self._print(expr.args[0]))
+
+    def _print_FloatSum(self, expr: Any) -> str:
+        return "nan" if expr == NAN else self._written(terms_in_order(expr))
+
+    def _print_FloatProduct(self, expr: Any) -> str:
+        a, b = expr.args
+        if a == b:
+            return str(self._print_Pow(sympy.Pow(a, 2, evaluate=False)))
+        return str(self._print_Mul(sympy.Mul(*map(_as_power, expr.args), evaluate=False)))
+
+    def _print_FloatQuotient(self, expr: Any) -> str:
+        above, below = expr.args
+        level = PRECEDENCE["Mul"]
+        return f"{self.parenthesize(above, level)}/{self.parenthesize(below, level, strict=True)}"
+
+    def _print_FloatPower(self, expr: Any) -> str:
+        return str(self._print_Pow(sympy.Pow(*expr.args, evaluate=False)))
 
     def _print_FloorDiv(self, expr: Any) -> str:
         return self._divided(expr, "//")

@@ -6,45 +6,26 @@ FloorMod   the remainder with the divisor's sign, as ``%``; of integers 0 where 
 Minimum    the least of its arguments; equal arguments share the derivative
 Maximum    the greatest of its arguments
 Floor      round down; derivative 0, as in torch
-Log2       logarithm to base 2
-Sigmoid    1 / (1 + exp(-x))
-Erf, Erfc  the error function and 1 - erf(x)
-Log1p      log(1 + x)
-Expm1      exp(x) - 1
-Atan2      the angle of the point (x, y), ``Atan2(y, x)``
 Round      to the nearest integer, halves to the even one; derivative 0, as in torch
 Select     Select(condition, a, b); in results of the analysis only, ``where`` is a Piecewise
 ========== ============================================================================
 
-All are real: outside its domain a function is NaN, never complex. The other functions (exp, log,
-tanh, sin, cos, Abs, Pow, Piecewise) are sympy's.
+All are real: outside its domain a function is NaN, never complex. A function of floats is never
+simplified. Only Piecewise is sympy's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
-from math import gcd, lcm
+from math import gcd
 from typing import Any
 
 import sympy
 from sympy.core.sorting import default_sort_key
 
+from flashgen.language.comparisons import relation
 from flashgen.language.symbols import is_int
-
-
-def clearing_scale(*exprs: sympy.Expr) -> int | None:
-    """The least number that makes integer computations of all expressions.
-
-    None unless each is a sum of rational multiples of integer computations.
-    """
-    scale = 1
-    for expr in exprs:
-        for term in sympy.Add.make_args(expr):
-            coefficient, rest = term.as_coeff_Mul()
-            if not (coefficient.is_Rational and is_int(rest)):
-                return None
-            scale = lcm(scale, int(coefficient.q))
-    return scale
 
 
 class RealFunction(sympy.Function):  # type: ignore[misc]
@@ -53,28 +34,36 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
     def _eval_is_real(self) -> bool:
         return True
 
+    form: Callable[..., sympy.Expr] | None = None
+    """The function as sympy has it, for the values of numbers."""
 
-class FloorDiv(sympy.Function):  # type: ignore[misc]
+    def _eval_evalf(self, prec: int) -> sympy.Expr | None:
+        if self.form is None:
+            return None
+        # Of decimals: the exact power of two integers has any number of digits.
+        return self.form(*(sympy.N(arg, max(15, int(prec * 0.302))) for arg in self.args))
+
+
+class FloorDiv(RealFunction):
     """``floor(a / b)``. Where b is 0, the quotient is 0 for integers, as in IEEE 754 for floats."""
 
     nargs = (2,)
     integer_closed = True
 
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return sympy.floor(a / b)
+
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if not (is_int(a) and is_int(b)):
+            return None
         if b.is_zero:
             return sympy.nan
         if a.is_zero:
             return sympy.S.Zero
         if a == b and b.is_nonzero:
             return sympy.S.One
-        if not (is_int(a) and is_int(b)):
-            scale = clearing_scale(a, b)
-            if scale is not None:
-                return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale))
-            if a.is_Rational and b.is_Rational:
-                return sympy.floor(a / b)
-            return None
         if b.is_Integer:
             return cls._constant(a, int(b))
         return None
@@ -128,19 +117,18 @@ class FloorMod(RealFunction):
     nargs = (2,)
     integer_closed = True
 
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a - b * sympy.floor(a / b)
+
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if not (is_int(a) and is_int(b)):
+            return None
         if b.is_zero:
             return sympy.nan
-        if a.is_zero or (a == b and (is_int(b) or b.is_nonzero)):
+        if a.is_zero or a == b:
             return sympy.S.Zero
-        if not (is_int(a) and is_int(b)):
-            scale = clearing_scale(a, b)
-            if scale is not None:
-                return cls(sympy.expand_mul(a * scale), sympy.expand_mul(b * scale)) / scale
-            if a.is_Rational and b.is_Rational:
-                return a - b * sympy.floor(a / b)
-            return None
         if b.is_Integer:
             return cls._constant(a, int(b))
         if isinstance(a, cls) and a.args[1] == b:
@@ -199,6 +187,8 @@ class _Extremum(RealFunction):
         """True if ``loser`` never determines the result beside ``winner``."""
         if winner == loser:
             return True
+        if not (is_int(winner) and is_int(loser)):
+            return False  # a float may be NaN, which always determines the result
         margin = winner - loser
         # To find the sign of a sum of several symbols takes sympy longer than those of its terms.
         parts = sympy.Add.make_args(margin) if len(margin.free_symbols) > 1 else (margin,)
@@ -221,35 +211,36 @@ class _Extremum(RealFunction):
         mine = self.args[argindex - 1]
         others = self.args[: argindex - 1] + self.args[argindex:]
         other = type(self)(*others)
-        wins = mine < other if self._least else mine > other
+        wins = relation(sympy.Lt if self._least else sympy.Gt, mine, other)
+        tie = relation(sympy.Eq, mine, other)
         share = sympy.Rational(1, 2)
-        return sympy.Piecewise((1, wins), (share, sympy.Eq(mine, other)), (0, True))
+        return sympy.Piecewise((1, wins), (share, tie), (0, True), evaluate=False)
 
 
 class Minimum(_Extremum):
-    """The least of its arguments."""
+    """The least of its arguments; NaN where one is NaN."""
+
+    form = staticmethod(sympy.Min)
 
 
 class Maximum(_Extremum):
-    """The greatest of its arguments."""
+    """The greatest of its arguments; NaN where one is NaN."""
 
+    form = staticmethod(sympy.Max)
     _least = False
 
 
-class Floor(sympy.Function):  # type: ignore[misc]
+class Floor(RealFunction):
     """Round down. Its derivative is 0, as in torch."""
 
     nargs = (1,)
+    form = staticmethod(sympy.floor)
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
         if is_int(x):
             return x
-        if x.is_Rational:
-            return sympy.floor(x)
-        if clearing_scale(x) is not None:
-            return FloorDiv(x, 1)
-        return None
+        return sympy.floor(x) if x.is_Rational else None
 
     def _eval_is_integer(self) -> Any:
         return self.args[0].is_real
@@ -258,121 +249,14 @@ class Floor(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
 
-class Log2(RealFunction):
-    """Logarithm to base 2."""
-
-    nargs = (1,)
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        if x.is_nonpositive:
-            return sympy.nan
-        if x.is_Integer and x > 0 and int(x) & (int(x) - 1) == 0:
-            return sympy.Integer(int(x).bit_length() - 1)
-        return None
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (self.args[0] * sympy.log(2))
-
-    def _eval_evalf(self, prec: int) -> sympy.Expr:
-        return (sympy.log(self.args[0]) / sympy.log(2))._eval_evalf(prec)
-
-
-class Sigmoid(RealFunction):
-    """1 / (1 + exp(-x))."""
-
-    nargs = (1,)
-
-    def _eval_is_positive(self) -> Any:
-        return self.args[0].is_real
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return self * (1 - self)
-
-    def _eval_evalf(self, prec: int) -> sympy.Expr:
-        return (1 / (1 + sympy.exp(-self.args[0])))._eval_evalf(prec)
-
-
-class _Smooth(RealFunction):
-    """A function of one real argument that sympy has under another name, ``form``."""
-
-    nargs = (1,)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        raise NotImplementedError
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        return cls.form(x) if x.is_zero else None
-
-    def _eval_evalf(self, prec: int) -> sympy.Expr:
-        return self.form(self.args[0])._eval_evalf(prec)
-
-
-class Erf(_Smooth):
-    """The error function."""
-
-    form = staticmethod(sympy.erf)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 2 / sympy.sqrt(sympy.pi) * sympy.exp(-(self.args[0] ** 2))
-
-
-class Erfc(_Smooth):
-    """1 - erf(x), also where that is tiny."""
-
-    form = staticmethod(sympy.erfc)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return -2 / sympy.sqrt(sympy.pi) * sympy.exp(-(self.args[0] ** 2))
-
-
-class Log1p(_Smooth):
-    """log(1 + x), also where x is tiny."""
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.log(1 + x)
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        return sympy.nan if (x + 1).is_nonpositive else super().eval(x)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (1 + self.args[0])
-
-
-class Expm1(_Smooth):
-    """exp(x) - 1, also where x is tiny."""
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.exp(x) - 1
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.exp(self.args[0])
-
-
-class Atan2(RealFunction):
-    """The angle of the point (x, y) in radians, from -pi to pi."""
-
-    nargs = (2,)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        y, x = self.args
-        square = x**2 + y**2
-        part = x if argindex == 1 else -y
-        return sympy.Piecewise((0, sympy.Eq(square, 0)), (part / square, True), evaluate=False)
-
-    def _eval_evalf(self, prec: int) -> sympy.Expr:
-        return sympy.atan2(*self.args)._eval_evalf(prec)
-
-
-class Round(sympy.Function):  # type: ignore[misc]
+class Round(RealFunction):
     """Round to the nearest integer, halves to the even one. Its derivative is 0, as in torch."""
 
     nargs = (1,)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.Integer(round(x))
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:

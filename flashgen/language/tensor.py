@@ -15,6 +15,7 @@ import sympy
 
 from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
 from flashgen.language.capture_names import check_name
+from flashgen.language.narrow_integers import NARROW
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition
 from flashgen.language.tensor_elements import Element, TensorSymbol
@@ -68,6 +69,7 @@ class Tensor(Capture):
         self.dims = tuple(dims)
         self.dtype = dtype
         self.grad = grad
+        self.narrow = dtype if dtype in NARROW else ""
         self.symbol = TensorSymbol(name, dtype)
         self.captures = (self,)
 
@@ -95,7 +97,7 @@ class Tensor(Capture):
                 way_out="all indices in one bracket, as in bias[h, q - k]",
             )
         indices = tuple(self._index(i, dim) for i, dim in zip(given, self.dims, strict=True))
-        return Value(self._element(indices), captures_of(self, *given))
+        return Value(self._element(indices), captures_of(self, *given), self.narrow)
 
     def _index(self, index: object, dim: str | int) -> sympy.Expr:
         expr = as_expr(index)

@@ -2,7 +2,7 @@
 
 A mod runs once, on symbols. Operators build the expression. An operation that needs a value at
 trace time (``if``, ``and``, ``int()``, an index) is an error that names the user's line and the
-alternative. Numbers are exact: a literal 0.1 is the rational 1/10, so that only the kernel rounds.
+alternative. A literal 0.1 is the rational 1/10, so that only the kernel rounds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import sympy
 
 from flashgen.dtypes import FLOAT32_MAX, is_bool
 from flashgen.language import advice
+from flashgen.language.float_functions import Abs
+from flashgen.language.float_operations import NAN, AsFloat, negative
 from flashgen.language.lets import named
-from flashgen.language.operators import absolute_value, combined
+from flashgen.language.narrow_integers import promoted, wrapped
+from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
 from flashgen.language.sympy_functions import Floor, Round
@@ -27,8 +30,6 @@ from flashgen.language.user_source import refuse
 Operand = Union["Traced", int, float, bool]
 
 _Operator = Callable[["Traced", Operand], "Traced"]
-
-_UNREAL = (sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.I)
 
 
 def _operator(sign: str) -> _Operator:
@@ -67,15 +68,19 @@ class Traced:
     Attributes:
         expr: the sympy expression so far.
         captures: the scalars and tensors in the expression, in order of first use.
+        narrow: the dtype of an integer that wraps around, one of `narrow_integers.NARROW`; else "".
     """
 
-    __slots__ = ("captures", "expr")
+    __slots__ = ("captures", "expr", "narrow")
     __array_ufunc__ = None  # lets numpy scalars on the left defer to the operators below
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expr: sympy.Basic, captures: tuple[Capture, ...] = ()) -> None:
+    def __init__(
+        self, expr: sympy.Basic, captures: tuple[Capture, ...] = (), narrow: str = ""
+    ) -> None:
         self.expr = expr
         self.captures = captures
+        self.narrow = narrow
 
     @property
     def is_condition(self) -> bool:
@@ -109,13 +114,13 @@ class Traced:
         return combine("//", other, self), combine("%", other, self)
 
     def __neg__(self) -> Traced:
-        return combine("-", 0, self)
+        return apply_function("neg", negative, self)
 
     def __pos__(self) -> Traced:
-        return combine("+", 0, self)
+        return apply_function("positive", lambda x: x, self)
 
     def __abs__(self) -> Traced:
-        return apply_function("abs", absolute_value, self)
+        return apply_function("abs", Abs, self)
 
     def __floor__(self) -> Traced:
         return apply_function("floor", Floor, self)
@@ -225,25 +230,24 @@ def as_expr(value: object) -> sympy.Basic:
     )
 
 
-MINUS_INFINITY = sympy.Integer(-int(FLOAT32_MAX)) + sympy.Rational(1, 2)
-"""The literal -inf: a score that removes a key. float32 has it as its lowest finite number, and not
-being an integer it is never part of an exact computation."""
-
-
 def _literal(value: float) -> sympy.Expr:
-    """A number as an exact expression; -inf and all below float32 removes a score."""
-    if value < -FLOAT32_MAX:
-        return MINUS_INFINITY
+    """A float32 literal: its rational number, of which `AsFloat` marks whole ones."""
+    if math.isnan(value):
+        return NAN
     if value == math.inf:
-        return sympy.oo  # comparisons understand it
-    if not math.isfinite(value) or value > FLOAT32_MAX:
+        return sympy.oo
+    if value < -FLOAT32_MAX:  # removes a score, as -inf itself
+        return -sympy.oo
+    if value > FLOAT32_MAX:
         refuse(
             "a number that float32 cannot hold",
             numbers=f"{value!r}; the largest finite float32 is {FLOAT32_MAX:.8g}",
             way_out="mask_mod or fg.where(condition, score, -math.inf) to remove scores; other "
-            "numbers are finite in float32",
+            "numbers are finite in float32, or math.inf",
         )
-    return sympy.Rational(repr(value))
+    if value == 0 and math.copysign(1, value) < 0:
+        return negative(AsFloat(sympy.S.Zero))
+    return AsFloat(sympy.Rational(repr(value)))
 
 
 def captures_of(*values: object) -> tuple[Capture, ...]:
@@ -253,11 +257,13 @@ def captures_of(*values: object) -> tuple[Capture, ...]:
 
 
 def made(expr: sympy.Basic, *operands: object) -> Traced:
-    """The traced value of a new expression, which must be a finite real number or a condition.
+    """The traced value of a new expression, which must be a real number or a condition.
 
-    A large expression gets a name (`flashgen.language.lets`).
+    A large expression gets a name (`flashgen.language.lets`), and one of narrow integers wraps.
     """
-    if not is_condition(expr) and (expr.has(*_UNREAL) or _is_unreal(expr)):
+    narrow = narrow_dtype(*operands)
+    expr = wrapped(expr, narrow)
+    if expr.is_number and not is_condition(expr) and not _is_float32(expr):
         refuse(
             "this is not a finite real number",
             numbers=" and ".join(
@@ -265,23 +271,43 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
             ),
             way_out="no division by 0, and no log or root of a negative number",
         )
-    return Value(named(expr), captures_of(*operands))
+    return Value(named(expr), captures_of(*operands), narrow)
 
 
-def _is_unreal(expr: sympy.Expr) -> bool:
-    # Sums and products of real operands are real; to find it out takes sympy long.
-    return not isinstance(expr, sympy.Add | sympy.Mul) and expr.is_real is False
+def _is_float32(number: sympy.Expr) -> bool:
+    """Whether a constant has a value within float32, or is a literal infinity or NaN."""
+    if number.is_Rational or number.has(sympy.oo, -sympy.oo):
+        return True
+    try:
+        return abs(float(number)) <= FLOAT32_MAX
+    except (TypeError, OverflowError):  # a complex number
+        return False
+
+
+def narrow_dtype(*operands: object) -> str:
+    """The dtype of integers in which an operation wraps around; "" where it does not.
+
+    A condition and a Python number have no dtype.
+    """
+    traced = [x for x in operands if isinstance(x, Traced) and not x.is_condition]
+    return promoted({x.narrow for x in traced})
+
+
+def exprs_of(*operands: object) -> list[sympy.Basic]:
+    """The expressions of the operands of an operation, with numbers in the dtype of the others."""
+    narrow = narrow_dtype(*operands)
+    return [wrapped(as_expr(x), "" if isinstance(x, Traced) else narrow) for x in operands]
 
 
 def combine(operator: str, left: object, right: object) -> Traced:
     """``left operator right`` as a traced value."""
-    return made(combined(operator, as_expr(left), as_expr(right)), left, right)
+    return made(combined(operator, *exprs_of(left, right)), left, right)
 
 
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
     """``function`` of numbers, which messages call fg.``name``."""
     exprs = []
-    for expr in map(as_expr, values):
+    for expr in exprs_of(*values):
         if is_condition(expr):
             refuse(
                 f"fg.{name} is for numbers, this is a condition",

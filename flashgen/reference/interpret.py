@@ -16,20 +16,32 @@ import torch
 
 from flashgen.errors import SpecError
 from flashgen.language import (
+    SCORE,
+    Abs,
+    AsFloat,
     Atan2,
+    Cos,
     Element,
     Erf,
     Erfc,
+    Exp,
     Expm1,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     Floor,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
     is_condition,
 )
 from flashgen.language.bit_functions import (
@@ -40,6 +52,7 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
+from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
@@ -49,7 +62,10 @@ _LARGEST_INTEGER = 2.0**62
 
 
 def evaluate(
-    expr: sympy.Basic, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype = torch.float64
+    expr: sympy.Basic,
+    values: Mapping[sympy.Symbol, Tensor],
+    real: torch.dtype = torch.float64,
+    decides: torch.dtype | None = None,
 ) -> Tensor:
     """The value of ``expr`` with ``values`` for its symbols, with torch's broadcasting.
 
@@ -59,6 +75,9 @@ def evaluate(
             tensor that tensor itself, of any dtype. Values can also be given for subexpressions of
             ``expr``.
         real: dtype of all computations except integer computations.
+        decides: dtype in which the sides of comparisons and the arguments of functions with jumps
+            are computed where they do not depend on the score; ``real`` if None. A mask is what
+            float32 makes it, also in float64.
 
     Returns:
         int64 or ``real`` for numbers, bool for conditions; in the shape that the symbols
@@ -67,17 +86,24 @@ def evaluate(
     Raises:
         SpecError: a symbol has no value, or mods cannot contain a function of ``expr``.
     """
-    run = _Evaluator(values, real)
-    for let in lets_of(expr):
-        run.known[let] = run.value(let.value)
-    return run.value(expr)
+    return _Evaluator(values, real, decides or real).of_parts(expr)
 
 
 class _Evaluator:
-    def __init__(self, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype) -> None:
+    def __init__(
+        self, values: Mapping[sympy.Symbol, Tensor], real: torch.dtype, decides: torch.dtype
+    ) -> None:
         self.real = real
+        self.deciding = self if decides == real else _Evaluator(values, decides, decides)
         self.device = next(iter(values.values())).device if values else torch.device("cpu")
         self.known: dict[sympy.Basic, Tensor] = dict(values)
+
+    def of_parts(self, expr: sympy.Basic) -> Tensor:
+        """The value of an expression with Lets."""
+        for let in lets_of(expr):
+            if let not in self.known:
+                self.known[let] = self.value(let.value)
+        return self.value(expr)
 
     def value(self, expr: sympy.Basic) -> Tensor:
         """The value of ``expr``; shared subexpressions are computed once."""
@@ -114,46 +140,17 @@ class _Evaluator:
                 + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
                 way_out="the functions of flashgen, and a value for every scalar",
             )
+        decided = SCORE not in expr.free_symbols and isinstance(expr, _DECIDED)
+        if decided and self.deciding is not self:
+            return self.deciding.of_parts(expr)
         return rule(self, expr)
 
 
 def _sum(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    """The value of a sum; rational multiples of integers are added over one denominator.
-
-    ``0.1 * (k - q)`` arrives as ``k / 10 - q / 10``, in which far positions would cancel.
-    """
-    whole: list[tuple[sympy.Rational, Tensor]] = []
-    terms: list[Tensor] = []
-    for arg in expr.args:
-        coefficient, rest = arg.as_coeff_Mul()
-        value = run.value(rest) if coefficient.is_Rational else run.value(arg)
-        if coefficient.is_Rational and value.dtype == torch.int64:
-            whole.append((coefficient, value))
-        else:
-            terms.append(run.value(arg))
-    if whole:
-        terms.append(_rational_sum(run, whole))
-    return reduce(torch.add, run.unify(terms))
-
-
-def _rational_sum(run: _Evaluator, terms: list[tuple[sympy.Rational, Tensor]]) -> Tensor:
-    scale = math.lcm(*(int(coefficient.q) for coefficient, _ in terms))
-    factors: list[int | float] = [int(coefficient * scale) for coefficient, _ in terms]
-    values = [value for _, value in terms]
-    bound = sum(abs(f) * _magnitude(value) for f, value in zip(factors, values, strict=True))
-    if bound > _LARGEST_INTEGER or max(map(abs, factors)) > _LARGEST_INTEGER:
-        values = [value.to(run.real) for value in values]
-        factors = [float(factor) for factor in factors]  # torch has no integers beyond 64 bits
-    total = reduce(torch.add, (f * value for f, value in zip(factors, values, strict=True)))
-    return total if scale == 1 else total.to(run.real) / float(scale)
+    return reduce(torch.add, run.alike(*expr.args))
 
 
 def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
-    coefficient, rest = expr.as_coeff_Mul()
-    if coefficient.is_Rational and not coefficient.is_Integer:
-        # One division by the denominator rounds once, where two factors would round twice.
-        numerator = _multiply(run, [run.value(sympy.Integer(coefficient.p)), run.value(rest)])
-        return numerator.to(run.real) / float(coefficient.q)
     return _multiply(run, [run.value(arg) for arg in expr.args])
 
 
@@ -172,14 +169,16 @@ def _magnitude(integers: Tensor) -> float:
 
 def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     base, exponent = expr.args
-    if exponent.is_Integer and 0 < exponent <= 64:
-        return _multiply(run, [run.value(base)] * int(exponent))
-    x = run.number(base)
-    if exponent == sympy.Rational(1, 2):
-        return x.sqrt()
-    if exponent == -1:
-        return x.reciprocal()
-    return torch.pow(x, run.number(exponent))
+    return (
+        _multiply(run, [run.value(base)] * int(exponent)) if exponent else run.number(exponent) + 1
+    )
+
+
+def _float_power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
+    base, exponent = expr.args
+    if exponent.is_number:
+        return torch.pow(run.number(base), float(exponent))
+    return torch.pow(run.number(base), run.number(exponent))
 
 
 def _element(run: _Evaluator, expr: Element) -> Tensor:
@@ -197,7 +196,9 @@ def _inside(place: Tensor, size: int) -> Tensor:
 def _floor_div(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     a, b = run.alike(*expr.args)
     if b.dtype != torch.int64:
-        return torch.floor(a / b)
+        if expr.args[1].is_Rational:  # as float32 holds it: 0.5 // 0.01 is 50 there
+            b = b.to(torch.float32).to(b.dtype)
+        return torch.floor_divide(a.detach(), b.detach())  # its derivative is 0
     return _or_zero(torch.floor_divide(a, _divisor(b)), b)
 
 
@@ -262,6 +263,9 @@ def _if_then_else(run: _Evaluator, expr: sympy.Basic) -> Tensor:
     return torch.where(condition, yes, no)
 
 
+_DECIDED = (FloatRelation, Floor, Round, FloorDiv, FloorMod, Element)
+"""What jumps: the rounding of an argument can change the result by more than its own size."""
+
 Rule = Callable[[_Evaluator, sympy.Basic], Tensor]
 
 _RULES: dict[type[sympy.Basic], Rule] = {
@@ -269,6 +273,11 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Mul: _product,
     sympy.Pow: _power,
     Element: _element,
+    AsFloat: lambda run, expr: run.number(expr.args[0]),
+    FloatSum: _real(torch.add),
+    FloatProduct: _real(torch.mul),
+    FloatQuotient: _real(torch.div),
+    FloatPower: _float_power,
     FloorDiv: _floor_div,
     FloorMod: _floor_mod,
     sympy.Piecewise: _choice,
@@ -277,6 +286,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     Maximum: _extremum(torch.maximum),
     sympy.Min: _extremum(torch.minimum),
     sympy.Max: _extremum(torch.maximum),
+    Abs: _real(torch.abs),
     sympy.Abs: _same_kind(torch.abs),
     sympy.sign: _same_kind(torch.sign),
     Floor: _real(torch.floor),
@@ -296,11 +306,11 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     ShiftLeft: _integers(torch.bitwise_left_shift),
     ShiftRight: _integers(torch.bitwise_right_shift),
     Popcount: _integers(_popcount),
-    sympy.exp: _real(torch.exp),
-    sympy.log: _real(torch.log),
-    sympy.tanh: _real(torch.tanh),
-    sympy.sin: _real(torch.sin),
-    sympy.cos: _real(torch.cos),
+    Exp: _real(torch.exp),
+    Log: _real(torch.log),
+    Tanh: _real(torch.tanh),
+    Sin: _real(torch.sin),
+    Cos: _real(torch.cos),
     sympy.Eq: _relation(torch.eq),
     sympy.Ne: _relation(torch.ne),
     sympy.Lt: _relation(torch.lt),
@@ -312,3 +322,4 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Xor: _logic(torch.logical_xor),
     sympy.Not: _same_kind(torch.logical_not),
 }
+_RULES |= {of_floats: _RULES[kind] for kind, of_floats in FLOAT_RELATIONS.items()}

@@ -136,6 +136,7 @@ class OracleProblem:
         state: seed and offset; None without dropout.
         work: dtype of products, scores and probabilities.
         real: dtype that mods and the lse are computed in.
+        decides: dtype in which mods compare floats.
     """
 
     spec: AttentionSpec
@@ -152,6 +153,7 @@ class OracleProblem:
     state: tuple[int, int] | None
     work: torch.dtype
     real: torch.dtype
+    decides: torch.dtype
 
     def blocks(self) -> Iterator[ScoreBlock]:
         """All queries, in blocks of at most `_SCORES_AT_ONCE` scores.
@@ -200,7 +202,7 @@ class OracleProblem:
         mask = None
         keep = self.spec.keep
         if keep is not sympy.true:
-            mask = evaluate(keep, values, self.real).expand(shape)
+            mask = evaluate(keep, values, self.real, self.decides).expand(shape)
         kept = None
         if self.state is not None:
             entries, local = np.divmod(np.arange(pairs.start, pairs.stop), heads)
@@ -239,7 +241,7 @@ class OracleProblem:
         if self.spec.score == SCORE:
             return scores
         values = {**part.values, SCORE: scores.to(self.real)}
-        found = evaluate(self.spec.score, values, self.real)
+        found = evaluate(self.spec.score, values, self.real, self.decides)
         return found.to(scores.dtype).expand_as(scores)
 
     def score_and_slope(self, scores: Tensor, part: ScoreBlock) -> tuple[Tensor, Tensor | None]:
@@ -268,7 +270,7 @@ class OracleProblem:
             # A warning of torch itself, when it loads its forward-mode formulas.
             warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
             dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
-            found = evaluate(self.spec.score, {**values, variable: dual}, self.real)
+            found = evaluate(self.spec.score, {**values, variable: dual}, self.real, self.decides)
             value, slope = forward_ad.unpack_dual(found)  # type: ignore[no-untyped-call]
         return value, torch.zeros_like(value) if slope is None else slope
 
@@ -321,6 +323,7 @@ def problem_of(
         state=state_of(spec, dropout_p, call.get("rng"), (q_offset, k_offset)),
         work=work,
         real=real,
+        decides=torch.promote_types(q.dtype, torch.float32),
     )
 
 

@@ -21,8 +21,8 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //       return score / (1 + 1e-4 * (q - k) ** 2)
 // Derivative by the score: 1/((q - k)**2/10000 + 1)
 __device__ __forceinline__ Scored score_mod(float score, int q, int k) {
-  const float t0 = rcp(0.0001f * square(float(q - k)) + 1.0f);
-  return {score * t0, t0};
+  const float t0 = 0.0001f * square(float(q - k)) + 1.0f;
+  return {score * rcp(t0), rcp(t0)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

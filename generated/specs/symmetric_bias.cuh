@@ -36,7 +36,7 @@ __device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
 //       return score + t[q] + t[k]
 __device__ __forceinline__ float score_mod(
     const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
-  return score + score_key.t_k + score_query.t_q;
+  return score + score_query.t_q + score_key.t_k;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -52,7 +52,7 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 // Derivative by the score: 1
 __device__ __forceinline__ Scored score_mod(
     const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
-  return {score + score_key.t_k + score_query.t_q, 1.0f};
+  return {score + score_query.t_q + score_key.t_k, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import sympy
 
@@ -99,8 +100,8 @@ def test_the_derivative_of_a_large_score_is_its_slope(kind: str) -> None:
     score = spec_of(kind, 90).score
     assert lets_of(score)
     step, at = 1e-5, {Q: 7, K: 3}
-    low, high = (evaluate(score, {**at, SCORE: 0.4 + sign * step}) for sign in (-1, 1))
-    slope = evaluate(derivative(score), {**at, SCORE: 0.4})
+    low, high = (evaluate(score, {**at, SCORE: 0.4 + sign * step}, np.float64) for sign in (-1, 1))
+    slope = evaluate(derivative(score), {**at, SCORE: 0.4}, np.float64)
     assert slope == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-9)
 
 

@@ -84,8 +84,6 @@ def test_a_captured_zero_gives_zero_on_every_path(arch: str | None, mod: Any) ->
 
 
 def test_floats_divide_as_the_rounded_quotient_rounds_down() -> None:
-    half, step = fg.sqrt(0.25), fg.sqrt(0.0001)
-    assert (half // step).expr == 50, "0.5 // 0.01 is 49 in float64 arithmetic of Python"
     mod = trace_score(lambda score, b, h, q, k: score // 0.01)
     score = torch.tensor(0.5, dtype=torch.float64)
     (tiled,) = compiled((mod.expr,), torch.float32).bind({})(None, None, score.float())

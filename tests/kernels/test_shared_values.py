@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import sympy
 import torch
 
 import flashgen as fg
@@ -16,7 +15,7 @@ from flashgen.analysis import Level, analyse, leveled
 from flashgen.analysis.invariants import MOST_VALUES
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.shared_values import FunctionInParts
-from flashgen.language import SCORE, H
+from flashgen.language import SCORE, Cos, Exp, H
 from flashgen.pipeline import build
 from tests.codegen.test_tile_functions import functions_of
 from tests.support.judged import Call, normal
@@ -105,7 +104,7 @@ def test_what_a_pair_of_positions_determines_stays_in_the_score() -> None:
 
 
 def test_a_kernel_keeps_a_bounded_number_of_values() -> None:
-    score = SCORE + sum(sympy.exp(sympy.cos(H + n)) for n in range(90))
+    score = SCORE + sum(Exp(Cos(H + n)) for n in range(90))
     assert len(leveled(score).values(Level.HEAD)) == MOST_VALUES[Level.HEAD]
 
 

@@ -131,8 +131,6 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
         (lambda b, h, q, k: fg.where(q, True, False), "first argument", "comparison"),
         (lambda b, h, q, k: fg.where(q < k, 1, True), "two numbers or two conditions", "where"),
         (lambda b, h, q, k: fg.exp(q < k) < 1, "fg.exp is for numbers", "fg.where"),
-        (lambda b, h, q, k: q < k + float("inf"), "not a finite real number", "division"),
-        (lambda b, h, q, k: q < float("nan"), "float32 cannot hold", "mask_mod"),
         (lambda b, h, q, k: q < 1e39, "float32 cannot hold", "mask_mod"),
         (lambda b, h, q, k: q / 0 < k, "/ by 0", "not 0"),
         (lambda b, h, q, k: q // 0 < k, "// by 0", "not 0"),

@@ -10,7 +10,7 @@ import sympy
 
 import flashgen as fg
 from flashgen.errors import SpecError
-from flashgen.language import SCORE, K, Q
+from flashgen.language import SCORE, FloatQuotient, K, Q
 from flashgen.language.spec_file import load
 from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
@@ -51,7 +51,7 @@ def test_replace_changes_one_thing_and_reads_the_functions_again() -> None:
     spec = fg.AttentionSpec(mask_mod=causal, head_dim=64)
     wide = spec.replace(head_dim=128, score_mod=half)
     assert (wide.head_dim, wide.head_dim_v) == (128, 128)
-    assert wide.score == SCORE / 2
+    assert wide.score == FloatQuotient(SCORE, 2)
     assert wide.mask == spec.mask
     assert spec.replace(head_dim_v=32).replace(head_dim=96).head_dim_v == 32
 

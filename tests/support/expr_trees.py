@@ -1,15 +1,18 @@
-"""Random masks and scores as trees, with two evaluations: traced by flashgen, and direct.
+"""Random masks and scores as trees, with three evaluations: traced by flashgen, direct, and eager.
 
-The direct evaluation uses neither flashgen nor sympy, but exact Python integers and fractions.
+The direct evaluation uses neither flashgen nor sympy, but exact Python integers and fractions; the
+eager one runs PyTorch's operations on tensors, with the meaning of IEEE 754 and of narrow integers.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import random
 from fractions import Fraction
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 import flashgen as fg
@@ -36,7 +39,8 @@ _COMPARISONS = {
     "!=": operator.ne,
 }
 _LOGIC = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
-_OPERATORS = {**_ARITHMETIC, **_FLOORED, **_COMPARISONS, **_LOGIC}
+_SHIFTS = {"<<": operator.lshift, ">>": operator.rshift, "**": operator.pow}
+_OPERATORS = {**_ARITHMETIC, **_FLOORED, **_COMPARISONS, **_LOGIC, **_SHIFTS}
 
 
 class Undefined(Exception):
@@ -55,6 +59,8 @@ def traced(tree: Tree, leaves: dict[str, Any]) -> Any:
         return _OPERATORS[name](*args)
     if name == "~":
         return not args[0] if isinstance(args[0], bool) else ~args[0]
+    if name == "neg":
+        return -args[0]
     return getattr(fg, name)(*args)
 
 
@@ -186,3 +192,132 @@ VALUES = st.fixed_dictionaries(
         "seq_k": st.integers(1, 12),
     }
 )
+
+
+# Trees of floats with NaN, infinities, huge and tiny numbers, and of narrow integers.
+
+ARRAYS = {
+    **{name: fg.Tensor(name, ("heads", length), "float32") for name, length in
+       (("row", "seq_q"), ("other", "seq_q"), ("column", "seq_k"))},
+    **{name: fg.Tensor(name, ("seq_k" if name[0] == "k" else "seq_q",), dtype) for name, dtype in
+       (("k_uint8", "uint8"), ("q_uint8", "uint8"), ("k_int8", "int8"), ("q_int8", "int8"),
+        ("k_int16", "int16"), ("q_int16", "int16"), ("k_int32", "int32"), ("q_int64", "int64"))},
+}  # fmt: skip
+"""Captured tensors; the first letter of a narrow one says which position reads it."""
+
+SPECIAL = (
+    *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -3e-39, 1e-30, 1e37, 3e38, -3e38),
+    *(1.0, -1.0, 0.5, 2.5, 3.0, 7.0, 16777217.0, 0.1),
+)
+
+
+def eager(tree: Tree, leaves: dict[str, torch.Tensor]) -> Any:
+    """The tree's value by PyTorch's operations on tensors, which broadcast."""
+    if isinstance(tree, str):
+        return leaves[tree]
+    if not isinstance(tree, tuple):
+        return tree
+    name, *rest = tree
+    args = [eager(arg, leaves) for arg in rest]
+    if name in _OPERATORS:
+        return _OPERATORS[name](*args)
+    if name == "~":
+        return ~args[0]
+    if name == "neg":
+        return -args[0]
+    if name == "isfinite":
+        return torch.isfinite(args[0])
+    if name == "clamp":
+        return torch.clamp(*args)
+    if name in ("minimum", "maximum", "atan2") and not isinstance(args[1], torch.Tensor):
+        args[1] = torch.tensor(args[1], dtype=args[0].dtype)
+    return getattr(torch, name)(*args)
+
+
+def special_number(draw: random.Random, depth: int) -> Tree:
+    """A float of at most ``depth`` operations below another, each rounded exactly or, like exp,
+    with a result whose last digits nothing may depend on (`special_condition`)."""
+    if depth == 0 or draw.random() < 0.2:
+        return draw.choice(["row", "column", "other", "slope", "row", "column"])
+    a, b = special_number(draw, depth - 1), special_number(draw, depth - 1)
+    literal = draw.choice([x for x in SPECIAL if math.isfinite(x)])
+    return draw.choice(
+        [
+            *((sign, a, b) for sign in ("+", "-", "*", "/")),
+            *((sign, a, literal) for sign in ("+", "-", "*")),
+            ("*", draw.choice(["q", "k", ("-", "k", "q")]), a),
+            ("+", a, ("*", ("-", "q", "k"), 0.1)),
+            ("/", ("+", "k", 1), a),
+            # torch's own remainders of far larger numbers depend on the length of the tensor.
+            ("//", ("clamp", a, -1000.0, 1000.0), draw.choice([0.3, 2.0])),
+            ("%", ("clamp", a, -1000.0, 1000.0), draw.choice([0.7, 3.0])),
+            # Which of two zeros is the extremum is not defined; the sum is +0.
+            ("+", ("minimum", a, b), 0.0),
+            ("+", ("maximum", a, b), 0.0),
+            ("where", special_condition(draw, depth - 1), a, b),
+            ("clamp", a, -3.0, 2.5),
+            ("abs", a),
+            ("neg", a),
+            ("floor", a),
+            ("round", a),
+            ("sqrt", a),
+            ("-", a, a),
+            ("/", a, a),
+            ("*", a, 0.0),
+            ("**", a, draw.choice([0, 1, 2, 3, 0.5])),
+        ]
+    )
+
+
+_SMOOTH = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sin", "cos", "erf", "erfc", "expm1",
+           "log1p", "rsqrt")  # fmt: skip
+
+
+def special_condition(draw: random.Random, depth: int) -> Tree:
+    """A condition on floats. Of functions that are not rounded exactly, only NaN and size count."""
+    kind = draw.random()
+    if depth > 0 and kind < 0.25:
+        a, b = special_condition(draw, depth - 1), special_condition(draw, depth - 1)
+        return draw.choice([("&", a, b), ("|", a, b), ("^", a, b), ("~", a), ("==", a, b)])
+    x = special_number(draw, depth)
+    if kind < 0.4:
+        function = draw.choice(_SMOOTH)
+        y = draw.choice([(function, x), ("atan2", x, special_number(draw, depth))])
+        return draw.choice([("isfinite", y), ("!=", y, y), (">", y, 1e30), ("<", y, -1e30)])
+    if kind < 0.5:
+        return draw.choice([("isfinite", x), ("!=", x, x), ("==", ("-", x, x), 0.0)])
+    if kind < 0.6:  # the sign of a zero
+        return (">", ("atan2", x, -1.0), 0.0)
+    sign = draw.choice(sorted(_COMPARISONS))
+    return (sign, x, draw.choice([special_number(draw, depth), "k", draw.choice(SPECIAL[:-1])]))
+
+
+def narrow_number(draw: random.Random, depth: int) -> Tree:
+    """An integer expression over tensors of every width; those beyond 16 bits stay in their own."""
+    if depth == 0 or draw.random() < 0.2:
+        narrow = [name for name in ARRAYS if "int" in name and name[-2:] not in ("32", "64")]
+        return draw.choice([*narrow, ("%", "k_int32", 101), ("%", "q_int64", 101)])
+    a, b = narrow_number(draw, depth - 1), narrow_number(draw, depth - 1)
+    divisor = draw.choice([2, 3, 7, 64, -5])
+    return draw.choice(
+        [
+            *((sign, a, b) for sign in ("+", "-", "*", "&", "|", "^")),
+            *((sign, a, draw.choice([1, 3, 100])) for sign in ("+", "-", "*")),
+            ("//", a, divisor if divisor > 0 else 9),
+            ("%", a, abs(divisor)),
+            ("minimum", a, b),
+            ("maximum", a, b),
+            ("abs", a),
+            ("neg", a),
+            ("~", a),
+            ("+", a, draw.choice(["q", "k"])),
+            ("where", narrow_condition(draw, depth - 1), a, b),
+            ("<<", a, draw.choice([1, 3])),
+            (">>", a, draw.choice([1, 5])),
+        ]
+    )
+
+
+def narrow_condition(draw: random.Random, depth: int) -> Tree:
+    sign = draw.choice(sorted(_COMPARISONS))
+    return (sign, narrow_number(draw, depth), narrow_number(draw, depth))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from ctypes import c_float
 
@@ -10,7 +11,23 @@ import sympy
 from flashgen.analysis import evaluate
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
-from flashgen.language import Atan2, Erf, Erfc, Expm1, Floor, Log1p, Log2, Round, Sigmoid
+from flashgen.language import (
+    Abs,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Floor,
+    Log,
+    Log1p,
+    Log2,
+    Round,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
 
 # Levels of C++ operator precedence; a higher level binds tighter.
 ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)
@@ -30,11 +47,15 @@ HELPERS = frozenset(
             "fast_floor_mod",
             "signed_floor_div",
             "signed_floor_mod",
+            "float_div",
             "float_mod",
+            "minimum",
+            "maximum",
             "square",
             "power",
             "sign",
             "rcp",
+            "fast_quotient",
             "fast_sqrt",
         ),
         "rounded_power",
@@ -56,12 +77,12 @@ HELPERS = frozenset(
 
 # The class of the function, its name for float32, its name for float16 and bfloat16.
 FUNCTIONS = (
-    (sympy.exp, "expf", "expf"),
-    (sympy.log, "logf", "fast_log"),
+    (Exp, "expf", "expf"),
+    (Log, "logf", "fast_log"),
     (Log2, "log2f", "fast_log2"),
-    (sympy.tanh, "tanhf", "fast_tanh"),
+    (Tanh, "tanhf", "fast_tanh"),
     (Sigmoid, "sigmoid", "fast_sigmoid"),
-    (sympy.Abs, "fabsf", "fabsf"),
+    (Abs, "fabsf", "fabsf"),
     (Floor, "floorf", "floorf"),
     (Round, "rintf", "rintf"),
     (Erf, "erff", "erff"),
@@ -69,13 +90,13 @@ FUNCTIONS = (
     (Log1p, "log1pf", "log1pf"),
     (Expm1, "expm1f", "expm1f"),
     (Atan2, "atan2f", "atan2f"),
-    (sympy.sin, "sine", "sine"),
-    (sympy.cos, "cosine", "cosine"),
+    (Sin, "sine", "sine"),
+    (Cos, "cosine", "cosine"),
     (sympy.sign, "sign", "sign"),
 )
 
 CALLED = HELPERS.union(
-    ("fminf", "fmaxf", "powf", "exp2f", "sqrtf", "rsqrtf", "min", "max", "abs", "llabs", "float"),
+    ("powf", "exp2f", "sqrtf", "rsqrtf", "min", "max", "abs", "llabs", "float"),
     *((exact, fast) for _, exact, fast in FUNCTIONS),
 )
 """Functions that printed expressions call; no variable beside a call has its name."""
@@ -105,7 +126,7 @@ def inside(text: Text, level: int) -> str:
 
 def literal(expr: sympy.Expr) -> Text:
     value = float(evaluate(expr, {}))
-    if abs(value) > FLOAT32_MAX:
+    if FLOAT32_MAX < abs(value) < math.inf:
         raise RenderError(
             "float32 cannot hold a constant of the spec",
             where=str(expr),
@@ -118,8 +139,9 @@ def literal(expr: sympy.Expr) -> Text:
 
 def float32_literal(value: float) -> str:
     """The shortest C++ literal of the float32 nearest to ``value``."""
-    if value != value:
-        return "__int_as_float(0x7fc00000)"  # NaN has no literal
+    if not math.isfinite(value):  # C++ has no literals of these
+        bits = "7fc00000" if math.isnan(value) else "7f800000" if value > 0 else "ff800000"
+        return f"__int_as_float(0x{bits})"
     exact = c_float(value).value
     text = next(t for d in range(17) if c_float(float(t := f"{exact:.{d}e}")).value == exact)
     mantissa, exponent = text.split("e")

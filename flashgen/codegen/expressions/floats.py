@@ -19,20 +19,24 @@ from flashgen.codegen.expressions.cpp_text import (
     unknown,
 )
 from flashgen.codegen.expressions.integers import IntegerPrinter
-from flashgen.codegen.expressions.predicates import JUMPS
-from flashgen.dtypes import INT32_MAX
+from flashgen.codegen.expressions.predicates import JUMPS, is_of_integers
+from flashgen.dtypes import FLOAT32_LEAST
 from flashgen.language import (
     SCORE,
+    AsFloat,
     Element,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
     FloorDiv,
     FloorMod,
-    Log2,
     Maximum,
     Minimum,
     is_int,
 )
 from flashgen.language.integer_limits import fits
-from flashgen.language.rational_sums import gather
+from flashgen.language.python_printer import factors_in_order, terms_in_order, written_order
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -43,13 +47,19 @@ class FloatPrinter(IntegerPrinter):
     """The part of `CPrinter` that prints floats."""
 
     @contextmanager
-    def _predicate(self, here: bool = True) -> Iterator[None]:
-        """A context in which products of floats are not fused with sums, if ``here`` is true."""
-        before, self._in_predicate = self._in_predicate, self._in_predicate or here
+    def _predicate(self, here: bool = True, *, fuses: bool = True) -> Iterator[None]:
+        """A context in which nothing is approximate, if ``here`` is true.
+
+        Args:
+            fuses: whether a product could be fused with a sum, so that products are rounded first.
+        """
+        before = self._in_predicate, self._rounds
+        self._in_predicate = before[0] or here
+        self._rounds = before[1] or (here and fuses)
         try:
             yield
         finally:
-            self._in_predicate = before
+            self._in_predicate, self._rounds = before
 
     def index(self, expr: sympy.Expr) -> str:
         """An index as an int. An index beyond int32 is clamped and stays outside the tensor."""
@@ -64,32 +74,33 @@ class FloatPrinter(IntegerPrinter):
             return literal(expr)
         if isinstance(expr, Element) and not is_int(expr):
             return self.element(expr)
-        if is_int(expr) and not _has_product(expr) and fits(expr):
+        if is_int(expr) and fits(expr) and (self._in_predicate or not _has_product(expr)):
             return self._call("float", self._int(expr)[0])
+        if isinstance(expr, AsFloat):
+            return self._float(expr.args[0])
         if isinstance(expr, sympy.Symbol):
             return self._name(expr)
+        if isinstance(expr, FloatSum):
+            return self._float_sum(expr, terms_in_order(expr))
         if isinstance(expr, sympy.Add):
-            return self._float_sum(expr)
+            return self._float_sum(expr, written_order(expr))
+        if isinstance(expr, FloatProduct):
+            return self._product([self._float(factor) for factor in factors_in_order(expr)])
+        if isinstance(expr, FloatQuotient):
+            return self._quotient(*expr.args)
         if isinstance(expr, sympy.Mul):
             return self._float_product(expr)
-        if isinstance(expr, sympy.Pow):
-            return self._float_power(expr.base, expr.exp)
+        if isinstance(expr, sympy.Pow | FloatPower):
+            return self._float_power(*expr.args)
         if isinstance(expr, sympy.Piecewise | Select):
             return self._choice(expr, self._float)
         if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
             return self._call("float", self._int(expr)[0])
         return self._float_function(expr)
 
-    def _float_sum(self, expr: sympy.Expr) -> Text:
-        gathered = gather(expr, lambda e: not _has_product(e), INT32_MAX)
-        if gathered is None:
-            beside_score = SCORE in expr.args and self.score_is_product
-            return self._sum(expr, self._terms_beside_score() if beside_score else self._term)
-        whole = sympy.Dummy("whole", real=True)
-        self.names[whole] = self._call("float", self._int(gathered.total)[0])[0]
-        text = self._float(sympy.Add(*gathered.others, gathered.common * whole))
-        del self.names[whole]
-        return text
+    def _float_sum(self, expr: sympy.Expr, terms: list[sympy.Expr]) -> Text:
+        beside_score = SCORE in terms and self.score_is_product
+        return self._terms(terms, self._terms_beside_score() if beside_score else self._term)
 
     def _term(self, expr: sympy.Expr, first: bool) -> Text:
         return self._float(expr)
@@ -103,7 +114,8 @@ class FloatPrinter(IntegerPrinter):
         rounded: list[sympy.Expr] = []
 
         def term(expr: sympy.Expr, first: bool) -> Text:
-            is_product = expr.is_Mul and sum(not arg.is_number for arg in expr.args) > 1
+            products = sympy.Mul | FloatProduct | FloatQuotient
+            is_product = isinstance(expr, products) and sum(not a.is_number for a in expr.args) > 1
             if not is_product or rounded or expr.has(SCORE):
                 return self._float(expr)
             rounded.append(expr)
@@ -131,12 +143,26 @@ class FloatPrinter(IntegerPrinter):
             numerator.insert(0, sympy.Rational(constant.numerator, constant.denominator))
         return self._ratio(numerator, denominator)
 
+    def _quotient(self, above: sympy.Expr, below: sympy.Expr) -> Text:
+        factor = 1 / below if below.is_Rational else None
+        exact = factor is not None and _is_power_of_two(factor)
+        if factor is not None and (exact or not self._in_predicate) and factor >= FLOAT32_LEAST:
+            return self._product([literal(factor), self._float(above)])
+        if self._approximates and not is_of_integers(below, self._of_integers):
+            return self._call("fast_quotient", self._float(above)[0], self._float(below)[0])
+        return self._ratio([above], [below])
+
+    @property
+    def _approximates(self) -> bool:
+        """Whether functions may be approximate: their errors are below the operands' rounding."""
+        return self.fast and not self._in_predicate
+
     def _ratio(self, numerator: list[sympy.Expr], denominator: list[sympy.Expr]) -> Text:
         parts = [self._float(factor) for factor in numerator]
         if not denominator:
             return self._product(parts)
         below = self._float(sympy.Mul(*denominator))
-        if self.fast:
+        if self._approximates:
             reciprocal = self._call("rcp", below[0])
             if len(numerator) == 1 and numerator[0] == 1:
                 return reciprocal
@@ -147,7 +173,7 @@ class FloatPrinter(IntegerPrinter):
     def _product(self, parts: list[Text]) -> Text:
         if len(parts) == 1:
             return parts[0]
-        if self._in_predicate or self.rounds_products:
+        if self._rounds or self.rounds_products:
             return self._nested("__fmul_rn", [text for text, _ in parts])
         text = inside(parts[0], TIMES)
         return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
@@ -155,22 +181,23 @@ class FloatPrinter(IntegerPrinter):
     def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
         if exponent == _HALF:
             return self._root(base)
-        if exponent == -_HALF:
+        if exponent == -_HALF and not self._in_predicate:
             return self._call("rsqrtf", self._float(base)[0])
         if exponent.is_Rational and exponent < 0:
-            return self._ratio([sympy.S.One], [base**-exponent])
+            below = FloatPower(base, -exponent)
+            return self._quotient(sympy.S.One, below)
         if exponent.is_Integer:
-            rounded = self._in_predicate or self.rounds_products
+            rounded = self._rounds or self.rounds_products
             repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
-        if exponent.is_Rational and exponent.q == 2:
+        if exponent.is_Rational and exponent.q == 2 and is_int(base):
             whole = self._float_power(base, exponent - _HALF)
             return self._product([whole, self._root(base)])
         if base == 2:
             return self._call("exp2f", self._float(exponent)[0])
-        if base.is_number and base.is_positive:
-            scaled = self._float(exponent * sympy.Rational(str(sympy.log(base, 2).evalf(17))))
-            return self._call("exp2f", scaled[0])
+        if base.is_Rational and base.is_positive:
+            binary = sympy.Rational(str(sympy.log(base, 2).evalf(17)))
+            return self._call("exp2f", self._float(FloatProduct(exponent, binary))[0])
         return self._call("powf", self._float(base)[0], self._float(exponent)[0])
 
     def _rounded_power(self, base: Text, exponent: int) -> Text:
@@ -179,7 +206,7 @@ class FloatPrinter(IntegerPrinter):
         return f"rounded_power<{exponent}>({base[0]})", ATOM
 
     def _root(self, base: sympy.Expr) -> Text:
-        if self.fast:
+        if self._approximates:
             return self._call("fast_sqrt", self._float(base)[0])
         return self._call("sqrtf", self._float(base)[0])
 
@@ -188,22 +215,16 @@ class FloatPrinter(IntegerPrinter):
             texts = [self._float(arg) for arg in expr.args]
         args = [text for text, _ in texts]
         if isinstance(expr, Minimum | sympy.Min):
-            return self._nested("fminf", args)
+            return self._nested("minimum", args)
         if isinstance(expr, Maximum | sympy.Max):
-            return self._nested("fmaxf", args)
+            return self._nested("maximum", args)
         if isinstance(expr, FloorDiv):
-            # An exact division: a product with a reciprocal can round below a whole number.
-            above, below = texts
-            ratio = f"{inside(above, TIMES)} / {inside(below, TIMES + 1)}"
-            return self._call("floorf", ratio)
+            return self._call("float_div", *args)
         if isinstance(expr, FloorMod):
             return self._call("float_mod", *args)
         for kind, exact, fast in FUNCTIONS:
             if isinstance(expr, kind):
-                # Near 1 a fast logarithm has only an absolute error, which a jump would show.
-                precise = self._in_predicate and kind in (sympy.log, Log2)
-                name = fast if self.fast and not precise else exact
-                return self._call(name, *args)
+                return self._call(fast if self._approximates else exact, *args)
         raise unknown(expr)
 
 
@@ -217,3 +238,7 @@ def _has_product(expr: sympy.Expr) -> bool:
         if isinstance(part, FloorDiv | FloorMod | TensorRead):
             return False
     return False
+
+
+def _is_power_of_two(x: sympy.Rational) -> bool:
+    return x > 0 and all(int(part).bit_count() == 1 for part in (x.p, x.q))

@@ -42,7 +42,7 @@ from flashgen.language.bit_functions import (
 )
 from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import Limits, limits
-from flashgen.language.python_printer import written_order
+from flashgen.language.python_printer import is_subtracted, written_order
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -87,7 +87,9 @@ class IntegerPrinter(ABC):
         self._wide: set[sympy.Symbol] = set()
         self._data: set[sympy.Symbol] = set()
         self._predicates: set[sympy.Symbol] = set()
+        self._of_integers: set[sympy.Symbol] = set()
         self._in_predicate = False
+        self._rounds = False
         self.score_is_product = False
         self.rounds_products = False
 
@@ -215,9 +217,14 @@ class IntegerPrinter(ABC):
         return text, ATOM
 
     def _sum(self, expr: sympy.Expr, print_term: Callable[[sympy.Expr, bool], Text]) -> Text:
-        terms = [(arg.could_extract_minus_sign(), arg) for arg in written_order(expr)]
-        text = inside(print_term(terms[0][1], True), PLUS)
-        for negative, term in terms[1:]:
+        return self._terms(written_order(expr), print_term)
+
+    def _terms(
+        self, terms: list[sympy.Expr], print_term: Callable[[sympy.Expr, bool], Text]
+    ) -> Text:
+        text = inside(print_term(terms[0], True), PLUS)
+        for term in terms[1:]:
+            negative = is_subtracted(term)
             part = print_term(-term if negative else term, False)
             text += (" - " if negative else " + ") + inside(part, PLUS + 1)
         return text, PLUS

@@ -10,8 +10,26 @@ from sympy.core.relational import Relational
 
 from flashgen.analysis import CodeBlock
 from flashgen.codegen.expressions.cpp_text import CALLED, KEYWORDS, MACRO
-from flashgen.language import Element, Extreme, FloorDiv, FloorMod, Least, Maximum, Minimum
-from flashgen.language.python_printer import written_order
+from flashgen.language import (
+    AsFloat,
+    Element,
+    Extreme,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+    FloorDiv,
+    FloorMod,
+    Least,
+    Maximum,
+    Minimum,
+)
+from flashgen.language.comparisons import FLOAT_RELATIONS
+from flashgen.language.python_printer import (
+    factors_in_order,
+    is_subtracted,
+    terms_in_order,
+    written_order,
+)
 from flashgen.language.sympy_functions import Select
 
 LONGEST_NAME = 32
@@ -35,6 +53,7 @@ _RELATIONS = {
     sympy.Equality: "is",
     sympy.Unequality: "is_not",
 }
+_RELATIONS |= {FLOAT_RELATIONS[kind]: word for kind, word in _RELATIONS.items()}
 
 
 def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, str]:
@@ -102,8 +121,17 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     if isinstance(expr, Extreme):
         ends = _common(*map(of, expr.ends))
         return joined("least" if isinstance(expr, Least) else "greatest", expr.tensor.name, ends)
+    if isinstance(expr, AsFloat):
+        return of(expr.args[0])
+    if isinstance(expr, FloatQuotient):
+        return joined(of(expr.args[0]), "over", of(expr.args[1]))
+    if isinstance(expr, FloatProduct):
+        factors = factors_in_order(expr)
+        return joined(of(factors[0]), "times", of(factors[1])) if len(factors) == 2 else None
     if isinstance(expr, sympy.Add) and len(expr.args) <= 3:
-        return _sum(expr, names)
+        return _sum(written_order(expr), names)
+    if isinstance(expr, FloatSum) and len(terms_in_order(expr)) <= 3:
+        return _sum(terms_in_order(expr), names)
     if isinstance(expr, sympy.Mul) and len(expr.as_ordered_factors()) == 2:
         factor, rest = expr.as_coeff_Mul()
         if factor.is_Rational and factor.p == 1 and factor.q > 1:
@@ -130,10 +158,10 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     return None
 
 
-def _sum(expr: sympy.Expr, names: dict[sympy.Symbol, str]) -> str | None:
+def _sum(terms: list[sympy.Expr], names: dict[sympy.Symbol, str]) -> str | None:
     text = ""
-    for place, term in enumerate(written_order(expr)):
-        negative = term.could_extract_minus_sign()
+    for place, term in enumerate(terms):
+        negative = is_subtracted(term)
         name = _name(-term if negative else term, names)
         if name is None or (negative and place == 0):
             return None

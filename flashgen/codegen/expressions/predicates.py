@@ -9,11 +9,13 @@ operation by operation.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import sympy
 from sympy.core.relational import Relational
 
 from flashgen.analysis import CodeBlock
-from flashgen.language import Floor, FloorDiv, FloorMod, Round
+from flashgen.language import Floor, FloorDiv, FloorMod, Round, is_condition
 from flashgen.language.tensor_elements import TensorRead
 
 # Functions with jumps, where a difference in the last bit changes the result.
@@ -35,3 +37,23 @@ def predicate_lets(block: CodeBlock) -> set[sympy.Symbol]:
         found |= new
         waiting += [values[symbol] for symbol in new]
     return found
+
+
+def lets_of_integers(block: CodeBlock) -> set[sympy.Symbol]:
+    """The shared subexpressions that are made of integers and literals alone."""
+    found: set[sympy.Symbol] = set()
+    for symbol, value in block.lets:
+        if is_of_integers(value, found):
+            found.add(symbol)
+    return found
+
+
+def is_of_integers(expr: sympy.Basic, known: Set[sympy.Symbol] = frozenset()) -> bool:
+    """Whether an expression depends on no float of a call, whose size may be anything.
+
+    Args:
+        known: further symbols that do not.
+    """
+    return all(
+        symbol.is_integer or is_condition(symbol) or symbol in known for symbol in expr.free_symbols
+    )

@@ -27,9 +27,9 @@ from flashgen.codegen.expressions.cpp_text import (
 )
 from flashgen.codegen.expressions.floats import FloatPrinter
 from flashgen.codegen.expressions.let_names import let_names
-from flashgen.codegen.expressions.predicates import predicate_lets
+from flashgen.codegen.expressions.predicates import lets_of_integers, predicate_lets
 from flashgen.codegen.integer_ranges import AssumedBlock
-from flashgen.language import is_condition, is_int
+from flashgen.language import FloatSum, is_condition, is_int
 from flashgen.language.divisors import is_data
 from flashgen.language.integer_limits import limits
 from flashgen.language.python_printer import SIGNS
@@ -106,6 +106,7 @@ class CPrinter(FloatPrinter):
         self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
         self.names |= found
         self._predicates = predicate_lets(block)
+        self._of_integers = lets_of_integers(block)
         outer = self.assumptions[-1].lets if nested else ()
         self.assumptions.append(AssumedBlock([*outer]))
 
@@ -159,16 +160,7 @@ class CPrinter(FloatPrinter):
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
-            with self._predicate(left.has(sympy.Add) or right.has(sympy.Add)):
+            with self._predicate(fuses=expr.has(sympy.Add, FloatSum)):
                 a, b = self._float(left), self._float(right)
         level = EQUAL if sign in ("==", "!=") else LESS
         return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
-
-
-def opposite(condition: sympy.Basic) -> sympy.Basic:
-    """The negation. For floats it is not the opposite comparison: NaN makes both false."""
-    if isinstance(condition, Relational) and is_int(condition.lhs) and is_int(condition.rhs):
-        return condition.negated
-    if isinstance(condition, sympy.Not):
-        return condition.args[0]
-    return sympy.Not(condition, evaluate=False)

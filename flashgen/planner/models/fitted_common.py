@@ -15,10 +15,10 @@ READ_INSTRUCTIONS = 5
 # Counted. Instructions of functions that take more than one, with float16 and bfloat16 operands, of
 # those that are computed differently for float32, and of a power with a variable exponent.
 FUNCTION_INSTRUCTIONS = {
-    "exp": 8,
-    "log": 2,
-    "sin": 21,
-    "cos": 21,
+    "Exp": 8,
+    "Log": 2,
+    "Sin": 21,
+    "Cos": 21,
     "Sigmoid": 9,
     "Erf": 20,
     "Erfc": 45,
@@ -28,7 +28,7 @@ FUNCTION_INSTRUCTIONS = {
     "FloorDiv": 8,
     "FloorMod": 8,
 }
-EXACT_FUNCTION_INSTRUCTIONS = {"log": 22, "Log2": 22, "tanh": 20, "Sigmoid": 17}
+EXACT_FUNCTION_INSTRUCTIONS = {"Log": 22, "Log2": 22, "Tanh": 20, "Sigmoid": 17}
 POWER_INSTRUCTIONS = 65
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column

@@ -9,7 +9,8 @@ import sympy
 from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
 from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
-from flashgen.language.lets import contains, nodes_of, parts_of
+from flashgen.language.float_operations import in_reals
+from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
@@ -74,12 +75,13 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
     Args:
         fast: whether the operands' dtype allows fast approximations.
     """
+    parts = [in_reals(part) for part in parts_of(expr)]
     indices = sum(len(element.indices) for element in elements_of(expr))
-    total = sum(int(sympy.count_ops(part)) for part in parts_of(expr))
+    total = sum(int(sympy.count_ops(part)) for part in parts)
     total += fitted_common.READ_INSTRUCTIONS * indices
     counted = fitted_common.FUNCTION_INSTRUCTIONS
     exact = {} if fast else fitted_common.EXACT_FUNCTION_INSTRUCTIONS
-    for node in nodes_of(expr):
+    for node in (node for part in parts for node in sympy.preorder_traversal(part)):
         name = type(node).__name__
         total += exact.get(name, counted.get(name, 1)) - 1
         if isinstance(node, sympy.Pow) and node.exp.free_symbols:

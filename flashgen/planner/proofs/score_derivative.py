@@ -15,21 +15,28 @@ import sympy
 from flashgen.analysis import Analysis
 from flashgen.language import (
     SCORE,
+    Abs,
+    Cos,
     Erf,
     Erfc,
+    Exp,
     Expm1,
     Floor,
     FloorDiv,
     FloorMod,
+    Log,
     Log1p,
     Log2,
     Maximum,
     Minimum,
     Round,
     Sigmoid,
+    Sin,
+    Tanh,
     elements_of,
     python_text,
 )
+from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.proofs.certificate import Certificate, ProofStep
@@ -41,13 +48,13 @@ Derivative = Callable[[sympy.Expr], sympy.Expr]
 
 # f'(x) of functions of one argument.
 RULES: dict[type[sympy.Basic], Derivative] = {
-    sympy.exp: lambda x: sympy.exp(x),
-    sympy.log: lambda x: 1 / x,
+    Exp: lambda x: sympy.exp(x),
+    Log: lambda x: 1 / x,
     Log2: lambda x: 1 / (x * sympy.log(2)),
-    sympy.tanh: lambda x: 1 - sympy.tanh(x) ** 2,
-    sympy.sin: lambda x: sympy.cos(x),
-    sympy.cos: lambda x: -sympy.sin(x),
-    sympy.Abs: lambda x: sympy.sign(x),
+    Tanh: lambda x: 1 - sympy.tanh(x) ** 2,
+    Sin: lambda x: sympy.cos(x),
+    Cos: lambda x: -sympy.sin(x),
+    Abs: lambda x: sympy.sign(x),
     Log1p: lambda x: 1 / (x + 1),
     Expm1: lambda x: sympy.exp(x),
     Erf: lambda x: 2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
@@ -80,7 +87,8 @@ def _compared(score: sympy.Expr, variable: sympy.Expr, found: sympy.Expr) -> Ite
     # Elements of tensors are treated as independent numbers.
     names = {e: sympy.Symbol(f"x{i}", real=True) for i, e in enumerate(elements_of(score, found))}
     x = names.get(variable, variable)
-    ours, theirs = _chain(score.xreplace(names), x), found.xreplace(names)
+    ours = _chain(in_reals(score).xreplace(names), x)
+    theirs = in_reals(found).xreplace(names)
     yield ProofStep(
         f"d score_mod / d {by} = {python_text(found)}, and by the chain rule, node by node,"
     )
