@@ -39,6 +39,7 @@ from flashgen.language.bit_functions import (
 )
 from flashgen.language.lets import lets_of
 from flashgen.language.sympy_functions import Select
+from flashgen.language.traced import MINUS_INFINITY
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -72,7 +73,7 @@ def _value(expr: sympy.Basic, env: Env) -> Any:
     if expr in (sympy.zoo, sympy.nan):  # where a derivative is undefined
         return math.nan
     if not expr.args:
-        return float(expr)
+        return -math.inf if expr == MINUS_INFINITY else float(expr)
     if isinstance(expr, sympy.Piecewise | Select):
         return _choose(expr, env)
     if isinstance(expr, Element):

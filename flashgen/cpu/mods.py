@@ -50,6 +50,7 @@ from flashgen.language.divisors import may_be_zero
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of
 from flashgen.language.rational_sums import gather
+from flashgen.language.traced import MINUS_INFINITY
 
 Tensor = torch.Tensor
 
@@ -340,6 +341,8 @@ def _popcount(x: Tensor) -> Tensor:
 
 def _number(expr: sympy.Expr) -> float:
     # A derivative can hold sympy's 1 / 0 in a branch: an infinity without a sign.
+    if expr == MINUS_INFINITY:
+        return -math.inf
     return math.inf if expr is sympy.zoo else float(expr)
 
 

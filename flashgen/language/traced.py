@@ -226,8 +226,8 @@ def as_expr(value: object) -> sympy.Basic:
 
 
 MINUS_INFINITY = sympy.Integer(-int(FLOAT32_MAX)) + sympy.Rational(1, 2)
-"""The literal -inf: a score that removes a key. float32 has it as its lowest finite number, and not
-being an integer it is never part of an exact computation."""
+"""The literal -inf: a score that removes a key. sympy sees a number near the lowest of float32 that
+is no integer, and so is never part of an exact computation."""
 
 
 def _literal(value: float) -> sympy.Expr:

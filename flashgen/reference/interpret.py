@@ -41,6 +41,7 @@ from flashgen.language.bit_functions import (
     ShiftRight,
 )
 from flashgen.language.lets import lets_of
+from flashgen.language.traced import MINUS_INFINITY
 
 Tensor = torch.Tensor
 
@@ -104,7 +105,8 @@ class _Evaluator:
         if expr.is_Integer and abs(int(expr)) < _LARGEST_INTEGER:
             return torch.tensor(int(expr), device=self.device)
         if expr.is_number and not expr.has(sympy.Function) and not is_condition(expr):
-            return torch.tensor(float(expr), dtype=self.real, device=self.device)
+            number = -math.inf if expr == MINUS_INFINITY else float(expr)
+            return torch.tensor(number, dtype=self.real, device=self.device)
         rule = _RULES.get(expr.func)
         if rule is None:
             raise SpecError(

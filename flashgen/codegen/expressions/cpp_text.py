@@ -10,6 +10,7 @@ from flashgen.analysis import evaluate
 from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
 from flashgen.language import Atan2, Erf, Erfc, Expm1, Floor, Log1p, Log2, Round, Sigmoid
+from flashgen.language.traced import MINUS_INFINITY
 
 # Levels of C++ operator precedence; a higher level binds tighter.
 ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)
@@ -86,6 +87,8 @@ def inside(text: Text, level: int) -> str:
 
 
 def literal(expr: sympy.Expr) -> Text:
+    if expr == MINUS_INFINITY:
+        return "__int_as_float(0xff800000)", ATOM
     value = float(evaluate(expr, {}))
     if abs(value) > FLOAT32_MAX:
         raise RenderError(
