@@ -4,7 +4,8 @@
 
 Static counts times 32 lanes, divided by the elements of a warp's tile. "full" counts the
 instructions that every tile runs, with the copy of the next K tile; "mixed" adds the mask. The
-rescaling of O is a rare branch and has a column of its own. A Triton kernel has 16.9 / 25.2 and
+rescaling of O is a rare branch and has a column of its own. What tiles with far rows run instead
+is not counted. A Triton kernel has 16.9 / 25.2 and
 FlexAttention's 18.5 / 23.3 at 128 x 64 tiles, 8 warps, d = 128.
 """
 
@@ -34,9 +35,24 @@ from benchmarks.sass import (  # noqa: E402
 from flashgen.pipeline import Build  # noqa: E402
 
 # The lines of the source in front of blocks that only some tiles execute.
-MASK = ("if (!full_tile) {", "if (!tile.full) {", "if (!here.full) {")
+MASK = (
+    "if (!full_tile) {",
+    "if (!tile.full) {",
+    "if (!here.full) {",
+)
 SCORE = "score_mod("
-RESCALE = ("if (rescale) {", "if (find_maxima(tile_max, s, row_max, exp_scale)) {")
+FAR = (
+    "if (far) {",
+    "if (__builtin_expect(tile.far, 0)) {",
+    "if (tile.far) {",
+    "if (read_tile(rows_here + ROWS_BYTES - 16).far) {",
+    "if (any_far<BLOCK_Q>(rows, lane)) {",
+)
+RESCALE = (
+    "if (rescale) {",
+    "if (find_maxima(tile_max, s, row_max, exp_scale, lag)) {",
+    "if (find_maxima(tile_max, s, row_max, exp_scale, MAX_LAG)) {",
+)
 
 
 @dataclass(frozen=True)
@@ -78,14 +94,19 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     if listing is None:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     loop = main_loop(listing, around_passes=passes > 1)
-    masks, rescales = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE))
+    masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
+    of_near = _guarded(built.source.text, FAR, "} else {")
     of_scores = _calls(built.source.text, SCORE)
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
     for block in loop.conditional:
-        if _mostly_in(block, masks):
+        if _mostly_in(block, far):
+            continue
+        elif _mostly_in(block, masks):
             name = "mask"
         elif _mostly_in(block, rescales):
             name = "rescale"
+        elif _mostly_in(block, of_near):
+            name = "copy"
         elif _mostly_in(block, of_scores):
             name = "copy"  # a branch of the score function, which most tiles take
         else:
@@ -126,14 +147,25 @@ def _calls(text: str, function: str) -> set[int]:
     return {n for n, line in lines if function in line and "__device__" not in line}
 
 
-def _guarded(text: str, heads: tuple[str, ...]) -> set[int]:
-    """Numbers of the lines in braces after a line that is one of ``heads``."""
+def _guarded(text: str, heads: tuple[str, ...], other: str = "") -> set[int]:
+    """Numbers of the lines in braces after a line that is one of ``heads``.
+
+    Args:
+        other: "} else {" for the lines of the other branch.
+    """
     found: set[int] = set()
     lines = text.splitlines()
     for start, line in enumerate(lines):
         if line.strip() in heads:
-            closing = line[: len(line) - len(line.lstrip())] + "}"
-            end = lines.index(closing, start)
+            indent = line[: len(line) - len(line.lstrip())]
+            if other:
+                start = next(
+                    (n for n in range(start, len(lines)) if lines[n] == indent + other), -1
+                )
+                if start < 0:
+                    continue
+            ends = (indent + "}", indent + "} else {")
+            end = next(n for n in range(start + 1, len(lines)) if lines[n] in ends)
             found.update(range(start + 2, end + 1))
     return found
 

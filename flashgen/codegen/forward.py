@@ -10,7 +10,6 @@ from flashgen.codegen.kernel import KernelCode, head_of, kernel
 from flashgen.codegen.source import Source
 from flashgen.codegen.walk import ScoreCode, WalkCode, walk_of
 from flashgen.codegen.wgmma import panels_of_plan, products_of
-from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
@@ -39,7 +38,6 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         spec,
         plan,
         KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
-        lowest=f"{LOWEST_SCORE}f".replace("+", ""),
         range_bits=_pays_for_range_bits(walk, plan),
         # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
         mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,

@@ -21,7 +21,6 @@ from flashgen.cpu.elements import add_at
 from flashgen.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.cpu.threads import alone, share, threads_of
-from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import gradient_without_keys
 
@@ -245,16 +244,15 @@ def _key_tile(
             part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
 
-        if uses or not problem.programs.ignores_score:
-            _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
-            if bits is not None and of.some_undefined:
-                part.select(ds, bits)
+        _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
+        if bits is not None and of.some_undefined:
+            part.select(ds, bits)
         for number, by, places in uses:
             _add_captured(part, work, captured[number], ds, by, places, bits)
-        if not problem.programs.ignores_score:
-            _score_gradient(part, ds, slope, bits)
-            _add_product(work, dq[:, grouped], ds, k, scale)
-            dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
+        # Of a score function that ignores the score, 0 * NaN is NaN, as in the kernels.
+        _score_gradient(part, ds, slope, bits)
+        _add_product(work, dq[:, grouped], ds, k, scale)
+        dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
         if kept is not None:
             part.select(p, kept)
         _narrow(p, problem)
@@ -263,7 +261,6 @@ def _key_tile(
         beta = 1
     if beta == 0:
         dv_sum.zero_()
-    if beta == 0 or problem.programs.ignores_score:
         dk_sum.zero_()
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
@@ -306,7 +303,7 @@ def _and_finite(problem: SequenceProblem, scores: Tensor, bits: Tensor | None) -
     P is 0 at such a score, and the derivative may be infinite. A row of such scores alone is fully
     masked.
     """
-    low = scores <= LOWEST_SCORE
+    low = scores == -math.inf
     if not bool(low.any()):
         return bits
     finite = low.logical_not_().to(problem.bits).neg_()

@@ -17,7 +17,6 @@ from flashgen.cpu.chunks import Workspace
 from flashgen.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.cpu.threads import alone, share, threads_of
-from flashgen.language import LOWEST_SCORE
 from flashgen.language.spec import AttentionSpec
 from flashgen.sinks import lse_without_keys
 
@@ -114,7 +113,7 @@ def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     sums = scores.logsumexp(-1, keepdim=True)
     lse.copy_(sums.view(lse.shape))
     # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
-    p = scores.sub_(sums.clamp_min_(LOWEST_SCORE)).exp_()
+    p = scores.sub_(sums.clamp_min_(torch.finfo(torch.float64).min)).exp_()
     out.copy_(torch.bmm(p, v).view(out.shape))
 
 
@@ -182,10 +181,11 @@ def _query_tile(
         bits = None if run.full else of.mask_bits(rows, keys)
         scores = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
 
-        # Before the first key of a row its maximum is -inf, which cannot be subtracted.
-        tile_max = scores.amax(-1, keepdim=True).clamp_min_(lowest)
+        tile_max = scores.amax(-1, keepdim=True)
         new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
-        exp_(torch.sub(scores, new_max, out=p), power_of_2)
+        # Before the first key of a row its maximum is -inf, which cannot be subtracted.
+        shift = new_max.clamp_min(lowest)
+        exp_(torch.sub(scores, shift, out=p), power_of_2)
         if bits is not None and not power_of_2:  # exponentials of -inf were replaced
             of.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
@@ -198,7 +198,7 @@ def _query_tile(
             row_sum = tile_sum
             torch.baddbmm(o, p, v[:, keys], beta=0, out=o)
         else:
-            rescale = exp_(row_max.sub_(new_max), power_of_2)
+            rescale = exp_(row_max.sub_(shift), power_of_2)
             row_sum.mul_(rescale).add_(tile_sum)
             o.mul_(rescale).baddbmm_(p, v[:, keys])
         row_max = new_max
@@ -208,7 +208,8 @@ def _query_tile(
         out.zero_()
         lse.copy_(alone)
         return
-    empty = row_max == lowest
+    empty = row_max == -math.inf
+    row_max.clamp_min_(lowest)
     if problem.sink is not None:
         row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
     if power_of_2:
@@ -237,8 +238,6 @@ def _scores(
         problem.multiply(work, p, *operands)
     if problem.programs.score is not None:
         scores = of.score(of.grouped(p), rows, keys)
-        if bool(scores.amin() <= LOWEST_SCORE):
-            scores = scores.masked_fill(scores <= LOWEST_SCORE, -math.inf)
     if bits is None:
         return scores if scores is p else scores.reshape(p.shape)
     found = of.grouped(p) if scores is p else scores

@@ -57,6 +57,10 @@ _SMALL_SCORE = 32.0
 """Where no score of a chunk is larger, float32 products of different orders of summation make
 relative differences of P below 1e-5, and no exponential of a difference of scores is denormal."""
 
+_LARGE_SCORE = 1024.0
+"""Where a score of a chunk with 16-bit operands may be larger, float32 products of different orders
+of summation make differences of P that their rounding does not hide."""
+
 _FEW_SCORES = 1 << 14
 """Chunks of fewer scores take so little time that the largest score is not estimated."""
 
@@ -228,15 +232,18 @@ class SequenceProblem:
         library's order of summation depends on the shapes, and the difference that this makes
         grows with the scores and with the slope of the score function.
         """
-        small = False
-        if not self.programs.has_slope and q.shape[1] * k.shape[1] >= _FEW_SCORES:
+        largest = math.inf
+        known = not self.programs.has_slope or self.narrow is not None
+        if known and q.shape[1] * k.shape[1] >= _FEW_SCORES:
             # Rows with a NaN have no other scores in either dtype.
             lengths = (
                 torch.linalg.vector_norm(x, dim=-1, dtype=self.real).nan_to_num_(0.0, math.inf)
                 for x in (q, k)
             )
-            small = self.scale * math.prod(float(x.amax()) for x in lengths) < _SMALL_SCORE
-        return Products(self.real if small or self.narrow else torch.float64, small and self.plain)
+            largest = self.scale * math.prod(float(x.amax()) for x in lengths)
+        small = largest < _SMALL_SCORE and not self.programs.has_slope
+        near = small or (self.narrow is not None and largest < _LARGE_SCORE)
+        return Products(self.real if near else torch.float64, small and self.plain)
 
     def share_mask(self, place: tuple[int, int, int, int], bits: Tensor) -> None:
         """Keeps the mask of a tile for the other chunks, within `MOST_SHARED` elements."""

@@ -45,8 +45,10 @@ class AttentionSpec:
     Args:
         mask_mod: ``mask_mod(b, h, q, k)``, true where the score is kept; None keeps all scores.
         score_mod: ``score_mod(score, b, h, q, k)``, the new score; None leaves scores as they are.
-            A score of -1e30 or less, -inf included, is masked out. (If all scores of a row are near
-            -1e9, its float32 LSE has too few digits for accurate gradients.)
+            A score of -inf is removed, and so is a literal of -1e30 or less that it returns or
+            adds, such as the lowest float. Other scores are never removed, however low they are.
+            (If all scores of a row are near -1e9, its float32 LSE has too few digits for accurate
+            gradients.)
         head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
         dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
             the output. Sums are float32. None: each call has the dtype of its q; plans and files

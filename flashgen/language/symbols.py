@@ -27,9 +27,9 @@ K_HI = sympy.Symbol("k_hi", integer=True)
 
 CORNERS = {Q: (Q_LO, Q_HI), K: (K_LO, K_HI)}
 
-LOWEST_SCORE = -1e30
-"""Scores of this or less count as -inf, such as the lowest float in additive masks. Kernels start
-the row maximum with this value, because a maximum of -inf cannot be subtracted."""
+LOWEST_LITERAL = -(10**30)
+"""A literal of this or less removes a score, as -inf does, where a score_mod returns it or adds it
+to the score. Computed scores are never removed, however low they are."""
 
 
 def is_condition(expr: sympy.Basic) -> bool:

@@ -11,10 +11,12 @@ import sympy
 
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import advice
+from flashgen.language.float_operations import FloatSum, plain
 from flashgen.language.lets import Let, lets_of
 from flashgen.language.operators import as_condition
 from flashgen.language.python_printer import python_text
-from flashgen.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.language.symbols import LOWEST_LITERAL, SCORE, B, H, K, Q, is_condition
+from flashgen.language.sympy_functions import Maximum, Minimum, Select
 from flashgen.language.traced import Capture, Traced, Value, as_expr
 from flashgen.language.user_source import SourceLines, lines_of, refuse, shown_path, user_line_in
 
@@ -83,7 +85,35 @@ def trace_score(score_mod: Mod) -> TracedMod:
             numbers=f"returned {python_text(trace.expr)}",
             way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
         )
-    return trace
+    return replace(trace, expr=_removing(trace.expr))
+
+
+_PASSED_ON = (FloatSum, sympy.Min, sympy.Max, Minimum, Maximum)
+"""Functions whose value is -inf where the argument that decides it is."""
+
+
+def _removing(score: sympy.Basic) -> sympy.Basic:
+    """The score with -inf for each literal of `LOWEST_LITERAL` or less that it can be or contain.
+
+    Additive masks use such literals, among them the lowest number of a dtype. In a condition or a
+    product a literal keeps its value.
+    """
+    if score.is_number and not is_condition(score):
+        number = plain(score)
+        return -sympy.oo if number.is_Rational and number <= LOWEST_LITERAL else score
+    if isinstance(score, sympy.Piecewise):
+        pairs = [(_removing(value), condition) for value, condition in score.args]
+        return score if pairs == list(score.args) else sympy.Piecewise(*pairs, evaluate=False)
+    if isinstance(score, Let):
+        value = _removing(score.value)
+        return score if value == score.value else Let(value)
+    if isinstance(score, Select):
+        parts = (score.args[0], *map(_removing, score.args[1:]))
+    elif isinstance(score, _PASSED_ON):
+        parts = tuple(map(_removing, score.args))
+    else:
+        return score
+    return score if parts == score.args else score.func(*parts)
 
 
 def _run(

@@ -205,7 +205,10 @@ def _algorithm_3(
         in_float32 = do.float() @ part.v.float().transpose(1, 2)
         dp = part.dropped(in_float32.to(problem.work))
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
-        weights = torch.exp(scores - lse).masked_fill(empty, 0)
+        above = scores - lse
+        # A difference within the rounding error of LSE is none: the score is all of LSE.
+        above = above.masked_fill(above.abs() <= lse.abs() * 2.0**-24, 0)
+        weights = torch.exp(above).masked_fill(empty, 0)
         p = part.weighted(weights[..., : dead.shape[-1]])
     else:
         d = (p * dp).sum(dim=-1, keepdim=True)

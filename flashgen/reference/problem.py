@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from flashgen.dropout import keep_mask, keep_scale
 from flashgen.dtypes import SCALAR_DTYPES, Number
 from flashgen.errors import InputError
-from flashgen.language import BATCH, HEADS, LOWEST_SCORE, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
+from flashgen.language import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
 from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.reference.dropout_state import State, state_of
@@ -108,9 +108,8 @@ class ScoreBlock:
         return tensor[self.entry, self.h, self.rows]
 
     def masked(self, scores: Tensor) -> Tensor:
-        """``scores`` with -inf where the mask is false or the score is `LOWEST_SCORE` or less."""
-        masked = scores <= LOWEST_SCORE
-        return scores.masked_fill(masked if self.mask is None else masked | ~self.mask, -math.inf)
+        """``scores`` with -inf where the mask is false."""
+        return scores if self.mask is None else scores.masked_fill(~self.mask, -math.inf)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """``weights`` with 0 where the mask is false, also in rows whose scores are NaN."""

@@ -375,7 +375,8 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float LOWEST = -1e30f;  // row_max before the first key; -inf - LOWEST is -inf
+constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
+constexpr float LOWEST = -3.402823466e38f;  // the lowest finite score; -inf - LOWEST is -inf
 constexpr float MAX_LAG = 8.0f;  // row_max may lag by this power of two: P <= 2^8
 
 // A row of the accumulator lies in the four lanes of a quad.
@@ -404,39 +405,55 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-// exp2(score * scale - statistic), where the statistic is a row's maximum or its LSE, in units of
-// log2. It is rounded once, because the product may be large and its error would not cancel.
-__device__ __forceinline__ float probability(float score, float scale, float statistic) {
-  return exp2_approx(fmaf(score, scale, -statistic));
+// exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
+__device__ __forceinline__ float probability(float score, float scale, float base) {
+  return exp2_approx(fmaf(score, scale, -base));
 }
 
-// A row's maximum in the unit of row_max, which is log2.
-__device__ __forceinline__ float scaled_max(float score_max, float scale) {
-  return score_max * scale;
+// A row's base is its maximum times the scale, rounded. P of the maximum is 2^e, where e is the
+// rounding error of that product. In O the factor cancels, but rounding P to the operand type does
+// not if e reaches the rounding error of that type, and from 2^24 on P may overflow. In a far row
+// the maximum is therefore subtracted from the scores first, which is exact near the maximum, and
+// the base is 0. There are no more instructions per score: few warps ever have a far row.
+__device__ __forceinline__ bool is_far(float row_max, float scale) {
+  return fabsf(row_max * scale) > NEAR;
 }
 
-// Whether a row's running maximum lags behind a tile's maximum by more than MAX_LAG.
-__device__ __forceinline__ bool exceeds_lag(float row_max, float tile_max, float scale) {
-  return tile_max > row_max + MAX_LAG;
+__device__ __forceinline__ float base_of(float row_max, float scale) {
+  return is_far(row_max, scale) ? 0.0f : row_max * scale;
+}
+
+// What is subtracted from the scores of a row first. Before the first key the maximum is -inf.
+__device__ __forceinline__ float shift_of(float row_max, float scale) {
+  return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
+}
+
+// Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
+__device__ __forceinline__ bool exceeds(float lag, float row_max, float tile_max, float scale) {
+  return (tile_max - row_max) * scale > lag;
 }
 
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
 __device__ __forceinline__ float rescale_factor(float row_max, float new_max, float scale) {
-  return exp2_approx(row_max - new_max);
+  const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
+  return exp2_approx(fmaf(shift, scale, base_of(row_max, scale) - base_of(new_max, scale)));
 }
 
-// LSE, the natural logarithm of a row's sum of exponentials.
-__device__ __forceinline__ float log_sum(float row_max, float scale, float sum) {
-  return fmaf(row_max, LN2, log2_approx(sum) * LN2);
+// LSE, the natural logarithm of a row's sum of exponentials. `unit` is the factor from scores to
+// their exponents, so that LSE of a far row is rounded once.
+__device__ __forceinline__ float log_sum(float row_max, float scale, float unit, float sum) {
+  const float above = log2_approx(sum) * LN2;
+  return is_far(row_max, scale) ? fmaf(row_max, unit, above) : fmaf(row_max * scale, LN2, above);
 }
 
 // Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled: whether
-// a row of the warp exceeds its running maximum by more than MAX_LAG powers of two.
+// a row of the warp exceeds its running maximum by more than `lag` powers of two.
 template <int GROUPS, int TILES>
 __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
                                             const float (&s)[GROUPS][TILES][4],
-                                            const float (&row_max)[GROUPS][2], float scale) {
-  bool exceeds = false;
+                                            const float (&row_max)[GROUPS][2], float scale,
+                                            float lag) {
+  bool any = false;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
@@ -446,30 +463,54 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
       for (int n = 1; n < TILES; ++n) {
         m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
       }
-      tile_max[g][r] = scaled_max(m, scale);
-      exceeds |= exceeds_lag(row_max[g][r], tile_max[g][r], scale);
+      tile_max[g][r] = m;
+      any |= exceeds(lag, row_max[g][r], m, scale);
     }
   }
-  return __any_sync(0xffffffffu, exceeds);
+  return __any_sync(0xffffffffu, any);
 }
 
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
+// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
+// a row takes the branch that subtracts its maximum.
 template <int GROUPS>
-__device__ __forceinline__ void update_maxima(float (&row_max)[GROUPS][2],
-                                              float (&row_sum)[GROUPS][2],
-                                              float (&factor)[GROUPS][2],
-                                              const float (&tile_max)[GROUPS][2], float scale) {
+__device__ __forceinline__ float update_maxima(
+    float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
+    float (&row_sum)[GROUPS][2], float (&factor)[GROUPS][2],
+    const float (&tile_max)[GROUPS][2], float scale) {
+  bool far = false;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float top = quad_max(tile_max[g][r]);
-      const float new_max = exceeds_lag(row_max[g][r], top, scale) ? top : row_max[g][r];
-      factor[g][r] = rescale_factor(row_max[g][r], new_max, scale);
-      row_max[g][r] = new_max;
+      const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
+      factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
+      if (grows) row_max[g][r] = top;
+      row_base[g][r] = base_of(row_max[g][r], scale);
+      far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
       row_sum[g][r] *= factor[g][r];
+    }
+  }
+  return __any_sync(0xffffffffu, far) ? minus_infinity() : MAX_LAG;
+}
+
+// Subtracts the maxima of far rows from their scores. The others keep theirs, bit by bit.
+template <int GROUPS, int TILES>
+__device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
+                                             const float (&row_max)[GROUPS][2], float scale) {
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float shift = shift_of(row_max[g][r], scale);
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        s[g][n][2 * r] -= shift;
+        s[g][n][2 * r + 1] -= shift;
+      }
     }
   }
 }
@@ -542,8 +583,10 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
 
   float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
   float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
-  float row_max[ROW_GROUPS][2];                 // in the unit of scaled_max
-  for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = LOWEST;
+  float row_base[ROW_GROUPS][2] = {};           // what exp2 subtracts, in units of log2
+  float row_max[ROW_GROUPS][2];                 // in the unit of scores
+  for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
+  float lag = MAX_LAG;                          // of the maxima; -inf where a row is far
   constexpr float exp_scale = EXP_UNIT;
   const ScoreHead score_head = score_head_values(p, h);
 
@@ -616,10 +659,11 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5f. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
     //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
     float tile_max[ROW_GROUPS][2];
-    if (find_maxima(tile_max, s, row_max, exp_scale)) {
+    if (find_maxima(tile_max, s, row_max, exp_scale, lag)) {
       float factor[ROW_GROUPS][2];
-      update_maxima(row_max, row_sum, factor, tile_max, exp_scale);
+      lag = update_maxima(row_max, row_base, row_sum, factor, tile_max, exp_scale);
       rescale_rows(o, factor);
+      if (lag < 0.0f) subtract_far(s, row_max, exp_scale);
     }
 
     // 5g. P = exp2(S - max), rounded to the operand type, and O += P V
@@ -633,7 +677,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
           float(&x)[4] = s[g][2 * n + i];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            x[e] = probability(x[e], exp_scale, row_max[g][e / 2]);
+            x[e] = probability(x[e], exp_scale, row_base[g][e / 2]);
             row_sum[g][e / 2] += x[e];
           }
         }
@@ -669,7 +713,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
       const int row = 16 * g + 8 * r + lane / 4;
       const int q_row = q_start + warp_row + row;
       if (lane % 4 == 0 && q_row < p.seq_q) {
-        lse[q_row] = log_sum(row_max[g][r], exp_scale, sum);
+        lse[q_row] = log_sum(row_max[g][r], exp_scale, 1.0f, sum);
       }
 #pragma unroll
       for (int n = 0; n < HEAD_DIM_V / 8; ++n) {

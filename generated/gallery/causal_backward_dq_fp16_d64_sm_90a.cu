@@ -429,7 +429,9 @@ __device__ __forceinline__ unsigned pair_from(int end, int n) {
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
+constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -438,10 +440,32 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// exp2(score * scale - statistic), where the statistic is a row's maximum or its LSE, in units of
-// log2. It is rounded once, because the product may be large and its error would not cancel.
-__device__ __forceinline__ float probability(float score, float scale, float statistic) {
-  return exp2_approx(fmaf(score, scale, -statistic));
+// exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
+__device__ __forceinline__ float probability(float score, float scale, float base) {
+  return exp2_approx(fmaf(score, scale, -base));
+}
+
+// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
+// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
+// such a row therefore compute P from the natural LSE.
+__device__ __forceinline__ bool is_far(float lse) {
+  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+}
+
+// The natural LSE of a row.
+__device__ __forceinline__ float natural_lse(float lse, float delta) {
+  // So the delta kernel marks far rows whose LSE could be in units of log2.
+  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
+  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
+}
+
+// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
+// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
+// rounding error of LSE the score is all of LSE, and P is exactly 1.
+__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
+  const float x = fmaf(score, unit, -lse);
+  const float known = fabsf(x) < fabsf(lse) * 0x1.01p-24f ? 0.0f : x;
+  return exp2_approx(known * LOG2E);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -552,15 +576,20 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
   const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
-  float lse[2], delta[2];
+  float lse[2], natural[2], delta[2];
+  bool far = false;  // whether a row of the warp is far: then all of lse is natural
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = q_start + warp_row + lane / 4 + 8 * r;
     float2 numbers = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
     if (row < p.seq_q) numbers = rows[row];
     lse[r] = numbers.x;
+    natural[r] = natural_lse(numbers.x, numbers.y);
+    far |= is_far(numbers.x);
     delta[r] = numbers.y;
   }
+  far = __any_sync(0xffffffffu, far);
+  for (int r = 0; r < 2; ++r) lse[r] = far ? natural[r] : lse[r];
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   float dq[HEAD_DIM / 8][4] = {};  // not yet multiplied by the scale
@@ -600,10 +629,19 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     // 5b. P = exp(S - LSE), and dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
+    const auto weigh = [&](auto exp_of) {
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
+      for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, lse[e / 2]);
+        for (int e = 0; e < 4; ++e) s[n][e] = exp_of(s[n][e], lse[e / 2]);
+      }
+    };
+    if (far) {
+      weigh([&](float score, float lse) {
+        return far_probability(score, p.scale, lse);
+      });
+    } else {
+      weigh([&](float score, float lse) { return probability(score, exp_scale, lse); });
     }
     wgmma_wait<0>();
     pin(ds);

@@ -400,7 +400,9 @@ __device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address,
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
+constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -409,10 +411,45 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// exp2(score * scale - statistic), where the statistic is a row's maximum or its LSE, in units of
-// log2. It is rounded once, because the product may be large and its error would not cancel.
-__device__ __forceinline__ float probability(float score, float scale, float statistic) {
-  return exp2_approx(fmaf(score, scale, -statistic));
+// exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
+__device__ __forceinline__ float probability(float score, float scale, float base) {
+  return exp2_approx(fmaf(score, scale, -base));
+}
+
+// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
+// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
+// such a row therefore compute P from the natural LSE.
+__device__ __forceinline__ bool is_far(float lse) {
+  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+}
+
+// The natural LSE of a row.
+__device__ __forceinline__ float natural_lse(float lse, float delta) {
+  // So the delta kernel marks far rows whose LSE could be in units of log2.
+  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
+  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
+}
+
+// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
+// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
+// rounding error of LSE the score is all of LSE, and P is exactly 1.
+__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
+  const float x = fmaf(score, unit, -lse);
+  const float known = fabsf(x) < fabsf(lse) * 0x1.01p-24f ? 0.0f : x;
+  return exp2_approx(known * LOG2E);
+}
+
+// Whether one of ROWS queries is far: each lane looks at two of every 64.
+template <int ROWS>
+__device__ __forceinline__ bool any_far(unsigned rows, int lane) {
+  bool far = false;
+#pragma unroll
+  for (int first = 0; first < ROWS; first += 64) {
+    float lse[2], delta[2];
+    read_rows(lse, delta, rows + 8 * min(first + 2 * lane, ROWS - 2));
+    far |= is_far(lse[0]) | is_far(lse[1]);
+  }
+  return __any_sync(0xffffffffu, far);
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
@@ -647,20 +684,29 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5c. P = exp(S - LSE), and dS = P (dP - delta).
     const unsigned rows = smem_base + SMEM_ROWS + buffer * ROWS_BYTES;
     const int column = first_query + 2 * (lane % 4);
+    const auto weigh = [&](auto exp_of) {
 #pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
-      float lse[2], delta[2];
-      read_rows(lse, delta, rows + 8 * (column + 8 * n));
+      for (int n = 0; n < QUERIES / 8; ++n) {
+        float lse[2], delta[2];
+        read_rows(lse, delta, rows + 8 * (column + 8 * n));
 #pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+        for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float prob = probability(s[g][n][e], exp_scale, lse[e % 2]);
-          const float dp = ds[g][n][e];
-          s[g][n][e] = prob;
-          ds[g][n][e] = prob * (dp - delta[e % 2]);
+          for (int e = 0; e < 4; ++e) {
+            const float prob = exp_of(s[g][n][e], lse[e % 2], delta[e % 2]);
+            const float dp = ds[g][n][e];
+            s[g][n][e] = prob;
+            ds[g][n][e] = prob * (dp - delta[e % 2]);
+          }
         }
       }
+    };
+    if (any_far<BLOCK_Q>(rows, lane)) {
+      weigh([&](float score, float lse, float delta) {
+        return far_probability(score, p.scale, natural_lse(lse, delta));
+      });
+    } else {
+      weigh([&](float score, float lse, float) { return probability(score, exp_scale, lse); });
     }
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.

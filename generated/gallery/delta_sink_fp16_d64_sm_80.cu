@@ -79,7 +79,24 @@ __device__ __forceinline__ float read_sink(const Params& p, int i) {
 // ---- helpers -----------------------------------------------------------------------------------
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
+
+// Whether a row's LSE is far. A row without keys or with an infinite score is not.
+__device__ __forceinline__ bool is_far(float lse) {
+  return fabsf(lse * LOG2E) > NEAR && fabsf(lse) < __int_as_float(0x7f800000);
+}
+
+// LSE and delta as the other kernels read them.
+__device__ __forceinline__ float2 known_row(float lse, float delta) {
+  // LSE is in units of log2 or, in a far row, natural, as its size shows: the first are at most
+  // NEAR, the second more than NEAR * LN2. Between these the last bit of delta is 1 in far rows.
+  const bool far = is_far(lse);
+  const float known = far ? lse : lse * LOG2E;
+  const unsigned bits = __float_as_uint(delta);
+  if (!(fabsf(known) > NEAR * LN2 && fabsf(known) <= NEAR)) return {known, delta};
+  return {known, __uint_as_float(far ? bits | 1u : bits & ~1u)};
+}
 
 typedef uint4 Vector;  // 4 pairs of elements
 typedef float Sum;
@@ -156,13 +173,14 @@ delta_sink_fp16_d64(const __grid_constant__ Params p) {
       sum += __shfl_xor_sync(0xffffffffu, sum, step);
     }
 
-    // 4. LSE below every score: no key is kept. With +inf instead, exp(S - LSE) is 0.
+    // 4. A row without keys has the LSE of its sink, of which exp(S - LSE) is 0 with S = -inf.
+    //    Where the sink is -inf too, LSE is replaced by +inf: exp(S - LSE) is 0 in the row.
     if (lane == 0 && row < p.seq_q) {
       const float lse = p.lse[head + row];
       const float dlse = p.dlse ? p.dlse[head + row] : 0.0f;
-      const bool empty = lse < -1e30f;
-      ((float2*)p.rows)[head + row] = {empty ? __int_as_float(0x7f800000) : lse * EXP_UNIT,
-                                       empty ? 0.0f : float(sum - dlse)};
+      const bool empty = lse == __int_as_float(0xff800000);
+      ((float2*)p.rows)[head + row] = known_row(empty ? __int_as_float(0x7f800000) : lse,
+                                                empty ? 0.0f : float(sum - dlse));
       // The sink is like a key whose V is 0: its dP is 0, and dS = -P * delta. Rows without keys
       // contribute where LSE is the sink's logit. Rows with LSE -inf do not: their sink is -inf, or
       // they belong to no sequence.

@@ -403,20 +403,25 @@ __device__ __forceinline__ void named_wait(int barrier, int threads) {
 
 // One step of the walk over tiles, published by the producer.
 struct Tile {
-  int start;  // the first query
+  int start;  // the first query; -1: the walk has ended, and there is no tile
   int h;
   int full;  // the mask is true on every element, and is not evaluated
-  int end;   // the walk has ended, and there is no tile
+  int far;   // low half: the first 64 queries have natural LSE, as one is far; high: the others
 };
-__device__ __forceinline__ void store_tile(unsigned address, const Tile& tile) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(address), "r"(tile.start), "r"(tile.h), "r"(tile.full), "r"(tile.end)
-               : "memory");
+__device__ __forceinline__ void store_tile(unsigned address, int start, int h, int full) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n"
+               "st.shared.b32 [%0 + 8], %3;"
+               :: "r"(address), "r"(start), "r"(h), "r"(full) : "memory");
+}
+// Each of two warps writes its half.
+__device__ __forceinline__ void store_far(unsigned address, int half, bool far) {
+  asm volatile("st.shared.b16 [%0], %1;"
+               :: "r"(address + 12 + 2 * half), "h"(short(far)) : "memory");
 }
 __device__ __forceinline__ Tile read_tile(unsigned address) {
   Tile tile;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.end) : "r"(address)
+               : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.far) : "r"(address)
                : "memory");
   return tile;
 }
@@ -641,7 +646,9 @@ __device__ __forceinline__ unsigned scores_address(int key, int lane) {
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
+constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -650,10 +657,32 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// exp2(score * scale - statistic), where the statistic is a row's maximum or its LSE, in units of
-// log2. It is rounded once, because the product may be large and its error would not cancel.
-__device__ __forceinline__ float probability(float score, float scale, float statistic) {
-  return exp2_approx(fmaf(score, scale, -statistic));
+// exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
+__device__ __forceinline__ float probability(float score, float scale, float base) {
+  return exp2_approx(fmaf(score, scale, -base));
+}
+
+// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
+// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
+// such a row therefore compute P from the natural LSE.
+__device__ __forceinline__ bool is_far(float lse) {
+  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+}
+
+// The natural LSE of a row.
+__device__ __forceinline__ float natural_lse(float lse, float delta) {
+  // So the delta kernel marks far rows whose LSE could be in units of log2.
+  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
+  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
+}
+
+// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
+// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
+// rounding error of LSE the score is all of LSE, and P is exactly 1.
+__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
+  const float x = fmaf(score, unit, -lse);
+  const float known = fabsf(x) < fabsf(lse) * 0x1.01p-24f ? 0.0f : x;
+  return exp2_approx(known * LOG2E);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -776,21 +805,30 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
       const int q_start = next_tile * BLOCK_Q;
       const unsigned to = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES;
       barrier_wait(q_empty[stage.index], stage.parity ^ 1);
-      if (!end && 2 * thread < BLOCK_Q) {
-        const int query = q_start + 2 * thread;
-        const long long row = (long long)next_h * packed.seq_q + query;
-        const float2* rows = (const float2*)p.rows + row;
-        float2 first = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
-        float2 next = first;
-        if (query < p.seq_q) first = rows[0];
-        if (query + 1 < p.seq_q) next = rows[1];
+      const int query = q_start + 2 * thread;
+      const bool loads = !end && 2 * thread < BLOCK_Q;
+      const long long row = (long long)next_h * packed.seq_q + query;
+      const float2* rows = (const float2*)p.rows + row;
+      float2 first = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
+      float2 next = first;
+      if (loads && query < p.seq_q) first = rows[0];
+      if (loads && query + 1 < p.seq_q) next = rows[1];
+      const bool far =
+          __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
+      if (far) {
+        first.x = natural_lse(first.x, first.y);
+        next.x = natural_lse(next.x, next.y);
+      }
+      if (loads) {
         store_pair(to + 8 * thread, first.x, next.x);
         store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
         store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
       }
       const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
       const bool full_tile = !end && whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
-      if (thread == 0) store_tile(to + ROWS_BYTES - 16, {q_start, next_h, full_tile, end});
+      const unsigned tile = to + ROWS_BYTES - 16;
+      if (thread == 0) store_tile(tile, end ? -1 : q_start, next_h, full_tile);
+      if (thread % 32 == 0) store_far(tile, thread / 32, far);
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(q_full[stage.index]);
       if (end) return;
@@ -835,7 +873,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   while (true) {
     barrier_wait(q_full[stage.index], stage.parity);
     const Tile tile = read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
-    if (tile.end) break;
+    if (tile.start < 0) break;
     const int q_start = tile.start;
     const int h = tile.h;
     barrier_wait(resident, 0);
@@ -872,12 +910,22 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     // 5b. P = exp(S - LSE), while dP is being computed; then dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
+    const auto weigh = [&](auto exp_of) {
 #pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
-      float lse[2];
-      read_pair(lse, lse_lane + 32 * n);
+      for (int n = 0; n < QUERIES / 8; ++n) {
+        float lse[2];
+        read_pair(lse, lse_lane + 32 * n);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, lse[e % 2]);
+        for (int e = 0; e < 4; ++e) s[n][e] = exp_of(s[n][e], lse[e % 2], n);
+      }
+    };
+    if (__builtin_expect(tile.far, 0)) {
+      weigh([&](float score, float lse, int n) {
+        const bool natural = n < 8 ? tile.far & 0xffff : tile.far >> 16;
+        return far_probability(score, p.scale, natural ? lse : lse * LN2);
+      });
+    } else {
+      weigh([&](float score, float lse, int) { return probability(score, exp_scale, lse); });
     }
     wgmma_wait<0>();
     pin(ds);

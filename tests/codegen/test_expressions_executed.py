@@ -20,6 +20,7 @@ from flashgen.language import (
     K_LO,
     Q_HI,
     Q_LO,
+    Abs,
     B,
     Cos,
     Exp,
@@ -159,7 +160,7 @@ FUNCTIONS = [
     (lambda x: FloorMod(x * sympy.sqrt(4 + 0 * x), sympy.Rational(5, 2)), sympy.S.One, 2e-7, 2e-7),
     (lambda x: Minimum(Exp(x), 2, Exp(-x)), sympy.Rational(1, 4), 3e-7, 3e-7),
     (lambda x: Maximum(Exp(x), Exp(-x)), sympy.Rational(1, 4), 3e-7, 3e-7),
-    (lambda x: sympy.Abs(Tanh(x)), sympy.Rational(1, 9), 2e-7, 2**-10.9),
+    (lambda x: Abs(Tanh(x)), sympy.Rational(1, 9), 2e-7, 2**-10.9),
 ]
 
 

@@ -57,3 +57,24 @@ def test_the_same_elements_are_undefined_on_every_path(
         assert torch.equal(ours.isfinite(), theirs.isfinite()), name
         worst = (ours - theirs).nan_to_num(0.0, 0.0, 0.0).abs().max()
         assert worst < (4e-3 if dtype == "float16" else 2e-5), name
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+@pytest.mark.parametrize("where", ["q", slow("k"), slow("v"), slow("dout")])
+def test_a_score_that_ignores_the_score_has_the_same_gradients_on_every_path(
+    where: str, backend: str
+) -> None:
+    """They are 0 times dS': NaN where an operand of the product is NaN."""
+    spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: 0.01 * k, head_dim=16, dtype="float16")
+    of = {
+        name: normal((1, 1, LENGTH, 16), torch.float16, seed)
+        for seed, name in enumerate(("q", "k", "v", "dout"))
+    }
+    of[where][0, 0, BAD, 3] = math.nan
+    dout = of.pop("dout")
+    exact = reference.gradients(spec, **of, dout=dout)
+    for x in of.values():
+        x.requires_grad_()
+    fg.attention(spec)(**of, backend=backend).backward(dout)
+    for x, theirs in zip(of.values(), exact, strict=True):
+        assert torch.equal(x.grad.isnan(), theirs.isnan())

@@ -101,7 +101,7 @@ def test_products_that_leave_int64_become_floats():
     assert float(found) == pytest.approx(2.0**84)
 
 
-@pytest.mark.parametrize("number", [-1e30, 2.0**63, 1e20, 1e-20])
+@pytest.mark.parametrize("number", [-1e29, 2.0**63, 1e20, 1e-20])
 def test_numbers_may_be_far_beyond_64_bits(number):
     expr = of_score(lambda s, b, h, q, k: s + number * (k - q) + number)
     inputs = {Q: torch.tensor(3), K: torch.tensor(5), SCORE: torch.tensor(0.0).double()}
