@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -51,13 +52,9 @@ from flashgen.language import (
     is_int,
 )
 from flashgen.language.comparisons import (
-    FloatEqual,
     FloatGreater,
     FloatGreaterEqual,
     FloatLess,
-    FloatLessEqual,
-    FloatRelation,
-    FloatUnequal,
     as_float32,
 )
 from flashgen.language.float_operations import negative
@@ -102,39 +99,6 @@ class FloatRange:
 UNKNOWN = FloatRange(None, None, sympy.false)
 
 
-def may_compare(fact: sympy.Basic, tile: TileBounds) -> sympy.Basic:
-    """A condition on the tile that is false only where a comparison, or its negation, holds for no
-    element."""
-    holds = not isinstance(fact, sympy.Not)
-    relation = fact if holds else fact.args[0]
-    assert isinstance(relation, FloatRelation)
-    if isinstance(relation, FloatGreater | FloatGreaterEqual):
-        relation = relation.reversed
-    left, right = relation.args
-    a, b = float_range(left, tile), float_range(right, tile)
-    if (a.lo, b.lo) == (a.hi, b.hi) == (left, right):
-        return fact  # one value for the whole tile, which may also be NaN
-    if a.lo is None or a.hi is None or b.lo is None or b.hi is None:
-        return sympy.true
-    a_lo, a_hi, b_lo, b_hi = map(_converted, (a.lo, a.hi, b.lo, b.hi))
-    if isinstance(relation, FloatLess):
-        never = FloatGreaterEqual(a_lo, b_hi) if holds else FloatLess(a_hi, b_lo)
-    elif isinstance(relation, FloatLessEqual):
-        never = FloatGreater(a_lo, b_hi) if holds else FloatLessEqual(a_hi, b_lo)
-    elif isinstance(relation, FloatEqual) == holds:
-        never = sympy.Or(FloatGreater(a_lo, b_hi), FloatLess(a_hi, b_lo))
-    else:
-        assert isinstance(relation, FloatEqual | FloatUnequal)
-        never = sympy.And(FloatGreaterEqual(a_lo, b_hi), FloatLessEqual(a_hi, b_lo))
-    known = sympy.And(a.defined, b.defined, never)
-    return sympy.Or(*map(sympy.Not, sympy.And.make_args(known)))
-
-
-def _converted(end: sympy.Expr) -> sympy.Expr:
-    """An end that is compared as a float, even with another integer."""
-    return end if end.is_Number else AsFloat(end)
-
-
 def float_range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
     """The range over ``tile`` of a number that is computed or compared as a float."""
     found = tile.float_ranges.get(expr)
@@ -158,9 +122,6 @@ def _range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
         return UNKNOWN if math.isnan(value) else FloatRange(expr, expr, sympy.true, value, value)
     if is_int(expr):
         return _integer(expr, tile)
-    if isinstance(expr, AsFloat):
-        x = float_range(expr.args[0], tile)
-        return _applied(AsFloat, x)
     if isinstance(expr, (sympy.Symbol, Element)):
         return _leaf(expr, tile)
     if isinstance(expr, sympy.Piecewise | Select):
@@ -266,8 +227,6 @@ def _sum(expr: sympy.Expr, x: FloatRange, y: FloatRange) -> FloatRange:
     defined = sympy.And(x.defined, y.defined, _one_is_finite(x, y) if opposite else sympy.true)
     least = -math.inf if -math.inf in (x.least, y.least) else x.least + y.least
     most = math.inf if math.inf in (x.most, y.most) else x.most + y.most
-    if x.is_one_value and y.is_one_value:
-        return FloatRange(FloatSum(x.lo, y.lo), FloatSum(x.lo, y.lo), defined, least, most)
     return FloatRange(FloatSum(x.lo, y.lo), FloatSum(x.hi, y.hi), defined, least, most)
 
 
@@ -293,7 +252,7 @@ def _product(expr: sympy.Expr, x: FloatRange, y: FloatRange) -> FloatRange:
     return _hull(FloatProduct, lows, highs, defined, numbers)
 
 
-def _corners(x: FloatRange, y: FloatRange) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _corners(x: FloatRange, y: FloatRange) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
     """Which ends (0: lo, 1: hi) of two factors give the least and the greatest product."""
     pairs = list(itertools.product((0, 1), (0, 1)))
     lows = highs = pairs
@@ -370,10 +329,6 @@ def _static_power(x: float, n: int) -> float:
         return math.copysign(math.inf, x) if n % 2 else math.inf
 
 
-def _magnitude(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-    return _absolute(x)
-
-
 def _absolute(x: FloatRange) -> FloatRange:
     if x.least >= 0:
         return x
@@ -395,10 +350,6 @@ def _extremum(expr: sympy.Expr, *parts: FloatRange) -> FloatRange:
         static(part.least for part in parts),
         static(part.most for part in parts),
     )
-
-
-def _rounded(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-    return _applied(expr.func, x)
 
 
 # Divisions that are rounded to whole numbers.
@@ -448,15 +399,15 @@ def _increasing(
 
     def rule(expr: sympy.Expr, x: FloatRange) -> FloatRange:
         domain = sympy.true if from_on is None else _at_least(x, from_on)
-        ends = (expr.func(AsFloat(end)) for end in (x.lo, x.hi))
-        return _widened(FloatRange(*ends, sympy.And(x.defined, domain), least, most))
+        lo, hi = (expr.func(AsFloat(end)) for end in (x.lo, x.hi))
+        return _widened(FloatRange(lo, hi, sympy.And(x.defined, domain), least, most))
 
     return rule
 
 
 def _falling(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-    ends = (expr.func(AsFloat(end)) for end in (x.hi, x.lo))
-    return _widened(FloatRange(*ends, x.defined, 0.0, 3.0))
+    lo, hi = (expr.func(AsFloat(end)) for end in (x.hi, x.lo))
+    return _widened(FloatRange(lo, hi, x.defined, 0.0, 3.0))
 
 
 def _wave(expr: sympy.Expr, x: FloatRange) -> FloatRange:
@@ -470,16 +421,17 @@ def _angle(expr: sympy.Expr, y: FloatRange, x: FloatRange) -> FloatRange:
 
 
 _RULES: dict[type[sympy.Basic], Callable[..., FloatRange]] = {
+    AsFloat: lambda expr, x: _applied(AsFloat, x),
     FloatSum: _sum,
     FloatProduct: _product,
     FloatQuotient: _quotient,
     FloatPower: _power,
     sympy.Mul: _negation,
-    Abs: _magnitude,
+    Abs: lambda expr, x: _absolute(x),
     Minimum: _extremum,
     Maximum: _extremum,
-    Floor: _rounded,
-    Round: _rounded,
+    Floor: lambda expr, x: _applied(Floor, x),
+    Round: lambda expr, x: _applied(Round, x),
     FloorDiv: _floor_quotient,
     FloorMod: _remainder,
     Exp: _increasing(0.0),

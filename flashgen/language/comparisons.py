@@ -9,7 +9,6 @@ numbers. They are subclasses of sympy's, with ``lhs`` and ``rhs``; `sympy.Not` o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from ctypes import c_float
 from typing import Any
 
@@ -35,7 +34,7 @@ class FloatRelation:
     """The common part of comparisons of two numbers that are not both integers."""
 
     is_Relational = False  # what sympy would rewrite by the rules of real numbers
-    decide: Callable[[Any, Any], bool]
+    decide: Any  # the operator of Python
 
     def __new__(cls, a: sympy.Expr, b: sympy.Expr, **_: object) -> Any:
         if a.is_Number and b.is_Number:

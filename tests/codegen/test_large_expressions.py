@@ -64,7 +64,7 @@ def test_a_large_function_is_not_inlined_and_the_file_says_so() -> None:
     assert name == "score_mod"
     assert "__device__ __noinline__ float score_mod(" in kernels.forward.text
     assert f"// calls     score_mod, about {instructions:,} instructions" in kernels.forward.text
-    small = fg.emit(spec_of("sines", 1)).forward
+    small = fg.emit(spec_of("squares", 9)).forward
     assert small.outlined == ()
     assert "__noinline__" not in small.text
 
