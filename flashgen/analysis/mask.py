@@ -12,6 +12,7 @@ from flashgen.analysis.evaluate import evaluate
 from flashgen.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
 from flashgen.analysis.tile_classes import may, must
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, Extreme, TensorSymbol
+from flashgen.language.lets import atoms_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MaskAnalysis:
         read = {
             (extreme.tensor, extreme.axis)
             for expr in (self.may, self.must, *ends)
-            for extreme in expr.atoms(Extreme)
+            for extreme in atoms_of(expr, Extreme)
         }
         return tuple(sorted(read, key=lambda each: (each[0].name, each[1])))
 

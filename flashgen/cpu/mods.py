@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 
+from flashgen.analysis import evaluate
 from flashgen.cpu.elements import flat_index, inside, read
 from flashgen.cpu.program import VARYING, Program, ProgramStep
 from flashgen.errors import SpecError
@@ -336,7 +337,7 @@ def _popcount(x: Tensor) -> Tensor:
 
 def _number(expr: sympy.Expr) -> float:
     # A derivative can hold sympy's 1 / 0 in a branch: an infinity without a sign.
-    return math.inf if expr is sympy.zoo else float(expr)
+    return math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
 
 
 def _is_reciprocal(factor: sympy.Expr) -> bool:

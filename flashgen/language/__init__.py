@@ -1,5 +1,20 @@
 """Tracing of Python mods to sympy expressions: symbols, traced values, captures, expressions."""
 
+from flashgen.language.float_functions import (
+    Abs,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
 from flashgen.language.float_operations import (
     AsFloat,
     FloatPower,
@@ -30,25 +45,12 @@ from flashgen.language.symbols import (
     is_int,
 )
 from flashgen.language.sympy_functions import (
-    Abs,
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
 )
 from flashgen.language.tensor import Tensor
 from flashgen.language.tensor_elements import (

@@ -34,7 +34,7 @@ class FloatRelation:
     """The common part of comparisons of two numbers that are not both integers."""
 
     is_Relational = False  # what sympy would rewrite by the rules of real numbers
-    decide: Any  # the operator of Python
+    decide: Any  # the same comparison of two Python numbers
 
     def __new__(cls, a: sympy.Expr, b: sympy.Expr, **_: object) -> Any:
         if a.is_Number and b.is_Number:

@@ -19,8 +19,9 @@ from sympy.core.sorting import default_sort_key
 from sympy.printing.precedence import PRECEDENCE
 
 from flashgen.language.comparisons import REAL_RELATIONS, FloatEqual, FloatRelation, relation
+from flashgen.language.float_functions import Log
 from flashgen.language.symbols import is_int
-from flashgen.language.sympy_functions import Log, RealFunction
+from flashgen.language.sympy_functions import RealFunction
 
 
 class AsFloat(RealFunction):
@@ -194,9 +195,13 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
         return _INFINITY if expr is sympy.oo else -_INFINITY
     args = [in_reals(arg) for arg in expr.args]
     if isinstance(expr, AsFloat | _FloatOperation):
+        assert expr.form is not None
         return expr.form(*args)
     if isinstance(expr, FloatRelation):
-        return REAL_RELATIONS[type(expr)](*args)
+        try:
+            return REAL_RELATIONS[type(expr)](*args)
+        except TypeError:  # the root of a negative number
+            return type(expr)(*args)
     if tuple(args) == expr.args:
         return expr
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}

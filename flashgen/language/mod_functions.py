@@ -10,12 +10,7 @@ import sympy
 
 from flashgen.language.bit_functions import Popcount
 from flashgen.language.comparisons import FloatLess
-from flashgen.language.float_operations import FloatPower
-from flashgen.language.lets import Let, replaced
-from flashgen.language.operators import as_condition
-from flashgen.language.python_printer import python_text
-from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import (
+from flashgen.language.float_functions import (
     Abs,
     Atan2,
     Cos,
@@ -23,16 +18,23 @@ from flashgen.language.sympy_functions import (
     Erfc,
     Exp,
     Expm1,
-    Floor,
     Log,
     Log1p,
     Log2,
-    Maximum,
-    Minimum,
-    Round,
     Sigmoid,
     Sin,
     Tanh,
+)
+from flashgen.language.float_operations import FloatPower
+from flashgen.language.lets import Let, replaced
+from flashgen.language.operators import as_condition
+from flashgen.language.python_printer import python_text
+from flashgen.language.symbols import is_condition, is_int
+from flashgen.language.sympy_functions import (
+    Floor,
+    Maximum,
+    Minimum,
+    Round,
 )
 from flashgen.language.traced import (
     Operand,

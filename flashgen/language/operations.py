@@ -7,19 +7,13 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.language.float_operations import FloatPower, FloatQuotient
-from flashgen.language.integer_limits import fits
-from flashgen.language.lets import Let, lets_of, nodes_of
-from flashgen.language.symbols import is_int
-from flashgen.language.sympy_functions import (
+from flashgen.language.float_functions import (
     Atan2,
     Cos,
     Erf,
     Erfc,
     Exp,
     Expm1,
-    FloorDiv,
-    FloorMod,
     Log,
     Log1p,
     Log2,
@@ -27,6 +21,11 @@ from flashgen.language.sympy_functions import (
     Sin,
     Tanh,
 )
+from flashgen.language.float_operations import FloatPower, FloatQuotient
+from flashgen.language.integer_limits import fits
+from flashgen.language.lets import Let, lets_of, nodes_of
+from flashgen.language.symbols import is_int
+from flashgen.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.language.tensor_elements import TensorRead
 
 MOST_INSTRUCTIONS = 40_000

@@ -19,6 +19,7 @@ import sympy
 
 from flashgen.dtypes import FLOAT32_LEAST, FLOAT32_MAX, is_bool
 from flashgen.language import advice
+from flashgen.language.float_functions import Abs
 from flashgen.language.float_operations import NAN, AsFloat, negative
 from flashgen.language.lets import Let, named
 from flashgen.language.narrow_integers import promoted, wrapped
@@ -26,7 +27,7 @@ from flashgen.language.operations import MOST_INSTRUCTIONS, operations_so_far
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
-from flashgen.language.sympy_functions import Abs, Floor, Round
+from flashgen.language.sympy_functions import Floor, Round
 from flashgen.language.user_source import refuse
 
 Operand = Union["Traced", int, float, bool]

@@ -140,7 +140,7 @@ class _Evaluator:
                 + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
                 way_out="the functions of flashgen, and a value for every scalar",
             )
-        decided = isinstance(expr, _DECIDED) and SCORE not in expr.free_symbols
+        decided = SCORE not in expr.free_symbols and isinstance(expr, _DECIDED)
         if decided and self.deciding is not self:
             return self.deciding.of_parts(expr)
         return rule(self, expr)

@@ -26,6 +26,9 @@ ids = torch.tensor([0, 0, 1, 1, 1, 2, 2])
 small = torch.tensor([2, -1, 3, 0, 1, 5, -7], dtype=torch.int8)
 flags = torch.tensor([True, False, True, True, False, False, True])
 factor = torch.tensor(0.3)
+odd = torch.tensor([math.nan, math.inf, -math.inf, 0.5, -0.0, 2.0, math.nan])
+bytes_ = torch.tensor([0, 255, 128, 7, 200, 64, 1], dtype=torch.uint8)
+small_ends = torch.tensor([-128, 127, 0, -1, 64, 3, -77], dtype=torch.int8)
 
 SCORES: dict[str, Callable] = {
     # Arithmetic.
@@ -157,6 +160,24 @@ MASKS: dict[str, Callable] = {
     "isin": lambda b, h, q, k: (k == torch.tensor([1, 3, 5])).any(),
     "always": lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool),
     "python bool": lambda b, h, q, k: (q > k) & True,
+    "nan": lambda b, h, q, k: (odd[q] != odd[q]) | ~(odd[k] < 1),
+    "isnan": lambda b, h, q, k: torch.isnan(odd[k]) | torch.isinf(odd[q]),
+    "isfinite": lambda b, h, q, k: torch.isfinite(odd[k] * 2.0),
+    "difference of infinities": lambda b, h, q, k: odd[q] - odd[k] == 0,
+    "rounded product": lambda b, h, q, k: (q * 0.1) * 10 == k.float() * 0.1 * 10,
+    "relu of nan": lambda b, h, q, k: torch.isnan(torch.relu(odd[k])),
+    "extrema of nan": lambda b, h, q, k: torch.minimum(odd[q], odd[k]) < 1.0,
+    "fmin and fmax": lambda b, h, q, k: torch.fmin(odd[q], odd[k]) < torch.fmax(odd[k], odd[q]),
+    "clamp by nan": lambda b, h, q, k: torch.clamp(odd[q], min=odd[k]) < 3.0,
+    "sum of uint8": lambda b, h, q, k: bytes_[q] + bytes_[k] > 100,
+    "uint8 and a number": lambda b, h, q, k: bytes_[q] + 300 < bytes_[k] * 3,
+    "negative uint8": lambda b, h, q, k: -bytes_[q] > ~bytes_[k],
+    "uint8 and a position": lambda b, h, q, k: bytes_[q] * q > 700 - k,
+    "int8": lambda b, h, q, k: abs(small_ends[q]) + small_ends[k] > small_ends[q] * 2,
+    "uint8 beside int8": lambda b, h, q, k: bytes_[q] + small_ends[k] > 150,
+    "cast to uint8": lambda b, h, q, k: (q * 100 + k).to(torch.uint8) > 60,
+    "cast of uint8": lambda b, h, q, k: bytes_[q].int() + bytes_[k].long() > 300,
+    "shift of int16": lambda b, h, q, k: (bytes_[q].to(torch.int16) << 8) > k,
     "bool of int": lambda b, h, q, k: ((q > k).int() * (k > 1).int()).bool(),
 }
 

@@ -3,7 +3,7 @@
 Each spec has a random condition, or a random score, for each of its heads. The values of its
 captured tensors and scalars are those that the rules of real numbers get wrong. The mods run on
 PyTorch's tensors too, without flashgen; kernels and the CPU path keep the same elements, and NaN is
-in the same rows. `make test` has 12 specs, the slow tier 600 of floats and 150 of integers.
+in the same rows. `make test` has 12 specs, all tiers 600 of floats and 150 of integers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 import flashgen as fg
 from flashgen.ops import run_forward
+from flashgen.planner import Tile
 from tests.support.expr_trees import (
     ARRAYS,
     SCALARS,
@@ -31,8 +32,9 @@ from tests.support.expr_trees import (
 )
 from tests.support.tiers import one_in
 
-HEADS, SEQ_Q, SEQ_K = 4, 24, 64
-DEPTH = 3
+HEADS, SEQ_Q, SEQ_K = 2, 20, 32
+TILES = {"sm_80": Tile(16, 2, 2, 2), "sm_90a": Tile(16, 8, 1, 1)}  # of few keys
+LEAST = 1e-20  # P of what is removed may be exp of the least exponent on the CPU path
 INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "int16": (-(2**15), 2**15 - 1)}
 
 Positions = dict[str, torch.Tensor]
@@ -110,14 +112,14 @@ def kept_by_torch(trees: list[Tree], score: bool, *numbers: Any) -> torch.Tensor
 
 def random_trees(seed: int) -> tuple[list[Tree], bool]:
     """One tree for each head, and whether they are scores: those of every third seed."""
-    draw = random.Random(seed)
+    draw, depth = random.Random(seed), 2 + seed % 2
     if seed % 3:
-        return [special_condition(draw, DEPTH) for _ in range(HEADS)], False
+        return [special_condition(draw, depth) for _ in range(HEADS)], False
     trees: list[Tree] = []
     for _ in range(HEADS):
-        kept = ("clamp", special_number(draw, DEPTH - 1), -2.0, 2.0)
+        kept = ("clamp", special_number(draw, depth - 1), -2.0, 2.0)
         other = draw.choice([-math.inf, math.inf, math.nan, 1.0])
-        trees.append(("where", special_condition(draw, DEPTH - 1), ("+", "score", kept), other))
+        trees.append(("where", special_condition(draw, depth - 1), ("+", "score", kept), other))
     return trees, True
 
 
@@ -127,12 +129,12 @@ def check(trees: list[Tree], score: bool, seed: int, arch: str) -> None:
     expected = kept_by_torch(trees, score, tensors, scalars["slope"])
     mod = by_flashgen(trees, score)
     dtypes = ("float16", "bfloat16", "float32")[: 3 if arch == "sm_80" else 2]
-    dtype = getattr(torch, dtypes[seed // 2 % len(dtypes)])
+    dtype = dtypes[seed // 2 % len(dtypes)]
     spec = fg.AttentionSpec(
         **{"score_mod" if score else "mask_mod": mod},
         head_dim=16,
         head_dim_v=SEQ_K,
-        dtype=dtypes[seed // 2 % len(dtypes)],
+        dtype=dtype,
         name=f"special_{seed}",
     )
     numbers: dict[str, Any] = {
@@ -141,24 +143,25 @@ def check(trees: list[Tree], score: bool, seed: int, arch: str) -> None:
     }
     q, k = torch.zeros(1, HEADS, SEQ_Q, 16), torch.zeros(1, HEADS, SEQ_K, 16)
     v = torch.eye(SEQ_K).expand(1, HEADS, SEQ_K, SEQ_K)
-    qkv = [x.to(dtype) for x in (q, k, v)]
-    for how in ({}, {"backend": "emulator", "arch": arch}):
+    qkv = [x.to(getattr(torch, dtype)) for x in (q, k, v)]
+    tiles = None if dtype == "float32" else {"forward": TILES[arch]}
+    for how in ({}, {"backend": "emulator", "arch": arch, "tiles": tiles}):
         (found,) = run_forward(spec, *qkv, **numbers, **how).out
         nan, wanted = found.isnan().any(-1), expected.isnan().any(-1)
         for head, tree in enumerate(trees):
             assert torch.equal(nan[head], wanted[head]), (how, tree)
             whole = ~wanted[head]
-            kept, same = found[head][whole] > 0, expected[head][whole] > 0
+            kept, same = found[head][whole] > LEAST, expected[head][whole] > LEAST
             assert torch.equal(kept, same), (how, tree)
 
 
-@pytest.mark.parametrize("seed", one_in(50, range(600)))
+@pytest.mark.parametrize("seed", one_in(60, range(600)))
 def test_every_path_keeps_the_elements_that_torch_keeps(seed: int) -> None:
-    check(*random_trees(seed), seed, ("sm_80", "sm_90a")[seed % 4 // 2])
+    check(*random_trees(seed), seed, ("sm_80", "sm_90a")[seed // 60 % 2])
 
 
-@pytest.mark.parametrize("seed", one_in(50, range(150)))
+@pytest.mark.parametrize("seed", one_in(75, range(150)))
 def test_narrow_integers_wrap_as_those_of_torch(seed: int) -> None:
     draw = random.Random(seed)
-    trees = [narrow_condition(draw, DEPTH) for _ in range(HEADS)]
-    check(trees, False, seed, ("sm_80", "sm_90a")[seed % 2])
+    trees = [narrow_condition(draw, 1 + seed % 3) for _ in range(HEADS)]
+    check(trees, False, seed, ("sm_80", "sm_90a")[seed // 60 % 2])
