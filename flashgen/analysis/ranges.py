@@ -73,8 +73,8 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
     found: Range | None = tile.ranges.get(expr)
     if found is None:
         found = _range(expr, tile) if tile.effort.spend() else UNKNOWN
-        ends = (None if end is None else named(end) for end in (found.lo, found.hi))
-        found = tile.ranges[expr] = Range(*ends, named(found.defined))
+        lo, hi = (None if end is None else named(end) for end in (found.lo, found.hi))
+        found = tile.ranges[expr] = Range(lo, hi, named(found.defined))
     return found
 
 
@@ -100,7 +100,8 @@ def _range(expr: sympy.Expr, tile: TileBounds) -> Range:
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, BitFunction):
-        return Range(*map(sympy.Integer, limits(expr)), defined)
+        least_value, greatest_value = map(sympy.Integer, limits(expr))
+        return Range(least_value, greatest_value, defined)
     if isinstance(expr, Minimum | sympy.Min):
         lo, hi = least(*(p.lo for p in parts)), pick_known(Minimum, (p.hi for p in parts))
         return Range(lo, hi, defined)

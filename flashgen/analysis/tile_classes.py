@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import sympy
 
-from flashgen.analysis.float_ranges import may_compare
+from flashgen.analysis.float_ranges import float_range
 from flashgen.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
 from flashgen.analysis.ranges import range_of
 from flashgen.analysis.tile_bounds import (
@@ -25,8 +25,16 @@ from flashgen.analysis.tile_bounds import (
     normal_form,
     pick_known,
 )
-from flashgen.language import CORNERS, FloorDiv, FloorMod, Maximum, Minimum, is_int
-from flashgen.language.comparisons import FloatRelation
+from flashgen.language import CORNERS, AsFloat, FloorDiv, FloorMod, Maximum, Minimum, is_int
+from flashgen.language.comparisons import (
+    FloatEqual,
+    FloatGreater,
+    FloatGreaterEqual,
+    FloatLess,
+    FloatLessEqual,
+    FloatRelation,
+    FloatUnequal,
+)
 from flashgen.language.integer_limits import fits
 
 _MOST_CASES = 2
@@ -131,8 +139,41 @@ def _may_fact(node: Fact, tile: TileBounds) -> sympy.Basic:
     fact = node.expr
     relation = fact.args[0] if isinstance(fact, sympy.Not) else fact
     if isinstance(relation, FloatRelation):
-        return may_compare(fact, tile)
+        return _may_compare(fact, tile)
     return sympy.true if tile.varies(fact) else fact
+
+
+def _may_compare(fact: sympy.Basic, tile: TileBounds) -> sympy.Basic:
+    """A condition on the tile that is false only where a comparison, or its negation, holds for no
+    element."""
+    holds = not isinstance(fact, sympy.Not)
+    relation = fact if holds else fact.args[0]
+    assert isinstance(relation, FloatRelation)
+    if isinstance(relation, FloatGreater | FloatGreaterEqual):
+        relation = relation.reversed
+    left, right = relation.args
+    a, b = float_range(left, tile), float_range(right, tile)
+    if (a.lo, b.lo) == (a.hi, b.hi) == (left, right):
+        return fact  # one value for the whole tile, which may also be NaN
+    if a.lo is None or a.hi is None or b.lo is None or b.hi is None:
+        return sympy.true
+    a_lo, a_hi, b_lo, b_hi = map(_converted, (a.lo, a.hi, b.lo, b.hi))
+    if isinstance(relation, FloatLess):
+        never = FloatGreaterEqual(a_lo, b_hi) if holds else FloatLess(a_hi, b_lo)
+    elif isinstance(relation, FloatLessEqual):
+        never = FloatGreater(a_lo, b_hi) if holds else FloatLessEqual(a_hi, b_lo)
+    elif isinstance(relation, FloatEqual) == holds:
+        never = sympy.Or(FloatGreater(a_lo, b_hi), FloatLess(a_hi, b_lo))
+    else:
+        assert isinstance(relation, FloatEqual | FloatUnequal)
+        never = sympy.And(FloatGreaterEqual(a_lo, b_hi), FloatLessEqual(a_hi, b_lo))
+    known = sympy.And(a.defined, b.defined, never)
+    return sympy.Or(*map(sympy.Not, sympy.And.make_args(known)))
+
+
+def _converted(end: sympy.Expr) -> sympy.Expr:
+    """An end that is compared as a float, even with another integer."""
+    return end if end.is_Number else AsFloat(end)
 
 
 def _may_all(node: AllOf, tile: TileBounds) -> sympy.Basic:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.analysis import Level, LeveledCode
-from flashgen.analysis.operations import operations
 from flashgen.codegen.expressions import CPrinter
 from flashgen.codegen.spec_function import PARAMETERS, SpecFunction
 from flashgen.codegen.text import comment
+from flashgen.language.operations import operations
 
 _WORDS = {Level.HEAD: "head", Level.QUERY: "query", Level.KEY: "key"}
 _MANY = {Level.HEAD: "heads", Level.QUERY: "queries", Level.KEY: "keys"}

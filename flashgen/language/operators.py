@@ -74,6 +74,8 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     if operator in _RELATIONS:
         return compare(_RELATIONS[operator], a, b)
     whole = is_int(a) and is_int(b) and (operator != "**" or b in _EXACT_POWERS)
+    if whole and operator in ("*", "**"):
+        _check_growth(operator, a, b)
     result = (_INTEGER_OPERATORS if whole else _FLOAT_OPERATORS)[operator](a, b)
     if operator in ("//", "%"):
         check_divisors(result, a, b)
@@ -111,6 +113,19 @@ def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
                 "positions up to 2^28 and int32 scalars up to 2^30",
                 way_out="smaller factors, or a float32 Scalar in the product to make it a float",
             )
+
+
+def _check_growth(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
+    """Refuses products of integers that nothing in a kernel can hold, before they are computed."""
+    bits = [max(map(abs, limits(x))).bit_length() for x in (a, b)]
+    size = bits[0] * int(b) if operator == "**" else sum(bits)
+    if size > _MOST_BITS:
+        refuse(
+            f"{operator} of integers that become too large",
+            numbers=f"the result can reach 2^{size}; integers have 64 bits in kernels, and floats "
+            "end at 2^128",
+            way_out="% to keep integers small, or a float32 Scalar in the product for a float",
+        )
 
 
 def _both(operator: str, a: sympy.Basic, b: sympy.Basic) -> str:
@@ -169,6 +184,9 @@ _FROM_THE_RIGHT = {
 }
 
 _LARGEST_EXACT = 2**23
+
+_MOST_BITS = 2048
+"""Bits of the largest integer that an expression may have, which only floats can stand for."""
 
 _EXACT_POWERS = range(63)
 """The exponents of integers; only 0, 1 and -1 have larger powers in 64 bits."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable
+from ctypes import c_float
 from fractions import Fraction
-from typing import NoReturn, Union
+from typing import Any, NoReturn, Union
 
 import sympy
 
-from flashgen.dtypes import FLOAT32_MAX, is_bool
+from flashgen.dtypes import FLOAT32_LEAST, FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.float_functions import Abs
 from flashgen.language.float_operations import NAN, AsFloat, negative
-from flashgen.language.lets import named
+from flashgen.language.lets import Let, named
 from flashgen.language.narrow_integers import promoted, wrapped
+from flashgen.language.operations import MOST_INSTRUCTIONS, operations_so_far
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition, is_int
@@ -218,8 +221,11 @@ def as_expr(value: object) -> sympy.Basic:
     if is_bool(value):
         return sympy.true if value else sympy.false
     if isinstance(value, numbers.Integral):
-        return sympy.Integer(int(value))
+        whole = int(value)
+        return sympy.Integer(whole) if abs(whole) <= FLOAT32_MAX else _literal(_nearest(whole))
     if isinstance(value, numbers.Rational | Fraction):
+        if max(abs(int(value.numerator)), int(value.denominator)) > _LARGEST_EXACT:
+            return _literal(_nearest(value))
         return sympy.Rational(value.numerator, value.denominator)
     if isinstance(value, numbers.Real):
         return _literal(float(value))
@@ -230,8 +236,22 @@ def as_expr(value: object) -> sympy.Basic:
     )
 
 
+_LARGEST_EXACT = 2**64
+"""Fractions of larger numbers are floats."""
+
+
+def _nearest(number: Any) -> float:
+    """The nearest finite float."""
+    try:
+        return float(number)
+    except OverflowError:
+        return sys.float_info.max if number > 0 else -sys.float_info.max
+
+
 def _literal(value: float) -> sympy.Expr:
     """A float32 literal: its rational number, of which `AsFloat` marks whole ones."""
+    if abs(value) < FLOAT32_LEAST:
+        value = float(c_float(value).value)
     if math.isnan(value):
         return NAN
     if value == math.inf:
@@ -271,7 +291,21 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
             ),
             way_out="no division by 0, and no log or root of a negative number",
         )
-    return Value(named(expr), captures_of(*operands), narrow)
+    expr = named(expr)
+    if isinstance(expr, Let):
+        _check_size(expr)
+    return Value(expr, captures_of(*operands), narrow)
+
+
+def _check_size(part: Let) -> None:
+    needs = operations_so_far(part)
+    if needs > MOST_INSTRUCTIONS:
+        refuse(
+            "a mod is too large for a kernel",
+            numbers=f"about {needs:,} instructions per score up to here; "
+            f"limit {MOST_INSTRUCTIONS:,}",
+            way_out="a captured tensor (fg.Tensor) with values that are computed before the call",
+        )
 
 
 def _is_float32(number: sympy.Expr) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from flashgen.call import Operands, OutputGradients
 from flashgen.dtypes import SCALAR_DTYPES
+from flashgen.errors import SpecError
 from flashgen.ops.autograd import attend, differentiate
 from flashgen.ops.flops import register_flops
 from flashgen.ops.operator import FLOATS, NEEDED, Operator
@@ -192,6 +193,12 @@ def register(operator: Operator) -> tuple[Any, Any]:
     return overload, overload_backward
 
 
+MOST_ARGUMENTS = 64
+"""Arguments of an operator of torch."""
+
+_GRADIENT_ARGUMENTS = 6  # out, lse, dout, dlse, rng and dropout_p
+
+
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
     name, signature = operator.name, operator.signature
@@ -207,6 +214,16 @@ def _define(operator: Operator) -> None:
         if name not in floats
     )
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
+    count = sum(text.count(",") + 1 for text in (operands, numbers_backward)) + _GRADIENT_ARGUMENTS
+    if count > MOST_ARGUMENTS:
+        raise SpecError(
+            "a spec captures more tensors and scalars than an operator of torch can take",
+            where=name,
+            numbers=f"{len(signature.tensors)} tensors and {len(signature.scalars)} scalars make "
+            f"{count} arguments of the backward operator; limit {MOST_ARGUMENTS}",
+            way_out="one tensor with a further dimension for several of the same shape, as in "
+            "table[i, h, k]",
+        )
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
     _library.define(

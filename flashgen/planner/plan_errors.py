@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashgen.analysis.operations import operations
 from flashgen.arch import facts, known
 from flashgen.errors import PlanError
+from flashgen.language.operations import MOST_INSTRUCTIONS, operations
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.formulas import counted
 from flashgen.planner.search import excesses, fits, quantities, shapes, smallest
@@ -64,10 +64,6 @@ def heads_cannot_share(problem: TileProblem, spec: AttentionSpec, why: str) -> P
         numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
         way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
     )
-
-
-MOST_INSTRUCTIONS = 200_000
-"""Instructions per score of the largest mods of a kernel: the assembler takes minutes for more."""
 
 
 def check_size(spec: AttentionSpec) -> None:

@@ -213,3 +213,22 @@ def test_no_tile_of_a_float_mask_is_called_what_it_is_not(start: int) -> None:
     counts = [check(seed) for seed in range(start, start + 60)]
     known, total = (sum(count) for count in zip(*counts, strict=True))
     assert known > 0.1 * total, "most masks are analysed"
+
+
+def test_ends_that_overflow_do_not_make_a_tile_empty() -> None:
+    expr = trace_mask(lambda b, h, q, k: (k - q) * LEFT > 1).expr
+    ends = {Q_LO: 0, Q_HI: 63, K_LO: 32, K_HI: 95}
+    for left, some in ((1e37, True), (1e-37, False), (float("nan"), True), (float("inf"), True)):
+        assert evaluate(analyse_mask(expr).may, {**ends, LEFT.expr: left}) == some
+
+
+def test_a_product_that_rounds_is_not_equal_to_what_it_would_be_of_real_numbers() -> None:
+    expr = trace_mask(lambda b, h, q, k: (q * 0.1) * 10 == q).expr
+    found = analyse_mask(expr)
+    assert not found.always
+    rows = np.arange(1000)
+    kept = (rows.astype(np.float32) * np.float32(0.1)) * np.float32(10) == rows.astype(np.float32)
+    assert not kept.all()
+    one = {K_LO: 0, K_HI: 0, Q_LO: rows, Q_HI: rows}
+    assert not (evaluate(found.must, one) & ~kept).any()
+    assert not (kept & ~np.asarray(evaluate(found.may, one))).any()

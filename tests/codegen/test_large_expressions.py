@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import sympy
 
 import flashgen as fg
 from benchmarks.expression_size import KINDS, spec_of
+from flashgen import pipeline
 from flashgen.analysis import evaluate
 from flashgen.analysis.score import derivative, derivatives
-from flashgen.codegen.spec_function import MOST_SINES
+from flashgen.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.errors import PlanError
 from flashgen.language import SCORE, K, Q, elements_of
 from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
@@ -64,7 +66,7 @@ def test_a_large_function_is_not_inlined_and_the_file_says_so() -> None:
     assert name == "score_mod"
     assert "__device__ __noinline__ float score_mod(" in kernels.forward.text
     assert f"// calls     score_mod, about {instructions:,} instructions" in kernels.forward.text
-    small = fg.emit(spec_of("sines", 1)).forward
+    small = fg.emit(spec_of("squares", 9)).forward
     assert small.outlined == ()
     assert "__noinline__" not in small.text
 
@@ -154,3 +156,18 @@ def test_a_division_inside_a_large_mask_is_checked_at_the_call() -> None:
     assert lets_of(spec.mask)
     divisions = signature_of(spec).zero_divisions
     assert {division.names for division in divisions} == {("width",)}
+
+
+def test_nested_choices_of_angles_are_one_function_that_is_not_inlined() -> None:
+    """Inlined, this score was 1.5 MB of machine code on sm_90a, and nested further took minutes."""
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return fg.where(score > 0.5, fg.atan2(score, q - k + 0.5), fg.atan2(q - k + 0.5, score))
+
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=64, dtype="float16", name="angles")
+    ((name, instructions),) = fg.emit(spec, "sm_90a").forward.outlined
+    assert name == "score_mod"
+    assert MOST_INLINED < instructions < 160
+    start = time.process_time()
+    assert len(pipeline.build(spec, "sm_90a").cubin) < 500_000
+    assert time.process_time() - start < 10

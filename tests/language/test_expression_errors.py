@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +312,66 @@ def test_a_scalar_has_a_dtype_that_kernels_take() -> None:
 def test_a_minimum_is_a_number_within_reach(dtype: str, minimum: Any) -> None:
     with pytest.raises(SpecError, match="minimum"):
         fg.Scalar("window", dtype, minimum=minimum)
+
+
+def powers_of(x: Any, times: int) -> Any:
+    for _ in range(times):
+        x = x * x
+    return x
+
+
+HUGE: dict[str, Any] = {
+    "exp2 of a large number": lambda s, q: s + fg.exp2(3e10),
+    "a float to a large power": lambda s, q: s * fg.exp2(1.0) ** 4e10,
+    "an integer to a large power": lambda s, q: s + fg.floor(3) ** 10**8,
+    "repeated squares of a number": lambda s, q: s + powers_of(fg.maximum(3, 5), 40),
+    "repeated squares of a position": lambda s, q: s + powers_of(q, 40),
+    "a remainder of repeated squares": lambda s, q: s + powers_of(q + 7, 40) % 5,
+    "a shift by a large number": lambda s, q: s + (fg.maximum(1, 0) << 10**9),
+    "shifts of shifts": lambda s, q: s + (fg.maximum(1, 0) << 31 << 31 << 31),
+    "exp of exp": lambda s, q: s * fg.exp(fg.exp(fg.exp(9))),
+    "floor of a large float": lambda s, q: s + fg.floor(fg.exp(1e10)),
+    "a literal of 5,000 digits": lambda s, q: s + 10**5000,
+    "a bound of 5,000 digits": lambda s, q: fg.where(q < 10**5000, s, 0),
+}
+SMALL: dict[str, Any] = {
+    "a fraction of 5,000 digits": lambda s, q: s + Fraction(1, 10**5000),
+    "a subnormal double": lambda s, q: s * 1e-320,
+    "a score to a large power": lambda s, q: s**10**9,
+    "a position to a large power": lambda s, q: s + q**10**9,
+    "the sine of a large number": lambda s, q: s + fg.sin(1e38),
+    "repeated squares of a float": lambda s, q: s + powers_of(0.5 * q, 40),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_constants_that_no_float_holds_are_refused_before_they_are_computed(name: str) -> None:
+    start = time.process_time()
+    error = refusal(lambda s, b, h, q, k: HUGE[name](s, q), "score")
+    assert error.where.startswith(f"{HERE}:")
+    assert len(str(error)) < 1000
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_numbers_of_any_size_that_floats_stand_for_are_traced_at_once(name: str) -> None:
+    start = time.process_time()
+    trace = trace_score(lambda s, b, h, q, k: SMALL[name](s, q))
+    assert len(str(trace.expr)) < 5000
+    assert time.process_time() - start < 2
+
+
+def test_a_mod_of_5_000_sines_is_refused_where_it_becomes_too_large() -> None:
+    traced = 0
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        nonlocal traced
+        for _ in range(5000):
+            score = fg.sin(score)  # too large
+            traced += 1
+        return score
+
+    error = refusal(score_mod, "score")
+    assert error.where == line_of("too large")
+    assert traced < 550
+    assert "instructions per score up to here; limit 40,000" in error.numbers

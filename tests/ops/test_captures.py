@@ -417,3 +417,21 @@ def test_a_refused_call_is_refused_again_and_has_no_effect():
     for _ in range(2):
         refusal(bias=given["bias"][:, :11])
         assert torch.equal(OP(*operands(), **given, window=2), wanted)
+
+
+@pytest.mark.parametrize("count", [45, 60])
+def test_more_tensors_than_torch_takes_arguments_are_refused_with_the_number(count: int) -> None:
+    tables = [fg.Tensor(f"table_{i}", ("heads",), "float32") for i in range(count)]
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        for table in tables:
+            score = score + table[h]
+        return score
+
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16", name=f"many_{count}")
+    if count < 50:
+        assert fg.attention(spec) is not None
+        return
+    with pytest.raises(fg.SpecError, match=r"captures more tensors") as caught:
+        fg.attention(spec)
+    assert f"{count} tensors and 0 scalars make {count + 15} arguments" in caught.value.numbers

@@ -1,0 +1,74 @@
+"""The number of machine instructions of an expression, roughly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import sympy
+
+from flashgen.language.float_functions import (
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
+from flashgen.language.float_operations import FloatPower, FloatQuotient
+from flashgen.language.integer_limits import fits
+from flashgen.language.lets import Let, lets_of, nodes_of
+from flashgen.language.symbols import is_int
+from flashgen.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.language.tensor_elements import TensorRead
+
+MOST_INSTRUCTIONS = 40_000
+"""Instructions per score of the largest mods of a kernel: the assembler's time grows with their
+square, and these take it about 10 s."""
+
+# Counted in kernels of float16 and float32; all other operations count as one.
+_INSTRUCTIONS: tuple[tuple[tuple[type[sympy.Basic], ...], int], ...] = (
+    ((Sin, Cos), 80),
+    ((Atan2, Erfc), 60),
+    ((Erf, Expm1, Log1p), 30),
+    ((Exp, Log, Log2, Tanh, Sigmoid, TensorRead), 8),
+    ((FloatQuotient,), 4),
+)
+_DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 80
+
+
+def operations(exprs: Sequence[sympy.Basic]) -> int:
+    """The instructions of expressions; equal subexpressions are computed once."""
+    return sum(map(_cost, {node for node in nodes_of(*exprs) if node.args}))
+
+
+def operations_so_far(let: Let) -> int:
+    """As `operations` of a part of a mod, in the time of one step for each part that it uses."""
+    return sum(_own_operations(each) for each in lets_of(let))
+
+
+@lru_cache(maxsize=1 << 14)
+def _own_operations(let: Let) -> int:
+    return sum(map(_cost, {n for n in sympy.preorder_traversal(let.value) if n.args}))
+
+
+def _cost(node: sympy.Basic) -> int:
+    if isinstance(node, FloorDiv | FloorMod):
+        divisor = node.args[1]
+        if not is_int(node):
+            return _REMAINDER
+        if divisor.is_Integer and int(divisor).bit_count() == 1:
+            return 2
+        if not fits(node, 31):
+            return _WIDE_DIVISION
+        return 4 if divisor.is_number else _DIVISION
+    if isinstance(node, sympy.Pow | FloatPower):
+        return 4 if node.args[1].is_Rational or node.args[0].is_Rational else _POWER
+    found = (cost for kinds, cost in _INSTRUCTIONS if isinstance(node, kinds))
+    return next(found, max(1, len(node.args) - 1))
