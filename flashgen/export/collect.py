@@ -146,6 +146,7 @@ class Collection:
         }
         merge = {}
         if spec.split:
+            assert signature.out_dtype is not None  # kernels are made for one dtype
             of_out = signature.head_dim_v, signature.out_dtype
             merge = {
                 arch: self.add(build_merge(*of_out, arch, splits=True)) for arch in request.archs

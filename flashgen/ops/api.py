@@ -164,11 +164,11 @@ class Attention:
             v: [batch, heads_kv, seq_k, head_dim_v].
             scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
             q_offset: global position of the first query, which mods see: an int, or an int32 or
-                int64 tensor of dims (), (1,) or (batch,) on the device of q, with one position for each
-                batch entry. Kernels read the tensor, so that no call waits for the device and a
-                replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on the
-                CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of 16.
-                None: 0, or for paged=True the position with which the queries come last.
+                int64 tensor of dims (), (1,) or (batch,) on the device of q, with one position for
+                each batch entry. Kernels read the tensor, so that no call waits for the device and
+                a replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on
+                the CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of
+                16. None: 0, or for paged=True the position with which the queries come last.
             k_offset: global position of the first key, likewise.
             h_offset: number of the first query head, for mods, dropout, the sink and block layouts,
                 where the call has some of the heads of a whole.

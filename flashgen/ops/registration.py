@@ -196,8 +196,6 @@ def register(operator: Operator) -> tuple[Any, Any]:
 MOST_ARGUMENTS = 64
 """Arguments of an operator of torch."""
 
-_GRADIENT_ARGUMENTS = 6  # out, lse, dout, dlse, rng and dropout_p
-
 
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
@@ -214,7 +212,10 @@ def _define(operator: Operator) -> None:
         if name not in floats
     )
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
-    count = sum(text.count(",") + 1 for text in (operands, numbers_backward)) + _GRADIENT_ARGUMENTS
+    optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
+    results = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None"
+    of_backward = f"{operands}, {results}, {optional}, *, {numbers_backward}"
+    count = of_backward.count(",")  # the star is no argument
     if count > MOST_ARGUMENTS:
         raise SpecError(
             "a spec captures more tensors and scalars than an operator of torch can take",
@@ -225,15 +226,10 @@ def _define(operator: Operator) -> None:
             "table[i, h, k]",
         )
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
     _library.define(
         f"{name}({operands}, {optional}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
     )
-    _library.define(
-        f"{name}_backward({operands}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
-        f"{optional}, *, {numbers_backward}) -> ({gradients})",
-        tags=tags,
-    )
+    _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
 
 
 def _forward_values(

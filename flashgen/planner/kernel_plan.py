@@ -253,13 +253,12 @@ class Plan(LaunchRules):
                 used.append(f"{needs[name].value:,} of {needs[name].limit:,} {what}")
         binding = dict.fromkeys(line.name for line in self.derivation if line.binding)
         limits = [QUANTITIES[name].partition(",")[0] for name in binding if name != "cost"]
-        limits += ["other tiles cost more"] if "cost" in binding or not limits else []
+        limits += ["the cost of other tiles"] if "cost" in binding or not limits else []
         return (
             f"{self.kernel}: a block has {self.block_q} queries and {self.block_k} keys at once, "
             f"in {self.warps} warps; {blocks} on an SM",
             f"it needs {' and '.join(used)}",
-            f"it takes {float(cost):.3f} clocks of an SM per score by the model; "
-            f"what limits the tile: {'; '.join(limits)}",
+            f"{float(cost):.3f} clocks per score by the model; limits: {', '.join(limits)}",
         )
 
     def _choice(self) -> str:

@@ -250,6 +250,7 @@ class SpecProgram(Program):
         from flashgen.pipeline import build_merge
 
         signature = self.signature
+        assert signature.out_dtype is not None  # kernels are made for one dtype
         return build_merge(signature.head_dim_v, signature.out_dtype, arch, splits=True)
 
 

@@ -48,18 +48,18 @@ Derivative = Callable[[sympy.Expr], sympy.Expr]
 
 # f'(x) of functions of one argument.
 RULES: dict[type[sympy.Basic], Derivative] = {
-    Exp: lambda x: sympy.exp(x),
+    Exp: lambda x: Exp(x),
     Log: lambda x: 1 / x,
     Log2: lambda x: 1 / (x * sympy.log(2)),
-    Tanh: lambda x: 1 - sympy.tanh(x) ** 2,
-    Sin: lambda x: sympy.cos(x),
-    Cos: lambda x: -sympy.sin(x),
+    Tanh: lambda x: 1 - Tanh(x) ** 2,
+    Sin: lambda x: Cos(x),
+    Cos: lambda x: -Sin(x),
     Abs: lambda x: sympy.sign(x),
     Log1p: lambda x: 1 / (x + 1),
-    Expm1: lambda x: sympy.exp(x),
-    Erf: lambda x: 2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
-    Erfc: lambda x: -2 * sympy.exp(-x * x) / sympy.sqrt(sympy.pi),
-    Sigmoid: lambda x: sympy.exp(-x) / (1 + sympy.exp(-x)) ** 2,
+    Expm1: lambda x: Exp(x),
+    Erf: lambda x: 2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
+    Erfc: lambda x: -2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
+    Sigmoid: lambda x: Exp(-x) / (1 + Exp(-x)) ** 2,
 }
 STEPS = (Floor, Round, sympy.floor, sympy.ceiling, FloorDiv, sympy.sign)
 """Piecewise constant functions: their derivative is 0, as in torch."""
