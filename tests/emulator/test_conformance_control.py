@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flashgen.emulator.errors import UnknownInstruction
+from flashgen.emulator.errors import UninitialisedRead, UnknownInstruction
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.parser import parse
 from tests.emulator.test_conformance import Array, compiled, probe, run, run_ptx
@@ -386,6 +386,24 @@ def test_a_parameter_is_read_narrower_than_it_was_written(kind: str, want: int) 
     out = np.zeros(1, np.uint32)
     run_ptx(ptx, "k", 1, 1, out)
     assert out.tolist() == [want]
+
+
+@pytest.mark.parametrize("element", [0, 1])
+def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(element: int) -> None:
+    """As compilers store an array that the program has set in part; the rest must not be read."""
+    ptx = f""".visible .entry k(.param .u64 out) {{ .local .align 4 .b8 a[4];
+            .reg .b16 %h<3>; .reg .b32 %t; .reg .b64 %p; .reg .pred %q;
+            ld.param.u64 %p, [out]; mov.u32 %t, %tid.x; setp.eq.u32 %q, %t, 99;
+            mov.u16 %h0, 7; @%q mov.u16 %h1, 8;
+            st.local.v2.u8 [a], {{%h0, %h1}}; ld.local.u8 %h2, [a+{element}];
+            cvt.u32.u16 %t, %h2; st.global.u32 [%p], %t; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    if element:
+        with pytest.raises(UninitialisedRead, match="local memory is read"):
+            run_ptx(ptx, "k", 1, 1, out)
+    else:
+        run_ptx(ptx, "k", 1, 1, out)
+        assert out.tolist() == [7]
 
 
 def test_spellings_of_other_compilers() -> None:

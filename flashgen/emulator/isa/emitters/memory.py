@@ -152,6 +152,9 @@ def store(g: Generator, ins: Instruction) -> None:
     if size > 16 or space in ("param", "const"):
         raise g.unknown("an access of this width or space")
     where = address(g, ins.operands[0], space)
+    if space == "local":
+        store_local(g, where, items, kind)
+        return
     dtype, unsigned = DTYPE[kind], "c16" if size == 16 else f"u{size}"
     if len(items) > 1:
         value = joined(g, items, dtype, unsigned)
@@ -159,6 +162,25 @@ def store(g: Generator, ins: Instruction) -> None:
         value = g.read(items[0], dtype) + ("" if dtype == unsigned else f".view({unsigned})")
     g.require_defined()
     g.emit(f"store_{FUNCTION[space]}(E, C, {where}, {value}, {g.lanes()}, {size}, {g.pc})")
+
+
+def store_local(g: Generator, where: str, items: tuple[Operand, ...], kind: str) -> None:
+    """A store to local memory, of each element by itself.
+
+    Compilers store vectors of which the program has set a part. An element from a register that
+    nothing has written becomes one that nothing has written, and is an error where it is read.
+    """
+    g.require_defined()  # the address
+    size = TYPE_BYTES[kind]
+    unsigned = "c16" if size == 16 else f"u{size}"
+    for place, item in enumerate(items):
+        value = g.read(item, DTYPE[kind]) + (
+            "" if DTYPE[kind] == unsigned else f".view({unsigned})"
+        )
+        written = " & ".join(sorted(set(g.defined))) or "None"
+        g.defined = []
+        here = f"{where} + {place * size}" if place else where
+        g.emit(f"store_local(E, C, {here}, {value}, {g.lanes()}, {size}, {g.pc}, {written})")
 
 
 def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:

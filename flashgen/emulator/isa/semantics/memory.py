@@ -182,12 +182,24 @@ def load_local(
 
 
 def store_local(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+    machine: Wave,
+    cohort: Cohort,
+    address: Any,
+    value: Any,
+    lanes: Any,
+    size: int,
+    pc: int,
+    written: Any = None,
 ) -> None:
+    """Stores an element of each thread. ``written`` is false where the register was never written;
+    None stands for all lanes."""
     index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
     machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
     if machine.local_written is not None:
-        machine.local_written.view[size][index] = _WRITTEN[size]
+        marks = _WRITTEN[size]
+        if written is not None:
+            marks = _of_lanes(cohort, np.where(written, marks, np.zeros_like(marks)), lanes)
+        machine.local_written.view[size][index] = marks
 
 
 # ---- global memory
