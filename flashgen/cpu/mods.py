@@ -326,6 +326,12 @@ def _or_zero(divide: Callable[[Tensor, Tensor], Tensor], x: Tensor, by: Tensor) 
     return divide(x, torch.where(by == 0, 1, by)).masked_fill_(by == 0, 0)
 
 
+def _remainder(a: Tensor, b: Tensor) -> Tensor:
+    """The remainder with the sign of b, in float64: exact, as that of kernels. In float32 PyTorch
+    gives NaN where the quotient exceeds the largest float32, for contiguous tensors alone."""
+    return torch.remainder(a.double(), b.double()).to(a.dtype)
+
+
 def _popcount(x: Tensor) -> Tensor:
     """The ones among the low 32 bits, counted in pairs, fours and bytes."""
     x = x & 0xFFFFFFFF
@@ -382,7 +388,7 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     FloatProduct: torch.mul,
     FloatQuotient: torch.true_divide,
     FloorDiv: torch.floor_divide,
-    FloorMod: torch.remainder,
+    FloorMod: _remainder,
     Abs: torch.abs,
     Exp: torch.exp,
     Log: torch.log,

@@ -86,7 +86,8 @@ class MaskCall:
     @cached_property
     def arrays(self) -> dict[str, Array]:
         """The tensors that masks read, as NumPy arrays, by name."""
-        read = {name: t for name, t in self.tensors.items() if name not in LAYOUT_LISTS}
+        lists = LAYOUT_LISTS if self.spec.block_sparse is not None else ()
+        read = {name: t for name, t in self.tensors.items() if name not in lists}
         return {name: array_of(tensor) for name, tensor in read.items()}
 
     @cached_property

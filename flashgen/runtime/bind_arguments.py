@@ -153,8 +153,7 @@ def heads_of_call(
     """
     from flashgen.planner import choose_heads
 
-    layout = captured.get(LAYOUT)
-    layout_heads = 1 if layout is None else layout.shape[1]
+    layout_heads = 1 if spec.block_sparse is None else captured[LAYOUT].shape[1]
     return choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
 
 

@@ -165,3 +165,30 @@ def test_narrow_integers_wrap_as_those_of_torch(seed: int) -> None:
     draw = random.Random(seed)
     trees = [narrow_condition(draw, 1 + seed % 3) for _ in range(HEADS)]
     check(trees, False, seed, ("sm_80", "sm_90a")[seed // 60 % 2])
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_large_exponents_and_far_quotients_are_those_of_exact_arithmetic(backend: str) -> None:
+    """Heads 0 to 2: powers of 1e10 and 1e6, and a remainder whose quotient no float32 holds."""
+    near_1 = [1.0, 1 - 2**-24, 1 + 2**-23, -1 - 2**-23]
+    parts = [1e38, -1e38, 7.0, 1e-30, -3e-35, 1e20, -0.7, 3e38] * 4
+    base, part = fg.Tensor("base", ("bases",)), fg.Tensor("part", ("parts",))
+    rest = fg.Tensor("rest", ("parts",))
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        power = base[k % 4]
+        to_1e6 = fg.abs(power**1e6 - math.exp(2**-23 * 1e6)) < 1e-4
+        exact = part[k] % 1e-6 == rest[k]
+        return fg.where(h == 0, power**1e10 > 2, fg.where(h == 1, to_1e6, exact))
+
+    spec = fg.AttentionSpec(mask, head_dim=16, head_dim_v=32, dtype="float32", name="far")
+    part_t = torch.tensor(parts)
+    divisor = torch.tensor(1e-6).double()
+    rest_t = torch.remainder(part_t.double(), divisor).float()
+    q, v = torch.zeros(1, 3, 32, 16), torch.eye(32).expand(1, 3, 32, 32)
+    given = {"base": torch.tensor(near_1), "part": part_t, "rest": rest_t}
+    kept = fg.attention(spec)(q, q, v, **given, backend=backend)[0, :, 0] > 0
+    beyond = torch.tensor([False, False, True, True] * 8)
+    assert torch.equal(kept[0], beyond)
+    assert torch.equal(kept[1], beyond)
+    assert kept[2].all()

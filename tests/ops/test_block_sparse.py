@@ -278,11 +278,12 @@ def test_a_layout_function_that_returns_no_bool_is_an_error_that_names_the_block
     assert "called with (0, 0)" in str(error.value)
 
 
-def test_a_mod_may_capture_the_name_layout_without_a_block_layout() -> None:
-    mine = fg.Tensor("layout", ("batch", "seq_k"), "bool")
-    spec = fg.AttentionSpec(lambda b, h, q, k: mine[b, k], head_dim=8, dtype="float32")
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_a_mod_may_capture_the_name_layout_without_a_block_layout(backend: str) -> None:
+    mine = fg.Tensor("layout", ("seq_k",), "bool")
+    spec = fg.AttentionSpec(lambda b, h, q, k: mine[k], head_dim=8, dtype="float32")
     q, k, v = operands()
-    out = fg.attention(spec)(q, k, v, layout=torch.arange(50).expand(2, 50) < 20)
+    out = fg.attention(spec)(q, k, v, layout=torch.arange(50) < 20, backend=backend)
     torch.testing.assert_close(
         out,
         fg.attention(fg.AttentionSpec(head_dim=8, dtype="float32"))(q, k[:, :, :20], v[:, :, :20]),

@@ -42,6 +42,9 @@ from flashgen.language.tensor_elements import TensorRead
 
 _HALF = sympy.Rational(1, 2)
 
+# Beyond it, the roundings of repeated squaring (half a unit for each factor) exceed those of powf.
+_LARGEST_REPEATED = 64
+
 
 class FloatPrinter(IntegerPrinter):
     """The part of `CPrinter` that prints floats."""
@@ -186,7 +189,7 @@ class FloatPrinter(IntegerPrinter):
         if exponent.is_Rational and exponent < 0:
             below = FloatPower(base, -exponent)
             return self._quotient(sympy.S.One, below)
-        if exponent.is_Integer:
+        if exponent.is_Integer and exponent <= _LARGEST_REPEATED:
             rounded = self._rounds or self.rounds_products
             repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
