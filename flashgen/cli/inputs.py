@@ -122,7 +122,7 @@ def parse_tile(text: str) -> tuple[int, int] | None:
         "this is not a tile",
         where="option --tile",
         numbers=f"given {text[:40]!r}",
-        way_out="query rows x keys, as in --tile 64x32, or --tile plan,64x32 to compare two",
+        way_out="query rows x keys, as in --tile 64x32, or --tile plan for the plan's own",
     )
 
 

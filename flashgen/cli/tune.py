@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from flashgen import config, launch
@@ -12,7 +13,7 @@ from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.cli.inputs import Shape, load_spec, parse_shape
 from flashgen.compile.cache import usable_root
-from flashgen.errors import SpecError
+from flashgen.errors import InputError, SpecError
 from flashgen.planner.models.fitted_time import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ def tune(arguments: TuneArguments) -> None:
             way_out="flashgen plan, which shows the tile; or the spec without paged=True",
         )
     sizes = parse_shape(arguments.shape)
+    if 0 in astuple(sizes):
+        raise InputError(
+            "a call without scores has no tile to tune",
+            where="option --shape",
+            numbers=str(sizes),
+            way_out="--shape 1,4,256",
+        )
     which = _pass(arguments)
     with busy("loading torch"):
         from flashgen.tune import by_time, derived, rank

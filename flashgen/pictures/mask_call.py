@@ -123,6 +123,7 @@ class MaskCall:
         by_head_of_call = H in self._used or lines[1] > 1
         heads = range(p.heads_q) if head is None else range(head, head + 1)
         entries = range(p.batch) if batch is None else range(batch, batch + 1)
+        entries = entries if heads else range(0)
         for rows in sequences(self.spec, p.batch, self.tensors, (p.q_offset, p.k_offset)):
             here = [b for b in entries if rows.place is None or rows.place[0] == b]
             count = p.batch if rows.place is None else rows.place[1]

@@ -234,6 +234,8 @@ def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None
     """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
     if plan.streams:
         return [1] * tiles
+    if not sizes.batch * sizes.heads_q * tiles:
+        return [0] * tiles
     group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
     walks = walks_of_head(plan, sizes, visited)
     times = group * tiles // len(walks)  # more than 1 where the heads of a group walk alike

@@ -70,8 +70,8 @@ def choose_heads(
         plan: the plan of the forward kernel with one head per tile.
         layout_heads: heads of a run-time block layout: 1 where it is the same for all heads.
     """
-    group = heads_q // heads_kv
-    if group == 1:
+    group = heads_q // max(heads_kv, 1)
+    if group <= 1:  # 0: a call without heads
         return HeadsPerTile(1, "")
     of = f"of {group} that share K and V"
     if spec.packed:

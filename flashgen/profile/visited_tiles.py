@@ -78,7 +78,7 @@ def walks_of(
 def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[HeadWalk]:
     """The walks of these heads; the heads of a group that one block serves are joined."""
     lengths = problem.seq_q, problem.seq_k
-    group = problem.heads_q // problem.heads_kv
+    group = problem.heads_q // max(problem.heads_kv, 1)
     found: list[HeadWalk] = []
     together = group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
     for place in range(0, len(heads), together):
@@ -99,8 +99,10 @@ def heads_of(
     problem: CheckedCall,
     captured: Mapping[str, Array],
 ) -> list[AlikeHeads]:
-    """The heads of a launch: all together, by batch entry, or one by one."""
+    """The heads of a launch: all together, by batch entry, or one by one; [] without heads."""
     p = problem
+    if not p.batch * p.heads_q:
+        return []
     live = live_blocks(spec, p, captured)
     if (mask.always and live is None) or plan.streams:
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 import flashgen as fg
 from flashgen import compile, pipeline
 from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.version import __version__
 from tests.support.commands import CAUSAL, flashgen, rows
+from tests.support.paths import ROOT
 from tests.support.processes import run_python
+
+DOCUMENT = str(ROOT / "specs" / "document.py")
 
 
 def test_an_error_is_four_lines_and_the_traceback_only_when_debugging():
@@ -36,6 +41,24 @@ def test_plan_prints_the_derivation():
     assert other.exit_code == 0, other.output
     assert "sm_86" in other.stdout
     assert other.stdout != result.stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        *((CAUSAL, shape) for shape in ("1,1,0", "0,1,64", "1,0,64", "1,1,1,0,64", "1,1,1,64,0")),
+        (DOCUMENT, "1,0,64"),
+    ],
+)
+def test_a_shape_without_scores_is_planned_and_drawn_or_refused(spec, shape, tmp_path):
+    page = str(tmp_path / "page.html")
+    for options in (("plan",), ("plan", "--backward"), ("report", "-o", page), ("profile",)):
+        result = flashgen(options[0], spec, *options[1:], "--shape", shape)
+        assert result.exit_code == 0, result.output
+    for command in ("tune", "visualize"):
+        result = flashgen(command, spec, "--shape", shape)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("InputError"), result.stderr
 
 
 def test_an_option_that_does_not_suit_the_spec_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_without_a_file_the_map_is_printed_with_the_scalars_of_the_options(tmp_p
     shown = flashgen("visualize", str(path), "--shape", "1,1,256", *options)
     assert shown.exit_code == 0, shown.output
     assert str(fg.visualize(fg.load(str(path)), (1, 1, 256), window=64)) in shown.output
+
+
+def test_the_tiles_that_the_error_of_a_wrong_tile_names_are_taken() -> None:
+    shown = flashgen("visualize", CAUSAL, "--tile", "wide")
+    tiles = [text.strip(",") for text in re.findall(r"--tile (\S+)", shown.output.split("try")[1])]
+    assert tiles
+    for tile in tiles:
+        shown = flashgen("visualize", CAUSAL, "--shape", "1,1,256", "--tile", tile)
+        assert shown.exit_code == 0, shown.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,11 @@ SEEDS = [None, 1, 2, 3]
 
 CUDA = r"""
 #define T threadIdx.x
+#ifndef FENCE
+#define FENCE __threadfence()
+#define BLOCK_FENCE __threadfence_block()
+#define AFTER
+#endif
 extern "C" __global__ void flag_between_warps(const int* in, int* out) {
     __shared__ int data[32];
     __shared__ volatile int ready;
@@ -51,6 +58,37 @@ extern "C" __global__ void release_acquire(const int* in, int* mail, int* flag, 
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
         while (seen == 0);
         out[0] = mail[0];
+    }
+}
+// Every thread writes and executes a fence of its own, and one of them counts the block.
+extern "C" __global__ void last_block(const int* in, int* mail, int* count, int* out) {
+    __shared__ bool last;
+    mail[blockIdx.x * 64 + T] = in[T] + blockIdx.x;
+    FENCE;
+    AFTER;
+    __syncthreads();
+    if (T == 0) last = atomicAdd(count, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    int sum = 0;
+    for (int i = 0; i < gridDim.x; ++i) sum += mail[i * 64 + 63 - T];
+    out[T] = sum;
+}
+extern "C" __global__ void flag_of_a_group(const int* in, int* out) {
+    __shared__ int data[64];
+    __shared__ volatile int ready;
+    if (T == 0) ready = 0;
+    __syncthreads();
+    if (T >= 64) {
+        data[T - 64] = in[T - 64] * 2;
+        BLOCK_FENCE;
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        if (T == 64) ready = 1;
+    } else {
+        while (ready == 0) {}
+        __threadfence_block();
+        out[T] = data[63 - T];
     }
 }
 extern "C" __global__ void far_apart(int* out, int last) {
@@ -107,6 +145,57 @@ def test_release_and_acquire_order_two_blocks(seed: int | None) -> None:
     mail, flag = np.zeros(1, np.int32), np.zeros(1, np.int32)
     run(CUDA, "release_acquire", (2,), (32,), values, mail, flag, out, seed=seed)
     assert out[0] == 42
+
+
+def last_block(seed: int | None, source: str = CUDA) -> None:
+    values, out = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+    mail, count = np.zeros(256, np.int32), np.zeros(1, np.int32)
+    run(source, "last_block", (4,), (64,), values, mail, count, out, seed=seed)
+    assert (out == 4 * values[::-1] + 6).all()
+
+
+def flag_of_a_group(seed: int | None, source: str = CUDA) -> None:
+    values, out = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+    run(source, "flag_of_a_group", (1,), (128,), values, out, seed=seed)
+    assert (out == 2 * values[::-1]).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_barrier_may_stand_between_fences_of_all_threads_and_the_flag_of_one(
+    seed: int | None,
+) -> None:
+    last_block(seed)
+    flag_of_a_group(seed)
+
+
+WEAK = 'asm volatile("fence.acq_rel.gpu;" ::: "memory")'
+DEFINES = {
+    "no fence": ("", "", ""),
+    "a fence that does not hold for other threads": (WEAK, WEAK, ""),
+    "one fence alone": ("if (T == 0) __threadfence()", "if (T == 64) __threadfence_block()", ""),
+}
+
+
+@pytest.mark.parametrize("name", DEFINES)
+@pytest.mark.parametrize("check", [last_block, flag_of_a_group])
+def test_a_flag_behind_a_barrier_is_a_race_with(name: str, check: Callable[..., None]) -> None:
+    fence, block_fence, after = DEFINES[name]
+    head = f"#define FENCE {fence}\n#define BLOCK_FENCE {block_fence}\n#define AFTER {after}\n"
+    for seed in SEEDS:
+        with pytest.raises(RaceError, match="not ordered"):
+            check(seed, head + CUDA)
+
+
+@pytest.mark.parametrize(
+    ("fence", "after"),
+    [("__threadfence_block()", ""), ("__threadfence()", "mail[blockIdx.x * 64 + T] = in[T]")],
+    ids=["a fence of the block", "a write after the fence"],
+)
+def test_a_count_of_blocks_is_a_race_with(fence: str, after: str) -> None:
+    head = f"#define FENCE {fence}\n#define BLOCK_FENCE\n#define AFTER {after}\n"
+    for seed in SEEDS:
+        with pytest.raises(RaceError, match="not ordered"):
+            last_block(seed, head + CUDA)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])

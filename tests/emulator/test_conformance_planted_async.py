@@ -29,6 +29,7 @@ TILE = 32 * COLUMNS * 2  # bytes of a box of 32 rows of float16
 
 # Kernels copy tiles of their input; `in` and `out` are maps of boxes of 32 rows.
 CUDA = r"""
+#define wait_write() asm volatile("cp.async.bulk.wait_group 0;" ::: "memory")
 #define ARGS (MAP in, MAP out, const unsigned short* raw, unsigned short* to, int tiles)
 #define TILE 4096
 #define START \
@@ -349,6 +350,39 @@ KERNEL(store_of_a_copy_in_flight) ARGS {
         __syncwarp();
         if (first) { store2(&out, 0, 0, s); commit(); wait_read<0>(); }         // BUG
     }
+}
+KERNEL(store_read_back_after_its_reads_alone) ARGS {
+    START;
+    for (int i = T; i < 64; i += blockDim.x) s[i] = raw[i];
+    fence_async();
+    __syncthreads();
+    if (first) {
+        store_bulk(to, s, 128);                                                 // BUG
+        commit();
+        FIX(wait_write();) BUG(wait_read<0>();)
+        to[64] = to[63];                                                        // BUG
+        FIX(if (false)) wait_read<0>();
+    }
+}
+KERNEL(store_read_by_a_warp_before_the_wait) ARGS {
+    START;
+    for (int i = T; i < 64; i += blockDim.x) s[i] = raw[i];
+    fence_async();
+    __syncthreads();
+    if (first) { store_bulk(to, s, 128); commit(); FIX(wait_write();) }         // BUG
+    __syncthreads();
+    BUG(if (first) wait_write();)
+    if (T >= 32) to[64 + T] = to[63];                                           // BUG
+}
+KERNEL(store_written_by_a_warp_before_the_wait) ARGS {
+    START;
+    for (int i = T; i < 64; i += blockDim.x) s[i] = raw[i];
+    fence_async();
+    __syncthreads();
+    if (first) { store_bulk(to, s, 128); commit(); FIX(wait_write();) }         // BUG
+    __syncthreads();
+    if (T == 32) to[3] = 1;                                                     // BUG
+    BUG(if (first) wait_write();)
 }
 KERNEL(too_many_arrivals) ARGS {
     START;

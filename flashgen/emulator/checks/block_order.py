@@ -2,7 +2,8 @@
 
 Data written before a fence that is followed by an atomic is visible to a warp that later performs
 an atomic on the same address, and to the warps that pass a barrier with it, independently of the
-order in which the emulator executes the blocks. A loop that polls a volatile flag needs a fence
+order in which the emulator executes the blocks. A barrier may stand between a fence.sc and the
+atomic, which then is another thread's (`clocks`). A loop that polls a volatile flag needs a fence
 after it, too.
 """
 
@@ -61,11 +62,15 @@ class BlockOrder:
             if offered.keys() - {block}:
                 self._acquire(block, warp, int(self.clocks.clock[row]), offered)
             seen = self.clocks.seen[slot, warp, : m.cluster_warps]
-            known: ClocksByBlock = {block: seen.copy()}
-            for entry in self._learnt.get(block, ()):
-                if seen[entry.warp] >= entry.clock:
-                    _join(known, entry.known)
-            self._fenced[block, warp] = known
+            self._fenced[block, warp] = self._known(block, seen)
+
+    def _known(self, block: int, seen: Array) -> ClocksByBlock:
+        """What the clocks (warps,) of a block include, with what they have learnt of others."""
+        known: ClocksByBlock = {block: seen.copy()}
+        for entry in self._learnt.get(block, ()):
+            if seen[entry.warp] >= entry.clock:
+                _join(known, entry.known)
+        return known
 
     def has_ordered(self, row: int, stamp: int) -> bool:
         """Whether fences and atomics order an access of another block before a warp."""
@@ -100,6 +105,9 @@ class BlockOrder:
                 self._acquire(block, warp, int(clocks.clock[row]), offered)
             if (block, warp) in self._fenced:
                 _join(offered, self._fenced[block, warp])
+            others = clocks.before_sequential(row, True)
+            if others is not None and others.any():
+                _join(offered, self._known(block, others))
 
     def _acquire(self, block: int, warp: int, clock: int, offered: ClocksByBlock) -> None:
         entries = self._learnt.setdefault(block, [])

@@ -11,6 +11,11 @@ warp v whose writes are visible to asynchronous accesses issued by warp w (fence
 are followed by one column per asynchronous agent, such as an mbarrier, with the newest time of the
 agent that w is ordered after. Synchronisation between warps propagates all columns.
 
+A fence.sc (membar, __threadfence) holds for all threads that are ordered after it, not only for its
+own: were a later fence.sc of a reader before it in the order of these fences, then the write of the
+flag would come after its own reader. Each scope of such fences has ``warps`` further columns, the
+newest clocks before one of them that w is ordered after.
+
 The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
 lanes are not ordered, see `warp_lanes`.
 """
@@ -53,6 +58,8 @@ class Clocks:
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
         self._polled: dict[int, Array] = {}  # by warp: what its next fence acquires
+        # By scope of fence.sc, the block (0) and the device (1): the first of its columns.
+        self._sequential: list[int | None] = [None, None]
         self._refresh(np.arange(blocks))
 
     def new_column(self) -> int:
@@ -154,6 +161,26 @@ class Clocks:
         self.seen[blocks, warps] = known
         self.tick(rows)
 
+    def fence_sequential(self, rows: Array, device: bool) -> None:
+        """A fence.sc of block or of device scope, before `fence`."""
+        blocks, warps = np.divmod(rows, self.warps)
+        for scope in range(1 + device):
+            if self._sequential[scope] is None:
+                self._sequential[scope] = min([self.new_column() for _ in range(self.warps)])
+            own, place = self.seen[blocks, warps, : self.warps], self._columns(scope)
+            self.seen[blocks, warps, place] = np.maximum(self.seen[blocks, warps, place], own)
+
+    def before_sequential(self, row: int, device: bool) -> Array | None:
+        """The clocks (warps,) before each fence.sc that a warp is ordered after; None without."""
+        if self._sequential[device] is None:
+            return None
+        return np.array(self.seen[divmod(row, self.warps)][self._columns(device)])
+
+    def _columns(self, scope: int) -> slice:
+        first = self._sequential[scope]
+        assert first is not None
+        return slice(first, first + self.warps)
+
     def fence(self, rows: Array) -> None:
         """A fence: the next strong access of each warp releases its current clocks.
 
@@ -186,11 +213,20 @@ class Clocks:
                 self._polled[row] = np.maximum(slot, self._polled.get(row, 0))
             elif slot is not None:
                 self._join(row, slot)
-            given = self.fenced.get(row)
+            given = self._offered(row)
             if given is not None:
                 self.released[block, place] = given if slot is None else np.maximum(slot, given)
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
+
+    def _offered(self, row: int) -> Array | None:
+        """What a strong access of a warp releases; None for nothing."""
+        given, others = self.fenced.get(row), self.before_sequential(row, False)
+        if others is None or not others.any():
+            return given
+        known = np.zeros(self.seen.shape[2], np.int64)
+        known[: self.warps] = known[self._columns(0)] = others
+        return known if given is None else np.maximum(known, given)
 
     def decode(self, stamps: Array) -> tuple[Array, Array]:
         """The warp and the clock of each stamp."""

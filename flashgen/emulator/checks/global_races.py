@@ -29,6 +29,7 @@ Array = npt.NDArray[Any]
 _MANY_WARPS = 1 << 60
 _MANY_BLOCKS = 1 << 61
 _RACING = 1 << 62  # volatile, see `PtxProgram.racing`
+_FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
 _LOG_BYTES = 128 << 20
 _PROBLEMS = {
     "read": "a read and a write of {} are not ordered",
@@ -49,6 +50,7 @@ class _Access(NamedTuple):
     rows: Array
     strong: bool
     racing: bool
+    bulk: bool = False
 
 
 class GlobalRaces:
@@ -133,8 +135,16 @@ class GlobalRaces:
             self.log_bytes = 0
 
     def write(
-        self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, strong: bool = False
+        self,
+        cohort: Cohort,
+        offset: Any,
+        size: int,
+        pc: int,
+        lanes: Any,
+        strong: bool = False,
+        bulk: bool = False,
     ) -> None:
+        """Checks and records writes; those of a ``bulk`` copy end with `complete`."""
         rows, flat = self._flatten(cohort, offset, lanes)
         if not len(flat):
             return
@@ -151,7 +161,9 @@ class GlobalRaces:
         accesses = len(flat)
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
         lane = self.lanes.of(cohort, accesses, lanes, len(vectors))
-        access = _Access(Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing)
+        access = _Access(
+            Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing, bulk
+        )
         if self.read_only is not None:
             reader = self.read_only.take(vectors)
             if reader.any():
@@ -160,6 +172,8 @@ class GlobalRaces:
             before = earlier.take(vectors)
             if before.any():
                 self._check(access, before, verb)
+        if bulk:
+            stamps = stamps | _FLYING << CLOCK_SHIFT
         self.write_stamp[vectors] = stamps
         self.write_pc[vectors] = pc
         self.lanes.note_writes(vectors, lane)
@@ -171,6 +185,15 @@ class GlobalRaces:
     def atomic(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
         self.write(cohort, offset, size, pc, lanes, strong=True)
 
+    def complete(self, cohort: Cohort, offset: Any, size: int) -> None:
+        """The threads of bulk stores have waited for them: the bytes are written now."""
+        rows, flat = self._flatten(cohort, offset, None)
+        vectors, stamps, _ = self._vectors(flat, self._stamps(rows, False), rows, size)
+        before = self.write_stamp.take(vectors)
+        same = (block_of(before) == block_of(stamps)) & ((before ^ stamps) & WARP == 0)
+        same &= _flying(before)
+        self.write_stamp[vectors[same]] = (stamps | before & ATOMIC)[same]
+
     # ---- parts
 
     def _accessed(self, cohort: Cohort) -> None:
@@ -181,6 +204,12 @@ class GlobalRaces:
     def _check(self, a: _Access, before: Array, verb: str) -> None:
         """Checks that accesses are ordered after earlier ones, with the stamps ``before``."""
         excused: Any = False
+        flying = _flying(before)
+        if verb != "overtake" and not a.bulk and flying.any():
+            if a.strong:
+                flying &= (before & ATOMIC) == 0
+            if flying.any():
+                self._report_flying(a, flying, verb)
         if a.strong:
             # Strong accesses need no order, but volatile ones that are no polls.
             excused = (before & ATOMIC) != 0
@@ -294,6 +323,21 @@ class GlobalRaces:
     def _place(self, vector: int) -> str:
         return self.machine.memory.describe((vector << self.shift) + self.machine.memory.base)
 
+    def _report_flying(self, a: _Access, bad: Array, verb: str) -> NoReturn:
+        """Raises for a vector of a bulk store that may not have been written yet."""
+        first = int(np.argmax(bad))
+        vector = int(a.vectors[first])
+        self.machine.fail(
+            RaceError,
+            f"race in global memory: a {verb} of bytes that a bulk copy out of shared memory may "
+            "still write",
+            self._origin(a, first),
+            f"{self._place(vector)}; the copy: "
+            + self.machine.program.describe(int(self.write_pc[vector])),
+            "execute cp.async.bulk.wait_group, without .read, in the thread of the copy, and then "
+            "a barrier with that thread",
+        )
+
     def _report_read_only(self, a: _Access, bad: Array, others: Array) -> NoReturn:
         """Raises for a vector that one instruction reads by .nc and another one writes."""
         m, first = self.machine, int(np.argmax(bad))
@@ -340,3 +384,8 @@ class GlobalRaces:
         if a.racing:
             numbers += VOLATILE
         m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, advice)
+
+
+def _flying(stamps: Array) -> Array:
+    """Which writes are those of bulk copies that have not been waited for."""
+    return (stamps & LOW) >> CLOCK_SHIFT == _FLYING  # type: ignore[no-any-return]

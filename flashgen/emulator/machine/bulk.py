@@ -5,14 +5,15 @@ of shared memory when its thread waits for its group. Until then it is in flight
 is unchanged, so that a missing wait changes the results. With an order_seed, copies are executed at
 random times.
 
-For races in global memory a copy counts as an access by the issuing warp at the time of issue. A
-missing proxy fence for global memory is not detected.
+For races in global memory a copy into shared memory counts as a read by the issuing warp at the
+time of issue, and one out of shared memory as a write from then until its thread waits for it
+without .read. A missing proxy fence for global memory is not detected.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,24 @@ _KEPT = 64  # completed copies whose sources are still watched
 _FIT = "pass a map and operands that fit the instruction"
 
 
+class _Store(NamedTuple):
+    """Bulk copies into global memory, whose threads have not waited for them but by .read.
+
+    Attributes:
+        groups: the number of the group of each thread (n,).
+        offsets: in global memory, of ``size`` bytes each (n, k).
+    """
+
+    issued: SingleThreads
+    groups: Array
+    offsets: Array
+    size: int
+
+    def some(self, which: Array) -> _Store:
+        """The copies of the threads ``which``."""
+        return _Store(self.issued.some(which), self.groups[which], self.offsets[which], self.size)
+
+
 class BulkCopies:
     """All bulk copies of a wave that are in flight; groups are counted per thread."""
 
@@ -58,6 +77,7 @@ class BulkCopies:
         self.outgoing: list[BulkTransfer] = []
         # The latest copies into shared memory that have completed.
         self.landed: deque[BulkTransfer] = deque(maxlen=_KEPT)
+        self.stores: list[_Store] = []
         self.committed = np.zeros((len(machine.row_block), 32), np.int64)
 
     # ---- what instructions start
@@ -274,9 +294,12 @@ class BulkCopies:
         if len(some) and kind == READ:
             touched = self.machine.memory.touched
             t.source = CopySource(touched, offsets, size, t.pc, places=some)
-        if len(some):
-            access = (races.read, races.write, races.atomic)[kind]
-            access(t.issued.some(some), offsets, size, t.pc, None)
+        if len(some) and kind == READ:
+            races.read(t.issued.some(some), offsets, size, t.pc, None)
+        elif len(some):
+            issued = t.issued.some(some)
+            races.write(issued, offsets, size, t.pc, None, strong=kind == ATOMIC, bulk=True)
+            self.stores.append(_Store(issued, t.groups[some], offsets, size))
 
     # ---- groups
 
@@ -284,12 +307,18 @@ class BulkCopies:
         """cp.async.bulk.commit_group."""
         self.committed[cohort.rows] += active(cohort, lanes)
 
-    def wait(self, cohort: Cohort, left: int, lanes: Any) -> None:
-        """cp.async.bulk.wait_group: completes all but the ``left`` newest groups of each thread."""
-        if not self.outgoing:
+    def wait(self, cohort: Cohort, left: int, lanes: Any, reads: bool = False) -> None:
+        """cp.async.bulk.wait_group: completes all but the ``left`` newest groups of each thread.
+
+        Args:
+            reads: with .read, only what the copies read.
+        """
+        if not (self.outgoing or self.stores):
             return
         limit = np.full(self.committed.shape, -1, np.int64)
         limit[cohort.rows] = np.where(active(cohort, lanes), self.committed[cohort.rows] - left, -1)
+        if not reads:
+            self._complete_stores(limit)
         kept = []
         for t in self.outgoing:
             over = (t.groups < limit[t.issued.rows, t.issued.lane]) & ~t.waited
@@ -302,6 +331,18 @@ class BulkCopies:
             if not t.waited.all():
                 kept.append(t)
         self.outgoing = kept
+
+    def _complete_stores(self, limit: Array) -> None:
+        """Completes the stores of groups below ``limit`` (rows, 32)."""
+        races, kept = self.machine.global_races, []
+        for store in self.stores:
+            over = store.groups < limit[store.issued.rows, store.issued.lane]
+            if races is not None and over.any():
+                done = store.some(np.flatnonzero(over))
+                races.complete(done.issued, done.offsets, done.size)
+            if not over.all():
+                kept.append(store.some(np.flatnonzero(~over)))
+        self.stores = kept
 
     # ---- execution
 

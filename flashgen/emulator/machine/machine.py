@@ -179,9 +179,11 @@ class Machine(Scheduler):
             self.mbarriers.fence_init(cohort, lanes)
             self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
 
-    def fence(self, cohort: Cohort, device: bool) -> None:
-        """A fence of block or of device scope."""
+    def fence(self, cohort: Cohort, device: bool, sequential: bool = False) -> None:
+        """A fence of block or of device scope; ``sequential``: fence.sc."""
         if self.global_races and self.program.accesses.synchronises:
+            if sequential:
+                self.global_races.clocks.fence_sequential(cohort.rows, device)
             if device:
                 self.global_races.order.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.

@@ -64,13 +64,11 @@ def _group(g: Generator, ins: Instruction, of: str) -> bool:
         g.emit(f"E.{of}.commit(C, {g.lanes()})")
         return True
     if g.mods.take("wait_group"):
-        # .read only waits for the reads of a copy; the emulator completes the copy in both cases.
-        if of == "bulk":
-            g.mods.take("read")
+        reads = of == "bulk" and g.mods.take("read")
         left = as_immediate(ins.operands[0])
         if left is None:
             raise g.unknown("a computed number of groups")
-        g.emit(f"E.{of}.wait(C, {left}, {g.lanes()})")
+        g.emit(f"E.{of}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
         return True
     return False
 

@@ -286,7 +286,7 @@ def create_policy(g: Generator, ins: Instruction) -> None:
 @emits("membar", "fence")
 def fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
-    g.mods.take("sc", "acq_rel", "acquire", "release")
+    kind = g.mods.take("sc", "acq_rel", "acquire", "release")
     if g.mods.take("mbarrier_init"):
         g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
@@ -294,7 +294,8 @@ def fence(g: Generator, ins: Instruction) -> None:
         fence_proxy(g, ins)
         return
     if scope:
-        g.emit(f"E.fence(C, {scope != 'cta'})")
+        sequential = kind == "sc" or ins.op == "membar"
+        g.emit(f"E.fence(C, {scope != 'cta'}, {sequential})")
 
 
 def fence_proxy(g: Generator, ins: Instruction) -> None:
