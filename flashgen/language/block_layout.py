@@ -6,6 +6,7 @@ layout leaves out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable
@@ -193,21 +194,30 @@ def check_names(names: list[str], where: str) -> None:
 def _arguments(layout: Callable[..., object]) -> int:
     """The number of arguments of the function: 2 for (i, j) or 4 for (b, h, i, j)."""
     try:
-        signature = inspect.signature(layout)
+        signature = own = inspect.signature(layout)
     except (TypeError, ValueError):  # a builtin function without a signature
         return 2
-    for count in (2, 4):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count
+    with contextlib.suppress(ValueError):  # functools.lru_cache has none of its own
+        own = inspect.signature(layout, follow_wrapped=False)
+    accepted = [count for count in (2, 4) if _takes(own, count)]
+    if len(accepted) == 2:  # such as *args of a decorator
+        accepted = [count for count in accepted if _takes(signature, count)]
+    if accepted:
+        return accepted[0]
     raise SpecError(
         "a layout takes 2 or 4 arguments by position",
         where=str(lines_of(layout, "")),
         numbers=f"it takes {signature}; it is called with (i, j) or (b, h, i, j)",
         way_out="def layout(i, j): ...",
     )
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=64)

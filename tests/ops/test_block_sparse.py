@@ -541,6 +541,32 @@ def test_a_class_that_a_layout_reads_may_not_change(monkeypatch: pytest.MonkeyPa
         made.table(1, 1, 5, 5)
 
 
+def given_a_width(layout: Callable[..., bool]) -> Callable[[int, int], bool]:
+    @functools.wraps(layout)
+    def near(i: int, j: int) -> bool:
+        return layout(i, j, 1)
+
+    return near
+
+
+def passed_on(layout: Callable[..., bool]) -> Callable[..., bool]:
+    return functools.wraps(layout)(lambda *place: layout(*place))
+
+
+def test_decorators_of_a_layout_may_give_it_arguments() -> None:
+    @given_a_width
+    def near(i: int, j: int, width: int) -> bool:
+        return abs(i - j) <= width
+
+    @functools.lru_cache
+    @passed_on
+    def by_head(b: int, h: int, i: int, j: int) -> bool:
+        return abs(i - j) <= h
+
+    assert sum(fg.BlockSparse(near, 16, 16).table(1, 1, 4, 4)) == 10
+    assert sum(fg.BlockSparse(by_head, 16, 16).table(1, 2, 4, 4)) == 14
+
+
 class OfAClass:
     width = 1
 
