@@ -7,6 +7,7 @@ that the mask_mod keeps become a block-sparse layout, which kernels apply togeth
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import torch
 from flashgen.analysis import MaskAnalysis, analyse_mask, evaluate
 from flashgen.flex.checks import LARGE_BLOCK, FlexRuntimeError, FlexUnsupported
 from flashgen.flex.graph_capture import captures_a_graph
+from flashgen.flex.operation_results import alone
 from flashgen.flex.recorded_mods import Record
 from flashgen.flex.traced_mods import TracedMods
 from flashgen.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H, K, Q
@@ -76,9 +78,20 @@ def _stamp(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """The tensor without the transforms of torch.func around it."""
+    """The tensor without the transforms of torch.func around it.
+
+    Raises:
+        FlexUnsupported: torch.vmap has made a batch of it, whose entries may differ in the blocks.
+    """
     while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise FlexUnsupported(
+            "a BlockMask under torch.vmap reads a tensor over which vmap goes",
+            where="argument block_mask",
+            numbers=f"a tensor of shape {tuple(tensor.shape)} for each entry",
+            way_out="the condition in the score_mod: torch.where(condition, score, -math.inf)",
+        )
     return tensor.detach()
 
 
@@ -125,6 +138,16 @@ def layout_beside_mask(
     """
     if not has_blocks(block_mask):
         return None
+    with alone():
+        return _beside_mask(block_mask, reading, record, sizes)
+
+
+def _beside_mask(
+    block_mask: Any,
+    reading: TracedMods,
+    record: Record,
+    sizes: tuple[int, int, int, int],
+) -> BlockMaskLayout | None:
     lists = [getattr(block_mask, name) for name in _LISTS]
     mask = reading.of_mask_mod
     names = sorted(symbol.name for symbol in mask.free_symbols)
@@ -149,7 +172,10 @@ def layout_beside_mask(
             numbers=f"shape {tuple(block_mask.shape)}, on {lists[0].device}",
             way_out="one call with this BlockMask before the capture",
         )
-    found = _found(block_mask, mask, {**captured, **given}, sizes)
+    plain = copy.copy(block_mask)
+    for name, tensor in zip(_LISTS, lists, strict=True):
+        setattr(plain, name, None if tensor is None else _elements(tensor))
+    found = _found(plain, mask, {**captured, **given}, sizes)
     seen = tuple(None if tensor is None else _Seen(tensor) for tensor in tensors)
     known.insert(0, _Comparison(reading, numbers, seen, found))
     del known[_MOST_COMPARISONS:]

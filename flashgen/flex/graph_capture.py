@@ -34,13 +34,18 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
     """
     assert record.notes is not None, "records have notes during a capture"
     places = [x for x in range(len(record.numbers)) if x not in record.notes.literals]
+    numbers = [record.numbers[place] for place in places]
     unseen = [f"{record.numbers[place]} ({record.notes.line_of(place)})" for place in places]
     if unseen:
         unseen = [f"numbers of the mods: {', '.join(unseen)}"]
     for mod in mods:
-        if mod is not None and prove((mod,)) is None:
-            name = getattr(mod, "__name__", type(mod).__name__)
-            unseen.append(f"other Python values that {name} reads ({lines_of(mod, '')})")
+        if mod is None:
+            continue
+        proof, name = prove((mod,)), getattr(mod, "__name__", type(mod).__name__)
+        others = "" if proof is None else ", ".join(_others(proof.values, numbers))
+        if proof is None or others:
+            shown = f" {others}" if others else ""
+            unseen.append(f"other Python values that {name} reads{shown} ({lines_of(mod, '')})")
     if record.made:
         unseen.append("tensors that the mods make of numbers")
     if has_blocks:
@@ -58,3 +63,10 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, stacklevel=2)
+
+
+def _others(values: Sequence[Any], numbers: Sequence[int | float]) -> list[str]:
+    """The values of a proof that are not among the numbers of the record, each once."""
+    named = {(type(number), number) for number in numbers}
+    shown = (repr(x) for x in values if x is not None and (type(x), x) not in named)
+    return list(dict.fromkeys(shown))

@@ -133,9 +133,11 @@ def read(
         return known, found
     tensors = tuple([proof.tensors[place] for place in proved.places])
     found = proved.record._replace(tensors=tensors)
-    if proved.traced is None or not proved.traced.serves(sizes, found):
-        proved.traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)
-    return proved.traced, found
+    traced = proved.traced  # another thread may replace it
+    if traced is None or not traced.serves(sizes, found):
+        traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)
+        proved.traced = traced
+    return traced, found
 
 
 def _read(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from flashgen.errors import SpecError
@@ -21,7 +22,10 @@ _VALUE_READERS = frozenset(
         "__contains__",
     )
 )
-_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
+_RANDOM = (
+    *("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout"),
+    *("uniform", "exponential", "cauchy", "log_normal", "geometric"),
+)
 _NAMES = (
     *("add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "rsub"),
     *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__", "__and__", "__or__"),
@@ -121,8 +125,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Without the dispatch modes and the transforms of torch that are active around the call."""
+    """Without the modes and the transforms of torch that are active around the call."""
     with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
         if torch._C._len_torch_dispatch_stack():
             from torch.utils._python_dispatch import _disable_current_modes
 

@@ -79,10 +79,12 @@ class Proof(NamedTuple):
     Attributes:
         key: equal for mods that compute the same from their tensors, in order.
         tensors: the tensors that the mods may read, each once.
+        values: the numbers, texts and the like in variables, cells and defaults.
     """
 
     key: Hashable
     tensors: list[Tensor]
+    values: list[Any]
 
 
 class _NotProvedError(Exception):
@@ -108,12 +110,13 @@ def prove(mods: Sequence[Any]) -> Proof | None:
         parts = tuple([values.key(mod) for mod in mods])
     except _NotProvedError:
         return None
-    return Proof((parts, torch.get_default_dtype()), values.tensors)
+    return Proof((parts, torch.get_default_dtype()), values.tensors, values.values)
 
 
 class _Values:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.values: list[Any] = []
         self.places: dict[int, int] = {}
         self.above: list[types.FunctionType] = []
         self.count = 0
@@ -128,14 +131,19 @@ class _Values:
         if kind is types.FunctionType:
             return self._function(value)
         if kind is int or kind is bool:
+            self.values.append(value)
             return kind, value
         if kind is float:
+            self.values.append(value)
             return kind, value, math.copysign(1.0, value)
         if kind is Tensor or kind is torch.nn.Parameter:
             return self._tensor(value)
         if kind is tuple:
             return kind, *[self.key(item) for item in value]
-        if kind in _TYPES or (kind in _CALLABLES and value in _BUILTINS):
+        if kind in _TYPES:
+            self.values.append(value)
+            return kind, value
+        if kind in _CALLABLES and value in _BUILTINS:
             return kind, value
         raise _NotProvedError
 
@@ -188,7 +196,10 @@ class _Values:
             value = getattr(value, name, None)
         if type(value).__hash__ is not None and value in _pure_functions():
             return id(value)  # `_pure_functions` keeps it
-        return self.key(value)
+        known_values = len(self.values)
+        key = self.key(value)
+        del self.values[known_values:]  # such as math.pi and torch.float32
+        return key
 
 
 def _builtin(name: str) -> Any:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -267,7 +268,7 @@ class Recorder(TorchFunctionMode):
         if type(found) is Kind:
             return self._stand_in(found)
         if found is NO_TENSOR:
-            if name_of(func) in TEXT:
+            if name_of(func) in TEXT and type(args[0]) is StandIn:
                 return f"<{', '.join(map(str, kinds))} in a mod>"
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -297,8 +298,10 @@ class Recorder(TorchFunctionMode):
         name = name_of(func)
         check_random(name)
         result, changed = run(func, *moved(name, args, kwargs, "cpu"))
-        if changed and (len(changed) > 1 or changed[0] is not result):
+        if changed:
             refuse_write(name)
+        if isinstance(result, np.ndarray):  # the memory of a constant, which stays as it is noted
+            result.flags.writeable = False
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in made:
             number = len(self._known)

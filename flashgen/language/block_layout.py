@@ -6,6 +6,7 @@ layout leaves out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable
@@ -54,8 +55,9 @@ class BlockSparse:
     Args:
         layout: ``layout(i, j)`` or ``layout(b, h, i, j)`` of ints, true where the block is live: a
             pure function, called once per block when a length is first used, with the values that
-            it could reach when the BlockSparse was made. If None, each call
-            gives the layout: ``op(q, k, v, layout=...)``.
+            it could reach when the BlockSparse was made. A copy of it is called for some blocks
+            then and at each new length, with indices up to 127: a result that differs is an error.
+            If None, each call gives the layout: ``op(q, k, v, layout=...)``.
         block_q: number of queries in a block, at least 1.
         block_k: number of keys in a block, at least 1.
 
@@ -69,6 +71,7 @@ class BlockSparse:
     _arguments: int = field(init=False, repr=False, default=0)
     _bound: Any = field(init=False, repr=False, default=None)
     _outside: Hashable = field(init=False, repr=False, default=None)
+    _sample: bytes = field(init=False, repr=False, default=b"")
     _key: Hashable = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,9 @@ class BlockSparse:
             object.__setattr__(self, "_arguments", _arguments(self.layout))
             object.__setattr__(self, "_bound", bound(self.layout))
             object.__setattr__(self, "_outside", outside(self.layout))
-        key = identity_of(self.layout), self._outside, self.block_q, self.block_k
+            object.__setattr__(self, "_sample", _sample(self))
+        found = self._outside, self._sample
+        key = identity_of(self.layout), found, self.block_q, self.block_k
         object.__setattr__(self, "_key", key)
 
     @property
@@ -189,15 +194,16 @@ def check_names(names: list[str], where: str) -> None:
 def _arguments(layout: Callable[..., object]) -> int:
     """The number of arguments of the function: 2 for (i, j) or 4 for (b, h, i, j)."""
     try:
-        signature = inspect.signature(layout)
+        signature = own = inspect.signature(layout)
     except (TypeError, ValueError):  # a builtin function without a signature
         return 2
-    for count in (2, 4):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count
+    with contextlib.suppress(ValueError):  # functools.lru_cache has none of its own
+        own = inspect.signature(layout, follow_wrapped=False)
+    accepted = [count for count in (2, 4) if _takes(own, count)]
+    if len(accepted) == 2:  # such as *args of a decorator
+        accepted = [count for count in accepted if _takes(signature, count)]
+    if accepted:
+        return accepted[0]
     raise SpecError(
         "a layout takes 2 or 4 arguments by position",
         where=str(lines_of(layout, "")),
@@ -206,12 +212,21 @@ def _arguments(layout: Callable[..., object]) -> int:
     )
 
 
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
 @functools.lru_cache(maxsize=64)
 def _table(sparse: BlockSparse, batch: int, heads: int, rows: int, columns: int) -> bytes:
     assert sparse.layout is not None, "a layout that is an argument of the call is not a function"
-    if outside(sparse.layout) != sparse._outside:
+    if outside(sparse.layout) != sparse._outside or _sample(sparse) != sparse._sample:
         raise SpecError(
-            "a class or a module that a layout reads has changed since the spec was made",
+            "a value that a layout reads has changed since the spec was made, and the spec has no "
+            "copy of it: an attribute of a class or a module, a file, the environment",
             where=sparse.where,
             numbers=f"at a call with {rows} x {columns} blocks",
             way_out="a number in a variable, a default or an object, which the spec keeps; or a "
@@ -222,6 +237,30 @@ def _table(sparse: BlockSparse, batch: int, heads: int, rows: int, columns: int)
         lead = divmod(line, heads) if sparse.by_head else ()
         for i in range(rows):
             found += bytes([_is_live(sparse, (*lead, i, j)) for j in range(columns)])
+    return bytes(found)
+
+
+_SAMPLED = (
+    *((i, j) for i in range(8) for j in range(8)),
+    *((i, 0) for i in range(8, 128)),
+    *((0, j) for j in range(8, 128)),
+)
+"""Blocks for which a layout is compared with what it was when the spec was made."""
+
+
+def _sample(sparse: BlockSparse) -> bytes:
+    """What a layout returns for some blocks, whether a call has them or not.
+
+    No inspection of a function tells all that it reads, such as files and the environment.
+    """
+    layout, found = bound(sparse._bound), bytearray()
+    for lead in ((0, 0), (0, 1), (1, 0)) if sparse.by_head else ((),):
+        for place in _SAMPLED:
+            try:
+                live = layout(*lead, *place)
+                found.append(bool(live) if is_bool(live) else 2)
+            except Exception:
+                found.append(3)
     return bytes(found)
 
 

@@ -50,6 +50,64 @@ def test_numbers_are_named_once_with_their_lines(capture: dict[str, bool]) -> No
     assert told(scaled(0.25)) == []
 
 
+def chosen_by(value: Any) -> Any:
+    table = noise(64)
+
+    def mod(s, b, h, q, k):
+        return s * table[k] if value else s
+
+    return mod
+
+
+def repeated(count: int) -> Any:
+    def mod(s, b, h, q, k):
+        for _ in range(count):
+            s = s * 2
+        return s
+
+    return mod
+
+
+def filled(value: float) -> Any:
+    return lambda s, b, h, q, k: torch.where(q >= k, s, value)
+
+
+def divided(rounding: str) -> Any:
+    return lambda s, b, h, q, k: s + torch.div(q, 2, rounding_mode=rounding)
+
+
+def equal_to_a_literal(value: float) -> Any:
+    return lambda s, b, h, q, k: s * value + 2.0
+
+
+def of_a_default(value: bool) -> Any:
+    return lambda s, b, h, q, k, kept=value: s if kept else s * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (chosen_by, True),
+        (chosen_by, 0),
+        (repeated, 3),
+        (filled, -torch.inf),
+        (divided, "floor"),
+        (equal_to_a_literal, 2.0),
+        (of_a_default, True),
+    ],
+)
+def test_values_that_are_no_operands_are_named(
+    capture: dict[str, bool], make: Any, value: Any
+) -> None:
+    (text,) = told(make(value))
+    assert f"reads {value!r} (tests/flex/test_graph_capture.py:" in text
+
+
+def test_constants_of_modules_are_not_named(capture: dict[str, bool]) -> None:
+    assert told(lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf)) == []
+    assert told(lambda s, b, h, q, k: s + q.to(torch.float32)) == []
+
+
 def test_mods_that_may_read_anything_are_named(capture: dict[str, bool]) -> None:
     options = {"causal": True}
 

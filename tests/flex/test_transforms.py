@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
 from flashgen.flex import known_mods
@@ -86,3 +87,50 @@ def test_of_a_module_whose_mod_reads_its_parameters() -> None:
     ours().backward()
     theirs().backward()
     torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-3, atol=1e-4)
+
+
+KEPT = torch.tensor([True, False, True, True, False, True, True, True])
+
+
+def with_blocks(q: Tensor, kept: Tensor, inside: bool) -> Tensor:
+    def make() -> BlockMask:
+        return create_block_mask(
+            lambda b, h, i, j: kept[j], None, None, 8, 8, device="cpu", BLOCK_SIZE=4
+        )
+
+    made = None if inside else make()
+
+    def attended(q: Tensor) -> Tensor:
+        mask = make() if made is None else made
+        return fg.flex_attention(q, K, V, None, mask).square().sum()
+
+    return grad(attended)(q)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["made before", "made inside"])
+def test_of_a_block_mask_that_reads_a_tensor(inside: bool) -> None:
+    def of_torch(q: Tensor) -> Tensor:
+        scores = (q @ K.transpose(-1, -2) / 8**0.5).masked_fill(~KEPT, -torch.inf)
+        return (scores.softmax(-1) @ V).square().sum()
+
+    for _ in range(2):
+        torch.testing.assert_close(with_blocks(Q, KEPT, inside), grad(of_torch)(Q))
+
+
+def test_blocks_that_differ_in_a_vmap_are_refused() -> None:
+    mask = create_block_mask(
+        lambda b, h, i, j: i >= 0, None, None, 8, 8, device="cpu", BLOCK_SIZE=4
+    )
+
+    def masked(kept: Tensor) -> Tensor:
+        mask.mask_mod = lambda b, h, i, j: kept[j]
+        return fg.flex_attention(Q, K, V, None, mask)
+
+    def scored(kept: Tensor) -> Tensor:
+        return fg.flex_attention(Q, K, V, lambda s, b, h, i, j: torch.where(kept[j], s, -torch.inf))
+
+    many = torch.stack([KEPT, KEPT.flip(0)])
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap") as caught:
+        vmap(masked)(many)
+    assert "in the score_mod: torch.where(condition, score, -math.inf)" in str(caught.value)
+    torch.testing.assert_close(vmap(scored)(many), torch.stack([scored(each) for each in many]))

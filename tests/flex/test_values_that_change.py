@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import flashgen as fg
+from flashgen.errors import SpecError
 from flashgen.flex.proofs import prove
 from tests.support.flex_mods import operands, torch_answer
 
@@ -772,3 +774,66 @@ def test_random_compositions_of_ways(seed: int) -> None:
         change_other(generator.randint(1, 6))
         agrees(score_mod)
         agrees(score_mod, mask_mod)
+
+
+def written_by_a_view(w: float) -> torch.Tensor:
+    made = torch.zeros(8)
+    part = made[2:4]
+    part += w
+    return made
+
+
+def written_as_out(w: float) -> torch.Tensor:
+    made = torch.zeros(8)
+    torch.add(torch.full((8,), w), 1.0, out=made)
+    return made
+
+
+def written_between_reads(w: float) -> torch.Tensor:
+    made = torch.full((8,), w)
+    before = made * 1
+    made *= 2
+    return before + made
+
+
+def written_by_numpy(w: float) -> torch.Tensor:
+    made = torch.zeros(8)
+    made.numpy()[2] = w
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [written_by_a_view, written_as_out, written_between_reads, written_by_numpy]
+)
+def test_a_mod_never_writes_into_what_it_makes(make: Callable[[float], torch.Tensor]) -> None:
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+    for w in (1.0, 2.0, 3.0):
+        with pytest.raises(SpecError, match=r"writes into a tensor|read-only"):
+            fg.flex_attention(q, k, v, lambda s, b, h, q, k, w=w: s + make(w)[k])
+
+
+class Replaces(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] * 3 if func is torch.tanh else func(*args, **(kwargs or {}))
+
+
+def test_modes_around_a_call_leave_nothing_in_kernels() -> None:
+    def score_mod(score, b, h, q, k):
+        return torch.tanh(score) + q * 0.37
+
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+    with Replaces():
+        fg.flex_attention(q, k, v, score_mod)
+    agrees(score_mod)
+
+
+def test_a_captured_tensor_is_shown_as_it_is() -> None:
+    held, shown = torch.tensor([1.5, 2.5]), []
+
+    def score_mod(score, b, h, q, k):
+        shown.append(str(held))
+        return score * held[h]
+
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+    fg.flex_attention(q, k, v, score_mod)
+    assert shown[0] == str(held)

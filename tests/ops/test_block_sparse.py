@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import sys
 import types
@@ -539,6 +540,83 @@ def test_a_class_that_a_layout_reads_may_not_change(monkeypatch: pytest.MonkeyPa
     assert sum(made.table(1, 1, 4, 4)) == 10
     with pytest.raises(SpecError, match="has changed since the spec was made"):
         made.table(1, 1, 5, 5)
+
+
+def given_a_width(layout: Callable[..., bool]) -> Callable[[int, int], bool]:
+    @functools.wraps(layout)
+    def near(i: int, j: int) -> bool:
+        return layout(i, j, 1)
+
+    return near
+
+
+def passed_on(layout: Callable[..., bool]) -> Callable[..., bool]:
+    return functools.wraps(layout)(lambda *place: layout(*place))
+
+
+def test_decorators_of_a_layout_may_give_it_arguments() -> None:
+    @given_a_width
+    def near(i: int, j: int, width: int) -> bool:
+        return abs(i - j) <= width
+
+    @functools.lru_cache
+    @passed_on
+    def by_head(b: int, h: int, i: int, j: int) -> bool:
+        return abs(i - j) <= h
+
+    assert sum(fg.BlockSparse(near, 16, 16).table(1, 1, 4, 4)) == 10
+    assert sum(fg.BlockSparse(by_head, 16, 16).table(1, 2, 4, 4)) == 14
+
+
+class OfAClass:
+    width = 1
+
+    @classmethod
+    def layout(cls, i: int, j: int) -> bool:
+        return abs(i - j) <= cls.width
+
+
+def of_the_environment(i: int, j: int) -> bool:
+    return abs(i - j) <= int(os.environ["FLASHGEN_TEST_WIDTH"])
+
+
+def of_an_import(i: int, j: int) -> bool:
+    import flashgen_test_widths  # type: ignore[import-not-found]
+
+    return abs(i - j) <= flashgen_test_widths.width
+
+
+def of_a_file(i: int, j: int) -> bool:
+    return abs(i - j) <= int(Path(os.environ["FLASHGEN_TEST_FILE"]).read_text())
+
+
+@pytest.mark.parametrize(
+    "layout", [OfAClass.layout, of_the_environment, of_an_import, of_a_file, OfAClass().layout]
+)
+def test_what_a_layout_reads_without_naming_it_may_not_change(
+    layout: Callable[[int, int], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = types.ModuleType("flashgen_test_widths")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("FLASHGEN_TEST_FILE", str(tmp_path / "width"))
+
+    def change(width: int) -> None:
+        monkeypatch.setattr(OfAClass, "width", width)
+        monkeypatch.setattr(module, "width", width, raising=False)
+        monkeypatch.setenv("FLASHGEN_TEST_WIDTH", str(width))
+        (tmp_path / "width").write_text(str(width))
+
+    made = []
+    for width in (1, 2, 100):
+        change(width)
+        made.append(fg.BlockSparse(layout, 16, 16))
+        assert sum(made[-1].table(1, 1, 4, 4)) == {1: 10, 2: 14, 100: 16}[width]
+    for width, each in zip((1, 2), made, strict=False):
+        change(width)
+        each.table(1, 1, 5, 5)
+        change(99)
+        with pytest.raises(SpecError, match="has changed since the spec was made"):
+            each.table(1, 1, 6, 6)
 
 
 def test_a_layout_that_reads_what_cannot_be_copied_is_refused() -> None:
