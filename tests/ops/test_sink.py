@@ -145,7 +145,7 @@ def test_a_gradient_that_the_spec_does_not_declare_is_refused() -> None:
     [
         (None, "is missing"),
         (torch.zeros(3), "does not have the length"),
-        (torch.zeros(4, dtype=torch.float64), "dtype"),
+        (torch.zeros(4, dtype=torch.int32), "dtype"),
     ],
 )
 def test_a_wrong_sink_is_refused_before_anything_runs(sink: Any, what: str) -> None:
