@@ -81,6 +81,7 @@ class _Finder:
     def __init__(self, spec: AttentionSpec) -> None:
         # Other tensors have no dimensions that a mod can miss.
         self.dims = {x.symbol: x.dims for x in spec.tensors if x.name not in LAYOUT_NAMES}
+        self.possible: dict[tuple[sympy.Basic, bool], sympy.Basic] = {}
 
     def reads(self, expr: sympy.Basic, in_score: bool) -> Iterator[Read]:
         order: dict[sympy.Basic, None] = {}
@@ -109,11 +110,11 @@ class _Finder:
             parts, before = [], sympy.true
             for value, condition in node.args:
                 parts += [(value, _all(before, self._may(condition))), (condition, before)]
-                before = _all(before, self._may(_not(condition)))
+                before = _all(before, self._may(condition, turned=True))
         elif isinstance(node, sympy.And | sympy.Or):
-            turned = _not if isinstance(node, sympy.Or) else sympy.sympify
+            turned = isinstance(node, sympy.Or)
             parts = [
-                (part, _all(*(self._may(turned(x)) for x in node.args if x is not part)))
+                (part, _all(*(self._may(x, turned) for x in node.args if x is not part)))
                 for part in node.args
                 if elements_of(part)
             ]
@@ -121,13 +122,27 @@ class _Finder:
             parts = [(part, sympy.true) for part in node.args]
         return ((part, where) for part, where in parts if elements_of(part))
 
-    def _may(self, condition: sympy.Basic) -> sympy.Basic:
-        """The condition, or true where it depends on a read outside or on the score."""
+    def _may(self, condition: sympy.Basic, turned: bool = False) -> sympy.Basic:
+        """The condition, or its opposite, with each comparison that a mistake or the score decides
+        replaced by true where it is decided so."""
+        if SCORE not in condition.free_symbols and not elements_of(condition):
+            return _not(condition) if turned else condition
+        if (condition, turned) not in self.possible:
+            self.possible[condition, turned] = named(self._possible(condition, turned))
+        return self.possible[condition, turned]
+
+    def _possible(self, condition: sympy.Basic, turned: bool) -> sympy.Basic:
+        if isinstance(condition, Let):
+            return self._may(condition.value, turned)
+        if isinstance(condition, sympy.Not):
+            return self._may(condition.args[0], not turned)
+        if isinstance(condition, sympy.And | sympy.Or):
+            join = _all if isinstance(condition, sympy.And) != turned else _any
+            return join(*(self._may(part, turned) for part in condition.args))
         if SCORE in condition.free_symbols:
             return sympy.true
-        reads = [x for x in elements_of(condition) if x.tensor in self.dims]
-        wrong = (self._outside(x, axis) for x in reads for axis in range(len(x.indices)))
-        return _any(condition, *wrong)
+        mistakes = (read.mistake for read in self.reads(condition, False))
+        return _any(_not(condition) if turned else condition, *mistakes)
 
     def _outside(self, element: Element, axis: int) -> sympy.Basic:
         index, dim = element.indices[axis], self.dims[element.tensor][axis]

@@ -96,21 +96,33 @@ def _removing(score: sympy.Basic) -> sympy.Basic:
     """The score with -inf for each literal of `LOWEST_LITERAL` or less that it can be or contain.
 
     Additive masks use such literals, among them the lowest number of a dtype. In a condition or a
-    product a literal keeps its value.
+    product a literal keeps its value. Each part is looked at once, however often it is used.
     """
+    found: dict[sympy.Basic, sympy.Basic] = {}
+    for let in lets_of(score):  # parts before what uses them, so that recursion stays shallow
+        value = _removed(let.value, found)
+        found[let] = let if value == let.value else Let(value)
+    return _removed(score, found)
+
+
+def _removed(score: sympy.Basic, found: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """The same for one expression, of whose parts those in ``found`` are known."""
+    if score not in found:
+        found[score] = _removed_anew(score, found)
+    return found[score]
+
+
+def _removed_anew(score: sympy.Basic, found: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
     if score.is_number and not is_condition(score):
         number = plain(score)
         return -sympy.oo if number.is_Rational and number <= LOWEST_LITERAL else score
     if isinstance(score, sympy.Piecewise):
-        pairs = [(_removing(value), condition) for value, condition in score.args]
+        pairs = [(_removed(value, found), condition) for value, condition in score.args]
         return score if pairs == list(score.args) else sympy.Piecewise(*pairs, evaluate=False)
-    if isinstance(score, Let):
-        value = _removing(score.value)
-        return score if value == score.value else Let(value)
     if isinstance(score, Select):
-        parts = (score.args[0], *map(_removing, score.args[1:]))
+        parts = (score.args[0], *(_removed(part, found) for part in score.args[1:]))
     elif isinstance(score, _PASSED_ON):
-        parts = tuple(map(_removing, score.args))
+        parts = tuple(_removed(part, found) for part in score.args)
     else:
         return score
     return score if parts == score.args else score.func(*parts)

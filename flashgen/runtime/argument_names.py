@@ -49,6 +49,13 @@ _ELSEWHERE = {
 }
 """What has the effect of arguments of other attention functions."""
 
+_IN_SPEC = (
+    "an AttentionSpec that has what {name} stands for: mask_mod for which scores are kept, "
+    "score_mod for what changes them, sink=, packed=, block_sparse= and dropout= for the rest; "
+    "{call} computes without it"
+)
+"""The way out for other names: a call without them would silently compute something else."""
+
 _KINDS: dict[type, str] = {ScalarArgument: "scalar", TensorArgument: "tensor"}
 
 
@@ -108,6 +115,8 @@ def _refuse_names(
         what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
     else:
         what = f"{extra[0]!r} {unknown}"
+        if extra[0] not in unset:
+            way_out = _IN_SPEC.format(name=extra[0], call=way_out)
     foreign = [name for name in extra if name in _ELSEWHERE or name == "attn_mask"]
     if foreign:
         misspelled = foreign[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,7 @@ def test_a_loose_file_is_shown_by_its_bare_name(
 
 PRINT_ALL = """
 import sys
+import time
 from pathlib import Path
 from flashgen.analysis import analyse
 from flashgen.codegen.expressions import CPrinter
@@ -326,3 +328,20 @@ def test_the_same_specs_give_the_same_text_in_every_process() -> None:
         texts.add(done.stdout)
     assert len(texts) == 1
     assert str(ROOT) not in texts.pop()
+
+
+def test_a_score_whose_choices_share_their_parts_is_traced_in_proportion_to_its_operations():
+    def choices(score, b, h, q, k):
+        for i in range(200):
+            score = fg.where(q > i, score + k * 0.5, score)
+        return fg.where(k > q, -1e30, score)
+
+    def additions(score, b, h, q, k):
+        for i in range(1500):
+            score = score + k * (i + 0.5)
+        return score
+
+    for score_mod in (choices, additions):
+        started = time.process_time()
+        fg.AttentionSpec(None, score_mod)
+        assert time.process_time() - started < 10

@@ -68,6 +68,16 @@ CASES = {
         lambda s, b, h, q, k: fg.where(s > 0, s + LINE[q + 1], s),
         SEQ + 1,
     ),
+    "where the score and a position decide": (
+        None,
+        lambda s, b, h, q, k: fg.where(~((s < 0) | (q < k)), s + LINE[q - k], s),
+        SEQ,
+    ),
+    "where a read beside the same position decides": (
+        None,
+        lambda s, b, h, q, k: fg.where((q >= k) & (FLAG[q - k] > 0), s + LINE[q - k], s),
+        SEQ,
+    ),
     "in a removed score": (
         None,
         lambda s, b, h, q, k: fg.where(q >= k, s + LINE[q - k], -math.inf),

@@ -119,6 +119,14 @@ def test_options_of_other_functions_have_a_way_out(spec):
         assert typed(error, op=op, q=q, k=k, v=v, **names).isfinite().all()
 
 
+def test_an_argument_that_asks_for_something_is_not_only_left_out():
+    op, (q, k, v) = fg.attention(WINDOWED), operands()
+    for name in ("mask", "attention_mask", "block_mask", "attn_bias", "sliding_window", "sink"):
+        way_out = refusal(op, q, k, v, window=5, **{name: torch.ones(8, 8)}).way_out
+        assert way_out.startswith(f"an AttentionSpec that has what {name} stands for: mask_mod for")
+        assert way_out.endswith("op(q, k, v, window=...) computes without it")
+
+
 def test_arguments_that_ask_for_nothing_are_left_out():
     op, (q, k, v) = fg.attention(WINDOWED), operands()
     for options in ({"is_causal": False}, {"attn_mask": None}, {"enable_gqa": False}):
