@@ -678,10 +678,12 @@ __device__ __forceinline__ float natural_lse(float lse, float delta) {
 
 // P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
 // exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1.
+// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
+// last place of a score changes P as much: the forward kernel may fuse other products with sums.
 __device__ __forceinline__ float far_probability(float score, float unit, float lse) {
   const float x = fmaf(score, unit, -lse);
-  const float known = fabsf(x) < fabsf(lse) * 0x1.01p-24f ? 0.0f : x;
+  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
   return exp2_approx(known * LOG2E);
 }
 
