@@ -16,11 +16,14 @@ from typing import Any
 from flashgen.errors import CompileError
 
 # --minimal: without textures and the CUDA runtime, whose declarations take time in every kernel.
+# --device-as-default-execution-space: up to release 13.0, NVRTC takes a lambda with a parameter of
+# type auto, inside of a kernel, for a function of the host; it is one of the device, as with nvcc.
 # -lineinfo: messages, profilers and the emulator name lines of the emitted file.
 # -v and --warn-on-spills: the log of a success contains registers, stack and spills.
 BASE_OPTIONS = (
     "--std=c++17",
     "--minimal",
+    "--device-as-default-execution-space",
     "-lineinfo",
     "--ptxas-options=-v",
     "--ptxas-options=--warn-on-spills",
