@@ -153,7 +153,9 @@ def heads_of_call(
     """
     from flashgen.planner import choose_heads
 
-    layout_heads = 1 if spec.block_sparse is None else captured[LAYOUT].shape[1]
+    # A layout that a function makes is the same for all heads of a call.
+    gives = spec.block_sparse is not None and LAYOUT in captured
+    layout_heads = captured[LAYOUT].shape[1] if gives else 1
     return choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
 
 

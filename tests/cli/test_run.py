@@ -104,7 +104,7 @@ bias = fg.Tensor("bias", ("heads", "buckets"), grad=True)
 
 spec = fg.AttentionSpec(
     mask_mod=lambda b, h, q, k: (k < length[b]) & keep[b, k],
-    score_mod=lambda score, b, h, q, k: score + bias[h, q - k],
+    score_mod=lambda score, b, h, q, k: score + bias[h, fg.maximum(q - k, 0)],
     head_dim=16,
 )
 """
