@@ -223,12 +223,12 @@ class Plan(LaunchRules):
         )
 
     def __str__(self) -> str:
-        """The derivation as in the banner of the emitted file: lines of at most 97 columns."""
+        """The derivation without intermediate steps: lines of at most 97 columns."""
         return self.explain(details=False)
 
     def explain(self, *, details: bool = True) -> str:
         """The derivation in words and numbers; with ``details``, every intermediate step too."""
-        lines = [f"plan{' ' * (INDENT - 4)}{self._choice()}"]
+        lines = [f"plan{' ' * (INDENT - 4)}{self.choice}"]
         for note in self.notes:
             lines += wrapped(note)
         for line in self.derivation:
@@ -261,7 +261,8 @@ class Plan(LaunchRules):
             f"{float(cost):.3f} clocks per score by the model; limits: {', '.join(limits)}",
         )
 
-    def _choice(self) -> str:
+    @property
+    def choice(self) -> str:
         """The chosen tile in one line."""
         parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
         if self.heads_per_tile > 1:
