@@ -7,14 +7,6 @@
 //   dQ = scale * sum of dS K, rounded
 //
 // plan      convert_dq  block_q 128  warps 4  blocks per SM 8
-//           sm_90a: M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an SM per row.
-//               Bound by memory: each byte is moved once.
-//           smem = e*block_q*d_qk = 2*128*64 = 16,384 B
-//           smem_sm = blocks*(smem + reserved) = 8*(16384 + 1024) = 139,264 B
-//           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(8*4/4))) = 64
-//           row_bytes = 4*sum_columns + e*d_qk = 4*64 + 2*64 = 384 B
-//           cost = row_bytes/hbm_rate = 384/13.87 = 27.6893 clk
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 16,384 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------

@@ -7,14 +7,6 @@
 //   delta = rowsum(dO * O) - dLSE    dsink = -sum of exp(sink - LSE) * delta
 //
 // plan      delta  block_q 64  warps 4  blocks per SM 8
-//           sm_80: R 65,536; rates of A100 SXM 80GB; clk: clocks of an SM per row. Bound by
-//               memory: each byte is moved once. The sums of dQ, where there are any, are filled
-//               with zeros besides.
-//           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
-//             = min(255, 8*floor(65536/1024/ceil(8*4/4))) = 64
-//           row_bytes = 2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q
-//             = 2*2*64 + 2*4 + 2*4 + 4 + 4*4/64 = 276.2500 B
-//           cost = row_bytes/hbm_rate = 276.2/13.39 = 20.6314 clk
 // launch    grid (ceil(seq_q / 64), heads_q, batch)  block 128  dynamic shared memory 0 B
 
 // ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
