@@ -4,13 +4,19 @@ It needs neither a GPU nor torch, so that a virtual environment per release of N
 ``make versions`` runs it in one for each supported release. A kernel fails if the compiler reports
 a warning (such as serialised wgmma), or spills registers after the plans with smaller tiles.
 
-    python benchmarks/compile_all.py [--arch sm_90a] [--dtype float32] [--head-dim 128] [SPEC ...]
+With ``--digests FILE`` it writes a digest of each kernel's instructions: two trees whose files are
+equal emit the same PTX, however their sources and line numbers differ.
+
+    python benchmarks/compile_all.py [--arch sm_90a] [--dtype float32] [--head-dim 128]
+        [--digests FILE] [SPEC ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -39,13 +45,26 @@ def kernels(spec_file: Path, arch: str, **changes: object) -> Iterator[Build]:
     yield from (each for each in fixed if each.source.filename not in names)
 
 
-def faults(spec_file: Path, arch: str, **changes: object) -> tuple[int, list[str]]:
-    """The number of kernels of a spec with these changes, and a line for each fault."""
+def instructions(ptx: str) -> str:
+    """The PTX of a kernel without source lines: no .loc, no names of files, no debug sections."""
+    code = ptx.partition("\n\t.file")[0].partition("\n.section")[0]
+    return re.sub(r"^\s*(\.loc|\.file|//).*\n", "", code, flags=re.MULTILINE)
+
+
+def faults(
+    spec_file: Path, arch: str, digests: dict[str, str], **changes: object
+) -> tuple[int, list[str]]:
+    """The number of kernels of a spec with these changes, and a line for each fault.
+
+    ``digests`` gets those of the kernels, by their file names.
+    """
     found, count = [], 0
     try:
         for each in kernels(spec_file, arch, **changes):
             count += 1
             name, resources = each.source.filename, each.binary.resources
+            code = instructions(each.binary.ptx).encode()
+            digests[name] = hashlib.sha256(code).hexdigest()[:16]
             found += [f"{name}: {warning}" for warning in each.binary.warnings]
             if not resources.clean:
                 spilled = f"{resources.spill_store_bytes} B spilled"
@@ -61,15 +80,19 @@ def main() -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="both by default")
     parser.add_argument("--dtype", help="float16, bfloat16 or float32 instead of the spec's")
     parser.add_argument("--head-dim", type=int, help="head dim instead of the spec's")
+    parser.add_argument("--digests", type=Path, help="a file for the digests of the PTX")
     args = parser.parse_args()
     options = {"dtype": args.dtype, "head_dim": args.head_dim, "head_dim_v": args.head_dim}
     changes = {name: value for name, value in options.items() if value is not None}
     specs = args.specs or sorted((ROOT / "specs").glob("*.py"))
     tasks = [(spec, arch) for spec in specs for arch in args.arch or ARCHS]
-    start = time.perf_counter()
+    start, digests = time.perf_counter(), dict[str, str]()
     os.environ["FLASHGEN_CACHE_DIR"] = "off"
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the GIL
-        results = list(pool.map(lambda task: faults(*task, **changes), tasks))
+        results = list(pool.map(lambda task: faults(*task, digests, **changes), tasks))
+    if args.digests:
+        lines = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+        args.digests.write_text("".join(lines))
     print(f"{'spec':<18}{'path':<8}{'kernels':>8}{'faults':>8}")
     for (spec, arch), (number, found) in zip(tasks, results, strict=True):
         print(f"{spec.stem:<18}{arch:<8}{number:>8}{len(found):>8}")

@@ -81,6 +81,8 @@ def _at_zero(line: str, index: str) -> str:
     """A line of C++ for index 0: terms of a sum in which the index is a factor are omitted."""
     line = line.replace(f"[{index}]", "[0]")
     term = rf"(?:[\w.]+ \* )*\b{index}\b(?: \* [\w.]+)*"
-    line = re.sub(rf" \+ {term}(?![\w(\[])", "", line)
+    line = re.sub(rf" \+ {term}(?![\w(\[]| [/%])", "", line)
     line = re.sub(rf"(?<![\w.*] ){term} \+ ", "", line)
-    return re.sub(rf"(?<![\w.\"%]){term}(?=[,;)])", "0", line)
+    line = re.sub(rf"(?<![\w.\"%]){term}(?=[,;)])", "0", line)
+    code, mark, words = line.partition("//")
+    return re.sub(rf"(?<![\w.\"%])\b{index}\b", "0", code) + mark + words

@@ -11,6 +11,7 @@ import pytest
 import flashgen as fg
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.text import comment
+from flashgen.codegen.tidy import simplified
 from flashgen.compile import compile
 from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
@@ -35,6 +36,25 @@ def test_the_same_spec_gives_the_same_bytes_in_every_process() -> None:
     committed = (ROOT / "generated/DIGESTS").read_text()
     for name, digest in zip(("strided", "softcap", "alibi"), done.stdout.split(), strict=True):
         assert f"{digest[:16]}  {name}_forward_fp16_d64_sm_80.cu\n" in committed
+
+
+def test_a_loop_of_one_round_becomes_its_body_at_index_0() -> None:
+    loop = (
+        "constexpr int ROUNDS = 1;\n"
+        'extern "C" __global__ void kernel() {\n'
+        "#pragma unroll\n"
+        "  for (int i = 0; i < ROUNDS; ++i) {\n"
+        "    load(full[i], start + 64 * i % QUERIES, head + 64 * i / QUERIES);\n"
+        "    sum += row[start + 16 * i];  // of row i\n"
+        "  }\n"
+        "}"
+    )
+    body = simplified(loop).partition("kernel() {\n")[2]
+    assert body == (
+        "  load(full[0], start + 64 * 0 % QUERIES, head + 64 * 0 / QUERIES);\n"
+        "  sum += row[start];  // of row i\n"
+        "}"
+    )
 
 
 def unused(text: str) -> list[str]:
