@@ -30,39 +30,38 @@ LARGE_BLOCK = 1 << 30
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     """Raises one of the exceptions above for the first invalid argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        where = f"argument {name}"
         if not isinstance(tensor, torch.Tensor):
             raise FlexValueError(
                 f"{name} is not a torch tensor",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"given a {type(tensor).__name__}",
                 way_out="torch.as_tensor(...)",
             )
         if tensor.is_nested:
             raise FlexUnsupported(
                 "flex_attention does not support NestedTensor inputs",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"layout {tensor.layout}",
                 way_out=f"{name}.to_padded_tensor(0.0), or packed sequences and a document mask",
             )
         if tensor.dim() != 4:
             raise FlexUnsupported(
                 "NYI: query, key, and value must be 4D tensors",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"shape {tuple(tensor.shape)}",
                 way_out="[batch, heads, seq, head_dim]",
             )
         if tensor.dtype not in _DTYPES:
             raise FlexUnsupported(
                 f"{name} has a dtype that kernels are not made for",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"{tensor.dtype}; available: {', '.join(map(str, _DTYPES))}",
                 way_out=f"{name}.float()",
             )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+        if tensor is not query and (tensor.dtype != query.dtype or tensor.device != query.device):
             raise FlexValueError(
                 "Expected query, key, and value to have the same dtype and device type",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"{tensor.dtype} on {tensor.device}; query is {query.dtype} on "
                 f"{query.device}",
                 way_out=f"{name}.to(query)",
@@ -80,6 +79,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
     heads, heads_kv = query.shape[1], key.shape[1]
+    if heads == heads_kv != 0:
+        return
     numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}, enable_gqa {enable_gqa}"
     if not enable_gqa and heads != heads_kv:
         raise FlexValueError(
@@ -126,10 +127,10 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
 
 def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     """The mask_mod of a BlockMask; None for a BlockMask that has only blocks."""
-    from torch.nn.attention import flex_attention as flex
-
     if block_mask is None:
         return None
+    from torch.nn.attention import flex_attention as flex
+
     if not isinstance(block_mask, flex.BlockMask):
         raise FlexValueError(
             "block_mask is not a torch BlockMask",

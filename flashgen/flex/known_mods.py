@@ -132,7 +132,8 @@ def read(
         _keep(key, proof, found, known)
         return known, found
     tensors = tuple([proof.tensors[place] for place in proved.places])
-    found = proved.record._replace(tensors=tensors)
+    at_first = proved.record
+    found = Record(at_first.key, at_first.numbers, tensors, at_first.made, at_first.notes)
     traced = proved.traced  # another thread may replace it
     if traced is None or not traced.serves(sizes, found):
         traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)

@@ -68,7 +68,7 @@ _FUNCTIONS = frozenset(
     )
 )
 _BUILTINS = frozenset((abs, min, max, float, int, bool, len, range, round, pow, sum, tuple))
-_MODULES = (torch, torch.nn, torch.nn.functional, math)
+_MODULES = frozenset((torch, torch.nn, torch.nn.functional, math))
 _TYPES = (torch.dtype, torch.device, type(None), str)
 _CALLABLES = (types.BuiltinFunctionType, type)
 _MOST_VALUES = 200
@@ -189,7 +189,7 @@ class _Values:
         """The key of an attribute that is read of a global variable."""
         value = known.get(chain[0])
         for place, name in enumerate(chain[1:]):
-            if not any(value is module for module in _MODULES):
+            if type(value) is not types.ModuleType or value not in _MODULES:
                 if _METHODS.issuperset(chain[place + 1 :]):
                     break
                 raise _NotProvedError

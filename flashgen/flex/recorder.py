@@ -97,7 +97,7 @@ class Reading(NamedTuple):
 
 
 class Listener(Protocol):
-    """Is told of each operation after it has been recorded."""
+    """Is called with the recorder after each operation that it has recorded."""
 
     def add(self, recorder: Recorder) -> None: ...
 
@@ -107,7 +107,7 @@ class Recorder(TorchFunctionMode):
 
     Args:
         device: the device of the queries.
-        notes: is told of each operation.
+        notes: its `add` is called after each operation.
 
     Attributes:
         operations, numbers, made: as in a `Record`.
