@@ -27,7 +27,7 @@ from flashgen.flex.operation_results import (
     TEXT,
     Kind,
     Same,
-    check_random,
+    checked_name,
     element,
     inferred,
     moved,
@@ -295,8 +295,7 @@ class Recorder(TorchFunctionMode):
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation on nothing but constants, computed on the CPU."""
-        name = name_of(func)
-        check_random(name)
+        name = checked_name(func)
         result, changed = run(func, *moved(name, args, kwargs, "cpu"))
         if changed:
             refuse_write(name)
