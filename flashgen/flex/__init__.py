@@ -14,6 +14,7 @@ from flashgen.flex.checks import (
     check_batch,
     check_tensors,
     mask_mod_of,
+    refuse_arguments,
 )
 from flashgen.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.flex.known_mods import read
@@ -45,17 +46,18 @@ Tensor = torch.Tensor
     "of the compiled function; without it, this call is a break in the graph"
 )
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
     score_mod: Callable[..., Any] | None = None,
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
-    *,
+    *more: Any,
     return_aux: Any = None,
+    **others: Any,
 ) -> Any:
     """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
 
@@ -94,12 +96,15 @@ def flex_attention(
             constant has its eighth value, or the mod its eighth version; the error names the
             operation and the line.
         InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
-            NotImplementedError that PyTorch raises.
+            NotImplementedError that PyTorch raises; for arguments that it does not have, a
+            TypeError.
 
     Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
     Kernels", 2024.
     """
     refuse_jit_trace()
+    if more or others:
+        refuse_arguments(more, others, score_mod, block_mask)
     check_tensors(query, key, value, enable_gqa)
     if return_aux is not None:
         _check_returned(return_lse, return_aux)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from flashgen.errors import InputError
+from flashgen.runtime.check_basics import shown
 
 
 class FlexValueError(InputError, ValueError):
     """An invalid argument of flex_attention for which torch raises ValueError."""
+
+
+class FlexTypeError(InputError, TypeError):
+    """An argument that flex_attention does not have."""
 
 
 class FlexRuntimeError(InputError, RuntimeError):
@@ -27,9 +34,68 @@ LARGE_BLOCK = 1 << 30
 """torch's block size of a BlockMask without block structure."""
 
 
+_ARGUMENTS = (
+    *("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse"),
+    *("kernel_options", "return_aux"),
+)
+_SCORED = "fg.flex_attention(query, key, value, lambda s, b, h, q, k: {score}{rest})"
+_KEPT = "torch.where({keep}, {score}, -math.inf)"
+
+
+def refuse_arguments(
+    more: Sequence[object], others: Mapping[str, Any], score_mod: object, block_mask: object
+) -> NoReturn:
+    """Raises FlexTypeError for arguments that flex_attention does not have.
+
+    Args:
+        more: those that are given by position, after all that it has.
+        others: those that are given by name.
+        score_mod, block_mask: the arguments of the call, which the way out keeps.
+    """
+    name, value = next(iter(others.items()), ("the tenth", None))
+    score = "s" if score_mod is None else "score_mod(s, b, h, q, k)"
+    rest = "" if block_mask is None else ", block_mask"
+    nearest = difflib.get_close_matches(name, _ARGUMENTS, 1)
+    own = "None" if score_mod is None else "score_mod"
+    plain = f"fg.flex_attention(query, key, value, {own}{rest})"
+    way_out = plain + "; what it stands for in the score_mod or in the mask_mod of the block_mask"
+    if more or value is None or value is False:
+        way_out = plain
+    elif name in ("is_causal", "causal"):
+        way_out = _SCORED.replace("{score}", _KEPT.replace("{keep}", "q >= k"))
+    elif name in ("attn_mask", "mask", "attention_mask") and isinstance(value, torch.Tensor):
+        axes = zip(("b", "h", "q", "k")[-value.dim() :], value.shape[-4:], strict=False)
+        read = f"{name}[{', '.join('0' if size == 1 else axis for axis, size in axes)}]"
+        keep = read if value.dtype == torch.bool else f"{read} != 0"
+        added = f"{{score}} + {read}"
+        way_out = _SCORED.replace(
+            "{score}", added if value.is_floating_point() else _KEPT.replace("{keep}", keep)
+        )
+    elif name in ("mask_mod", "dropout_p", "q_offset", "k_offset", "backend", "arch"):
+        way_out = "fg.attention(fg.AttentionSpec(mask_mod, score_mod, ...)), which has it"
+    elif nearest or name == "softmax_scale":
+        way_out = f"{(nearest or ['scale'])[0]}=... instead of {name}=..."
+    raise FlexTypeError(
+        f"flex_attention has no argument {name!r}"
+        if others
+        else "flex_attention has 9 arguments by position",
+        where=f"argument {name}",
+        numbers=f"given {shown(more[0] if more else value)}; it has {', '.join(_ARGUMENTS)}",
+        way_out=way_out.format(score=score, rest=rest),
+    )
+
+
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     """Raises one of the exceptions above for the first invalid argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor is None:
+            raise FlexValueError(
+                f"{name} is missing",
+                where=f"argument {name}",
+                numbers="flex_attention takes query, key and value",
+                way_out="fg.flex_attention(q, k, v); fg.flex_attention(q, q, q) for self-attention "
+                "without projections",
+            )
         if not isinstance(tensor, torch.Tensor):
             raise FlexValueError(
                 f"{name} is not a torch tensor",
