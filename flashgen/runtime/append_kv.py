@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flashgen import config
-from flashgen.compile import override
 from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
+from flashgen.compile import override
 from flashgen.runtime.append_checks import AppendOperands, check_append, check_limits, slots_of
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bound_kernel import BoundKernel
