@@ -294,10 +294,11 @@ def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMod
         earlier = next(reversed(known))[0].operations
         pairs = zip(key.operations, earlier, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(earlier))
+        first = next(mod for mod in mods if mod is not None)
         raise SpecError(
             f"a mod has its version number {MOST_CONSTANTS + 1}; each is traced anew, and most "
             "need kernels of their own",
-            where=notes.line(min(same, len(key.operations) - 1)),
+            where=notes.line(same) if same < len(key.operations) else str(lines_of(first, "")),
             numbers=f"{len(key.operations)} operations, before {len(earlier)}; constants other "
             "than numbers, lengths or the count of a loop change from call to call",
             way_out="a captured tensor that is computed outside of the mod, or fewer versions",

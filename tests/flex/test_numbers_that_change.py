@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,19 @@ def test_the_eighth_version_of_a_mod_is_an_error(name: str) -> None:
         call(make(8))
     assert "test_numbers_that_change.py" in caught.value.where
     call(make(3))  # those that there are go on
+
+
+def test_the_eighth_version_of_a_mod_without_operations_is_an_error_too() -> None:
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+
+    def returned(n: int) -> Mod:
+        return lambda *given: [*given, -math.inf, -0.0, math.inf][n]
+
+    for n in range(7):
+        fg.flex_attention(q, k, v, returned(n))
+    with pytest.raises(SpecError, match="version number 8") as caught:
+        fg.flex_attention(q, k, v, returned(7))
+    assert "test_numbers_that_change.py" in caught.value.where
 
 
 def test_lengths_that_change_no_expression_are_no_versions() -> None:
