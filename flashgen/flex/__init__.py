@@ -120,10 +120,11 @@ def flex_attention(
         scale = dim**-0.5
     query, key, value = padded(query), padded(key), padded(value)
     captures = reading.captures(found, device)
-    sparse = None
-    blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
+    sparse = blocks = None
+    if reads_blocks := has_blocks(block_mask):
+        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
     if captures_a_graph(device):
-        warn_of_values((mask_mod, score_mod), found, has_blocks(block_mask))
+        warn_of_values((mask_mod, score_mod), found, reads_blocks)
     if blocks is not None:
         sparse, captures["layout"] = blocks.sparse, blocks.layout
     operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype], sparse)

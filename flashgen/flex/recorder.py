@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from flashgen.flex.operation_results import (
     run,
     transforms,
 )
+
+if TYPE_CHECKING:
+    from flashgen.flex.recorded_mods import Notes
 
 Tensor = torch.Tensor
 
@@ -96,25 +99,19 @@ class Reading(NamedTuple):
     learned: bool
 
 
-class Listener(Protocol):
-    """Is called with the recorder after each operation that it has recorded."""
-
-    def add(self, recorder: Recorder) -> None: ...
-
-
 class Recorder(TorchFunctionMode):
     """Notes each operation of torch, with its operands by their numbers.
 
     Args:
         device: the device of the queries.
-        notes: its `add` is called after each operation.
+        notes: is called with the recorder after each operation.
 
     Attributes:
         operations, numbers, made: as in a `Record`.
         read: the tensors that are read.
     """
 
-    def __init__(self, device: torch.device, notes: Listener | None = None) -> None:
+    def __init__(self, device: torch.device, notes: Notes | None = None) -> None:
         super().__init__()
         self.device = device
         self.notes = notes
