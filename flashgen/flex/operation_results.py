@@ -109,7 +109,18 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def is_own(func: Any) -> bool:
-    """Whether a function is torch's own: no custom operator, and none that has replaced another."""
+    """Whether a function is torch's own: no custom operator, and none that has replaced another.
+
+    A function in Python is not where one that it names has been replaced.
+    """
+    if type(func) is not types.FunctionType or not _is_torchs(func):
+        return _is_torchs(func)
+    homes = vars(Tensor), vars(torch), func.__globals__
+    named = (home[name] for name in func.__code__.co_names for home in homes if name in home)
+    return all(_is_torchs(x) for x in named if callable(x) and not isinstance(x, type))
+
+
+def _is_torchs(func: Any) -> bool:
     if type(func) is types.FunctionType:
         return str(func.__globals__.get("__name__")).partition(".")[0] == "torch"
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):

@@ -215,7 +215,7 @@ class _Values:
                     break
                 raise _NotProvedError
             value = getattr(value, name, None)
-        if type(value).__hash__ is not None and value in _pure_functions():
+        if type(value).__hash__ is not None and value in _pure_functions() and is_own(value):
             return id(value)  # `_pure_functions` keeps it
         known_values = len(self.values)
         key = self.key(value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -255,6 +256,8 @@ class Recorder(TorchFunctionMode):
         kinds = tuple([self._kinds[number] for number in self._operands])
         if not any(kinds):
             return self._computed(func, args, kwargs)
+        if type(func) is FunctionType:  # one in Python, which calls others
+            checked_name(func)
         signature = operation, kinds
         found = _results.get(signature)
         if found is None:

@@ -29,9 +29,20 @@ def scaled(original: Callable[..., Any]) -> Callable[..., Any]:
         (torch.Tensor, "__neg__", lambda s, b, h, q, k: -s),
         (torch.nn.Parameter, "exp", lambda s, b, h, q, k: s * TABLE.exp()[k]),
         (torch.nn.functional, "relu", lambda s, b, h, q, k: torch.nn.functional.relu(s)),
+        (torch, "relu", lambda s, b, h, q, k: torch.nn.functional.relu(s)),
+        (torch.Tensor, "tanh", lambda s, b, h, q, k: torch.nn.functional.tanhshrink(s)),
         (torch, "tanh", lambda s, b, h, q, k: torch.tanh(s) * 3),
     ],
-    ids=["method", "operator", "sign", "parameter", "function", "builtin"],
+    ids=[
+        "method",
+        "operator",
+        "sign",
+        "parameter",
+        "function",
+        "inside",
+        "method inside",
+        "builtin",
+    ],
 )
 def test_a_replaced_function_of_torch_is_seen(
     home: Any, name: str, mod: Mod, monkeypatch: pytest.MonkeyPatch
