@@ -54,6 +54,16 @@ DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
 
 
+def is_any_set_for_calls() -> bool:
+    """Whether a variable is set that each call of an operator follows, empty ones included."""
+    return not os.environ._data.keys().isdisjoint(_OF_CALLS)  # type: ignore[attr-defined]
+
+
+_OF_CALLS = frozenset(
+    map(os.environ.encodekey, ("FLASHGEN_BACKEND", "FLASHGEN_ARCH", "FLASHGEN_OVERRIDE"))
+)
+
+
 def _read(name: str) -> str | None:
     """Value of an environment variable without surrounding blanks; None when unset or empty."""
     # Operators read variables at every call: this test of an unset one raises no exception inside.

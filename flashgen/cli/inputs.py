@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.cli.arguments import CallArguments, SpecArguments, SpecChanges
-from flashgen.dtypes import SCALAR_DTYPES
+from flashgen.dtypes import POSITION_LIMIT, SCALAR_DTYPES
 from flashgen.errors import InputError, SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.spec_file import file_and_variable, load
@@ -90,8 +90,8 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
     """
     parts = [part.strip() for part in text.split(",")]
     plain = all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts)
-    if plain and len(parts) in (3, 5):
-        sizes = [int(part) for part in parts]
+    sizes = [int(part) for part in parts] if plain else []
+    if len(sizes) in (3, 5) and max(sizes) <= POSITION_LIMIT:
         if len(sizes) == 3:
             batch, heads, seq = sizes
             return Shape(batch, heads, heads, seq, seq)
@@ -99,7 +99,7 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
     raise InputError(
         "this is not a shape",
         where=f"option {option}",
-        numbers=f"given {text[:80]!r}",
+        numbers=f"given {text[:80]!r}; each size is at most {POSITION_LIMIT:,}",
         way_out=f"{option} B,H,N as in 1,4,256, or {option} B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
     )
 

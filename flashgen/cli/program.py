@@ -13,10 +13,12 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 
 import typer
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from flashgen.cli import arguments as declared
 from flashgen.cli.console import say
 from flashgen.cli.ending import EXIT_CODES, finish
+from flashgen.errors import InputError
 from flashgen.version import __version__
 
 
@@ -56,11 +58,26 @@ def command(made_of: type[Any]) -> None:
 
     def run(**options: Any) -> None:
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
-        getattr(import_module(module), function)(made_of(**given))
+        try:
+            getattr(import_module(module), function)(made_of(**given))
+        except InputError as error:
+            raise _of_options(error, made_of) from None
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
     parent = app if len(words) == 1 else _group(words[0])
     parent.command(words[-1], help=made_of.__doc__)(run)
+
+
+def _of_options(error: InputError, made_of: type[Any]) -> InputError:
+    """An error about an argument of a function, where the argument is an option of the command."""
+    name = error.where.removeprefix("argument ")
+    _, option = get_args(get_type_hints(made_of, include_extras=True).get(name)) or (None, None)
+    if error.where == name or not isinstance(option, OptionInfo):
+        return error
+    flag, way_out = f"--{name.replace('_', '-')}", error.way_out
+    if re.search(r"\bfg\.|\w=", way_out):  # it is written in Python
+        way_out = f"{flag}: {option.help}"
+    return type(error)(error.what, where=f"option {flag}", numbers=error.numbers, way_out=way_out)
 
 
 def _group(word: str) -> typer.Typer:

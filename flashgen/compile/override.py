@@ -72,6 +72,12 @@ def current() -> Override | None:
     return Override(path, text, tuple(sorted(found.items())))
 
 
+def state() -> str:
+    """What tells the edited file from others; "" without one. It is read anew at each call."""
+    found = current()
+    return "" if found is None else found.key
+
+
 def replacing(filename: str, others: Callable[[], Iterable[str]] | None) -> Override | None:
     """The edited file, if it replaces the emitted file of this name.
 
@@ -111,8 +117,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @functools.wraps(function)
         def found(*args: P.args, **kwargs: P.kwargs) -> T:
-            edited = current()
-            return kept("" if edited is None else edited.key, *args, **kwargs)  # type: ignore[arg-type]
+            return kept(state(), *args, **kwargs)  # type: ignore[arg-type]
 
         found.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
         return found

@@ -219,6 +219,8 @@ def compare(
 ) -> None:
     """Compares the call with those of the other ranks, once for each kind of call.
 
+    Later calls of a kind are not compared: on a GPU, the host would have to wait for what it reads.
+
     Raises:
         InputError: the ranks call different operators, or with tensors that do not fit together.
     """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from flashgen.flex.checks import (
     check_batch,
     check_tensors,
     mask_mod_of,
+    refuse_arguments,
 )
 from flashgen.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.flex.known_mods import read
@@ -23,7 +23,7 @@ from flashgen.flex.recorder import Recorder
 from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec_options import HEAD_DIM_STEP
-from flashgen.runtime.check_basics import refuse_jit_trace
+from flashgen.runtime.check_basics import refuse_jit_trace, untraced
 
 __all__ = [
     "Notes",
@@ -40,25 +40,24 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-class _Returned(NamedTuple):
-    """The arguments of `flex_attention` that determine what it returns besides the output."""
-
-    lse: bool
-    aux: Any
-
-
+@untraced(
+    "fg.flex_attention reads its mods as Python functions and cannot be one node of a graph. With "
+    "fullgraph=True, use fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...)), made outside "
+    "of the compiled function; without it, this call is a break in the graph"
+)
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
     score_mod: Callable[..., Any] | None = None,
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
-    *,
+    *more: Any,
     return_aux: Any = None,
+    **others: Any,
 ) -> Any:
     """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
 
@@ -92,100 +91,67 @@ def flex_attention(
         lse float32 [batch, heads, seq_q]; with return_aux a tuple (out, AuxOutput).
 
     Raises:
-        SpecError: a mod uses an operation that cannot be expressed, or computes something else each
-            time that it is executed, or a number that can only be a constant has its eighth value;
-            the error names the operation and the line.
+        SpecError: a mod uses an operation that cannot be expressed or that is not torch's own, or
+            computes something else each time that it is executed, or a number that can only be a
+            constant has its eighth value, or the mod its eighth version; the error names the
+            operation and the line.
         InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
-            NotImplementedError that PyTorch raises.
+            NotImplementedError that PyTorch raises; for arguments that it does not have, a
+            TypeError.
 
     Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
     Kernels", 2024.
     """
-    call = _untraced() if "torch._dynamo" in sys.modules else _attend
-    returned = _Returned(return_lse, return_aux)
-    return call(query, key, value, score_mod, block_mask, scale, enable_gqa, returned)
-
-
-WHY_UNTRACED = (
-    "fg.flex_attention reads its mods as Python functions and cannot be one node of a graph. With "
-    "fullgraph=True, use fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...)), made outside "
-    "of the compiled function; without it, this call is a break in the graph"
-)
-
-# The attributes that torch.compiler.disable sets: torch.compile does not trace the function.
-flex_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
-flex_attention._torchdynamo_disable_msg = WHY_UNTRACED  # type: ignore[attr-defined]
-
-_made: dict[str, Callable[..., Any]] = {}
-
-
-def _untraced() -> Callable[..., Any]:
-    """`_attend`, which torch.compile does not trace, nor any function that it calls."""
-    # A dictionary, because torch.compile warns of functools.cache.
-    if "attend" not in _made:
-        _made["attend"] = torch.compiler.disable(_attend, reason=WHY_UNTRACED)  # type: ignore[no-untyped-call]
-    return _made["attend"]
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    returned: _Returned,
-) -> Any:
     refuse_jit_trace()
+    if more or others:
+        refuse_arguments(more, others, score_mod, block_mask)
     check_tensors(query, key, value, enable_gqa)
-    _check_returned(returned)
+    if return_aux is not None:
+        _check_returned(return_lse, return_aux)
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
-    sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    batch, heads, seq_q, dim = query.shape
+    dim_v, device = value.shape[3], query.device
+    sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
     reading, found = read(mask_mod, score_mod, sizes)
-    if key.shape[0] != query.shape[0]:
-        key = key.expand(query.shape[0], -1, -1, -1)
-        value = value.expand(query.shape[0], -1, -1, -1)
-    if scale is None:
-        scale = query.shape[3] ** -0.5
-    dims = query.shape[3], value.shape[3]
-    query, key, value = map(padded, (query, key, value))
-    captures = reading.captures(found, query.device)
-    lengths = (*query.shape[:3], key.shape[2])
-    blocks = layout_beside_mask(block_mask, reading, found, lengths)
-    if captures_a_graph(query.device):
-        warn_of_values((mask_mod, score_mod), found, has_blocks(block_mask))
-    sparse = None if blocks is None else blocks.sparse
+    if key.shape[0] != batch:
+        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    if scale is None and dim % HEAD_DIM_STEP:
+        scale = dim**-0.5
+    query, key, value = padded(query), padded(key), padded(value)
+    captures = reading.captures(found, device)
+    sparse = blocks = None
+    if reads_blocks := has_blocks(block_mask):
+        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
+    if captures_a_graph(device):
+        warn_of_values((mask_mod, score_mod), found, reads_blocks)
     if blocks is not None:
-        captures["layout"] = blocks.layout
+        sparse, captures["layout"] = blocks.sparse, blocks.layout
     operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype], sparse)
     out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
-    if out.shape[3] != dims[1]:
-        out = out[..., : dims[1]]
-    if returned.aux is not None:
+    if dim_v % HEAD_DIM_STEP:
+        out = out[..., :dim_v]
+    if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if returned.aux.lse else None, max_scores=None)
-    return (out, lse) if returned.lse else out
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
 
 
-def _check_returned(returned: _Returned) -> None:
-    if returned.aux is None:
-        return
-    if returned.lse:
+def _check_returned(return_lse: bool, return_aux: Any) -> None:
+    if return_lse:
         raise FlexValueError(
             "Cannot specify both return_lse and return_aux. "
             "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead.",
             where="argument return_aux",
-            numbers=f"return_lse {returned.lse}, return_aux {returned.aux}",
+            numbers=f"return_lse {return_lse}, return_aux {return_aux}",
             way_out="return_aux=AuxRequest(lse=True)",
         )
-    if returned.aux.max_scores:
+    if return_aux.max_scores:
         raise FlexUnsupported(
             "the kernels do not return the largest score of each row",
             where="argument return_aux",
-            numbers=f"{returned.aux}",
+            numbers=f"{return_aux}",
             way_out="AuxRequest(lse=True)",
         )
 
@@ -198,4 +164,4 @@ def padded(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[3] % HEAD_DIM_STEP
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    return tensor if tensor.stride()[3] == 1 else tensor.contiguous()

@@ -116,6 +116,7 @@ class _Comparison:
 _comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
 
 
+@alone()
 def layout_beside_mask(
     block_mask: Any,
     reading: TracedMods,
@@ -128,7 +129,7 @@ def layout_beside_mask(
     mask_mod, have changed.
 
     Args:
-        block_mask: a BlockMask that has been checked, or None.
+        block_mask: a BlockMask that has been checked and has blocks.
         reading, record: its mask_mod, traced, and what it reads in this call.
         sizes: batch, heads, seq_q, seq_k of the call.
 
@@ -136,18 +137,6 @@ def layout_beside_mask(
         FlexUnsupported: a full block has positions that the mask_mod masks.
         FlexRuntimeError: the blocks would have to be read while a CUDA graph is captured.
     """
-    if not has_blocks(block_mask):
-        return None
-    with alone():
-        return _beside_mask(block_mask, reading, record, sizes)
-
-
-def _beside_mask(
-    block_mask: Any,
-    reading: TracedMods,
-    record: Record,
-    sizes: tuple[int, int, int, int],
-) -> BlockMaskLayout | None:
     lists = [getattr(block_mask, name) for name in _LISTS]
     mask = reading.of_mask_mod
     names = sorted(symbol.name for symbol in mask.free_symbols)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from flashgen.errors import InputError
+from flashgen.runtime.check_basics import shown
 
 
 class FlexValueError(InputError, ValueError):
     """An invalid argument of flex_attention for which torch raises ValueError."""
+
+
+class FlexTypeError(InputError, TypeError):
+    """An argument that flex_attention does not have."""
 
 
 class FlexRuntimeError(InputError, RuntimeError):
@@ -27,42 +34,100 @@ LARGE_BLOCK = 1 << 30
 """torch's block size of a BlockMask without block structure."""
 
 
+_ARGUMENTS = (
+    *("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse"),
+    *("kernel_options", "return_aux"),
+)
+_SCORED = "fg.flex_attention(query, key, value, lambda s, b, h, q, k: {score}{rest})"
+_KEPT = "torch.where({keep}, {score}, -math.inf)"
+
+
+def refuse_arguments(
+    more: Sequence[object], others: Mapping[str, Any], score_mod: object, block_mask: object
+) -> NoReturn:
+    """Raises FlexTypeError for arguments that flex_attention does not have.
+
+    Args:
+        more: those that are given by position, after all that it has.
+        others: those that are given by name.
+        score_mod, block_mask: the arguments of the call, which the way out keeps.
+    """
+    name, value = next(iter(others.items()), ("the tenth", None))
+    score = "s" if score_mod is None else "score_mod(s, b, h, q, k)"
+    rest = "" if block_mask is None else ", block_mask"
+    nearest = difflib.get_close_matches(name, _ARGUMENTS, 1)
+    own = "None" if score_mod is None else "score_mod"
+    plain = f"fg.flex_attention(query, key, value, {own}{rest})"
+    way_out = plain + "; what it stands for in the score_mod or in the mask_mod of the block_mask"
+    if more or value is None or value is False:
+        way_out = plain
+    elif name in ("is_causal", "causal"):
+        way_out = _SCORED.replace("{score}", _KEPT.replace("{keep}", "q >= k"))
+    elif name in ("attn_mask", "mask", "attention_mask") and isinstance(value, torch.Tensor):
+        axes = zip(("b", "h", "q", "k")[-value.dim() :], value.shape[-4:], strict=False)
+        read = f"{name}[{', '.join('0' if size == 1 else axis for axis, size in axes)}]"
+        keep = read if value.dtype == torch.bool else f"{read} != 0"
+        added = f"{{score}} + {read}"
+        way_out = _SCORED.replace(
+            "{score}", added if value.is_floating_point() else _KEPT.replace("{keep}", keep)
+        )
+    elif name in ("mask_mod", "dropout_p", "q_offset", "k_offset", "backend", "arch"):
+        way_out = "fg.attention(fg.AttentionSpec(mask_mod, score_mod, ...)), which has it"
+    elif nearest or name == "softmax_scale":
+        way_out = f"{(nearest or ['scale'])[0]}=... instead of {name}=..."
+    raise FlexTypeError(
+        f"flex_attention has no argument {name!r}"
+        if others
+        else "flex_attention has 9 arguments by position",
+        where=f"argument {name}",
+        numbers=f"given {shown(more[0] if more else value)}; it has {', '.join(_ARGUMENTS)}",
+        way_out=way_out.format(score=score, rest=rest),
+    )
+
+
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     """Raises one of the exceptions above for the first invalid argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        where = f"argument {name}"
+        if tensor is None:
+            raise FlexValueError(
+                f"{name} is missing",
+                where=f"argument {name}",
+                numbers="flex_attention takes query, key and value",
+                way_out="fg.flex_attention(q, k, v); fg.flex_attention(q, q, q) for self-attention "
+                "without projections",
+            )
         if not isinstance(tensor, torch.Tensor):
             raise FlexValueError(
                 f"{name} is not a torch tensor",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"given a {type(tensor).__name__}",
                 way_out="torch.as_tensor(...)",
             )
         if tensor.is_nested:
             raise FlexUnsupported(
                 "flex_attention does not support NestedTensor inputs",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"layout {tensor.layout}",
                 way_out=f"{name}.to_padded_tensor(0.0), or packed sequences and a document mask",
             )
         if tensor.dim() != 4:
             raise FlexUnsupported(
                 "NYI: query, key, and value must be 4D tensors",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"shape {tuple(tensor.shape)}",
                 way_out="[batch, heads, seq, head_dim]",
             )
         if tensor.dtype not in _DTYPES:
             raise FlexUnsupported(
                 f"{name} has a dtype that kernels are not made for",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"{tensor.dtype}; available: {', '.join(map(str, _DTYPES))}",
                 way_out=f"{name}.float()",
             )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+        if tensor is not query and (tensor.dtype != query.dtype or tensor.device != query.device):
             raise FlexValueError(
                 "Expected query, key, and value to have the same dtype and device type",
-                where=where,
+                where=f"argument {name}",
                 numbers=f"{tensor.dtype} on {tensor.device}; query is {query.dtype} on "
                 f"{query.device}",
                 way_out=f"{name}.to(query)",
@@ -80,6 +145,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
     heads, heads_kv = query.shape[1], key.shape[1]
+    if heads == heads_kv != 0:
+        return
     numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}, enable_gqa {enable_gqa}"
     if not enable_gqa and heads != heads_kv:
         raise FlexValueError(
@@ -126,10 +193,10 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
 
 def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     """The mask_mod of a BlockMask; None for a BlockMask that has only blocks."""
-    from torch.nn.attention import flex_attention as flex
-
     if block_mask is None:
         return None
+    from torch.nn.attention import flex_attention as flex
+
     if not isinstance(block_mask, flex.BlockMask):
         raise FlexValueError(
             "block_mask is not a torch BlockMask",

@@ -17,11 +17,12 @@ from flashgen.flex.recorded_mods import Record
 from flashgen.language.user_source import lines_of, user_location
 
 _warned: set[str] = set()
+_CPU = torch.device("cpu")
 
 
 def captures_a_graph(device: torch.device) -> bool:
     """Whether the current stream of a device is captured into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device != _CPU and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> None:

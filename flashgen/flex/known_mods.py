@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -40,7 +41,8 @@ _MOST_LENGTHS = 16
 """The number of traced mods that are kept of a record where they depend on lengths."""
 
 MOST_CONSTANTS = 7
-"""The number of values of a number that can only be compiled as a constant."""
+"""The number of values of a number that can only be compiled as a constant, and of versions of a
+mod that differ in other constants, in lengths or in how often they repeat a line."""
 
 _lock = threading.RLock()
 
@@ -92,6 +94,10 @@ _settled_records: OrderedDict[Any, None] = OrderedDict()
 """What code has computed each time that it was executed."""
 
 
+_versions: OrderedDict[Hashable, dict[tuple[Any, ...], None]] = OrderedDict()
+"""What the same lines of code compute: records, lengths of tensors that they make, and specs."""
+
+
 @dataclass
 class _Proved:
     """What is known of mods that need not be recorded again.
@@ -132,7 +138,8 @@ def read(
         _keep(key, proof, found, known)
         return known, found
     tensors = tuple([proof.tensors[place] for place in proved.places])
-    found = proved.record._replace(tensors=tensors)
+    at_first = proved.record
+    found = Record(at_first.key, at_first.numbers, tensors, at_first.made, at_first.notes)
     traced = proved.traced  # another thread may replace it
     if traced is None or not traced.serves(sizes, found):
         traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)
@@ -227,7 +234,11 @@ def _traced(
         return _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
     if traced is None:
         traced = trace(mask_mod, score_mod, found, bounds)
-    kept = variants.traced.setdefault((scalars, _others(found, scalars)), [])
+    is_first = not variants.traced
+    kept = variants.traced.get((scalars, _others(found, scalars)), [])
+    if is_first or traced.shapes is not None:
+        _check_versions((mask_mod, score_mod), found, traced)
+    variants.traced[scalars, _others(found, scalars)] = kept
     kept.insert(0, traced)
     del kept[_MOST_LENGTHS:]
     return traced
@@ -263,6 +274,36 @@ def _check_count(variants: _Variants, found: Record) -> None:
         way_out="a captured tensor that is computed with the number outside of the mod, or fewer "
         "values",
     )
+
+
+def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMods) -> None:
+    """Refuses one more version of mods that differs from earlier ones in more than numbers."""
+    key, notes = found.key, found.notes
+    assert notes is not None, "what is traced has notes"
+    lines = ((notes.line(i), x.function) for i, x in enumerate(key.operations))
+    reads = (each[1:] for each in key.reads)
+    codes = tuple([None if mod is None else code_of(mod) for mod in mods])
+    shared = codes, frozenset(lines), frozenset(reads), key.device, key.default_dtype
+    known = _versions.setdefault(shared, {})
+    _versions.move_to_end(shared)
+    while len(_versions) > _MOST_RECORDS:
+        _versions.popitem(last=False)
+    made = () if traced.shapes is None else traced.shapes[len(found.tensors) :]
+    version = key, made, traced.spec(64, 64, "float32")
+    if version not in known and len(known) >= MOST_CONSTANTS:
+        earlier = next(reversed(known))[0].operations
+        pairs = zip(key.operations, earlier, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(earlier))
+        first = next(mod for mod in mods if mod is not None)
+        raise SpecError(
+            f"a mod has its version number {MOST_CONSTANTS + 1}; each is traced anew, and most "
+            "need kernels of their own",
+            where=notes.line(same) if same < len(key.operations) else str(lines_of(first, "")),
+            numbers=f"{len(key.operations)} operations, before {len(earlier)}; constants other "
+            "than numbers, lengths or the count of a loop change from call to call",
+            way_out="a captured tensor that is computed outside of the mod, or fewer versions",
+        )
+    known[version] = None
 
 
 def _settled(

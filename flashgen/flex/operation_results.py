@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +38,11 @@ BY_KIND = frozenset(
 )
 """Functions whose results do not depend on the values of numbers, but for the elements."""
 
+_OF_C = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.GetSetDescriptorType),
+)
+
 TEXT = ("__repr__", "__str__")
 """Functions that show a tensor."""
 
@@ -68,10 +74,9 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Raises:
         SpecError: the operation needs the elements of a tensor.
     """
-    name = name_of(func)
+    name = checked_name(func)
     if name in TEXT:
         return NO_TENSOR
-    check_random(name)
     if name in ("cpu", "cuda"):
         return Kind(args[0].dtype, tuple(args[0].shape))
     metas: dict[int, Tensor] = {}
@@ -103,13 +108,49 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return leaves[0] if isinstance(result, Tensor) else (leaves, tree)
 
 
-def check_random(name: str) -> None:
+def is_own(func: Any) -> bool:
+    """Whether a function is torch's own: no custom operator, and none that has replaced another.
+
+    A function in Python is not where one that it names has been replaced.
+    """
+    if type(func) is not types.FunctionType or not _is_torchs(func):
+        return _is_torchs(func)
+    homes = vars(Tensor), vars(torch), func.__globals__
+    named = (home[name] for name in func.__code__.co_names for home in homes if name in home)
+    return all(_is_torchs(x) for x in named if callable(x) and not isinstance(x, type))
+
+
+def _is_torchs(func: Any) -> bool:
+    if type(func) is types.FunctionType:
+        return str(func.__globals__.get("__name__")).partition(".")[0] == "torch"
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return func.__module__ in ("torch._ops.aten", "torch._ops.prims")
+    return isinstance(func, _OF_C)
+
+
+def checked_name(func: Any) -> str:
+    """The name of an operation that a mod may apply.
+
+    Raises:
+        SpecError: it draws random numbers, or is not torch's own, so that what it computes may
+            depend on what no record has.
+    """
+    if not is_own(func):
+        refuse(
+            "a mod applies an operation that is not torch's own: a custom operator, or a function "
+            "that has replaced one of torch's",
+            numbers=f"{func!r:.200}",
+            way_out="the operations of torch that it consists of, in the mod; or its result, "
+            "computed outside of the mod, as a captured tensor",
+        )
+    name = name_of(func)
     if name.startswith(_RANDOM):
         refuse(
             f"a mod cannot draw random numbers: torch.{name}",
             numbers="an operation of a mod",
             way_out="dropout=True of fg.AttentionSpec for dropout; a captured tensor of noise",
         )
+    return name
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:

@@ -12,11 +12,14 @@ import builtins
 import dis
 import functools
 import math
+import operator
 import types
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from flashgen.flex.operation_results import is_own
 
 Tensor = torch.Tensor
 
@@ -54,10 +57,21 @@ _METHODS = frozenset(
         *("new_ones", "new_zeros", "permute", "pow", "reciprocal", "relu", "remainder", "reshape"),
         *("round", "rsqrt", "select", "shape", "sigmoid", "sign", "sin", "size", "softmax", "sqrt"),
         *("square", "squeeze", "sub", "tanh", "to", "transpose", "trunc", "unsqueeze", "view"),
-        *("where", "dtype", "device", "ndim", "dim", "tan", "type_as", "expm1", "gelu", "silu"),
+        *("where", "dtype", "device", "ndim", "dim", "tan", "type_as", "expm1"),
     )
 )
 """Attributes of tensors that do not change them; torch has functions of the same names."""
+
+_OPERATORS = tuple(
+    f"__{name}__"
+    for name in (
+        *("abs", "add", "and", "bool", "eq", "float", "floordiv", "ge", "getitem", "gt", "index"),
+        *("int", "invert", "iter", "le", "len", "lshift", "lt", "mod", "mul", "ne", "neg", "or"),
+        *("pos", "pow", "radd", "rand", "rfloordiv", "rlshift", "rmod", "rmul", "ror", "rpow"),
+        *("rrshift", "rshift", "rsub", "rtruediv", "rxor", "sub", "truediv", "xor"),
+    )
+)
+_PARAMETER = dict(vars(torch.nn.Parameter))
 
 _FUNCTIONS = frozenset(
     (
@@ -65,10 +79,11 @@ _FUNCTIONS = frozenset(
         *("atan2", "logical_xor", "stack", "bucketize", "searchsorted", "true_divide", "subtract"),
         *("multiply", "divide", "less", "greater", "less_equal", "greater_equal", "not_equal"),
         *("scalar_tensor", "index_select", "logsigmoid", "softplus", "leaky_relu", "elu"),
+        *("gelu", "silu"),
     )
 )
 _BUILTINS = frozenset((abs, min, max, float, int, bool, len, range, round, pow, sum, tuple))
-_MODULES = (torch, torch.nn, torch.nn.functional, math)
+_MODULES = frozenset((torch, torch.nn, torch.nn.functional, math))
 _TYPES = (torch.dtype, torch.device, type(None), str)
 _CALLABLES = (types.BuiltinFunctionType, type)
 _MOST_VALUES = 200
@@ -95,10 +110,14 @@ class _Loads(NamedTuple):
     """What a function's code loads from outside.
 
     Attributes:
+        methods: reads the attributes and operators of a class of tensors that the code may use.
+        of_torch: those of torch itself, which a program may replace.
         variables: global variables.
         chains: global variables with the attributes that are read of them: ("torch", "tanh").
     """
 
+    methods: Callable[[type], tuple[Any, ...]]
+    of_torch: tuple[Any, ...]
     variables: tuple[str, ...]
     chains: tuple[tuple[str, ...], ...]
 
@@ -154,6 +173,8 @@ class _Values:
             self.tensors.append(tensor)
             if not _METHODS.isdisjoint(tensor.__dict__):
                 raise _NotProvedError
+            if type(tensor) is torch.nn.Parameter and vars(torch.nn.Parameter) != _PARAMETER:
+                raise _NotProvedError
         return place, tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
 
     def _function(self, function: types.FunctionType) -> Hashable:
@@ -164,7 +185,7 @@ class _Values:
             raise _NotProvedError
         code = function.__code__
         loads = _loads_of(code)
-        if loads is None:
+        if loads is None or loads.methods(Tensor) != loads.of_torch:
             raise _NotProvedError
         parts: list[Hashable] = [code]
         self.above.append(function)
@@ -189,12 +210,12 @@ class _Values:
         """The key of an attribute that is read of a global variable."""
         value = known.get(chain[0])
         for place, name in enumerate(chain[1:]):
-            if not any(value is module for module in _MODULES):
+            if type(value) is not types.ModuleType or value not in _MODULES:
                 if _METHODS.issuperset(chain[place + 1 :]):
                     break
                 raise _NotProvedError
             value = getattr(value, name, None)
-        if type(value).__hash__ is not None and value in _pure_functions():
+        if type(value).__hash__ is not None and value in _pure_functions() and is_own(value):
             return id(value)  # `_pure_functions` keeps it
         known_values = len(self.values)
         key = self.key(value)
@@ -210,14 +231,14 @@ def _builtin(name: str) -> Any:
 def _pure_functions() -> frozenset[Any]:
     homes = (torch, torch.nn.functional)
     names = _METHODS | _FUNCTIONS
-    found = {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
-    pure = {x for x in found if callable(x) and not isinstance(x, type)}
-    return frozenset(pure | {x for x in vars(math).values() if callable(x)})
+    found = [getattr(home, name) for home in homes for name in names if hasattr(home, name)]
+    return frozenset(x for x in (*found, *vars(math).values()) if is_own(x))
 
 
 @functools.lru_cache(maxsize=4096)
 def _loads_of(code: types.CodeType) -> _Loads | None:
     """What the code loads from outside; None for code that may do something else."""
+    methods: set[str] = set()
     chains: list[list[str]] = []
     of_module: list[str] | None = None
     for step in dis.get_instructions(code):
@@ -228,7 +249,9 @@ def _loads_of(code: types.CodeType) -> _Loads | None:
             name = str(step.argval)
             if of_module is not None:
                 of_module.append(name)
-            elif name not in _METHODS:
+            elif name in _METHODS:
+                methods.add(name)
+            else:
                 return None
             continue
         if step.opname in ("CACHE", "EXTENDED_ARG"):
@@ -239,4 +262,9 @@ def _loads_of(code: types.CodeType) -> _Loads | None:
             chains.append(of_module)
     variables = {chain[0] for chain in chains if len(chain) == 1}
     longer = {tuple(chain) for chain in chains if len(chain) > 1}
-    return _Loads(tuple(sorted(variables)), tuple(sorted(longer)))
+    methods |= {name for chain in longer for name in chain[1:]} & _METHODS
+    reads = operator.attrgetter(*_OPERATORS, *methods)
+    of_torch = reads(Tensor)
+    if not all(map(is_own, of_torch)):
+        return None
+    return _Loads(reads, of_torch, tuple(sorted(variables)), tuple(sorted(longer)))

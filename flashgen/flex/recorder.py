@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from flashgen.flex.operation_results import (
     TEXT,
     Kind,
     Same,
-    check_random,
+    checked_name,
     element,
     inferred,
     moved,
@@ -37,6 +38,9 @@ from flashgen.flex.operation_results import (
     run,
     transforms,
 )
+
+if TYPE_CHECKING:
+    from flashgen.flex.recorded_mods import Notes
 
 Tensor = torch.Tensor
 
@@ -96,25 +100,19 @@ class Reading(NamedTuple):
     learned: bool
 
 
-class Listener(Protocol):
-    """Is told of each operation after it has been recorded."""
-
-    def add(self, recorder: Recorder) -> None: ...
-
-
 class Recorder(TorchFunctionMode):
     """Notes each operation of torch, with its operands by their numbers.
 
     Args:
         device: the device of the queries.
-        notes: is told of each operation.
+        notes: is called with the recorder after each operation.
 
     Attributes:
         operations, numbers, made: as in a `Record`.
         read: the tensors that are read.
     """
 
-    def __init__(self, device: torch.device, notes: Listener | None = None) -> None:
+    def __init__(self, device: torch.device, notes: Notes | None = None) -> None:
         super().__init__()
         self.device = device
         self.notes = notes
@@ -258,6 +256,8 @@ class Recorder(TorchFunctionMode):
         kinds = tuple([self._kinds[number] for number in self._operands])
         if not any(kinds):
             return self._computed(func, args, kwargs)
+        if type(func) is FunctionType:  # one in Python, which calls others
+            checked_name(func)
         signature = operation, kinds
         found = _results.get(signature)
         if found is None:
@@ -295,8 +295,7 @@ class Recorder(TorchFunctionMode):
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation on nothing but constants, computed on the CPU."""
-        name = name_of(func)
-        check_random(name)
+        name = checked_name(func)
         result, changed = run(func, *moved(name, args, kwargs, "cpu"))
         if changed:
             refuse_write(name)

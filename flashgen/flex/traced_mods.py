@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -34,8 +34,7 @@ _MOST_SIZES = 1024
 _TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
 
 
-@dataclass(frozen=True)
-class CallSizes:
+class CallSizes(NamedTuple):
     """The sizes of a call on which traced expressions may depend."""
 
     batch: int
@@ -76,7 +75,9 @@ class CaptureLocation:
 
     def as_argument(self, record: Record, device: torch.device) -> torch.Tensor:
         tensor = self.of(record)
-        return as_argument(tensor if self.learned else tensor.detach(), device, self.place is None)
+        if tensor.requires_grad and not self.learned:
+            tensor = tensor.detach()
+        return as_argument(tensor, device, self.place is None)
 
 
 def as_argument(tensor: torch.Tensor, device: torch.device, follows: bool = False) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Numeric bounds of integer expressions over all arguments that the launcher accepts."""
+"""Numeric bounds of integer expressions over all arguments that the launcher accepts.
+
+Integers of 8 and 16 bits wrap around as torch's do: an operation of them, or of one and a number,
+has the dtype that torch gives it, and its result is the exact one modulo 2^8 or 2^16. All others
+are exact in 64 bits.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.dtypes import COUNT_LIMIT, ELEMENT_RANGES, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.language.bit_functions import BitFunction
 from flashgen.language.symbols import (
     BATCH,
@@ -22,11 +27,16 @@ from flashgen.language.symbols import (
     H,
     K,
     Q,
+    is_condition,
+    is_int,
 )
 from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
 from flashgen.language.tensor_elements import TensorRead
 
 Limits = tuple[int, int]
+
+NARROW = ("uint8", "int8", "int16")
+"""The dtypes of integers that wrap around."""
 
 # Mods do not see the offsets; kernels subtract them from bounds.
 _OFFSETS = tuple(sympy.Symbol(name, integer=True) for name in ("q_offset", "k_offset"))
@@ -153,3 +163,24 @@ def _remainder(a: Limits, b: Limits) -> Limits:
     if a[0] >= 0 and b[0] > 0:
         return 0, min(a[1], b[1] - 1)
     return min(0, b[0] + 1), max(0, b[1] - 1)
+
+
+def promoted(dtypes: set[str]) -> str:
+    """The dtype of an operation on integers of these dtypes; "" stands for 64 bits.
+
+    Of the narrow dtypes, only int16 holds all numbers of two others.
+    """
+    if not dtypes <= set(NARROW) or not dtypes:
+        return ""
+    return next(iter(dtypes)) if len(dtypes) == 1 else "int16"
+
+
+def wrapped(expr: sympy.Basic, dtype: str) -> sympy.Basic:
+    """The integer as the dtype holds it; anything else, and every integer of "", as it is."""
+    if not dtype or is_condition(expr) or not is_int(expr):
+        return expr
+    low, high = ELEMENT_RANGES[dtype]
+    least, greatest = limits(expr)
+    if low <= least and greatest <= high:
+        return expr
+    return FloorMod(expr - low, high - low + 1) + low

@@ -21,8 +21,8 @@ from flashgen.dtypes import FLOAT32_LEAST, FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.float_functions import Abs
 from flashgen.language.float_operations import NAN, AsFloat, negative
+from flashgen.language.integer_limits import promoted, wrapped
 from flashgen.language.lets import Let, named
-from flashgen.language.narrow_integers import promoted, wrapped
 from flashgen.language.operations import MOST_INSTRUCTIONS, operations_so_far
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
@@ -71,7 +71,7 @@ class Traced:
     Attributes:
         expr: the sympy expression so far.
         captures: the scalars and tensors in the expression, in order of first use.
-        narrow: the dtype of an integer that wraps around, one of `narrow_integers.NARROW`; else "".
+        narrow: the dtype of an integer that wraps around, one of `integer_limits.NARROW`; else "".
     """
 
     __slots__ = ("captures", "expr", "narrow")
@@ -283,7 +283,9 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
     """
     narrow = narrow_dtype(*operands)
     expr = wrapped(expr, narrow)
-    if expr.is_number and not is_condition(expr) and not _is_float32(expr):
+    if expr.is_number and not is_condition(expr):
+        expr = _in_float32(expr)
+    if expr is sympy.nan:
         refuse(
             "this is not a finite real number",
             numbers=" and ".join(
@@ -308,14 +310,19 @@ def _check_size(part: Let) -> None:
         )
 
 
-def _is_float32(number: sympy.Expr) -> bool:
-    """Whether a constant has a value within float32, or is a literal infinity or NaN."""
+def _in_float32(number: sympy.Expr) -> sympy.Expr:
+    """A constant, or the infinity that it is in float32; sympy's NaN where it is not real."""
     if number.is_Rational or number.has(sympy.oo, -sympy.oo):
-        return True
+        return number
     try:
-        return abs(float(number)) <= FLOAT32_MAX
-    except (TypeError, OverflowError):  # a complex number
-        return False
+        value = float(number)
+    except OverflowError:
+        value = math.inf if number.evalf(2) > 0 else -math.inf
+    except TypeError:  # a complex number
+        return sympy.nan
+    if abs(value) > FLOAT32_MAX:
+        return sympy.oo if value > 0 else -sympy.oo
+    return sympy.nan if math.isnan(value) else number
 
 
 def narrow_dtype(*operands: object) -> str:

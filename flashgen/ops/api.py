@@ -258,7 +258,9 @@ class Attention:
                     dtype = None
         part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
         captures |= part
-        if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
+        if (type(q_offset) is not int or type(k_offset) is not int) and (
+            isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor)
+        ):
             offsets = given_offsets(q_offset, k_offset)
             offset_dtypes = dtypes_of(offsets)
             q_offset, k_offset = numbers_of(q_offset, k_offset)

@@ -23,6 +23,10 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _C = torch._C
 # Also true for tensors that outlive the torch.func.vjp that wrapped them.
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+_transforms_are_active = _C._are_functorch_transforms_active
+_dispatch_modes = _C._len_torch_dispatch_stack
+_function_modes = _C._len_torch_function_stack
+_tracing_state = _C._get_tracing_state
 
 
 def are_plain(tensors: Sequence[Any]) -> bool:
@@ -40,10 +44,10 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and not (_is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
-        and not _C._are_functorch_transforms_active()
-        and not _C._len_torch_dispatch_stack()
-        and not _C._len_torch_function_stack()
-        and _C._get_tracing_state() is None
+        and not _transforms_are_active()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _tracing_state() is None
     )
 
 

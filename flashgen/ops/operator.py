@@ -13,6 +13,7 @@ import torch
 
 from flashgen import config
 from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.compile import override
 from flashgen.dtypes import FLOAT_DTYPES
 from flashgen.runtime import backends, backward, forward
 from flashgen.runtime.check_basics import runs_while_traced
@@ -286,14 +287,22 @@ def _key(operands: Operands, options: CallOptions) -> Any:
             rng is None,
             options.dropout_p,
             _numbers_key(options),
-            config.backend() if options.backend is None else None,
-            config.arch() if options.arch is None else None,
+            _environment(options) if config.is_any_set_for_calls() else None,
             tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
             if captured
             else None,
         )
     except RuntimeError:
         return None
+
+
+def _environment(options: CallOptions) -> tuple[str | None, str | None, str]:
+    """The variables that a call follows, and the contents of an edited kernel."""
+    return (
+        config.backend() if options.backend is None else None,
+        config.arch() if options.arch is None else None,
+        override.state(),
+    )
 
 
 def _numbers_key(options: CallOptions) -> str | None:

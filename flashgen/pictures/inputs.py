@@ -14,7 +14,7 @@ from flashgen.codegen import walk_of_kernel
 from flashgen.dtypes import POSITION_LIMIT
 from flashgen.errors import FlashgenError, InputError, SpecError
 from flashgen.flex import record
-from flashgen.flex.block_masks import layout_beside_mask
+from flashgen.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.flex.checks import mask_mod_of
 from flashgen.flex.known_mods import read
 from flashgen.flex.traced_mods import CallSizes
@@ -158,8 +158,9 @@ def _of_torch(
     batch, heads_q, _, seq_q, seq_k = sizes
     reading, found = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
     captures = reading.captures(found, device)
-    lengths = batch, heads_q, seq_q, seq_k
-    blocks = layout_beside_mask(block_mask, reading, found, lengths)
+    lengths, blocks = (batch, heads_q, seq_q, seq_k), None
+    if has_blocks(block_mask):
+        blocks = layout_beside_mask(block_mask, reading, found, lengths)
     if blocks is not None:
         captures["layout"] = blocks.layout.live
     spec = AttentionSpec(

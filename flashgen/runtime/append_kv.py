@@ -9,6 +9,7 @@ import torch
 
 from flashgen import config
 from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
+from flashgen.compile import override
 from flashgen.runtime.append_checks import AppendOperands, check_append, check_limits, slots_of
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bound_kernel import BoundKernel
@@ -111,6 +112,7 @@ def _key(given: AppendOperands, backend: str | None, arch: str | None) -> Any:
             arch,
             config.backend() if backend is None else None,
             config.arch() if arch is None else None,
+            None if config.override() is None else override.state(),
         )
     except RuntimeError:
         return None

@@ -63,3 +63,22 @@ def test_what_is_wrong_is_an_error_with_a_way_out(
     assert what in shown.output
     assert "try" in shown.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--shape", "0,8,64"),
+        ("--shape", "1,8,300000000"),
+        ("--tile", "0x64"),
+        ("--kernel", "sideways"),
+        ("--batch", "4"),
+        ("--head", "-1"),
+    ],
+)
+def test_errors_about_an_option_are_in_the_language_of_the_command(option: str, value: str) -> None:
+    output = flashgen("visualize", CAUSAL, option, value).output
+    assert f"where    option {option}" in output
+    way_out = output.split("  try ")[1]
+    assert option in way_out
+    assert not re.search(r"fg\.|\w=", way_out)

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashgen as fg
 from flashgen.compile import Binary, compile, forget
@@ -139,3 +140,29 @@ def test_an_include_by_a_macro_is_refused(edited: Path) -> None:
     with pytest.raises(FlashgenError, match="names its file by a macro") as error:
         build()
     assert "#include FILE" in error.value.numbers
+
+
+def test_an_operator_that_has_been_called_follows_the_edited_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_cache: Path
+) -> None:
+    spec = fg.AttentionSpec(head_dim=16, dtype="float32", name="called_before")
+    op, source = fg.attention(spec), fg.emit(spec).forward
+    q, k, v = (torch.randn(1, 1, 16, 16) for _ in range(3))
+
+    def computed() -> torch.Tensor:
+        return op(q, k, v, backend="emulator")
+
+    own = computed()
+    path = tmp_path / source.filename
+    scaled = source.text.replace("(score - row_max) * scale", "(score - row_max) * scale * 0.5f")
+    assert scaled != source.text
+    path.write_text(scaled)
+    monkeypatch.setenv("FLASHGEN_OVERRIDE", str(path))
+    halved = computed()
+    assert not torch.equal(halved, own)
+    path.write_text(source.text + "\n")
+    assert torch.equal(computed(), own)
+    path.write_text(scaled)
+    assert torch.equal(computed(), halved)
+    monkeypatch.delenv("FLASHGEN_OVERRIDE")
+    assert torch.equal(computed(), own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,40 @@ def test_a_layout_of_one_block(live: bool) -> None:
         given = {"layout": layout} if sparse.layout is None else {}
         out = fg.attention(spec)(q, q, q, **given)
         assert torch.equal(out, q if live else torch.zeros_like(q))
+
+
+BEYOND: dict[str, Callable[[Any, Callable[[float], Any]], Any]] = {
+    "exp": lambda of, n: of.exp(n(1000.0)),
+    "its opposite": lambda of, n: -of.exp(n(1000.0)),
+    "exp2 of a huge number": lambda of, n: of.exp2(n(3e10)),
+    "a product": lambda of, n: of.exp(n(80.0)) * of.exp(n(80.0)),
+    "an odd power": lambda of, n: n(-10.0) ** 401,
+    "a sum": lambda of, n: n(3e38) + 3e38,
+    "a reciprocal": lambda of, n: 1 / n(1e-39),
+    "a difference": lambda of, n: of.exp(n(1000.0)) - of.exp(n(900.0)),
+    "nothing of it": lambda of, n: of.exp(n(1000.0)) * 0.0,
+    "exp of its opposite": lambda of, n: of.exp(-of.exp(n(1000.0))),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_constants_beyond_float32_are_those_of_torch(name: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 9, 8, generator=draw) for _ in range(3))
+    scores, number = q @ k.mT * 8**-0.5, BEYOND[name](torch, torch.tensor)
+
+    def own(x: float) -> Any:
+        return fg.where(True, x, 0.0)  # a traced value: Python's float does not overflow
+
+    added = fg.AttentionSpec(None, lambda s, b, h, q, k: s + BEYOND[name](fg, own), head_dim=8)
+    chosen = fg.AttentionSpec(
+        None, lambda s, b, h, q, k: fg.where(k > 2, BEYOND[name](fg, own) * s, s), head_dim=8
+    )
+    of_key = torch.arange(9) > 2
+    for spec, wanted in (
+        (added, scores + number),
+        (chosen, torch.where(of_key, number * scores, scores)),
+    ):
+        out = fg.attention(spec.replace(dtype="float32"))(q, k, v)
+        weights = torch.softmax(wanted, -1).masked_fill((wanted == -math.inf).all(-1, True), 0)
+        torch.testing.assert_close(out, weights @ v, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -22,12 +23,84 @@ def close(given, wanted) -> None:
     torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_signature_is_torchs() -> None:
+def test_the_signature_is_torchs_and_takes_what_it_refuses() -> None:
     def names(function):
         parameters = inspect.signature(function).parameters.values()
-        return [(p.name, p.kind, p.default) for p in parameters]
+        return [
+            (p.name, p.kind, None if p.default is p.empty else p.default)
+            for p in parameters
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
 
     assert names(fg.flex_attention) == names(torch_flex.flex_attention)
+
+
+def added(score, b, h, q_idx, kv_idx):
+    return score + 0.1 * kv_idx
+
+
+@pytest.mark.parametrize("score_mod", [None, added], ids=["no mod", "a mod"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["no blocks", "blocks"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_causal", True),
+        ("is_causal", False),
+        ("attn_mask", noise(20, 20, seed=1) > -0.5),
+        ("attn_mask", noise(20, 20, seed=1)),
+        ("attn_mask", (noise(2, 1, 20, 20, seed=1) > -0.5).int()),
+        ("attn_mask", noise(3, 20, 20, seed=1)),
+        ("attn_mask", None),
+    ],
+    ids=["causal", "not causal", "bools", "floats", "integers", "heads", "none"],
+)
+def test_the_ways_out_of_arguments_of_other_functions_compute_what_they_stand_for(
+    name: str, value: object, blocks: bool, score_mod: object
+) -> None:
+    query, key, values = (x.detach() for x in operands(2, 3, 20, 20))
+    mask_mod = (lambda b, h, q, k: k < 15) if blocks else None
+    block_mask = create_block_mask(mask_mod, None, None, 20, 20, device="cpu") if blocks else None
+    with pytest.raises(InputError, match=f"no argument '{name}'") as caught:
+        fg.flex_attention(query, key, values, score_mod, block_mask, **{name: value})
+    assert isinstance(caught.value, TypeError)
+    scope = {"fg": fg, "torch": torch, "math": math, "query": query, "key": key, "value": values}
+    scope |= {"score_mod": score_mod, "block_mask": block_mask, name: value}
+    out = eval(caught.value.way_out, scope)
+
+    def wanted(s, b, h, q, k):
+        s = s if score_mod is None else added(s, b, h, q, k)
+        if name == "is_causal":
+            return torch.where(q >= k, s, -math.inf) if value else s
+        if value is None:
+            return s
+        given = value.expand(2, 3, 20, 20)[b, h, q, k]
+        return s + given if given.is_floating_point() else torch.where(given != 0, s, -math.inf)
+
+    close(out, torch_answer(query, key, values, mask_mod, wanted)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "what", "way_out"),
+    [
+        (1, {}, "key is missing", "fg.flex_attention(q, q, q)"),
+        (0, {}, "query is missing", "fg.flex_attention(q, k, v)"),
+        (3, {"scal": 0.5}, "no argument 'scal'", "scale=... instead of scal=..."),
+        (3, {"softmax_scale": 0.5}, "no argument 'softmax_scale'", "scale=..."),
+        (3, {"dropout_p": 0.5}, "no argument 'dropout_p'", "fg.AttentionSpec"),
+        (3, {"window": 5}, "no argument 'window'", "score_mod"),
+    ],
+)
+def test_missing_and_unknown_arguments(
+    given: int, named: dict[str, float], what: str, way_out: str
+) -> None:
+    with pytest.raises(InputError, match=what) as caught:
+        fg.flex_attention(*operands(1, 2, 8, 8)[:given], **named)
+    assert way_out in caught.value.way_out
+
+
+def test_more_arguments_than_there_are() -> None:
+    with pytest.raises(TypeError, match="9 arguments by position"):
+        fg.flex_attention(*operands(1, 2, 8, 8), None, None, None, False, False, None, 5)
 
 
 def test_nothing_but_tensors() -> None:
@@ -159,7 +232,8 @@ def test_block_masks() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"query": None}, ValueError, "query is not a torch tensor"),
+        ({"query": None}, ValueError, "query is missing"),
+        ({"query": [0.5]}, ValueError, "query is not a torch tensor"),
         ({"query": torch.zeros(2, 3, 4)}, NotImplementedError, "must be 4D tensors"),
         ({"value": torch.zeros(1, 2, 8, 16).half()}, ValueError, "to have the same dtype"),
         ({"key": torch.zeros(1, 2, 8, 24)}, ValueError, "same embedding dimension"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ Mod = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_kept", "_proved", "_settled_records"):
+    for name in ("_kept", "_proved", "_settled_records", "_versions"):
         monkeypatch.setattr(known_mods, name, type(getattr(known_mods, name))())
 
 
@@ -123,6 +124,74 @@ def test_the_eighth_constant_is_an_error(make: Callable[[int], Mod], operation: 
 
 
 TABLE = noise(9, 2)
+
+
+def repeated(n: int) -> Mod:
+    def mod(s, b, h, q, k):
+        for _ in range(n):
+            s = s * 1.01 + 0.01 * q
+        return s
+
+    return mod
+
+
+def chosen(n: int) -> Mod:
+    bits = [bool(n >> place & 1) for place in range(8)]
+    return lambda s, b, h, q, k: torch.where(torch.tensor(bits)[k], s, s * 2)
+
+
+VERSIONS: dict[str, Callable[[int], Mod]] = {
+    "a list of bools": chosen,
+    "the count of a loop": repeated,
+    "a list of another length": lambda n: lambda s, b, h, q, k: s + torch.tensor([0.5] * n)[k % n],
+    "a range": lambda n: lambda s, b, h, q, k: s * torch.arange(n + 8)[k],
+    "a length in an expression": lambda n: lambda s, b, h, q, k: s + torch.arange(n).flip(0)[k % n],
+    "a shape": lambda n: lambda s, b, h, q, k: s + torch.stack([q.float()] * n).sum(0),
+    "a sum over a captured tensor": lambda n: functools.partial(with_sum, noise(n)),
+}
+
+
+def with_sum(table, s, b, h, q, k):
+    return s + table.sum()
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_eighth_version_of_a_mod_is_an_error(name: str) -> None:
+    make = VERSIONS[name]
+    for n in range(1, 8):
+        call(make(n))
+    with pytest.raises(SpecError, match="version number 8") as caught:
+        call(make(8))
+    assert "test_numbers_that_change.py" in caught.value.where
+    call(make(3))  # those that there are go on
+
+
+def test_the_eighth_version_of_a_mod_without_operations_is_an_error_too() -> None:
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+
+    def returned(n: int) -> Mod:
+        return lambda *given: [*given, -math.inf, -0.0, math.inf][n]
+
+    for n in range(7):
+        fg.flex_attention(q, k, v, returned(n))
+    with pytest.raises(SpecError, match="version number 8") as caught:
+        fg.flex_attention(q, k, v, returned(7))
+    assert "test_numbers_that_change.py" in caught.value.where
+
+
+def test_lengths_that_change_no_expression_are_no_versions() -> None:
+    def mod(table: torch.Tensor, ids: torch.Tensor) -> Mod:
+        weights = torch.nn.functional.softmax
+        return lambda s, b, h, q, k: s * weights(table, 0)[h] + ids[k]
+
+    table = noise(2)
+    assert kernels(call(mod(table, noise(8 + n))) for n in range(12)) == 1
+
+
+def test_the_same_lines_with_other_functions_are_other_mods() -> None:
+    functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.abs, torch.erf, torch.sigmoid)
+    for function in (*functions, torch.relu, torch.square):
+        call(lambda s, b, h, q, k, function=function: function(s))
 
 
 def test_numbers_that_are_written_in_the_code_are_constants_of_deterministic_calls() -> None:
