@@ -93,7 +93,7 @@ def flex_attention(
     Raises:
         SpecError: a mod uses an operation that cannot be expressed or that is not torch's own, or
             computes something else each time that it is executed, or a number that can only be a
-            constant has its eighth value, or the mod its eighth version; the error names the
+            constant has its eighth value, or the mod its 64th version; the error names the
             operation and the line.
         InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
             NotImplementedError that PyTorch raises; for arguments that it does not have, a

@@ -41,8 +41,11 @@ _MOST_LENGTHS = 16
 """The number of traced mods that are kept of a record where they depend on lengths."""
 
 MOST_CONSTANTS = 7
-"""The number of values of a number that can only be compiled as a constant, and of versions of a
-mod that differ in other constants, in lengths or in how often they repeat a line."""
+"""The number of values of a number that can only be compiled as a constant."""
+
+MOST_VERSIONS = 63
+"""The number of versions of a mod that differ in other constants, in lengths or in how often they
+repeat a line: as many as the layers of a deep model may have, each with its own."""
 
 _lock = threading.RLock()
 
@@ -290,13 +293,13 @@ def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMod
         _versions.popitem(last=False)
     made = () if traced.shapes is None else traced.shapes[len(found.tensors) :]
     version = key, made, traced.spec(64, 64, "float32")
-    if version not in known and len(known) >= MOST_CONSTANTS:
+    if version not in known and len(known) >= MOST_VERSIONS:
         earlier = next(reversed(known))[0].operations
         pairs = zip(key.operations, earlier, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(earlier))
         first = next(mod for mod in mods if mod is not None)
         raise SpecError(
-            f"a mod has its version number {MOST_CONSTANTS + 1}; each is traced anew, and most "
+            f"a mod has its version number {MOST_VERSIONS + 1}; each is traced anew, and most "
             "need kernels of their own",
             where=notes.line(same) if same < len(key.operations) else str(lines_of(first, "")),
             numbers=f"{len(key.operations)} operations, before {len(earlier)}; constants other "

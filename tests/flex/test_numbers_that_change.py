@@ -156,7 +156,8 @@ def with_sum(table, s, b, h, q, k):
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_the_eighth_version_of_a_mod_is_an_error(name: str) -> None:
+def test_the_versions_of_a_mod_are_limited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_mods, "MOST_VERSIONS", 7)
     make = VERSIONS[name]
     for n in range(1, 8):
         call(make(n))
@@ -166,7 +167,10 @@ def test_the_eighth_version_of_a_mod_is_an_error(name: str) -> None:
     call(make(3))  # those that there are go on
 
 
-def test_the_eighth_version_of_a_mod_without_operations_is_an_error_too() -> None:
+def test_the_versions_of_a_mod_without_operations_are_limited_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_mods, "MOST_VERSIONS", 7)
     q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
 
     def returned(n: int) -> Mod:
