@@ -90,7 +90,7 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // LSE of queries, -delta of pairs, twice; a Tile
+constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // base of queries, -delta of pairs, twice; a Tile
 constexpr int S_BYTES = BLOCK_Q * BLOCK_K * ELEMENT_BYTES;
 
 // The elements that one warpgroup computes.
@@ -139,7 +139,8 @@ struct Params {
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
   TensorMap v_map;  // [batch, heads_kv, seq_k, HEAD_DIM_V], read by TMA
   TensorMap do_map;  // [batch, heads_q, seq_q, HEAD_DIM_V], read by TMA
-  const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  const float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
+  const float* lse;  // [batch, heads_q, seq_q], natural log
   Element* dk;  // [batch, heads_kv, seq_k, HEAD_DIM]
   Element* dv;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
   float* dq_sum;  // [batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled
@@ -312,7 +313,7 @@ struct Tile {
   int start;  // the first query; -1: the walk has ended, and there is no tile
   int h;
   int full;  // the mask is true on every element, and is not evaluated
-  int far;   // low half: the first 64 queries have natural LSE, as one is far; high: the others
+  int far;   // a query is far: low half, of the first 64 queries; high half, of the others
 };
 __device__ __forceinline__ void store_tile(unsigned address, int start, int h, int full) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n"
@@ -552,9 +553,7 @@ __device__ __forceinline__ unsigned scores_address(int key, int lane) {
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -568,29 +567,22 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
-// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
-// such a row therefore compute P from the natural LSE.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+// Whether a row is far, by its base.
+__device__ __forceinline__ bool is_far(float base) {
+  return __float_as_uint(base) == 0x80000000u;
 }
 
-// The natural LSE of a row.
-__device__ __forceinline__ float natural_lse(float lse, float delta) {
-  // So the delta kernel marks far rows whose LSE could be in units of log2.
-  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
-  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
-}
-
-// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
-// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
-// last place of a score changes P as much: the forward kernel may fuse other products with sums.
-__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
-  const float x = fmaf(score, unit, -lse);
-  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
-  return exp2_approx(known * LOG2E);
+// A score from which `probability` gives P with the row's base. In a far row it is relative to the
+// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
+// scores to exponents (both by 4, because the approximate quotient is 0 from unit = 2^126 on). Where
+// the difference is no larger than the rounding error of LSE the score is all of LSE, and P is
+// exactly 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward
+// kernel may fuse other products with sums.
+__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
+  if (!is_far(base)) return score;
+  const float x = fmaf(score, unit, -*lse);
+  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -617,13 +609,13 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const TensorMap& v_map = p.v_map;
   const TensorMap& do_map = p.do_map;
 
-  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written LSE and delta.
+  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written base and delta.
   if (threadIdx.x == 0) {
     barrier_init(resident, 1);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(q_full[i], 3);
       barrier_init(do_full[i], 1);
-      barrier_init(q_empty[i], 4 * CONSUMERS);  // every warp read LSE, delta and Tile
+      barrier_init(q_empty[i], 4 * CONSUMERS);  // every warp read base, delta and Tile
       barrier_init(do_empty[i], CONSUMERS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -697,7 +689,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       return;
     }
 
-    // 3d. Two more warps load LSE and delta, whose rows need not be aligned for TMA, a pair of
+    // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
     //     queries per thread, and publish the tile, so that the consumers need not walk.
     const int thread = threadIdx.x - 32;
 #pragma unroll 1
@@ -714,12 +706,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       float2 next = first;
       if (loads && query < p.seq_q) first = rows[0];
       if (loads && query + 1 < p.seq_q) next = rows[1];
-      const bool far =
-          __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
-      if (far) {
-        first.x = natural_lse(first.x, first.y);
-        next.x = natural_lse(next.x, next.y);
-      }
+      const bool far = __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
       if (loads) {
         store_pair(to + 8 * thread, first.x, next.x);
         store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
@@ -785,8 +772,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
     const int first = 2 * (lane % 4);  // first query of this lane in the tile
-    const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
-    const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
+    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
+    const unsigned delta_lane = base_lane + 4 * BLOCK_Q + 4 * first;
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
@@ -811,22 +798,25 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5b. P = exp(S - LSE), while dP is being computed; then dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
-    const auto weigh = [&](auto exp_of) {
+    if (tile.far) {
+      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
-        float lse[2];
-        read_pair(lse, lse_lane + 32 * n);
+        float base[2];
+        read_pair(base, base_lane + 32 * n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = exp_of(s[n][e], lse[e % 2], n);
+        for (int e = 0; e < 4; ++e) {
+          const float* const own = lse + 8 * n + e % 2;
+          s[n][e] = above_base(s[n][e], p.scale, base[e % 2], own);
+        }
       }
-    };
-    if (__builtin_expect(tile.far, 0)) {
-      weigh([&](float score, float lse, int n) {
-        const bool natural = n < 8 ? tile.far & 0xffff : tile.far >> 16;
-        return far_probability(score, p.scale, natural ? lse : lse * LN2);
-      });
-    } else {
-      weigh([&](float score, float lse, int) { return probability(score, exp_scale, lse); });
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+      float base[2];
+      read_pair(base, base_lane + 32 * n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
     wgmma_wait<0>();
     pin(ds);
