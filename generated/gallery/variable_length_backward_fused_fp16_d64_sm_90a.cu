@@ -669,10 +669,10 @@ __device__ __forceinline__ bool is_far(float base) {
 
 // A score from which `probability` gives P with the row's base. In a far row it is relative to the
 // natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (both by 4, because the approximate quotient is 0 from unit = 2^126 on). Where
-// the difference is no larger than the rounding error of LSE the score is all of LSE, and P is
-// exactly 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward
-// kernel may fuse other products with sums.
+// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
+// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
+// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
+// fuse other products with sums.
 __device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
   if (!is_far(base)) return score;
   const float x = fmaf(score, unit, -*lse);
