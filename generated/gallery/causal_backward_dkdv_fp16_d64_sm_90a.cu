@@ -712,14 +712,14 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     wgmma_wait<1>();
     pin(s);
     if (tile.far) {
-      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2];
         read_pair(base, base_lane + 32 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float* const own = lse + 8 * n + e % 2;
+          const float* own = lse + 8 * n + e % 2;
           s[n][e] = above_base(s[n][e], p.scale, base[e % 2], own);
         }
       }

@@ -587,14 +587,15 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta).
     if (far) {
-      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
+      const float* lse =
+          p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
 #pragma unroll
       for (int g = 0; g < ROW_GROUPS; ++g) {
 #pragma unroll
         for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float* const own = lse + 16 * g + 8 * (e / 2);
+            const float* own = lse + 16 * g + 8 * (e / 2);
             s[g][n][e] = above_base(s[g][n][e], p.scale, base[g][e / 2], own);
           }
         }

@@ -623,7 +623,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     wgmma_wait<1>();
     pin(s);
     if (far) {
-      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + row_first;
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + row_first;
 #pragma unroll
       for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll

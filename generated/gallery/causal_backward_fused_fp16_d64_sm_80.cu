@@ -682,7 +682,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const int column = first_query + 2 * (lane % 4);
     const bool far = any_far<QUERIES>(rows + 8 * first_query, lane);
     if (far) {
-      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2], delta[2];

@@ -530,11 +530,11 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
           value[e] = score_mod(p, s[g][n][e] * p.scale, q, k);
         }
         if (far) {
-          const float* const lse =
-              p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + 16 * g + lane / 4;
+          const float* lse =
+              p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            value[e] = above_base(value[e], 1.0f, base[g][e / 2], lse + 8 * (e / 2));
+            value[e] = above_base(value[e], 1.0f, base[g][e / 2], lse + 16 * g + 8 * (e / 2));
           }
         }
 #pragma unroll

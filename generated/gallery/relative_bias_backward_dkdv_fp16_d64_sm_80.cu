@@ -651,7 +651,7 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       }
     }
     if (far) {
-      const float* const lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2], delta[2];
