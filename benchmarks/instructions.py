@@ -43,10 +43,8 @@ MASK = (
 SCORE = "score_mod("
 FAR = (
     "if (far) {",
-    "if (__builtin_expect(tile.far, 0)) {",
     "if (tile.far) {",
-    "if (read_tile(rows_here + ROWS_BYTES - 16).far) {",
-    "if (any_far<BLOCK_Q>(rows, lane)) {",
+    "if (const Tile tile = read_tile(rows_here + ROWS_BYTES - 16); tile.far) {",
 )
 RESCALE = (
     "if (rescale) {",
@@ -115,7 +113,8 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     # Scores are computed in passes, with the mask's part of each.
     of_pass = [turn for turn in loop.inner if any(i.base in TENSOR for i in turn)]
     in_passes: dict[bool, Block] = {
-        masked: passes * tuple(i for turn in of_pass for i in turn if _in(i, masks) == masked)
+        masked: passes
+        * tuple(i for turn in of_pass for i in turn if _in(i, masks) == masked and not _in(i, far))
         for masked in (False, True)
     }
     parts["copy"].append(in_passes[False])

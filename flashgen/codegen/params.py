@@ -72,7 +72,7 @@ SINK_SUMS = Param(
 
 _PER_ROW = "[batch, heads_q, seq_q]"
 _LSE = f"{_PER_ROW}, natural log"
-_ROWS = "[batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE"
+_ROWS = "[batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE"
 _FORWARD_ROWS = (Param("lse", "float*", _LSE),)
 _DELTA_ROWS = (
     Param("lse", "const float*", _LSE),
@@ -101,7 +101,7 @@ _SPLITS = (
     Param("lse_stride_s", "long long", "elements to the next split"),
 )
 _OF_SPLITS = "[splits, {}"
-_BACKWARD_ROWS = (Param("rows", "const float*", _ROWS),)
+_BACKWARD_ROWS = (Param("rows", "const float*", _ROWS), Param("lse", "const float*", _LSE))
 # The first tensors of a kernel, operands and O, and its fields with a value per row.
 _FIRST = {
     "forward": (("q", "k", "v", "o"), _FORWARD_ROWS),

@@ -39,7 +39,7 @@ constexpr int SMEM_K = 0;
 constexpr int SMEM_V = 8192;
 constexpr int SMEM_Q = 16384;  // two buffers: Q is used first and last in a step
 constexpr int SMEM_DO = 45056;
-constexpr int SMEM_ROWS = 59392;  // two buffers: LSE and delta of each query
+constexpr int SMEM_ROWS = 59392;  // two buffers: base and delta of each query
 constexpr int SMEM_BYTES = 61184;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
@@ -65,7 +65,8 @@ struct Params {
   const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
   const Element* v;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
   const Element* dout;  // [batch, heads_q, seq_q, HEAD_DIM_V]
-  const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  const float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
+  const float* lse;  // [batch, heads_q, seq_q], natural log
   Element* dk;  // [batch, heads_kv, seq_k, HEAD_DIM]
   Element* dv;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
   long long q_stride_b;  // elements to the next batch entry
@@ -261,10 +262,10 @@ __device__ __forceinline__ void load_rows(unsigned to, const float* from, int va
   }
 }
 
-// LSE and delta of two neighbouring queries.
-__device__ __forceinline__ void read_rows(float (&lse)[2], float (&delta)[2], unsigned address) {
+// Base and delta of two neighbouring queries.
+__device__ __forceinline__ void read_rows(float (&base)[2], float (&delta)[2], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(lse[0]), "=f"(delta[0]), "=f"(lse[1]), "=f"(delta[1]) : "r"(address)
+               : "=f"(base[0]), "=f"(delta[0]), "=f"(base[1]), "=f"(delta[1]) : "r"(address)
                : "memory");
 }
 
@@ -369,9 +370,7 @@ __device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address,
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -385,40 +384,35 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
-// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
-// such a row therefore compute P from the natural LSE.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+// Whether a row is far, by its base.
+__device__ __forceinline__ bool is_far(float base) {
+  return __float_as_uint(base) == 0x80000000u;
 }
 
-// The natural LSE of a row.
-__device__ __forceinline__ float natural_lse(float lse, float delta) {
-  // So the delta kernel marks far rows whose LSE could be in units of log2.
-  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
-  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
+// A score from which `probability` gives P with the row's base. In a far row it is relative to the
+// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
+// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
+// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
+// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
+// fuse other products with sums.
+__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
+  if (!is_far(base)) return score;
+  const float x = fmaf(score, unit, -*lse);
+  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
-// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
-// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
-// last place of a score changes P as much: the forward kernel may fuse other products with sums.
-__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
-  const float x = fmaf(score, unit, -lse);
-  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
-  return exp2_approx(known * LOG2E);
-}
-
-// Whether one of ROWS queries is far: each lane looks at two of every 64.
+// Whether one of ROWS queries is far. Each lane looks at one of every 32, the last 32 included.
 template <int ROWS>
 __device__ __forceinline__ bool any_far(unsigned rows, int lane) {
+  const unsigned own = rows + 8 * (lane % ROWS);
   bool far = false;
 #pragma unroll
-  for (int first = 0; first < ROWS; first += 64) {
-    float lse[2], delta[2];
-    read_rows(lse, delta, rows + 8 * min(first + 2 * lane, ROWS - 2));
-    far |= is_far(lse[0]) | is_far(lse[1]);
+  for (int first = 0; first < ROWS; first += 32) {
+    float base;
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(base) : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
+    far |= is_far(base);
   }
   return __any_sync(0xffffffffu, far);
 }
@@ -589,6 +583,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // 5. Main loop.
 #pragma unroll 1
   while (next_h < h_end) {
+    const int h = next_h;
     const int q_start = next_tile * BLOCK_Q;
     const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
     const bool full_tile = whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
@@ -610,26 +605,30 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     // 5c. P = exp(S - LSE), and dS = P (dP - delta).
     const unsigned rows = smem_base + SMEM_ROWS + buffer * ROWS_BYTES;
     const int column = first_query + 2 * (lane % 4);
-    const auto weigh = [&](auto exp_of) {
+    const bool far = any_far<QUERIES>(rows + 8 * first_query, lane);
+    if (far) {
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
-        float lse[2], delta[2];
-        read_rows(lse, delta, rows + 8 * (column + 8 * n));
+        float base[2], delta[2];
+        read_rows(base, delta, rows + 8 * (column + 8 * n));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float prob = exp_of(s[0][n][e], lse[e % 2], delta[e % 2]);
-          const float dp = ds[0][n][e];
-          s[0][n][e] = prob;
-          ds[0][n][e] = prob * (dp - delta[e % 2]);
+          float& x = s[0][n][e];
+          x = above_base(x, p.scale, base[e % 2], lse + 8 * n + e % 2);
         }
       }
-    };
-    if (any_far<BLOCK_Q>(rows, lane)) {
-      weigh([&](float score, float lse, float delta) {
-        return far_probability(score, p.scale, natural_lse(lse, delta));
-      });
-    } else {
-      weigh([&](float score, float lse, float) { return probability(score, exp_scale, lse); });
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+      float base[2], delta[2];
+      read_rows(base, delta, rows + 8 * (column + 8 * n));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float prob = probability(s[0][n][e], exp_scale, base[e % 2]);
+        s[0][n][e] = prob;
+        ds[0][n][e] = prob * (ds[0][n][e] - delta[e % 2]);
+      }
     }
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.

@@ -73,7 +73,8 @@ struct Params {
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
   TensorMap v_map;  // [batch, heads_kv, seq_k, HEAD_DIM_V], read by TMA
   TensorMap do_map;  // [batch, heads_q, seq_q, HEAD_DIM_V], read by TMA
-  const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  const float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
+  const float* lse;  // [batch, heads_q, seq_q], natural log
   Element* dq;  // [batch, heads_q, seq_q, HEAD_DIM]
   long long dq_stride_b;  // elements to the next batch entry
   long long dq_stride_h;  // elements to the next head
@@ -312,6 +313,9 @@ __device__ __forceinline__ void pin(float (&x)[N][4]) {
   }
 }
 
+// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
+#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
 __device__ __forceinline__ void multiply_columns(
     float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
@@ -321,14 +325,8 @@ __device__ __forceinline__ void multiply_columns(
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
@@ -347,22 +345,10 @@ __device__ __forceinline__ void multiply_rows(
       "%60, %61, %62, %63"
       "}, %64, %65, add, 1, 1, 0, 0;\n"
       "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
+        COLUMNS_OF(10), COLUMNS_OF(11), COLUMNS_OF(12), COLUMNS_OF(13), COLUMNS_OF(14),
+        COLUMNS_OF(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -391,9 +377,7 @@ __device__ __forceinline__ unsigned pair_from(int end, int n) {
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -407,29 +391,22 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
-// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
-// such a row therefore compute P from the natural LSE.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+// Whether a row is far, by its base.
+__device__ __forceinline__ bool is_far(float base) {
+  return __float_as_uint(base) == 0x80000000u;
 }
 
-// The natural LSE of a row.
-__device__ __forceinline__ float natural_lse(float lse, float delta) {
-  // So the delta kernel marks far rows whose LSE could be in units of log2.
-  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
-  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
-}
-
-// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
-// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
-// last place of a score changes P as much: the forward kernel may fuse other products with sums.
-__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
-  const float x = fmaf(score, unit, -lse);
-  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
-  return exp2_approx(known * LOG2E);
+// A score from which `probability` gives P with the row's base. In a far row it is relative to the
+// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
+// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
+// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
+// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
+// fuse other products with sums.
+__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
+  if (!is_far(base)) return score;
+  const float x = fmaf(score, unit, -*lse);
+  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -525,7 +502,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
   // 4. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
-  //    columns 2*(lane%4) and the next of each group of 8. It keeps LSE and delta of its rows.
+  //    columns 2*(lane%4) and the next of each group of 8. It keeps base and delta of its rows.
   const int thread = threadIdx.x - WARPGROUP;  // index among the consumers
   const int lane = thread % 32;
   const int warpgroup = __shfl_sync(0xffffffffu, thread / WARPGROUP, 0);
@@ -540,20 +517,19 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
   const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
-  float lse[2], natural[2], delta[2];
-  bool far = false;  // whether a row of the warp is far: then all of lse is natural
+  float base[2], delta[2];
+  bool far = false;  // whether a row of the warp is far
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = q_start + warp_row + lane / 4 + 8 * r;
     float2 numbers = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
     if (row < p.seq_q) numbers = rows[row];
-    lse[r] = numbers.x;
-    natural[r] = natural_lse(numbers.x, numbers.y);
-    far |= is_far(numbers.x);
+    base[r] = numbers.x;
+    far |= is_far(base[r]);
     delta[r] = numbers.y;
   }
   far = __any_sync(0xffffffffu, far);
-  for (int r = 0; r < 2; ++r) lse[r] = far ? natural[r] : lse[r];
+  const int row_first = q_start + warp_row + lane / 4;  // this lane's row 0, counted from query 0
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   float dq[HEAD_DIM / 8][4] = {};  // not yet multiplied by the scale
@@ -593,19 +569,20 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     // 5b. P = exp(S - LSE), and dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
-    const auto weigh = [&](auto exp_of) {
+    if (far) {
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + row_first;
 #pragma unroll
       for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = exp_of(s[n][e], lse[e / 2]);
+        for (int e = 0; e < 4; ++e) {
+          s[n][e] = above_base(s[n][e], p.scale, base[e / 2], lse + 8 * (e / 2));
+        }
       }
-    };
-    if (far) {
-      weigh([&](float score, float lse) {
-        return far_probability(score, p.scale, lse);
-      });
-    } else {
-      weigh([&](float score, float lse) { return probability(score, exp_scale, lse); });
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
     }
     wgmma_wait<0>();
     pin(ds);

@@ -43,7 +43,7 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // LSE of queries, -delta of pairs, twice; a Tile
+constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // base of queries, -delta of pairs, twice; a Tile
 constexpr int S_BYTES = BLOCK_Q * BLOCK_K * ELEMENT_BYTES;
 
 // The elements that one warpgroup computes.
@@ -92,7 +92,8 @@ struct Params {
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
   TensorMap v_map;  // [batch, heads_kv, seq_k, HEAD_DIM_V], read by TMA
   TensorMap do_map;  // [batch, heads_q, seq_q, HEAD_DIM_V], read by TMA
-  const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  const float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
+  const float* lse;  // [batch, heads_q, seq_q], natural log
   Element* dk;  // [batch, heads_kv, seq_k, HEAD_DIM]
   Element* dv;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
   float* dq_sum;  // [batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled
@@ -265,7 +266,7 @@ struct Tile {
   int start;  // the first query; -1: the walk has ended, and there is no tile
   int h;
   int full;  // the mask is true on every element, and is not evaluated
-  int far;   // low half: the first 64 queries have natural LSE, as one is far; high: the others
+  int far;   // a query is far: low half, of the first 64 queries; high half, of the others
 };
 __device__ __forceinline__ void store_tile(unsigned address, int start, int h, int full) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n"
@@ -368,6 +369,9 @@ __device__ __forceinline__ void pin(float (&x)[N][4]) {
   }
 }
 
+// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
+#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
 __device__ __forceinline__ void multiply_columns(
     float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
@@ -377,14 +381,8 @@ __device__ __forceinline__ void multiply_columns(
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
@@ -401,14 +399,8 @@ __device__ __forceinline__ void multiply_queries(
       "%30, %31"
       "}, %32, %33, add, 1, 1, 1, 0;\n"
       "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -427,22 +419,10 @@ __device__ __forceinline__ void multiply_rows(
       "%60, %61, %62, %63"
       "}, %64, %65, add, 1, 1, 0, 0;\n"
       "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
+        COLUMNS_OF(10), COLUMNS_OF(11), COLUMNS_OF(12), COLUMNS_OF(13), COLUMNS_OF(14),
+        COLUMNS_OF(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -505,9 +485,7 @@ __device__ __forceinline__ unsigned scores_address(int key, int lane) {
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -521,29 +499,22 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
-// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
-// such a row therefore compute P from the natural LSE.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+// Whether a row is far, by its base.
+__device__ __forceinline__ bool is_far(float base) {
+  return __float_as_uint(base) == 0x80000000u;
 }
 
-// The natural LSE of a row.
-__device__ __forceinline__ float natural_lse(float lse, float delta) {
-  // So the delta kernel marks far rows whose LSE could be in units of log2.
-  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
-  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
-}
-
-// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
-// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
-// last place of a score changes P as much: the forward kernel may fuse other products with sums.
-__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
-  const float x = fmaf(score, unit, -lse);
-  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
-  return exp2_approx(known * LOG2E);
+// A score from which `probability` gives P with the row's base. In a far row it is relative to the
+// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
+// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
+// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
+// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
+// fuse other products with sums.
+__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
+  if (!is_far(base)) return score;
+  const float x = fmaf(score, unit, -*lse);
+  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -570,13 +541,13 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const TensorMap& v_map = p.v_map;
   const TensorMap& do_map = p.do_map;
 
-  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written LSE and delta.
+  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written base and delta.
   if (threadIdx.x == 0) {
     barrier_init(resident, 1);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(q_full[i], 3);
       barrier_init(do_full[i], 1);
-      barrier_init(q_empty[i], 4 * CONSUMERS);  // every warp read LSE, delta and Tile
+      barrier_init(q_empty[i], 4 * CONSUMERS);  // every warp read base, delta and Tile
       barrier_init(do_empty[i], CONSUMERS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -650,7 +621,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       return;
     }
 
-    // 3d. Two more warps load LSE and delta, whose rows need not be aligned for TMA, a pair of
+    // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
     //     queries per thread, and publish the tile, so that the consumers need not walk.
     const int thread = threadIdx.x - 32;
 #pragma unroll 1
@@ -667,12 +638,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       float2 next = first;
       if (loads && query < p.seq_q) first = rows[0];
       if (loads && query + 1 < p.seq_q) next = rows[1];
-      const bool far =
-          __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
-      if (far) {
-        first.x = natural_lse(first.x, first.y);
-        next.x = natural_lse(next.x, next.y);
-      }
+      const bool far = __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
       if (loads) {
         store_pair(to + 8 * thread, first.x, next.x);
         store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
@@ -738,8 +704,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
     const int first = 2 * (lane % 4);  // first query of this lane in the tile
-    const unsigned lse_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
-    const unsigned delta_lane = lse_lane + 4 * BLOCK_Q + 4 * first;
+    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
+    const unsigned delta_lane = base_lane + 4 * BLOCK_Q + 4 * first;
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
@@ -764,22 +730,25 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5b. P = exp(S - LSE), while dP is being computed; then dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
-    const auto weigh = [&](auto exp_of) {
+    if (tile.far) {
+      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
 #pragma unroll
       for (int n = 0; n < QUERIES / 8; ++n) {
-        float lse[2];
-        read_pair(lse, lse_lane + 32 * n);
+        float base[2];
+        read_pair(base, base_lane + 32 * n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = exp_of(s[n][e], lse[e % 2], n);
+        for (int e = 0; e < 4; ++e) {
+          const float* own = lse + 8 * n + e % 2;
+          s[n][e] = above_base(s[n][e], p.scale, base[e % 2], own);
+        }
       }
-    };
-    if (__builtin_expect(tile.far, 0)) {
-      weigh([&](float score, float lse, int n) {
-        const bool natural = n < 8 ? tile.far & 0xffff : tile.far >> 16;
-        return far_probability(score, p.scale, natural ? lse : lse * LN2);
-      });
-    } else {
-      weigh([&](float score, float lse, int) { return probability(score, exp_scale, lse); });
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+      float base[2];
+      read_pair(base, base_lane + 32 * n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
     wgmma_wait<0>();
     pin(ds);

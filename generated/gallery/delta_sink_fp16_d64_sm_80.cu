@@ -35,7 +35,7 @@ struct Params {
   const Element* dout;  // [batch, heads_q, seq_q, HEAD_DIM_V]
   const float* lse;  // [batch, heads_q, seq_q], natural log
   const float* dlse;  // [batch, heads_q, seq_q]; null: zeros
-  float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
   float* dq_sum;  // the sums of dQ, filled with zeros
   long long sum_vectors;  // 16-byte vectors of these sums; 0: there are no sums
   int block_vectors;  // 16-byte vectors of these sums per block
@@ -71,23 +71,16 @@ __device__ __forceinline__ float read_sink(const Params& p, int i) {
 // ---- helpers -----------------------------------------------------------------------------------
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
+constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
-// Whether a row's LSE is far. A row without keys or with an infinite score is not.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse * LOG2E) > NEAR && fabsf(lse) < __int_as_float(0x7f800000);
-}
-
-// LSE and delta as the other kernels read them.
-__device__ __forceinline__ float2 known_row(float lse, float delta) {
-  // LSE is in units of log2 or, in a far row, natural, as its size shows: the first are at most
-  // NEAR, the second more than NEAR * LN2. Between these the last bit of delta is 1 in far rows.
-  const bool far = is_far(lse);
-  const float known = far ? lse : lse * LOG2E;
-  const unsigned bits = __float_as_uint(delta);
-  if (!(fabsf(known) > NEAR * LN2 && fabsf(known) <= NEAR)) return {known, delta};
-  return {known, __uint_as_float(far ? bits | 1u : bits & ~1u)};
+// What is subtracted from the exponents of a row: its LSE, in units of log2 where exponentials are
+// computed so. In these units the LSE of a far row would be rounded a second time, and so would its
+// scores, which makes P wrong by a factor that grows with LSE. The base of a far row is -0, which
+// no other row has. A row without keys or with an infinite score is not far.
+__device__ __forceinline__ float base_of(float lse) {
+  const bool far = fabsf(lse * LOG2E) > NEAR && fabsf(lse) < __int_as_float(0x7f800000);
+  return far ? -0.0f : fmaf(lse, EXP_UNIT, 0.0f);
 }
 
 typedef uint4 Vector;  // 4 pairs of elements
@@ -171,8 +164,8 @@ delta_sink_fp16_d64(const __grid_constant__ Params p) {
       const float lse = p.lse[head + row];
       const float dlse = p.dlse ? p.dlse[head + row] : 0.0f;
       const bool empty = lse == __int_as_float(0xff800000);
-      ((float2*)p.rows)[head + row] = known_row(empty ? __int_as_float(0x7f800000) : lse,
-                                                empty ? 0.0f : float(sum - dlse));
+      const float base = base_of(empty ? __int_as_float(0x7f800000) : lse);
+      ((float2*)p.rows)[head + row] = {base, empty ? 0.0f : float(sum - dlse)};
       // The sink is like a key whose V is 0: its dP is 0, and dS = -P * delta. Rows without keys
       // contribute where LSE is the sink's logit. Rows with LSE -inf do not: their sink is -inf, or
       // they belong to no sequence.

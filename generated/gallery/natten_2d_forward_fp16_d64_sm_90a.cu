@@ -47,11 +47,11 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 
 // Byte offsets into dynamic shared memory.
-constexpr int SMEM_Q = 0;
-constexpr int SMEM_K = 24576;
-constexpr int SMEM_V = 49152;
-constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;
-constexpr int SMEM_NEXT_TILE = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);
+constexpr int SMEM_Q = 0;  // Q, 64 rows for each consumer warpgroup
+constexpr int SMEM_K = 24576;  // STAGES tiles of K
+constexpr int SMEM_V = 49152;  // STAGES tiles of V
+constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;  // mbarriers of 8 bytes
+constexpr int SMEM_NEXT_TILE = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);  // its number
 constexpr int SMEM_BYTES = 73840;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
@@ -90,6 +90,7 @@ struct Params {
   long long d_width;  // multiplier and shift of a division by width
   int s_radius;  // the spec's radius
   int s_height;  // the spec's height
+  int head_bits;  // 2^head_bits heads alternate, tile by tile
   int tiles_per_group;  // work tiles of a head group
   int head_groups;  // heads, or sets of heads, per batch entry
   int work_tiles;  // all work tiles of the launch
@@ -405,6 +406,22 @@ __device__ __forceinline__ int received_work_tile(const Params& p, const int* ne
   return work_tile;
 }
 
+struct WorkTile {
+  int tile;   // of the queries
+  int h;      // the head
+  int entry;  // the batch entry
+};
+
+// The work tile of a number: tiles of queries count first, then heads, then batch entries.
+__device__ __forceinline__ WorkTile work_tile_of(const Params& p, int work_tile) {
+  const int number = uniform(work_tile % p.tiles_per_group);
+  const int bits = p.head_bits;
+  const int batch_head = uniform(work_tile / p.tiles_per_group);
+  const int entry = uniform(batch_head / p.head_groups);
+  const int head = uniform(batch_head % p.head_groups);
+  return {number, head, entry};
+}
+
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the tensor become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
@@ -476,6 +493,9 @@ __device__ __forceinline__ void store_words(Element* to, const unsigned (&x)[4])
                :: "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
+// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
+#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
 __device__ __forceinline__ void multiply_columns(
     float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
@@ -485,14 +505,8 @@ __device__ __forceinline__ void multiply_columns(
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
@@ -510,18 +524,9 @@ __device__ __forceinline__ void multiply_rows(
       "%45, %46, %47"
       "}, %48, %49, add, 1, 1, 0, 0;\n"
       "}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
-        "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-        "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]),
-        "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-        "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-        "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]),
-        "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
+        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
+        COLUMNS_OF(10), COLUMNS_OF(11)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -695,8 +700,18 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   const unsigned next_tile_full = v_empty[STAGES], next_tile_empty = v_empty[STAGES + 1];
   int* const next_tile = (int*)(smem + SMEM_NEXT_TILE);
 
+  // Who waits for whom. A buffer is full when its bytes have arrived, and empty when every consumer
+  // warpgroup has read it. Each arrow is an mbarrier. Q is empty when the last K before it is.
+  //
+  //   producer    copy Q     copy K            copy V            number of the next work tile
+  //                 |         | ^               | ^                       | ^
+  //              q_full  k_full k_empty    v_full v_empty    next_tile_full next_tile_empty
+  //                 v         v |               v |                       v |
+  //   consumers    S = Q K^T, softmax       O += P V                  every warp
+  //
+  // Consumer i also waits for consumer i - 1 before its products, at BARRIER_PING_PONG + i.
+
   // 1. Initialise the barriers before any warp uses them.
-  //    A buffer is full when its bytes have arrived, and empty when each warpgroup has read it.
   if (threadIdx.x == 0) {
     for (int i = 0; i < CONSUMERS; ++i) barrier_init(q_full[i], 1);
     for (int i = 0; i < STAGES; ++i) {
@@ -724,12 +739,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
          work_tile = next_work_tile(p, next_tile, next_tile_full,
                                     next_tile_empty, tile_parity)) {
-      // 2a. The query tile, head and batch entry. Query tiles count first, then heads.
-      const int number = uniform(work_tile % p.tiles_per_group);
-      const int batch_head = uniform(work_tile / p.tiles_per_group);
-      const int b = uniform(batch_head / p.head_groups);
-      const int h = uniform(batch_head % p.head_groups);
-      const int q_start = number * BLOCK_Q;
+      // 2a. The query tile, head and batch entry of this work tile.
+      const WorkTile own = work_tile_of(p, work_tile);
+      const int h = own.h;
+      const int b = own.entry;
+      const int q_start = own.tile * BLOCK_Q;
       const int h_kv = h / (p.heads_q / p.heads_kv);
       const TensorMap& q_map = p.q_map;
       const TensorMap& k_map = p.k_map;
@@ -805,12 +819,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
        work_tile = received_work_tile(p, next_tile, next_tile_full,
                                       next_tile_empty, parities)) {
-    // 4a. The query tile, head and batch entry. Query tiles count first, then heads.
-    const int number = uniform(work_tile % p.tiles_per_group);
-    const int batch_head = uniform(work_tile / p.tiles_per_group);
-    const int b = uniform(batch_head / p.head_groups);
-    const int h = uniform(batch_head % p.head_groups);
-    const int q_start = number * BLOCK_Q;
+    // 4a. The query tile, head and batch entry of this work tile.
+    const WorkTile own = work_tile_of(p, work_tile);
+    const int h = own.h;
+    const int b = own.entry;
+    const int q_start = own.tile * BLOCK_Q;
 
     // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     const int q_lo = p.q_offset + q_start;

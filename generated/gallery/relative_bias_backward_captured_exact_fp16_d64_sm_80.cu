@@ -60,7 +60,8 @@ struct Params {
   const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
   const Element* v;  // [batch, heads_kv, seq_k, HEAD_DIM_V]
   const Element* dout;  // [batch, heads_q, seq_q, HEAD_DIM_V]
-  const float* rows;  // [batch, heads_q, seq_q, 2]: LSE, and delta = rowsum(dO * O) - dLSE
+  const float* rows;  // [batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE
+  const float* lse;  // [batch, heads_q, seq_q], natural log
   long long q_stride_b;  // elements to the next batch entry
   long long q_stride_h;  // elements to the next head
   long long q_stride_n;  // elements to the next row
@@ -320,9 +321,7 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 
 // One instruction, with an error below 2^-22 of the result.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -336,29 +335,22 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// Whether a row may be far. In units of log2 LSE would be rounded a second time, and so would a
-// score times the scale, which makes P wrong by a factor that grows with LSE. The tiles that have
-// such a row therefore compute P from the natural LSE.
-__device__ __forceinline__ bool is_far(float lse) {
-  return fabsf(lse) > NEAR * LN2 && fabsf(lse) < __int_as_float(0x7f800000);
+// Whether a row is far, by its base.
+__device__ __forceinline__ bool is_far(float base) {
+  return __float_as_uint(base) == 0x80000000u;
 }
 
-// The natural LSE of a row.
-__device__ __forceinline__ float natural_lse(float lse, float delta) {
-  // So the delta kernel marks far rows whose LSE could be in units of log2.
-  const bool marked = is_far(lse) && __float_as_uint(delta) & 1u;
-  return marked || fabsf(lse) > NEAR ? lse : lse * LN2;
-}
-
-// P in a tile with a far row: exp(score * unit - lse), where `unit` is the factor from scores to
-// exponents and LSE is natural. The difference is rounded once. Where it is no larger than the
-// rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on, one unit in the
-// last place of a score changes P as much: the forward kernel may fuse other products with sums.
-__device__ __forceinline__ float far_probability(float score, float unit, float lse) {
-  const float x = fmaf(score, unit, -lse);
-  const float error = fabsf(lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  const float known = fabsf(x) < fabsf(lse) * error ? 0.0f : x;
-  return exp2_approx(known * LOG2E);
+// A score from which `probability` gives P with the row's base. In a far row it is relative to the
+// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
+// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
+// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
+// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
+// fuse other products with sums.
+__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
+  if (!is_far(base)) return score;
+  const float x = fmaf(score, unit, -*lse);
+  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
@@ -470,10 +462,10 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
   const int q_first = p.q_offset + q_start + warp_row + lane / 4;  // position of this lane's row 0
   const int q_end = p.q_offset + p.seq_q;
 
-  // LSE and -delta of this lane's rows. Past the end LSE is +inf, as in a row without keys: P is 0.
-  float lse[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
-  float natural[ROW_GROUPS][2];
-  bool far = false;  // whether a row of the warp is far: then all of lse is natural
+  // Base and -delta of this lane's rows. Past the end the base is +inf, as in a row without keys:
+  // P is 0.
+  float base[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
+  bool far = false;  // whether a row of the warp is far
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {
@@ -481,18 +473,12 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
     for (int r = 0; r < 2; ++r) {
       const int row = q_start + warp_row + 16 * g + 8 * r + lane / 4;
       const float2 known = row < p.seq_q ? rows[row] : float2{__int_as_float(0x7f800000), 0.0f};
-      lse[g][r] = known.x;
+      base[g][r] = known.x;
       far |= is_far(known.x);
       minus_delta[g][r] = -known.y;
-      natural[g][r] = natural_lse(known.x, known.y);
     }
   }
   far = __any_sync(0xffffffffu, far);
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) lse[g][r] = far ? natural[g][r] : lse[g][r];
-  }
 
   ExactSum exact0(p.root_table);  // of table
 
@@ -537,28 +523,30 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
 
     // 5c. P = exp(S' - LSE), and dS' = P (dP - delta). S' is the result of the score function.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-    const auto weigh = [&](auto exp_of) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
+      for (int g = 0; g < ROW_GROUPS; ++g) {
+        float value[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int q = q_first + 16 * g + 8 * (e / 2);
+          const int k = k_first + 8 * n + e % 2;
+          value[e] = score_mod(p, s[g][n][e] * p.scale, q, k);
+        }
+        if (far) {
+          const float* lse =
+              p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int q = q_first + 16 * g + 8 * (e / 2);
-            const int k = k_first + 8 * n + e % 2;
-            const float value = score_mod(p, s[g][n][e] * p.scale, q, k);
-            const float prob = exp_of(value, lse[g][e / 2]);
-            ds[g][n][e] *= prob;
+            value[e] = above_base(value[e], 1.0f, base[g][e / 2], lse + 16 * g + 8 * (e / 2));
           }
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          ds[g][n][e] *= probability(value[e], EXP_UNIT, base[g][e / 2]);
+        }
       }
-    };
-    if (far) {
-      weigh([&](float score, float lse) {
-        return far_probability(score, 1.0f, lse);
-      });
-    } else {
-      weigh([&](float score, float lse) { return probability(score, EXP_UNIT, lse); });
     }
 
     // 5d. The mask, on mixed tiles only.

@@ -12,7 +12,7 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.ops import run_backward, run_forward
-from tests.support.judged import normal
+from tests.support.judged import dropping, normal
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor
@@ -60,7 +60,7 @@ def check(
     run = run_forward(spec, q, k, v, **options)
     options["deterministic"] = deterministic
     back = run_backward(spec, q, k, v, run.out, run.lse, dout, **options)
-    known = {name: call[name] for name in ("scale", "tensors") if name in call}
+    known = {name: call[name] for name in ("scale", "tensors", "dropout_p", "rng") if name in call}
     exact, lse = reference.attention(spec, q, k, v, **known)
     same, _ = reference.same_dtype(spec, q, k, v, **known)
     verdict = reference.compare(run.out, exact, same)
@@ -69,7 +69,7 @@ def check(
     products = q.double().abs() @ k.double().abs().transpose(-1, -2)
     largest = call.get("scale", q.shape[-1] ** -0.5) * products.amax(-1)
     assert ((run.lse.double() - lse).abs() <= 1e-6 * (1 + largest)).all()
-    found = (back.dq, back.dk, back.dv)
+    found = (back.dq, back.dk, back.dv, *back.captured)
     for name, each in reference.judge_gradients(found, spec, q, k, v, dout, **known).items():
         assert each, (name, each)
 
@@ -118,6 +118,74 @@ def test_scores_of_any_magnitude_meet_the_error_rule(
     given = operands(magnitude, dtype, dim)
     given[3][near_ties(*given[:2], name)] = 0
     check(spec, given, backend, arch, deterministic=name == "causal")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "magnitude", "dim", "backend", "arch"),
+    [
+        ("float16", 6e4, 16, "tiled", "sm_80"),
+        ("bfloat16", 1e9, 16, "emulator", "sm_90a"),
+        slow("bfloat16", 6e4, 64, "emulator", "sm_80"),
+        slow("float16", 6e4, 128, "emulator", "sm_80"),
+        slow("float16", 5e7, 128, "tiled", "sm_80"),
+        slow("bfloat16", 1e9, 128, "emulator", "sm_90a"),
+        slow("bfloat16", 1e9, 256, "emulator", "sm_80"),
+    ],
+)
+def test_the_gradient_of_a_score_with_all_the_weight_is_no_larger_than_its_bound(
+    dtype: str, magnitude: float, dim: int, backend: str, arch: str
+) -> None:
+    """Query i has only key i's weight: dP - delta is a rounding error (docs/trust.md)."""
+    spec = fg.AttentionSpec(head_dim=dim, dtype=dtype)
+    factor = math.sqrt(magnitude * math.sqrt(dim))
+    work = getattr(torch, dtype)
+    q = k = (factor * torch.eye(dim)).to(work)[None, None]
+    v, dout = (normal((1, 1, dim, dim), work, seed) for seed in range(2))
+    how = {"backend": backend, "arch": arch}
+    run = run_forward(spec, q, k, v, **how)
+    assert torch.equal(run.out, v)
+    back = run_backward(spec, q, k, v, run.out, run.lse, dout, **how)
+    sums = (dout.double().abs() * v.double().abs()).sum(-1)
+    bound = 2.0**-21 * sums * factor / math.sqrt(dim)
+    for gradient in (back.dq, back.dk):
+        assert (gradient.double().abs().amax(-1) <= bound).all()
+
+
+# ---- forms of kernels ---------------------------------------------------------------------------
+
+BIAS = fg.Tensor("bias", ("columns",), "float32", grad=True)
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sloped": {"score_mod": lambda s, b, h, q, k: s * 1.5 + 0.01 * (k - q)},
+    "learned": {"score_mod": lambda s, b, h, q, k: s + BIAS[k]},
+}
+
+
+CASES_OF_FORMS = [
+    (form, dim, arch, deterministic, dropout_p)
+    for form in FORMS
+    for arch in ("sm_80", "sm_90a")
+    for dim in (16, 64, 128, 192, 256)
+    for deterministic in (False, True)
+    for dropout_p in (0.0, 0.3)
+]
+FAST_FORM = ("learned", 16, "sm_90a", False, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("form", "dim", "arch", "deterministic", "dropout_p"),
+    [case if case == FAST_FORM else slow(*case) for case in CASES_OF_FORMS],
+)
+def test_every_form_of_the_backward_kernels_takes_far_rows(
+    form: str, dim: int, arch: str, deterministic: bool, dropout_p: float
+) -> None:
+    """Rows of scores of 5e4 beside rows of small ones."""
+    spec = fg.AttentionSpec(**FORMS[form], head_dim=dim, dtype="bfloat16", dropout=dropout_p > 0)
+    given = operands(5e4, "bfloat16", dim)
+    given[0][:, :, ::3] /= 1e4
+    tensors = {"tensors": {"bias": normal((70,), torch.float32, 5)}} if form == "learned" else {}
+    how = {"deterministic": deterministic, **dropping(dropout_p), **tensors}
+    check(spec, given, "emulator", arch, **how)
 
 
 # ---- removed scores -----------------------------------------------------------------------------
