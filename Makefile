@@ -15,7 +15,7 @@ export MKL_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow share versions lint docs bench gpu clean
+.PHONY: help demo test slow share versions lint lines docs bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation site, in build/site"
 	@echo "make bench  the benchmarks"
+	@echo "make lines  lines of code by folder"
 	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
 	@echo "make clean  remove .venv and caches of tools"
 
@@ -89,13 +90,17 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# With any Python: nothing is imported but its own library.
+lines:
+	@$(PYTHON) benchmarks/lines.py
+
 # A warning, such as a broken link, fails the build.
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# gpu.py and compile_all.py have targets of their own, and the flex scripts need Triton; the other
+# gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
 # two are not scripts that measure.
-OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py flex_inductor.py flex_kernels.py report.py __init__.py)
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py flex_inductor.py flex_kernels.py report.py __init__.py)
 
 bench: $(VENV)/dev.stamp
 	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
