@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.suite import model_errors, records, speed_table
+from benchmarks.suite import model_errors, records, speed_table, status
 from benchmarks.suite.records import MEASURES, SPEED, SchemaError, Stamp, Writer, append, read
 from tests.support.paths import ROOT
 
@@ -100,6 +100,22 @@ def test_the_records_of_the_repository_are_of_the_schema_and_of_gpus() -> None:
 
 def test_the_speed_table_says_what_the_records_say() -> None:
     assert report.main(["--speed-table", "--check"]) == 0
+
+
+def test_three_pages_say_which_gpus_ran_the_kernels_and_what_that_proves() -> None:
+    assert report.main(["--status", "--check"]) == 0
+
+
+def test_the_status_follows_from_the_records_and_from_the_present_templates(tmp_path: Path) -> None:
+    assert status.block(tmp_path) == "No GPU has run the kernels."
+    writer = Writer(tmp_path, STAMP, "doctor")
+    writer.measure("sm_90a", "path passed", 1, "", "templates=0123")
+    writer.measure("tests/gpu", "passed", 9, "tests")
+    now, later = (" ".join(status.block(tmp_path, t).split()) for t in ("0123", "4567"))
+    assert "on one NVIDIA Test (" in now
+    assert "the records prove sm_90a on NVIDIA Test." in now
+    assert "the records prove no present code path" in later
+    assert "sm_90a" not in later
 
 
 def test_without_a_record_the_speed_table_says_that_nothing_was_measured(tmp_path: Path) -> None:
