@@ -118,6 +118,23 @@ def test_the_status_follows_from_the_records_and_from_the_present_templates(tmp_
     assert "sm_90a" not in later
 
 
+def test_the_readme_compares_with_cudnn_as_the_records_do() -> None:
+    def range_of(which: str) -> str:
+        ratios = [
+            float(row["ratio"])
+            for row in read(records.RESULTS / "speed.csv")
+            if (row["pass"], row["head_dim"], row["seq_q"]) == (which, "128", "8192")
+            and (row["contender"], row["spec"])
+            in (("flashgen sm_90a", s) for s in ("causal", "full"))
+            and row["peer"] == "sdpa cudnn"
+        ]
+        return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    claim = f"{range_of('forward')} cuDNN forward, {range_of('backward')} backward"
+    assert claim in text
+
+
 def test_without_a_record_the_speed_table_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert speed_table.block(tmp_path) == "No speed has been measured on a GPU yet."
 
