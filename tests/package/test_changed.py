@@ -1,4 +1,4 @@
-"""`make quick` runs the tests of the changed files."""
+"""Which tests run: those of the changed files in `make quick`, and the cases of a product."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.changed import TESTED_IN, folders
 from tests.support.paths import ROOT
+from tests.support.tiers import take_turns
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_every_folder_of_tests_that_is_named_exists_and_none_is_run_twice() -> N
         assert all((ROOT / "tests" / folder).is_dir() for folder in named)
     both = folders(["templates/sm90/forward.cu.j2", "templates/common/softmax.cuh.j2"])
     assert both == ["tests/codegen", "tests/kernels"]
+
+
+def test_the_last_factor_takes_turns_and_meets_every_value_of_the_others() -> None:
+    cases = take_turns("abc", range(4), (False, True))
+    assert len(cases) == 12
+    for place, values in ((0, "abc"), (1, range(4))):
+        for value in values:
+            assert {case[2] for case in cases if case[place] == value} == {False, True}

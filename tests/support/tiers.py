@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,25 @@ def one_in(number: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
         pytest.param(*each, marks=[] if place % number == first else pytest.mark.slow)
         for place, each in enumerate(values)
     ]
+
+
+def take_turns(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The product of all axes but the last, each combination with one value of the last.
+
+    The values of the last axis take turns, so that each occurs with each value of every other axis.
+    It is for factors that do not act on each other, such as the spec and the alignment of tensors.
+    """
+    *first, last = (list(axis) for axis in axes)
+    made = itertools.product(*(enumerate(axis) for axis in first))
+    return [
+        (*(value for _, value in each), last[sum(place for place, _ in each) % len(last)])
+        for each in made
+    ]
+
+
+def case_id(value: object) -> str | None:
+    """The name of a spec's file; pytest's own id of any other value."""
+    return value.stem if isinstance(value, Path) else None
 
 
 SHARES = 12
