@@ -98,8 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves the tests of one share, and puts the longest first, so that no worker ends late."""
     commit = config.getoption("--share-of-commit")
     if commit is not None:
-        kept = share_of_commit([item.nodeid for item in items], commit)
         by_id = {item.nodeid: item for item in items}
+        always = {name for name, item in by_id.items() if item.get_closest_marker("every_share")}
+        kept = share_of_commit(by_id, commit, always)
         config.hook.pytest_deselected(items=[by_id[i] for i in by_id.keys() - set(kept)])
         items[:] = [by_id[nodeid] for nodeid in kept]
         return

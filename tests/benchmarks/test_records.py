@@ -11,6 +11,7 @@ from benchmarks import report
 from benchmarks.suite import model_errors, records, speed_table, status
 from benchmarks.suite.records import MEASURES, SPEED, SchemaError, Stamp, Writer, append, read
 from tests.support.paths import ROOT
+from tests.support.tiers import every_share
 
 STAMP = Stamp("20260101T000000Z", "abc123", "gpu", "NVIDIA Test", "580.1", "torch 9")
 
@@ -188,6 +189,7 @@ def test_a_page_without_both_markers_is_refused(text: str) -> None:
         speed_table.updated(text, "x")
 
 
+@every_share
 @pytest.mark.slow
 def test_the_documentation_has_the_errors_of_the_model_on_the_records() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")

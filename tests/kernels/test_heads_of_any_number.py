@@ -27,7 +27,7 @@ from tests.support.paged_specs import SERVED, VALUES
 from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
-from tests.support.tiers import case_id, slow, take_turns
+from tests.support.tiers import case_id, every_share, slow, take_turns
 
 CAUSAL = fg.load(spec_path("causal"))
 FULL = fg.load(spec_path("full"))
@@ -294,6 +294,7 @@ def test_k_and_v_are_read_once_for_a_group_as_the_plan_predicts(
     assert moved["k"] == moved["v"] == tiles * 2 * 100 * 64 * 2
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [7, 12, 16])
@@ -321,6 +322,7 @@ def test_decoding_reads_each_key_once_for_a_group(group: int, arch: str) -> None
 # ---- the choice and the kernels -----------------------------------------------------------------
 
 
+@every_share
 @pytest.mark.slow
 def test_the_operator_chooses_the_group() -> None:
     op = fg.attention(CAUSAL)

@@ -27,7 +27,7 @@ from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import random_layout
-from tests.support.tiers import case_id, slow, take_turns
+from tests.support.tiers import case_id, every_share, slow, take_turns
 
 ARCH = "sm_90a"
 ARCHS = ("sm_80", ARCH)
@@ -220,6 +220,7 @@ def test_shared_tiles_give_those_results_at_padded_head_dims(
     of_file("causal", case, heads if arch == ARCH else None, q_offset=100, arch=arch)
 
 
+@every_share
 @pytest.mark.slow
 def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     runs = [run_forward(CAUSAL, *Case(n, 40, 1, 4, 1).tensors(), **HOW) for n in (1, 9, 130)]
@@ -230,6 +231,7 @@ def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     assert "5 tiles of 128 rows instead of 4 of 192" in runs[2].report.heads_reason
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "arch"), [(64, ARCH), (128, ARCH), (64, "sm_80"), (256, "sm_80")]
@@ -248,6 +250,7 @@ def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int, 
 # ---- where heads do not share a tile, and why ---------------------------------------------------
 
 
+@every_share
 @pytest.mark.slow
 def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason() -> None:
     path, case = spec_path("per_head_window"), Case(5, 90, 1, 4, 1)
@@ -257,6 +260,7 @@ def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason
     assert run.report.heads_reason == "of 4 that share K and V: the mask depends on the head"
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 4])
 def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> None:
@@ -272,6 +276,7 @@ def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> No
     assert "the block layout depends on the head" in run.report.heads_reason
 
 
+@every_share
 @pytest.mark.slow
 def test_a_layout_by_head_that_is_a_function_is_not_shared() -> None:
     sparse = fg.BlockSparse(lambda b, h, i, j: (i + j + h) % 2 == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ def one_in(number: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
         pytest.param(*each, marks=[] if place % number == first else pytest.mark.slow)
         for place, each in enumerate(values)
     ]
+
+
+every_share = pytest.mark.every_share
+"""A test of the slow tier whose expectation is a choice of the planner: a part of every share, so
+that the commit that changes the choice meets it."""
 
 
 def take_turns(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -47,8 +52,11 @@ def case_id(value: object) -> str | None:
 SHARES = 12
 
 
-def share_of_commit(nodeids: Iterable[str], commit: int) -> list[str]:
+def share_of_commit(nodeids: Iterable[str], commit: int, always: Container[str] = ()) -> list[str]:
     """The tests that `.ci/run` runs for the commit of this number, in their order.
+
+    Args:
+        always: those of every share, `every_share`.
 
     A hash of its name determines the share of a test. The order in a share changes with every round
     of `SHARES` commits, so that tests for which the time of one round was too short come earlier in
@@ -58,5 +66,9 @@ def share_of_commit(nodeids: Iterable[str], commit: int) -> list[str]:
     def number(text: str) -> int:
         return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
-    kept = [nodeid for nodeid in nodeids if number(nodeid) % SHARES == commit % SHARES]
+    kept = [
+        nodeid
+        for nodeid in nodeids
+        if nodeid in always or number(nodeid) % SHARES == commit % SHARES
+    ]
     return sorted(kept, key=lambda nodeid: number(f"{commit // SHARES} {nodeid}"))
