@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
+from benchmarks.suite import status
 from benchmarks.suite.records import RESULTS, read
 from tests.support.paths import ROOT
 
@@ -73,6 +74,21 @@ def test_no_page_says_that_nothing_ran_while_there_are_records() -> None:
     for page in [*PAGES, ROOT / "benchmarks/NOTES.md"]:
         found = NOTHING_RAN.search(" ".join(page.read_text(encoding="utf-8").split()))
         assert found is None, f"{page.name}: {found}"
+
+
+def claims_of_proof(text: str) -> list[str]:
+    """The sentences outside of the written status that call a code path of a GPU proven."""
+    outside = re.sub(rf"{re.escape(status.BEGIN)}.*?{re.escape(status.END)}", "", text, flags=re.S)
+    sentences = re.split(r"(?<=[.:;])\s+|\n\n|\|", outside)
+    gpu = r"\b(A100|H100|H200|B200|RTX|Ampere|Ada|Hopper|Blackwell)\b"
+    return [s for s in sentences if re.search(r"\bprove[nsd]?\b", s) and re.search(gpu, s)]
+
+
+def test_only_the_written_status_says_which_gpus_are_proven() -> None:
+    assert claims_of_proof("Both paths are proven on an H100.") != []
+    assert claims_of_proof(f"{status.BEGIN}\nproven on an H100.\n{status.END}\n") == []
+    for page in [*PAGES, ROOT / "benchmarks/NOTES.md", ROOT / "CHANGELOG.md"]:
+        assert claims_of_proof(page.read_text(encoding="utf-8")) == [], page.name
 
 
 def test_the_api_page_names_everything_public() -> None:
