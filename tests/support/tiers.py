@@ -49,7 +49,7 @@ def case_id(value: object) -> str | None:
     return value.stem if isinstance(value, Path) else None
 
 
-SHARES = 12
+SHARES = 6
 
 
 def share_of_commit(nodeids: Iterable[str], commit: int, always: Container[str] = ()) -> list[str]:
