@@ -70,7 +70,7 @@ slow: $(VENV)/dev.stamp
 
 # A sixth of the slow tier for each commit, so that six commits in a row run all of it. .ci/run gives
 # the number of commits on HEAD; without it, the number of the next commit is taken. A share is meant
-# to run whole, in about 45 minutes on 2 cores; the limit is for slower machines, and the last line
+# to run whole, in an estimated 45 minutes on 2 cores; the limit is for slower machines, and the last line
 # says how many tests it left out.
 COMMIT ?= $(shell expr $$(git rev-list --count HEAD) + 1)
 
