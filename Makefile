@@ -15,17 +15,19 @@ export MKL_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow share versions lint docs bench gpu clean
+.PHONY: help demo quick test slow share versions lint lines docs bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
+	@echo "make quick  ruff, mypy, generated/ and the tests of the changed folders (under a minute)"
 	@echo "make test   install, then the tests (5 minutes on 2 cores)"
 	@echo "make slow   all tests of the slow tier (hours)"
-	@echo "make share  the twelfth of the slow tier that .ci/run takes for the next commit"
+	@echo "make share  the sixth of the slow tier that .ci/run takes for the next commit"
 	@echo "make versions  compile every spec with each supported release of NVRTC"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation site, in build/site"
 	@echo "make bench  the benchmarks"
+	@echo "make lines  lines of code by folder"
 	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
 	@echo "make clean  remove .venv and caches of tools"
 
@@ -52,18 +54,28 @@ demo: $(VENV)/base.stamp
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
+# mypy takes a minute without its cache. No test begins after 24 seconds; those left out are counted.
+quick: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/flashgen emit --check
+	$(PYTEST) --failed-first --minutes 0.4 $$($(BIN)/python -m tests.support.changed)
+
 test: $(VENV)/dev.stamp
 	$(PYTEST)
 
 slow: $(VENV)/dev.stamp
 	$(PYTEST) -m slow --timeout 3600
 
-# A twelfth of the slow tier for each commit, so that twelve commits in a row run all of it. .ci/run
-# gives the number of commits on HEAD; without it, the number of the next commit is taken.
+# A sixth of the slow tier for each commit, so that six commits in a row run all of it. .ci/run gives
+# the number of commits on HEAD; without it, the number of the next commit is taken. A share is meant
+# to run whole, in an estimated 45 minutes on 2 cores; the limit is for slower machines, and the last line
+# says how many tests it left out.
 COMMIT ?= $(shell expr $$(git rev-list --count HEAD) + 1)
 
 share: $(VENV)/dev.stamp
-	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 18
+	$(PYTEST) -m slow --timeout 900 --share-of-commit $(COMMIT) --minutes 60
 
 # Each release of NVRTC has a virtual environment of its own, without torch.
 NVRTC := 12.8 12.9 13.0
@@ -89,13 +101,17 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# With any Python: nothing is imported but its own library.
+lines:
+	@$(PYTHON) benchmarks/lines.py
+
 # A warning, such as a broken link, fails the build.
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# gpu.py and compile_all.py have targets of their own, and the flex scripts need Triton; the other
+# gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
 # two are not scripts that measure.
-OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py flex_inductor.py flex_kernels.py report.py __init__.py)
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py flex_inductor.py flex_kernels.py report.py __init__.py)
 
 bench: $(VENV)/dev.stamp
 	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

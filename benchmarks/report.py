@@ -3,12 +3,13 @@
     python benchmarks/report.py                   the newest run, flashgen's slowest cases first
     python benchmarks/report.py --figures [DIR]   figures, in benchmarks/results/figures
     python benchmarks/report.py --speed-table [--check]
+    python benchmarks/report.py --status [--check]      which GPUs ran the kernels, for three pages
     python benchmarks/report.py --proven [--check]      the code paths that need no trial
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
     python benchmarks/report.py --predictions sm_90     the plans' predictions, for NOTES.md
     python benchmarks/report.py --model-errors   predicted over measured times, for docs/planner.md
 
-With --check nothing is written, and the exit code is 1 where docs/gpu.md or, with --proven,
+With --check nothing is written, and the exit code is 1 where a page or, with --proven,
 flashgen/trust/proven.json differs from the records.
 """
 
@@ -28,6 +29,7 @@ from benchmarks.suite import (  # noqa: E402
     proven,
     records,
     speed_table,
+    status,
     summary,
 )
 
@@ -38,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR")
     parser.add_argument("--figures", type=Path, nargs="?", const=Path(), metavar="DIR")
     parser.add_argument("--speed-table", action="store_true")
+    parser.add_argument("--status", action="store_true")
     parser.add_argument("--proven", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--predictions", metavar="ARCH")
@@ -50,7 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
         for path in figures.draw(options.results, folder):
             print(path)
     if options.speed_table:
-        return write_speed_table(options.results, options.check)
+        text = speed_table.block(options.results)
+        return write(speed_table.PAGE, text, speed_table.BEGIN, speed_table.END, options.check)
+    if options.status:
+        text = status.block(options.results)
+        pages = status.PAGES
+        return max(write(p, text, status.BEGIN, status.END, options.check) for p in pages)
     if options.proven:
         same = proven.write(options.results, check=options.check)
         print(f"flashgen/trust/proven.json {'is as before' if same else 'differs'}")
@@ -65,17 +73,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write_speed_table(results: Path, check: bool) -> int:
-    before = speed_table.PAGE.read_text(encoding="utf-8")
-    after = speed_table.updated(before, speed_table.block(results))
+def write(page: Path, inside: str, begin: str, end: str, check: bool) -> int:
+    """Writes the part of a page between the markers, or only compares it; 1 where it differs."""
+    before = page.read_text(encoding="utf-8")
+    after = speed_table.updated(before, inside, begin, end)
     if before == after:
-        print("docs/gpu.md says what the records say")
+        print(f"{page.name} says what the records say")
         return 0
     if check:
-        print("docs/gpu.md differs from the records: python benchmarks/report.py --speed-table")
+        print(f"{page.name} differs from the records: the same command without --check writes it")
         return 1
-    speed_table.PAGE.write_text(after, encoding="utf-8")
-    print("docs/gpu.md is written")
+    page.write_text(after, encoding="utf-8")
+    print(f"{page.name} is written")
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before numpy and torch are imported: the tests run in parallel, more threads only get in the way.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -25,7 +26,7 @@ os.environ["FLASHGEN_CACHE_DIR"] = str(
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.support.tiers import share_of_commit  # noqa: E402
+from tests.support.tiers import SHARES, share_of_commit  # noqa: E402
 
 pytest_plugins = ["tests.support.costs"]
 
@@ -85,7 +86,9 @@ def pytest_report_header() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shares of the tests")
-    group.addoption("--share-of-commit", type=int, metavar="N", help="share N mod 12 of 12")
+    group.addoption(
+        "--share-of-commit", type=int, metavar="N", help=f"share N mod {SHARES} of the tests"
+    )
     group.addoption("--minutes", type=float, help="no test starts after this time")
 
 
@@ -98,8 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves the tests of one share, and puts the longest first, so that no worker ends late."""
     commit = config.getoption("--share-of-commit")
     if commit is not None:
-        kept = share_of_commit([item.nodeid for item in items], commit)
         by_id = {item.nodeid: item for item in items}
+        always = {name for name, item in by_id.items() if item.get_closest_marker("every_share")}
+        kept = share_of_commit(by_id, commit, always)
         config.hook.pytest_deselected(items=[by_id[i] for i in by_id.keys() - set(kept)])
         items[:] = [by_id[nodeid] for nodeid in kept]
         return
@@ -107,6 +111,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 BEGIN = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How long a share took, and how many of its tests it left out: both are to be known."""
+    commit = config.getoption("--share-of-commit")
+    if commit is not None:
+        skipped = terminalreporter.stats.get("skipped", [])
+        left = sum("not run:" in str(report.longrepr) for report in skipped)
+        minutes = (time.monotonic() - BEGIN) / 60
+        terminalreporter.write_line(
+            f"share {commit % SHARES} of {SHARES}: {minutes:.1f} minutes, {left} tests left out"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ MOST_ROWS = 40
 
 
 class MarkerError(Exception):
-    """docs/gpu.md lacks the two marker comments, each once and in order."""
+    """A page lacks the two marker comments, each once and in order."""
 
 
 def block(results: Path = RESULTS) -> str:
@@ -71,14 +71,14 @@ def table_row(row: Row) -> str:
     )
 
 
-def updated(text: str, inside: str) -> str:
+def updated(text: str, inside: str, begin: str = BEGIN, end: str = END) -> str:
     """``text`` with ``inside`` between the markers.
 
     Raises:
         MarkerError: the markers are not there once each and in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise MarkerError(f"docs/gpu.md needs {BEGIN!r} and, behind it, {END!r}, each once")
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{inside}\n{END}{tail}"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise MarkerError(f"the page needs {begin!r} and, behind it, {end!r}, each once")
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n{inside}\n{end}{tail}"

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.suite import model_errors, records, speed_table
+from benchmarks.suite import model_errors, records, speed_table, status
 from benchmarks.suite.records import MEASURES, SPEED, SchemaError, Stamp, Writer, append, read
 from tests.support.paths import ROOT
+from tests.support.tiers import every_share
 
 STAMP = Stamp("20260101T000000Z", "abc123", "gpu", "NVIDIA Test", "580.1", "torch 9")
 
@@ -102,6 +103,39 @@ def test_the_speed_table_says_what_the_records_say() -> None:
     assert report.main(["--speed-table", "--check"]) == 0
 
 
+def test_three_pages_say_which_gpus_ran_the_kernels_and_what_that_proves() -> None:
+    assert report.main(["--status", "--check"]) == 0
+
+
+def test_the_status_follows_from_the_records_and_from_the_present_templates(tmp_path: Path) -> None:
+    assert status.block(tmp_path) == "No GPU has run the kernels."
+    writer = Writer(tmp_path, STAMP, "doctor")
+    writer.measure("sm_90a", "path passed", 1, "", "templates=0123")
+    writer.measure("tests/gpu", "passed", 9, "tests")
+    now, later = (" ".join(status.block(tmp_path, t).split()) for t in ("0123", "4567"))
+    assert "on one NVIDIA Test (" in now
+    assert "the records prove sm_90a on NVIDIA Test." in now
+    assert "the records prove no present code path" in later
+    assert "sm_90a" not in later
+
+
+def test_the_readme_compares_with_cudnn_as_the_records_do() -> None:
+    def range_of(which: str) -> str:
+        ratios = [
+            float(row["ratio"])
+            for row in read(records.RESULTS / "speed.csv")
+            if (row["pass"], row["head_dim"], row["seq_q"]) == (which, "128", "8192")
+            and (row["contender"], row["spec"])
+            in (("flashgen sm_90a", s) for s in ("causal", "full"))
+            and row["peer"] == "sdpa cudnn"
+        ]
+        return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    claim = f"{range_of('forward')} cuDNN forward, {range_of('backward')} backward"
+    assert claim in text
+
+
 def test_without_a_record_the_speed_table_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert speed_table.block(tmp_path) == "No speed has been measured on a GPU yet."
 
@@ -155,6 +189,7 @@ def test_a_page_without_both_markers_is_refused(text: str) -> None:
         speed_table.updated(text, "x")
 
 
+@every_share
 @pytest.mark.slow
 def test_the_documentation_has_the_errors_of_the_model_on_the_records() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")

@@ -19,11 +19,9 @@ SCRIPTS = {
     "build.py": "specs/full.py",
     "cpu.py": "--length 64 --heads 2 --rounds 1 --calls 2",
     "compile_all.py": "--arch sm_90a specs/full.py",
-    "costly.py": "--arch sm_80 --output OUT/costly.json document",
-    "expression_size.py": "--kind sines 4 8 12",
     "instructions.py": "--head-dim 64 specs/full.py",
+    "lines.py": "",
     "overhead.py": "--calls 2 --rounds 2",
-    "paper.py": "--length 64 --no-figures --densities 0.5 --output OUT",
     "ranking.py": "--head-dims 32 --length 64 --every 30 --output OUT/ranking.json",
     "report.py": "",
     "transformers_overhead.py": "--calls 2 --rounds 2",
@@ -34,9 +32,7 @@ SCRIPTS = {
 SLOW = (
     "build.py",
     "compile_all.py",
-    "costly.py",
     "overhead.py",
-    "paper.py",
     "ranking.py",
     "transformers_overhead.py",
     "work_per_score.py",
@@ -89,3 +85,20 @@ def test_the_emulator_is_measured_with_checkers_and_with_both_kinds_of_sums(
     row = r"^ +1 x 64 +1 +\d\.\d{3} +\d\.\d{3} +\d+\.\d\d +[\d.]+ +\d\.\d{3} +\d+\.\d\d$"
     assert re.search(row, out, re.MULTILINE), out
     assert re.search(r"^[1-9][\d,]+ warp instructions", out, re.MULTILINE), out
+
+
+def test_lines_count_code_and_control_lines_alone() -> None:
+    from benchmarks import lines
+
+    python = (
+        '"""Doc."""\n\n# why\nx = (\n    1,  # one\n)\n\n\n'
+        'def f():\n    """Doc.\n\n    More.\n    """\n    return """a\nb"""\n'
+    )
+    assert lines.code_lines_of_python(python) == 6
+    template = (
+        "//# comment of Jinja\n/*# another\nof two lines #*/\n// comment\n\n"
+        '/*% include "x" %*/\n/*% if a %*/\n  int b = /*{ b }*/;  // why\n/*% set c =\n  1 %*/\n'
+        "//% endif\n/*% if d %*/ /*% endif %*/\n/*{ e }*/\n/*% if f %*/ g /*% endif %*/\n"
+    )
+    assert lines.code_lines_of_template(template) == 9
+    assert lines.control_lines(template) == 5

@@ -11,7 +11,6 @@ import pytest
 import sympy
 
 import flashgen as fg
-from benchmarks.expression_size import KINDS, spec_of
 from flashgen import pipeline
 from flashgen.analysis import evaluate
 from flashgen.analysis.score import derivative, derivatives
@@ -22,6 +21,7 @@ from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of
 from flashgen.language.signature import in_whole, signature_of
 from flashgen.language.symbols import is_int
 from flashgen.planner import plan_errors
+from tests.support.large_mods import KINDS, spec_of
 from tests.support.tiers import one_in
 
 

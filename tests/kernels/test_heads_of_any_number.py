@@ -20,14 +20,14 @@ from flashgen.pipeline import build
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, judged, shared_tiles
 from tests.kernels.test_heads_per_tile_plans import bytes_of
 from tests.kernels.test_packed import ends, spec_of
-from tests.support.examples import SPEC_IDS, SPECS, spec_path
+from tests.support.examples import SPECS, spec_path
 from tests.support.judged import FEW_BYTES, Call, equal, example, normal
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import SERVED, VALUES
 from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
-from tests.support.tiers import slow
+from tests.support.tiers import case_id, every_share, slow, take_turns
 
 CAUSAL = fg.load(spec_path("causal"))
 FULL = fg.load(spec_path("full"))
@@ -107,8 +107,7 @@ def test_every_group_and_few_queries(group: int, seq_q: int, arch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+@pytest.mark.parametrize(("path", "arch"), take_turns(SPECS, ARCHS), ids=case_id)
 def test_every_spec_with_groups_of_12_and_16(path: Any, arch: str) -> None:
     for case in (Case(3, 200, 2, 12, 1), Case(2, 90, 1, 32, 2, "bfloat16", 96)):
         call = example(path, case, arch=arch)
@@ -171,37 +170,29 @@ def test_dropout_in_groups_of_any_number(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "group", "queries", "arch"),
+    ("name", "numbers", "arch", "split_size"),
     [
-        ("tree", 16, 3, "sm_90a"),
-        ("sink", 7, 1, "sm_80"),
-        *(
-            (name, group, queries, arch)
-            for arch in ARCHS
-            for name in SERVED
-            for group, queries in ((12, 1), (16, 3), (32, 1), (5, 8))
-        ),
-        *(("causal", group, 1, arch) for arch in ARCHS for group in GROUPS),
+        *take_turns(SERVED, ((12, 1), (16, 3), (32, 1), (5, 8)), ARCHS, (64, 0)),
+        *take_turns(("causal",), [(group, 1) for group in GROUPS], ARCHS, (64, 0)),
     ],
 )
-@pytest.mark.parametrize("split_size", [64, 0])
-def test_pages_and_splits(name: str, group: int, queries: int, split_size: int, arch: str) -> None:
-    spec = SERVED[name]
+def test_pages_and_splits(name: str, numbers: tuple[int, int], arch: str, split_size: int) -> None:
+    spec, (group, queries) = SERVED[name], numbers
     values = VALUES | {
         "sink": torch.linspace(-1, 2, 2 * group),
         "bias": normal((2 * group, 512), torch.float32, 1),
     }
     names = {tensor.name for tensor in spec.tensors} & values.keys()
-    numbers = {"tensors": {each: values[each] for each in names}} if names else {}
+    given = {"tensors": {each: values[each] for each in names}} if names else {}
     of = Sequences.of((queries,) * 3, (150, 8, 217), (2 * group, 2))
     how = {"arch": arch, "split_size": split_size}
-    run = Paged(spec, of, 16, numbers=numbers, how=how).judged()
+    run = Paged(spec, of, 16, numbers=given, how=how).judged()
     assert run.plan is not None
     assert run.plan.heads_per_tile == group
     # Where a score reads a tensor by head and key, the tile of all calls may spill a few bytes.
     resources = run.report.kernel.binary.resources
     assert resources.spill_store_bytes <= (FEW_BYTES if name == "bias" else 0)
-    packed = Paged(spec, of, 16, packed=True, numbers=numbers, how=how).run()
+    packed = Paged(spec, of, 16, packed=True, numbers=given, how=how).run()
     for found, alone in zip(
         dataclasses.replace(Paged(spec, of, 16, packed=True)).parts(packed),
         Paged(spec, of, 16).parts(run),
@@ -303,6 +294,7 @@ def test_k_and_v_are_read_once_for_a_group_as_the_plan_predicts(
     assert moved["k"] == moved["v"] == tiles * 2 * 100 * 64 * 2
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [7, 12, 16])
@@ -330,6 +322,7 @@ def test_decoding_reads_each_key_once_for_a_group(group: int, arch: str) -> None
 # ---- the choice and the kernels -----------------------------------------------------------------
 
 
+@every_share
 @pytest.mark.slow
 def test_the_operator_chooses_the_group() -> None:
     op = fg.attention(CAUSAL)
@@ -344,11 +337,13 @@ def test_the_operator_chooses_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "heads", "arch"),
-    [("causal", 64, 16, ARCH), *shared_tiles(7, 12, 16, 32, 128)],
+    ("name", "head_dim", "arch", "kind", "heads"),
+    [
+        ("causal", 64, ARCH, "plain", 16),
+        *shared_tiles(("plain", "split", "paged"), 7, 12, 16, 32, 128),
+    ],
 )
-@pytest.mark.parametrize("kind", ["plain", slow("split"), slow("paged")])
-def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, kind: str) -> None:
+def test_no_kernel_spills(name: str, head_dim: int, arch: str, kind: str, heads: int) -> None:
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim)
     if kind == "paged":
         if spec.packed or spec.block_sparse is not None:

@@ -8,6 +8,7 @@ pairs of heads and lengths, are `slow`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from flashgen.ops import run_forward
 from flashgen.pipeline import build
 from flashgen.runtime.block_layouts import with_layout
 from tests.kernels.test_packed import ends, spec_of
-from tests.support.examples import SPEC_IDS, SPECS, spec_path, values_of
+from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.judged import Call, check_gates, dropping, example, sized
 from tests.support.planted import planted
 from tests.support.profiles import loaded
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import random_layout
-from tests.support.tiers import slow
+from tests.support.tiers import case_id, every_share, slow, take_turns
 
 ARCH = "sm_90a"
 ARCHS = ("sm_80", ARCH)
@@ -174,17 +175,18 @@ def test_a_head_that_is_computed_as_another_one_is_seen(old: str, new: str, afte
         call.judged_forward(tiles={"forward": tile})
 
 
+NAMES = [("causal", 0.0), ("alibi", 0.17), ("sink", 0.0), ("document", 0.0), ("bigbird", 0.1)]
+NUMBERS = [(8, 1), (8, 4), (4, 2), (6, 3)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("seq_q", [1, 5, 17, 64, 130])
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 1), (8, 4), (4, 2), (6, 3)])
 @pytest.mark.parametrize(
-    ("name", "dropout_p"),
-    [("causal", 0.0), ("alibi", 0.17), ("sink", 0.0), ("document", 0.0), ("bigbird", 0.1)],
+    ("named", "numbers", "seq_q", "arch"), take_turns(NAMES, NUMBERS, (1, 5, 17, 64, 130), ARCHS)
 )
 def test_shared_tiles_give_those_results_for_all_heads_and_lengths(
-    name: str, dropout_p: float, heads_q: int, heads_kv: int, seq_q: int, arch: str
+    named: tuple[str, float], numbers: tuple[int, int], seq_q: int, arch: str
 ) -> None:
+    (name, dropout_p), (heads_q, heads_kv) = named, numbers
     turn = seq_q + heads_q
     dtype, layout = ("float16", "bfloat16")[turn % 2], ("sequence_major", "gaps")[turn // 2 % 2]
     case = Case(seq_q, 203, 2, heads_q, heads_kv, dtype, (64, 128, 256)[turn % 3], None, layout)
@@ -196,9 +198,7 @@ def test_shared_tiles_give_those_results_for_all_heads_and_lengths(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("seq_q", [3, 50])
-@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+@pytest.mark.parametrize(("path", "seq_q", "arch"), take_turns(SPECS, (3, 50), ARCHS), ids=case_id)
 def test_shared_tiles_give_those_results_for_every_spec(path: Path, seq_q: int, arch: str) -> None:
     case = Case(seq_q, 330, 2, 8, 2, "float16", (64, 96)[seq_q % 2])
     spec = sized(fg.load(path), case)
@@ -220,6 +220,7 @@ def test_shared_tiles_give_those_results_at_padded_head_dims(
     of_file("causal", case, heads if arch == ARCH else None, q_offset=100, arch=arch)
 
 
+@every_share
 @pytest.mark.slow
 def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     runs = [run_forward(CAUSAL, *Case(n, 40, 1, 4, 1).tensors(), **HOW) for n in (1, 9, 130)]
@@ -230,6 +231,7 @@ def test_calls_with_as_many_heads_per_tile_share_a_kernel() -> None:
     assert "5 tiles of 128 rows instead of 4 of 192" in runs[2].report.heads_reason
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "arch"), [(64, ARCH), (128, ARCH), (64, "sm_80"), (256, "sm_80")]
@@ -248,6 +250,7 @@ def test_the_bits_do_not_depend_on_the_order_of_warps_and_copies(head_dim: int, 
 # ---- where heads do not share a tile, and why ---------------------------------------------------
 
 
+@every_share
 @pytest.mark.slow
 def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason() -> None:
     path, case = spec_path("per_head_window"), Case(5, 90, 1, 4, 1)
@@ -257,6 +260,7 @@ def test_a_mask_that_depends_on_the_head_has_a_tile_for_each_head_and_the_reason
     assert run.report.heads_reason == "of 4 that share K and V: the mask depends on the head"
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 4])
 def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> None:
@@ -272,6 +276,7 @@ def test_a_layout_is_shared_where_it_is_the_same_for_all_heads(lines: int) -> No
     assert "the block layout depends on the head" in run.report.heads_reason
 
 
+@every_share
 @pytest.mark.slow
 def test_a_layout_by_head_that_is_a_function_is_not_shared() -> None:
     sparse = fg.BlockSparse(lambda b, h, i, j: (i + j + h) % 2 == 0)
@@ -319,30 +324,24 @@ def test_the_emitted_file_has_its_arguments_and_lines_within_100_columns(
     assert read == [f"const int head = h + {first_row} / TILE_QUERIES;", *(again_by_row * by_row)]
 
 
-def shared_tiles(*numbers: int) -> list[Any]:
-    """Name of a spec, head dim, heads per tile and architecture, all of the slow tier."""
-    return [
-        slow(name, head_dim, heads, arch)
-        for name in ("causal", "full", "alibi", "sink", "document", "softcap", "bigbird")
-        for head_dim in (64, 128, 256)
-        for heads in numbers
-        for arch in ARCHS
-    ]
+def shared_tiles(axis: Iterable[Any], *numbers: int) -> list[Any]:
+    """Name of a spec, head dim, architecture, a value of the axis and, in turns, heads per tile."""
+    names = ("causal", "full", "alibi", "sink", "document", "softcap", "bigbird")
+    return [slow(*each) for each in take_turns(names, (64, 128, 256), ARCHS, axis, numbers)]
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "heads", "arch"),
+    ("name", "head_dim", "arch", "dropout", "heads"),
     [
-        *shared_tiles(2, 4, 8),
+        *shared_tiles((False, True), 2, 4, 8),
         *(
-            slow(name, head_dim, 8, "sm_80")
+            slow(name, head_dim, "sm_80", dropout, 8)
             for name in ("relative_bias", "t5_bias")
-            for head_dim in (64, 128)
+            for head_dim, dropout in ((64, False), (64, True), (128, False), (128, True))
         ),
     ],
 )
-@pytest.mark.parametrize("dropout", [False, True])
-def test_no_kernel_spills(name: str, head_dim: int, heads: int, arch: str, dropout: bool) -> None:
+def test_no_kernel_spills(name: str, head_dim: int, arch: str, dropout: bool, heads: int) -> None:
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout)
     built = fg.build(spec, arch, heads_per_tile=heads)
     assert built.plan.heads_per_tile == heads

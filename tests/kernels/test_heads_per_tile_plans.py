@@ -18,6 +18,7 @@ from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
 from flashgen.profile import profile_forward
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, CAUSAL, WIDE
 from tests.support.profiles import forward, loaded, random_operands
+from tests.support.tiers import every_share
 
 # ---- the choice ---------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ def bytes_of(
     return profile.plan, {tensor.name: tensor.issued.counted for tensor in profile.tensors}
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts(arch: str) -> None:
@@ -199,6 +201,7 @@ def test_k_and_v_are_loaded_once_for_all_heads_of_a_tile_as_the_plan_predicts(ar
         assert moved[name] == of_alone[name], name
 
 
+@every_share
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
@@ -230,6 +233,7 @@ def said(*arguments: str) -> str:
     return " ".join(result.output.split())
 
 
+@every_share
 @pytest.mark.slow
 def test_run_prints_how_many_heads_share_a_tile() -> None:
     where = ("--arch", ARCH, "--backend", "emulator", "--no-check")

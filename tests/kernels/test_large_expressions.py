@@ -1,6 +1,6 @@
 """Mods of hundreds of operations: the emitted kernels and the tiled algorithms against the oracle.
 
-All kinds of `benchmarks/expression_size.py`: deep chains, repeated squares, deep choices, shared
+All kinds of `tests/support/large_mods.py`: deep chains, repeated squares, deep choices, shared
 subexpressions, wide sums of learned elements, integer arithmetic, wide disjunctions.
 """
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from benchmarks.expression_size import BUCKETS, KINDS, spec_of
 from flashgen.codegen.spec_function import MOST_SINES
 from tests.support.judged import Call
+from tests.support.large_mods import BUCKETS, KINDS, spec_of
 from tests.support.shapes import Case
 from tests.support.tiers import one_in
 

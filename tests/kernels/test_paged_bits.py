@@ -18,7 +18,7 @@ from tests.support.judged import FEW_BYTES, equal, example
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, DECODING, MIXED, paged
 from tests.support.shapes import Case
-from tests.support.tiers import slow
+from tests.support.tiers import case_id, slow, take_turns
 
 Tensor = torch.Tensor
 
@@ -71,8 +71,7 @@ def shuffled(k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("path", "arch"), take_turns(SERVED_PATHS, ARCHS), ids=case_id)
 def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
     call = example(path, Case(8, 208, 2, 4, 2), offsets={"q_offset": 200}, arch=arch)
     expected = call.judged_forward(split_size=64)
@@ -99,8 +98,7 @@ def test_boxes_lie_in_one_page_where_a_split_begins_inside_of_it(page_size: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("path", "arch"), take_turns(SERVED_PATHS, ARCHS[::-1]), ids=case_id)
 def test_decoding_of_every_spec_gives_the_bits_of_a_prefill(path: Path, arch: str) -> None:
     """Of its causal form, unless the mask or the score reads the lengths of the call."""
     call = example(path, Case(208, 208, 2, 4, 2), arch=arch)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashgen as fg
-from benchmarks.costly import fire
 from benchmarks.instructions import work_of
 from flashgen.analysis import Level, analyse, leveled
 from flashgen.analysis.invariants import MOST_VALUES
@@ -41,6 +40,25 @@ def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 SPEC = fg.AttentionSpec(mask_mod, score_mod, head_dim=16, dtype="float16", name="shared_values")
+
+
+def fire(hidden: int = 8, **options: Any) -> fg.AttentionSpec:
+    """FIRE: a learned network of one hidden layer, of the relative position.
+
+    Source: Li et al., "Functional Interpolation for Relative Positions Improves Long Context
+    Transformers", 2024.
+    """
+    slope, threshold = (fg.Tensor(n, (), "float32", grad=True) for n in ("slope", "threshold"))
+    weight, bias = (fg.Tensor(n, (hidden,), "float32", grad=True) for n in ("weight", "bias"))
+    output = fg.Tensor("output", ("heads", hidden), "float32", grad=True)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        longest = fg.maximum(q, fg.abs(threshold))
+        place = fg.log(fg.abs(slope * (q - k)) + 1) / fg.log(fg.abs(slope * longest) + 1)
+        layer = (fg.maximum(weight[i] * place + bias[i], 0) for i in range(hidden))
+        return score + sum(output[h, i] * x for i, x in enumerate(layer))
+
+    return fg.AttentionSpec(lambda b, h, q, k: k <= q, score_mod, name="fire", **options)
 
 
 def call_of(arch: str) -> Call:

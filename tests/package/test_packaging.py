@@ -97,3 +97,36 @@ def test_no_file_of_the_package_names_a_place_of_this_machine() -> None:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and path.suffix in {".py", ".cu", ".cuh", ".j2", ".toml"}:
                 assert not home.search(path.read_text(encoding="utf-8")), path
+
+
+def test_issue_forms_ask_for_the_screen_of_doctor_and_name_no_host() -> None:
+    yaml = pytest.importorskip("yaml")
+    forms = {path.stem: path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    for name, path in forms.items():
+        text = path.read_text(encoding="utf-8")
+        form = yaml.safe_load(text)
+        assert form.keys() >= {"name", "description", "body"}, name
+        assert not re.search(r"https?://|\bwww\.", text), name
+        asks = any(
+            "`flashgen doctor --json`" in each["attributes"]["label"] for each in form["body"]
+        )
+        assert asks == (name != "variant"), name
+
+
+def test_hooks_of_pre_commit_are_programs_of_the_environment() -> None:
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [each["repo"] for each in config["repos"]] == ["local"]
+    hooks = config["repos"][0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    commands = {" ".join(hook["entry"].split()[:2]) for hook in hooks}
+    assert commands == {"ruff check", "ruff format", "mypy", "python -m"}
+
+
+def test_the_first_change_of_contributing_is_there_to_be_made() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    steps = text[text.index("## Your first change") : text.index("## Tests")]
+    template, line, comment = re.findall(r"`(templates/[^`]+|MAX_LAG = [^`]+|P <= [^`]+)`", steps)
+    assert re.search(f"{re.escape(line)}.*{re.escape(comment)}", (ROOT / template).read_text())
+    (test,) = re.findall(r"`python -m pytest (tests/\S+\.py)", steps)
+    assert (ROOT / test).exists()

@@ -31,9 +31,9 @@ LAYOUTS = ("contiguous", "sequence_major", "gaps")
 """Storage [B, H, N, D]; [B, N, H, D] seen as [B, H, N, D]; every row with elements after it."""
 
 
-def halves_of_lengths(turn: int) -> tuple[tuple[int, tuple[int, int]], ...]:
-    """Every second length of `LENGTHS` with its index; the other half for the next value."""
-    return tuple(enumerate(LENGTHS))[turn % 2 :: 2]
+def quarter_of_lengths(turn: int) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """Every fourth length of `LENGTHS` with its index; the other quarters for the next values."""
+    return tuple(enumerate(LENGTHS))[turn % 4 :: 4]
 
 
 @dataclass(frozen=True)

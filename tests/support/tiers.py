@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,38 @@ def one_in(number: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
     ]
 
 
-SHARES = 12
+every_share = pytest.mark.every_share
+"""A test of the slow tier whose expectation is a choice of the planner: a part of every share, so
+that the commit that changes the choice meets it."""
 
 
-def share_of_commit(nodeids: Iterable[str], commit: int) -> list[str]:
+def take_turns(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The product of all axes but the last, each combination with one value of the last.
+
+    The values of the last axis take turns, so that each occurs with each value of every other axis.
+    It is for factors that do not act on each other, such as the spec and the alignment of tensors.
+    """
+    *first, last = (list(axis) for axis in axes)
+    made = itertools.product(*(enumerate(axis) for axis in first))
+    return [
+        (*(value for _, value in each), last[sum(place for place, _ in each) % len(last)])
+        for each in made
+    ]
+
+
+def case_id(value: object) -> str | None:
+    """The name of a spec's file; pytest's own id of any other value."""
+    return value.stem if isinstance(value, Path) else None
+
+
+SHARES = 6
+
+
+def share_of_commit(nodeids: Iterable[str], commit: int, always: Container[str] = ()) -> list[str]:
     """The tests that `.ci/run` runs for the commit of this number, in their order.
+
+    Args:
+        always: those of every share, `every_share`.
 
     A hash of its name determines the share of a test. The order in a share changes with every round
     of `SHARES` commits, so that tests for which the time of one round was too short come earlier in
@@ -37,5 +66,9 @@ def share_of_commit(nodeids: Iterable[str], commit: int) -> list[str]:
     def number(text: str) -> int:
         return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
-    kept = [nodeid for nodeid in nodeids if number(nodeid) % SHARES == commit % SHARES]
+    kept = [
+        nodeid
+        for nodeid in nodeids
+        if nodeid in always or number(nodeid) % SHARES == commit % SHARES
+    ]
     return sorted(kept, key=lambda nodeid: number(f"{commit // SHARES} {nodeid}"))

@@ -23,7 +23,7 @@ from tests.support.shapes import (
     HEADS,
     LAYOUTS,
     Case,
-    halves_of_lengths,
+    quarter_of_lengths,
 )
 
 ROWS = 256
@@ -152,10 +152,10 @@ def test_atomics_differ_between_orders_by_rounding_only_and_only_in_dq() -> None
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_gradients_meet_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
-    """Half of the lengths; all other factors take turns, so that specs together meet all pairs."""
+    """A quarter of the lengths; all factors take turns, so that specs together meet all pairs."""
     turn = SPECS.index(path) + HEAD_DIMS.index(head_dim)
     dtype = DTYPES[turn % len(DTYPES)]
-    for number, (seq_q, seq_k) in halves_of_lengths(turn // len(DTYPES)):
+    for number, (seq_q, seq_k) in quarter_of_lengths(turn):
         heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
         batch = 3 if (turn + number) % 4 == 0 else 1
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]

@@ -22,7 +22,7 @@ from tests.support.shapes import (
     HEADS,
     LAYOUTS,
     Case,
-    halves_of_lengths,
+    quarter_of_lengths,
 )
 from tests.support.tiers import one_in
 
@@ -84,10 +84,10 @@ def test_tensors_not_aligned_to_16_bytes_are_read_by_element(dtype: str, layout:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
 def test_forward_meets_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
-    """Half of the lengths; all other factors take turns, so that specs together meet all pairs."""
+    """A quarter of the lengths; all factors take turns, so that specs together meet all pairs."""
     turn = SPECS.index(path) + HEAD_DIMS.index(head_dim)
     dtype = DTYPES[turn % len(DTYPES)]
-    for number, (seq_q, seq_k) in halves_of_lengths(turn // len(DTYPES)):
+    for number, (seq_q, seq_k) in quarter_of_lengths(turn):
         heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
         batch = 3 if (turn + number) % 4 == 0 else 1
         layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]

@@ -262,8 +262,10 @@ def test_planned_tiles_do_not_spill(name: str, head_dim: int, dropout: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropped"])
 @pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
 @pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
-def test_no_planned_tile_spills(path: Path, head_dim: int, dropout: bool) -> None:
-    check_compiled(path, head_dim, dropout=dropout, again=True)
+def test_no_planned_tile_spills(path: Path, head_dim: int) -> None:
+    """With dropout where the error rule is checked without it: its kernels pass the same gates."""
+    dims = (*HEAD_DIMS, 32)
+    _, dropout_p = in_turn(0, SPECS.index(path) + dims.index(head_dim), head_dim)
+    check_compiled(path, head_dim, dropout=not dropout_p, again=True)

@@ -226,10 +226,11 @@ def test_planned_tiles_do_not_spill(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropped"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("path", LEARNED, ids=IDS)
-def test_no_planned_tile_spills(path: Path, head_dim: int, dropout: bool) -> None:
+def test_no_planned_tile_spills(path: Path, head_dim: int) -> None:
+    """With dropout where the error rule is checked without it."""
+    dropout = not (LEARNED.index(path) + HEAD_DIMS.index(head_dim)) // 3 % 2
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     check_compiled(fg.load(path).replace(dtype="bfloat16", dropout=dropout, **dims))
 

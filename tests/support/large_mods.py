@@ -1,23 +1,12 @@
-"""The time from a spec to its kernels against the number of operations of its mods.
-
-    python -m benchmarks.expression_size [--kind KIND] [--cubin] [--arch ARCH] [SIZE ...]
-
-One line for each kind of expression and size: CPU seconds to the sources of all kernels, forward
-and backward, and with ``--cubin`` to their machine code, without the imports of a first call. Both
-are proportional to the number of operations.
-"""
+"""Mods of any number of operations, of seven kinds."""
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import flashgen as fg
-from flashgen import pipeline
 
-SIZES = (125, 250, 500, 1000)
 BUCKETS = 64
 
 table = fg.Tensor("table", (BUCKETS,), "float32", grad=True)
@@ -120,41 +109,3 @@ def spec_of(kind: str, size: int, **options: Any) -> fg.AttentionSpec:
     """The spec of about ``size`` operations."""
     given = {"head_dim": 64, "dtype": "float16", "name": kind, **options}
     return fg.AttentionSpec(**KINDS[kind](size), **given)
-
-
-def seconds_to_source(kind: str, size: int, arch: str) -> float:
-    """CPU seconds to the sources of all kernels."""
-    start = time.process_time()
-    emitted = fg.emit(spec_of(kind, size), arch)
-    assert emitted.backward
-    return time.process_time() - start
-
-
-def seconds_to_cubin(kind: str, size: int, arch: str) -> float:
-    """CPU seconds to the machine code of all kernels, their sources included."""
-    start = time.process_time()
-    spec = spec_of(kind, size)
-    pipeline.build(spec, arch)
-    pipeline.build_backward(spec, arch)
-    return time.process_time() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sizes", nargs="*", type=int, default=list(SIZES))
-    parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--arch", default="sm_80")
-    parser.add_argument("--cubin", action="store_true")
-    given = parser.parse_args()
-    seconds_to_source("sines", 1, given.arch)  # imports, and templates
-    for kind in given.kind or KINDS:
-        for size in given.sizes:
-            seconds = seconds_to_source(kind, size, given.arch)
-            line = f"{kind:9} {size:6,} operations  .cu {seconds:6.2f} s"
-            if given.cubin:
-                line += f"  cubin {seconds_to_cubin(kind, size, given.arch):6.2f} s"
-            print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
