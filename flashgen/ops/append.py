@@ -9,9 +9,9 @@ import torch
 from flashgen import config
 from flashgen.ops.autograd import are_plain, is_plain
 from flashgen.runtime import backends
-from flashgen.runtime.append_checks import AppendOperands, check_append
 from flashgen.runtime.append_kv import append
-from flashgen.runtime.check_basics import refuse, refuse_jit_trace
+from flashgen.runtime.arguments.pages import AppendOperands, check_append
+from flashgen.runtime.arguments.refusals import refuse, refuse_jit_trace
 
 Tensor = torch.Tensor
 

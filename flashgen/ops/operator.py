@@ -15,17 +15,17 @@ from flashgen import config
 from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
 from flashgen.dtypes import FLOAT_DTYPES
 from flashgen.runtime import backends, backward, forward
-from flashgen.runtime.check_basics import runs_while_traced
-from flashgen.runtime.number_arguments import (
+from flashgen.runtime.arguments.options import (
     check_rng,
     number_in,
-    offset_of,
     probability_of,
     scalar_value,
     scale_of,
     settled,
 )
-from flashgen.runtime.programs import Program, program_of
+from flashgen.runtime.arguments.positions import offset_of
+from flashgen.runtime.arguments.refusals import runs_while_traced
+from flashgen.runtime.programs import CallProgram, program_of
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -69,7 +69,7 @@ class Operator:
     overload: Any
     overload_backward: Any
 
-    def __init__(self, spec: AttentionSpec | Program, name: str) -> None:
+    def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
         signature = program_of(spec).signature
         self.spec = spec
         self.signature = signature
@@ -84,8 +84,8 @@ class Operator:
         self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
-        self.done: forward.ForwardRecord | None = None
-        self.done_backward: backward.BackwardRecord | None = None
+        self.done: forward.ForwardOutcome | None = None
+        self.done_backward: backward.BackwardOutcome | None = None
         self._forwards: dict[Any, forward.PreparedForward] = {}
         self._backwards: dict[Any, backward.PreparedBackward] = {}
 

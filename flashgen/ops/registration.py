@@ -29,13 +29,13 @@ from flashgen.ops.autograd import attend, differentiate
 from flashgen.ops.flops import register_flops
 from flashgen.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.ops.vmap import map_call
-from flashgen.runtime.captured_tensors import check_learned
-from flashgen.runtime.check_basics import refuse
-from flashgen.runtime.checks import check_traced
+from flashgen.runtime.arguments.call import check_traced
+from flashgen.runtime.arguments.options import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.runtime.arguments.refusals import refuse
+from flashgen.runtime.arguments.tensors import check_learned
 from flashgen.runtime.memory_layout import empty_rows
-from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
-from flashgen.runtime.programs import Program, program_of
-from flashgen.signature import WHOLE, CallSignature
+from flashgen.runtime.programs import CallProgram, program_of
+from flashgen.signature import CallSignature
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -54,11 +54,11 @@ _OTHERS = ("append_kv",)
 """The operators of torch.ops.flashgen that are made from no spec."""
 
 _names: set[str] = {*_OTHERS}
-_operators: dict[AttentionSpec | Program, Operator] = {}
+_operators: dict[AttentionSpec | CallProgram, Operator] = {}
 _lock = threading.RLock()
 
 
-def operator_of(spec: AttentionSpec | Program) -> Operator:
+def operator_of(spec: AttentionSpec | CallProgram) -> Operator:
     """The operator of a spec, registered at the first call; equal specs share one."""
     with _lock:
         found = _operators.get(spec)
@@ -68,7 +68,7 @@ def operator_of(spec: AttentionSpec | Program) -> Operator:
         return found
 
 
-def register_hashed_name(spec: AttentionSpec | Program) -> None:
+def register_hashed_name(spec: AttentionSpec | CallProgram) -> None:
     """Registers the operator of a spec under its name with a hash too.
 
     A process in which another spec has the name calls it so, and its exported programs with it.
@@ -82,7 +82,7 @@ def register_hashed_name(spec: AttentionSpec | Program) -> None:
             again.overload, again.overload_backward = register(again)
 
 
-def free_name(spec: AttentionSpec | Program) -> str:
+def free_name(spec: AttentionSpec | CallProgram) -> str:
     """The spec's name, followed by a hash of the spec where another spec has that name.
 
     The hash is the same in every process, so that exported programs find their operator.
@@ -143,14 +143,14 @@ def register(operator: Operator) -> tuple[Any, Any]:
         operands, floats = _forward_values(operator, tensors)
         q = operands.q
         _check_traced_dropout(signature, operands.rng, floats[0], q.device)
-        check_traced(signature, operands, by_name.get(WHOLE[1]))
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
         return empty_rows(q, signature.head_dim_v, dtype), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, _, _ = _backward_values(operator, tensors)
-        check_traced(signature, operands, by_name.get(WHOLE[1]))
+        operands, _, floats = _backward_values(operator, tensors)
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
         captured = operands.captured
         learned = zip(operator.learned, _needed(operator, by_name), strict=True)
         return (

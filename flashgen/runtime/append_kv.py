@@ -9,7 +9,7 @@ import torch
 
 from flashgen import config
 from flashgen.call import DEFAULT_LAUNCH, LaunchOptions
-from flashgen.runtime.append_checks import AppendOperands, check_append, check_limits, slots_of
+from flashgen.runtime.arguments.pages import AppendOperands, check_append, check_limits, slots_of
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.runtime.kernel_arguments import KernelArguments

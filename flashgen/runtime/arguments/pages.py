@@ -1,25 +1,160 @@
-"""Checks of a call of `flashgen.append_kv`: all of them before anything is written."""
+"""Paged caches: the checks of calls that read them, and of calls of `flashgen.append_kv`.
+
+Paging changes addresses only: masks and scores see positions in the sequence.
+"""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.dtypes import INT32_MAX, OPERAND_DTYPES
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.call import CheckedCall
+from flashgen.dtypes import INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
+from flashgen.runtime.arguments.positions import tensors_named
+from flashgen.runtime.arguments.refusals import (
+    check_ascending,
+    check_is_tensor,
+    known,
+    refuse,
+    shape_of,
+)
+from flashgen.signature import PAGE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
 DIM_STEP = 8
-"""A head dim is a multiple of this number, so that every row consists of 16-byte vectors."""
+"""A head dim of `flashgen.append_kv` is a multiple of this number, so that every row consists of
+16-byte vectors."""
 
 MOST_ROWS = 2**30
-"""The largest number of tokens times heads of a call: kernels count rows in 32 bits."""
+"""The largest number of tokens times heads of a call of `flashgen.append_kv`: its kernel counts
+rows in 32 bits."""
 
-BY_SLOT = "slot_mapping"
-BY_TABLE = "page_table and cache_seqlens"
+# ---- calls that read a cache ---------------------------------------------------------------------
+
+
+def check_positions_of_pages(q_offset: object, k_offset: object) -> None:
+    """Checks the offsets of a call with a paged cache.
+
+    Raises:
+        InputError: q_offset is a number, or k_offset is given.
+    """
+    if q_offset is not None and not isinstance(q_offset, Tensor):
+        refuse(
+            "the queries of a call with a paged cache have no common position",
+            "argument q_offset",
+            f"given {q_offset!r:.200}; queries without it are the last positions of their sequence",
+            "no q_offset, or an int32 tensor with the first position of each sequence",
+        )
+    if isinstance(k_offset, Tensor) or k_offset != 0:
+        refuse(
+            "the keys of a paged cache are counted from 0 in each sequence",
+            "argument k_offset",
+            f"given {k_offset!r:.200}",
+            "no k_offset",
+        )
+
+
+def check_caches(k: Tensor, v: Tensor) -> None:
+    """Checks the sizes of caches, which may be symbols.
+
+    Raises:
+        InputError: k and v have different numbers of pages, or pages hold no keys.
+    """
+    if known(k.shape[0] != v.shape[0]):
+        refuse(
+            "k and v have different numbers of pages",
+            "argument v",
+            f"k {shape_of(k)}, v {shape_of(v)}",
+            "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
+        )
+    if known(k.shape[2] == 0):
+        refuse(
+            "a page holds no keys",
+            "argument k",
+            f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
+            "pages of at least one slot",
+        )
+
+
+def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
+    """Checks the sizes of page table and lengths, which may be symbols.
+
+    Raises:
+        InputError: they and the queries are of different numbers of sequences.
+    """
+    table, lengths = tensors_named(signature, captured, PAGE_NAMES)
+    sequences = q.shape[0]
+    if signature.packed:
+        sequences = tensors_named(signature, captured, signature.boundaries)[0].shape[0] - 1
+    for name, tensor in zip(PAGE_NAMES, (table, lengths), strict=True):
+        if known(tensor.shape[0] != sequences):
+            refuse(
+                f"{name} is not for the sequences of q",
+                f"argument {name}",
+                f"shape {shape_of(tensor)}; {sequences} sequences",
+                "a row of the page table and a length for each batch entry of q, or for each "
+                "sequence of cu_seqlens_q",
+            )
+
+
+def capacity_of(signature: CallSignature, k: Tensor, captured: Sequence[Any]) -> int:
+    """The positions for which the page table has entries, a multiple of the page size.
+
+    Raises:
+        InputError: kernels cannot count as many.
+    """
+    table = tensors_named(signature, captured, PAGE_NAMES[:1])[0]
+    capacity = int(table.shape[1] * k.shape[2])
+    if capacity > POSITION_LIMIT:
+        refuse(
+            "the page table has more positions than kernels support",
+            "argument page_table",
+            f"{table.shape[1]:,} pages of {k.shape[2]:,} keys; at most {POSITION_LIMIT:,} keys",
+            "a narrower page table",
+        )
+    return capacity
+
+
+def check_pages(captured: Mapping[str, Tensor], call: CheckedCall, k: Tensor) -> None:
+    """Checks the values of lengths and page tables on the CPU, where that waits for nothing.
+
+    On a GPU, lengths are clamped, and an unknown page makes the results of its sequence NaN.
+
+    Raises:
+        InputError: a length that the page table cannot hold, or a page outside the caches.
+    """
+    table, lengths = (captured[name] for name in PAGE_NAMES)
+    page_size, pages = k.shape[2], k.shape[0]
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= call.seq_k:
+            refuse(
+                "a sequence is longer than its row of the page table, or shorter than 0",
+                f"argument cache_seqlens, sequence {b}",
+                f"cache_seqlens[{b}] is {length:,}; {table.shape[1]:,} pages of {page_size:,}",
+                f"from 0 to {call.seq_k:,}, or a wider page table",
+            )
+        used = table[b, : -(-length // page_size)]
+        unknown = ((used < 0) | (used >= pages)).nonzero().flatten()
+        if len(unknown):
+            at = int(unknown[0])
+            refuse(
+                "a page of a sequence lies outside of the caches",
+                f"argument page_table, sequence {b}",
+                f"page_table[{b}, {at}] is {int(used[at]):,}, for position {at * page_size:,}; "
+                f"{pages:,} pages of {page_size:,}",
+                "a page of the caches for every position up to cache_seqlens",
+            )
+
+
+def longest_of(captured: Mapping[str, Tensor]) -> int:
+    """The number of keys of the longest sequence."""
+    return max(captured[PAGE_NAMES[1]].tolist(), default=0)
+
+
+# ---- calls of append_kv --------------------------------------------------------------------------
 
 
 class AppendOperands(NamedTuple):
@@ -75,20 +210,14 @@ def _check_ways(given: AppendOperands) -> None:
             "the places of the new rows are given in no way or in more than one way",
             "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
             f"given: {', '.join(there) or 'none of them'}",
-            f"{BY_TABLE}, with cu_seqlens where sequences are packed; or {BY_SLOT} alone",
+            "page_table and cache_seqlens, with cu_seqlens where sequences are packed; or "
+            "slot_mapping alone",
         )
 
 
 def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
     where = f"argument {name} of append_kv"
-    if not isinstance(tensor, Tensor):
-        refuse(
-            f"{name} is not a torch tensor",
-            where,
-            f"given a {type(tensor).__name__}",
-            f"torch.as_tensor({name}), on the device of the caches",
-        )
-    check_dense(name, tensor)
+    check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
     dtypes = {
         "k": tuple(getattr(torch, each) for each in OPERAND_DTYPES),
         **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
@@ -259,7 +388,9 @@ def slots_of(given: AppendOperands) -> Tensor:
         ends = torch.arange(given.sequences + 1) * rows
     else:
         ends = given.cu_seqlens.long()
-        _check_ends(ends.tolist(), given.tokens)
+        what = "the number of new rows", f"{given.tokens:,} new rows"
+        where = "argument cu_seqlens of append_kv"
+        check_ascending("cu_seqlens", ends.tolist(), given.tokens, what, "lengths", where)
     new, lengths = ends.diff(), lengths.long()
     b = _first(lengths < new)
     if b is not None:
@@ -301,14 +432,3 @@ def slots_of(given: AppendOperands) -> Tensor:
 def _first(bad: Tensor) -> int | None:
     """The index of the first true element; None without one."""
     return int(bad.int().argmax()) if bool(bad.any()) else None
-
-
-def _check_ends(ends: list[int], tokens: int) -> None:
-    smallest = min((after - before for before, after in itertools.pairwise(ends)), default=0)
-    if ends[0] != 0 or ends[-1] > tokens or smallest < 0:
-        refuse(
-            "cu_seqlens does not ascend from 0 to the number of new rows",
-            "argument cu_seqlens of append_kv",
-            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {smallest:,}; {tokens:,} new rows",
-            "torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
-        )
