@@ -267,7 +267,7 @@ class Attention:
             result = traced_call(operator, operands, options)
             return result if return_lse else result[0]
         self._used = operator
-        plain = is_plain(q, k, v) and are_plain(captured) and not q.is_meta
+        plain = is_plain(q, k, v) and not q.is_meta and (not captured or are_plain(captured))
         if not plain:
             refuse_jit_trace()
             check_traced(operator.signature, operands, options.scalars)

@@ -27,7 +27,6 @@ from flashgen.runtime.arguments.positions import (
     check_packed,
     dtypes_of,
     entries_of,
-    numbers_of,
     offset_of,
     offset_tensors,
     refuse_static_layout,
@@ -104,6 +103,8 @@ class Call(NamedTuple):
             program = variant(dtype, dtypes_of(offsets), tuple(part), packs)
             signature = program.signature
             captures = {**captures, **part, **offsets}
+            q_offset = 0 if OFFSETS[0] in offsets else q_offset
+            k_offset = 0 if OFFSETS[1] in offsets else k_offset
         captures = with_layout(signature, captures)
         check_names(signature, captures)
         captured = tuple([captures[tensor.name] for tensor in signature.tensors])
@@ -112,12 +113,12 @@ class Call(NamedTuple):
                 check_learned(signature, captured)
             captured = as_declared(signature, captured)
         scalars = tuple([captures[scalar.name] for scalar in signature.scalars])
-        numbers = *numbers_of(q_offset, k_offset), backend, arch, deterministic
-        return Call(
-            program,
+        numbers = scale, q_offset, k_offset, backend, arch, deterministic
+        operands, options = (
             Operands(q, k, v, captured, rng),
-            CallOptions(scale, *numbers, scalars, dropout_p),
+            CallOptions(*numbers, scalars, dropout_p),
         )
+        return Call(program, operands, options)
 
 
 def _autocast_dtype(q: object) -> torch.dtype | None:

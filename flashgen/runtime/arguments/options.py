@@ -28,7 +28,6 @@ from flashgen.signature import (
     WHOLE,
     CallSignature,
     ScalarArgument,
-    TensorArgument,
 )
 
 if TYPE_CHECKING:
@@ -75,9 +74,12 @@ _IN_SPEC = (
 
 def check_names(signature: CallSignature, given: Mapping[str, object]) -> None:
     """Raises InputError unless ``given`` has the names of the signature's captures, each once."""
-    captures: tuple[TensorArgument | ScalarArgument, ...]
-    captures = (*signature.tensors, *signature.scalars)
-    if len(given) != len(captures) or any(each.name not in given for each in captures):
+    wrong = len(given) != len(signature.tensors) + len(signature.scalars)
+    for tensor in signature.tensors:
+        wrong = wrong or tensor.name not in given
+    for scalar in signature.scalars:
+        wrong = wrong or scalar.name not in given
+    if wrong:
         kinds = {tensor.name: "tensor" for tensor in signature.tensors}
         kinds |= {scalar.name: "scalar" for scalar in signature.scalars}
         lists = LAYOUT_LISTS if signature.block_sparse is not None else ()

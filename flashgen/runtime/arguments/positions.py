@@ -63,6 +63,8 @@ def offset_tensors(q_offset: object, k_offset: object) -> dict[str, Tensor]:
     Raises:
         InputError: the tensor has another dtype or more than one dimension.
     """
+    if type(q_offset) is int and type(k_offset) is int:
+        return {}
     both = zip(OFFSETS, (q_offset, k_offset), strict=True)
     return {name: _checked(name, value) for name, value in both if isinstance(value, Tensor)}
 
@@ -70,14 +72,6 @@ def offset_tensors(q_offset: object, k_offset: object) -> dict[str, Tensor]:
 def dtypes_of(offsets: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     """The names and dtypes of `offset_tensors`, the second argument of `at_offsets`."""
     return tuple((name, _DTYPES[tensor.dtype]) for name, tensor in offsets.items())
-
-
-def numbers_of(q_offset: Any, k_offset: Any) -> tuple[int, int]:
-    """The offsets as options of a call: 0 in place of a tensor."""
-    return (
-        0 if isinstance(q_offset, Tensor) else q_offset,
-        0 if isinstance(k_offset, Tensor) else k_offset,
-    )
 
 
 def _checked(name: str, offset: Tensor) -> Tensor:

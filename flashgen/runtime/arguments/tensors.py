@@ -325,16 +325,14 @@ def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any,
 
     The conversion is differentiated like any other: gradients have the dtypes that were given.
     """
-    return tuple(
-        [
-            value.to(getattr(torch, tensor.dtype))
-            if tensor.dtype in FLOAT_DTYPES
-            and isinstance(value, Tensor)
-            and value.is_floating_point()
-            else value
-            for tensor, value in zip(signature.tensors, captured, strict=True)
-        ]
-    )
+    declared = list(captured)
+    for place, tensor in enumerate(signature.tensors):
+        value = captured[place]
+        if tensor.dtype in FLOAT_DTYPES and isinstance(value, Tensor):
+            dtype = getattr(torch, tensor.dtype)
+            if value.dtype != dtype and value.is_floating_point():
+                declared[place] = value.to(dtype)
+    return tuple(declared)
 
 
 def _check_captured(tensor: TensorArgument, value: Any, device: torch.device) -> None:
