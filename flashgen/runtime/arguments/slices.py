@@ -39,12 +39,9 @@ def scalars_of_part(
     Args:
         captures: the captures of the call; the keys of a paged cache are those of its page table.
     """
-    in_whole = whole is not None or type(h_offset) is not int or h_offset != 0
-    if split_size is None and not in_whole:
+    size = {} if split_size is None else split_scalar(split_size)
+    if not size and whole is None and type(h_offset) is int and h_offset == 0:
         return {}
-    size = split_scalar(split_size)
-    if not in_whole:
-        return size
     table = captures.get(PAGE_NAMES[0])
     pages = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 1
     return scalars_of(h_offset, whole, q, k, pages) | size
