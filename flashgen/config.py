@@ -55,7 +55,7 @@ DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
 
 
-_encoded = functools.cache(os.environ.encodekey)  # type: ignore[attr-defined]
+_encoded = functools.cache(os.environ.encodekey)
 
 
 def _read(name: str) -> str | None:

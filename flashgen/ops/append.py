@@ -76,23 +76,13 @@ def append_kv(
         Page tables as in FlashAttention-3 (page_table, cache_seqlens); slots as in vLLM
         (slot_mapping).
     """
-    if torch.compiler.is_compiling():
-        torch.ops.flashgen.append_kv.default(
-            k,
-            v,
-            k_cache,
-            v_cache,
-            page_table=page_table,
-            cache_seqlens=cache_seqlens,
-            slot_mapping=slot_mapping,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
-            arch=arch,
-        )
-        return
     given = AppendOperands(
         k, v, k_cache, v_cache, page_table, cache_seqlens, slot_mapping, cu_seqlens
     )
+    keywords = {**dict(zip(_TENSORS[4:], given[4:], strict=True)), "backend": backend, "arch": arch}
+    if torch.compiler.is_compiling():
+        torch.ops.flashgen.append_kv.default(*given[:4], **keywords)
+        return
     index = tuple(tensor for tensor in given[3:] if tensor is not None)
     if is_plain(k, v, k_cache) and are_plain(index):
         _refuse_gradients(given)
@@ -105,11 +95,7 @@ def append_kv(
     refuse_jit_trace()
     check_append(given)
     _check_choice(backend, arch)
-    _overload(*given[:4], **dict(zip(_TENSORS[4:], given[4:], strict=True)), **_how(backend, arch))
-
-
-def _how(backend: str | None, arch: str | None) -> dict[str, str | None]:
-    return {"backend": backend, "arch": arch}
+    _overload(*given[:4], **keywords)
 
 
 def _check_choice(backend: object, arch: object) -> None:

@@ -192,10 +192,8 @@ class Operator:
 
     def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
         """Computes out and lse of ordinary tensors; each combination of options is checked once."""
-        p = options.dropout_p
-        if type(p) is not float:
-            p = 0.0 if p is None else probability_of(p)
-            options = options._replace(dropout_p=p)
+        if type(options.dropout_p) is not float:
+            options = _with_probability(options)
         key = _key(operands, options)
         call = self._forwards.get(key)
         if call is None:
@@ -221,10 +219,7 @@ class Operator:
             needed: for each learned tensor, whether its gradient is needed. A gradient that is not
                 needed is returned as a tensor without elements.
         """
-        p = options.dropout_p
-        if type(p) is not float:
-            p = 0.0 if p is None else probability_of(p)
-            options = options._replace(dropout_p=p)
+        options = _with_probability(options)
         deterministic = settled(options.deterministic)
         key = (deterministic, _key(operands, options), _key_of_gradients(gradients), needed)
         call = self._backwards.get(key)
@@ -246,6 +241,11 @@ class Operator:
             for i, wanted in learned
         )
         return (*found[:3], *rest)
+
+
+def _with_probability(options: CallOptions) -> CallOptions:
+    p = options.dropout_p
+    return options._replace(dropout_p=0.0 if p is None else probability_of(p))
 
 
 @runs_while_traced
@@ -312,22 +312,9 @@ def _numbers_key(options: CallOptions) -> str | None:
 
 
 def _key_of_gradients(gradients: OutputGradients) -> Any:
-    out, lse, dout, dlse = gradients
     try:
-        return (
-            out.shape,
-            out.stride(),
-            out.dtype,
-            out.device,
-            lse.shape,
-            lse.stride(),
-            lse.dtype,
-            lse.device,
-            dout.shape,
-            dout.stride(),
-            dout.dtype,
-            dout.device,
-            None if dlse is None else (dlse.shape, dlse.stride(), dlse.dtype, dlse.device),
+        return tuple(
+            [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in gradients]
         )
     except RuntimeError:
         return None

@@ -128,8 +128,7 @@ class PreparedForward(PreparedCall):
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
         kernel = self._kernels.get(width)
         if kernel is None:
-            known = {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v}
-            kernel = self._kernel(width, {**known, "o": to_out, "lse": to_lse}, by_name)
+            kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse), by_name)
         bound = kernel.bound
         built, self._built = self._built, 0.0
         start = perf_counter()
@@ -144,17 +143,7 @@ class PreparedForward(PreparedCall):
                 more = (*more, 0 if tile_counter is None else tile_counter.data_ptr())
             bound.launch((*at, *more), self.target.index)
         else:
-            tensors = {
-                "q": q,
-                "k": k,
-                "v": v,
-                "k_cache": k,
-                "v_cache": v,
-                "o": to_out,
-                "lse": to_lse,
-                "rng": rng,
-                "tile_counter": tile_counter,
-            }
+            tensors = _tensors(q, k, v, to_out, to_lse) | {"rng": rng, "tile_counter": tile_counter}
             if kernel.tables is not None:
                 tensors |= pointers_of(by_name)
                 made, tables = kernel.tables.run(self.target, by_name, self.launch)
@@ -256,6 +245,11 @@ class PreparedForward(PreparedCall):
         arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
         out, lse = cpu.forward(spec, *copied[:3], arguments)
         return copied.of_queries(out, operands.q), copied.of_queries(lse, operands.q)
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor | None]:
+    """Operands and results by their names in kernels; paged ones call k and v caches."""
+    return {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v, "o": o, "lse": lse}
 
 
 def report(record: ForwardOutcome) -> Report:

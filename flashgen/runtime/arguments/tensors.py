@@ -249,19 +249,17 @@ def check_sizes(
         sizes: the sizes that q and k define, by dimension name.
     """
     first: dict[str, tuple[str, int]] = {}
-    for tensor, value in zip(signature.tensors, captured, strict=True):
-        for axis, dim in enumerate(tensor.dims):
-            size = value.shape[axis]
-            if isinstance(dim, int):
-                if known(size != dim):
-                    _refuse_size(tensor, value, axis, f"declared as {dim:,}")
-            elif dim in sizes:
-                if known(size != 1) and known(size != sizes[dim]):
-                    _refuse_size(tensor, value, axis, f"{dim} is {sizes[dim]:,} here, or 1")
-            elif dim not in ("seq_q", "seq_k") and known(size != 1):
-                other, length = first.setdefault(dim, (tensor.name, size))
-                if known(size != length):
-                    _refuse_size(tensor, value, axis, f"{dim} is {length:,} in {other}, or 1")
+    for tensor, value, axis, dim, size in _dimensions(signature, captured):
+        if isinstance(dim, int):
+            if known(size != dim):
+                _refuse_size(tensor, value, axis, f"declared as {dim:,}")
+        elif dim in sizes:
+            if known(size != 1) and known(size != sizes[dim]):
+                _refuse_size(tensor, value, axis, f"{dim} is {sizes[dim]:,} here, or 1")
+        elif dim not in ("seq_q", "seq_k") and known(size != 1):
+            other, length = first.setdefault(dim, (tensor.name, size))
+            if known(size != length):
+                _refuse_size(tensor, value, axis, f"{dim} is {length:,} in {other}, or 1")
 
 
 def check_lengths(
@@ -273,13 +271,11 @@ def check_lengths(
         sizes: as for `check_sizes`.
         empty: whether the call has no scores.
     """
-    for tensor, value in zip(signature.tensors, captured, strict=True):
-        for axis, dim in enumerate(tensor.dims):
-            size = value.shape[axis]
-            if size > INT32_MAX:
-                _refuse_size(tensor, value, axis, f"at most {INT32_MAX:,}")
-            if size == 0 and dim not in (*sizes, "seq_q", "seq_k") and not empty:
-                _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
+    for tensor, value, axis, dim, size in _dimensions(signature, captured):
+        if size > INT32_MAX:
+            _refuse_size(tensor, value, axis, f"at most {INT32_MAX:,}")
+        if size == 0 and dim not in (*sizes, "seq_q", "seq_k") and not empty:
+            _refuse_size(tensor, value, axis, f"{dim} is 1 or more")
 
 
 def check_positions(
@@ -298,13 +294,10 @@ def check_positions(
     """
     of_dims: dict[str | int, tuple[int, int]]
     of_dims = {"seq_q": (lengths[0], ends[0]), "seq_k": (lengths[1], ends[1])}
-    for tensor, value in zip(signature.tensors, captured, strict=True):
-        for axis, dim in enumerate(tensor.dims):
-            size = value.shape[axis]
-            length, end = of_dims.get(dim, (0, 0))
-            if length and size != 1 and size < max(end, 1):
-                at_least = f"{dim} ends at {end:,}, so at least that, or 1"
-                _refuse_size(tensor, value, axis, at_least)
+    for tensor, value, axis, dim, size in _dimensions(signature, captured):
+        length, end = of_dims.get(dim, (0, 0))
+        if length and size != 1 and size < max(end, 1):
+            _refuse_size(tensor, value, axis, f"{dim} ends at {end:,}, so at least that, or 1")
 
 
 def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
@@ -370,6 +363,17 @@ def _check_captured(tensor: TensorArgument, value: Any, device: torch.device) ->
             f"{name} on {value.device}, q on {device}",
             f"{name}.to({str(device)!r})",
         )
+
+
+def _dimensions(
+    signature: CallSignature, captured: Sequence[Tensor]
+) -> list[tuple[TensorArgument, Tensor, int, str | int, int]]:
+    """Each dimension of each captured tensor: its axis, its name or number, and its size."""
+    return [
+        (tensor, value, axis, dim, value.shape[axis])
+        for tensor, value in zip(signature.tensors, captured, strict=True)
+        for axis, dim in enumerate(tensor.dims)
+    ]
 
 
 def _refuse_size(tensor: TensorArgument, value: Tensor, axis: int, expected: str) -> None:
