@@ -115,17 +115,17 @@ def register(operator: Operator) -> tuple[Any, Any]:
     _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
-        operands, floats = _forward_values(operator, tensors)
+        operands, _, floats = _values(operator, tensors)
         options = operator.numbers_in(operator.options(by_name, floats))
         return operator.compute(operands, options)
 
     def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, gradients, floats = _backward_values(operator, tensors)
+        operands, gradients, floats = _values(operator, tensors, 4)
         options = operator.numbers_in(operator.options(by_name, floats))
         return operator.compute_backward(operands, gradients, options, _needed(operator, by_name))
 
     def autograd(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), floats = _forward_values(operator, tensors)
+        (q, k, v, captured, rng), _, floats = _values(operator, tensors)
         if captured and torch.is_grad_enabled():
             check_learned(signature, captured)
         if rng is not None:
@@ -134,13 +134,13 @@ def register(operator: Operator) -> tuple[Any, Any]:
             return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
 
     def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), gradients, floats = _backward_values(operator, tensors)
+        (q, k, v, captured, rng), gradients, floats = _values(operator, tensors, 4)
         options, needed = operator.options(by_name, floats), _needed(operator, by_name)
         with _one_level():
             return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
 
     def fake(*tensors: Any, **by_name: Any) -> Any:
-        operands, floats = _forward_values(operator, tensors)
+        operands, _, floats = _values(operator, tensors)
         q = operands.q
         _check_traced_dropout(signature, operands.rng, floats[0], q.device)
         check_traced(signature, operands, operator.options(by_name, floats).scalars)
@@ -149,7 +149,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
         return empty_rows(q, signature.head_dim_v, dtype), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, _, floats = _backward_values(operator, tensors)
+        operands, _, floats = _values(operator, tensors, 4)
         check_traced(signature, operands, operator.options(by_name, floats).scalars)
         captured = operands.captured
         learned = zip(operator.learned, _needed(operator, by_name), strict=True)
@@ -232,23 +232,19 @@ def _define(operator: Operator) -> None:
     _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
 
 
-def _forward_values(
-    operator: Operator, tensors: tuple[Any, ...]
-) -> tuple[Operands, tuple[Tensor | None, ...]]:
-    """The operands and the floats from the positional arguments of the forward operator."""
-    q, k, v, rng, *rest = _sorted(operator, tensors, 0)
-    count = len(FLOATS) + len(operator.floats)
-    return Operands(q, k, v, tuple(rest[count:]), rng), tuple(rest[:count])
-
-
-def _backward_values(
-    operator: Operator, tensors: tuple[Any, ...]
+def _values(
+    operator: Operator, tensors: tuple[Any, ...], results: int = 0
 ) -> tuple[Operands, OutputGradients, tuple[Tensor | None, ...]]:
-    """The values from the positional arguments of the backward operator."""
-    q, k, v, out, lse, dout, dlse, rng, *rest = _sorted(operator, tensors, 4)
+    """The operands, the results with their gradients and the floats from positional arguments.
+
+    Args:
+        results: 4 in the backward operator; with 0, the second value has nothing.
+    """
+    q, k, v, *rest = _sorted(operator, tensors, results)
+    gradients, (rng, *rest) = rest[:results], rest[results:]
     count = len(FLOATS) + len(operator.floats)
     operands = Operands(q, k, v, tuple(rest[count:]), rng)
-    return operands, OutputGradients(out, lse, dout, dlse), tuple(rest[:count])
+    return operands, OutputGradients._make(gradients or (None,) * 4), tuple(rest[:count])
 
 
 def _sorted(operator: Operator, given: tuple[Any, ...], results: int) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from flashgen.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
+from flashgen.dtypes import dtype_name
 from flashgen.runtime.arguments.refusals import check_is_tensor, refuse
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import bind
@@ -101,7 +102,7 @@ def run_merge(
     from flashgen.pipeline import build_merge
 
     given, out = (parts, results, merged, sink), results[0]
-    kernel = build_merge(out.shape[3], str(out.dtype).removeprefix("torch."), target.arch)
+    kernel = build_merge(out.shape[3], dtype_name(out.dtype), target.arch)
     return bind_merge(kernel, *given).run(target, tensors_of_merge(*given), launch)
 
 

@@ -83,7 +83,7 @@ def test_all_ways_refuse_the_same_mistake(change: dict[str, Any], where: str) ->
     errors = []
     for call in (
         op,
-        torch.compile(op, backend="eager"),
+        torch.compile(op, backend="eager", fullgraph=True),
         lambda: run_forward(SPEC, q, k, v, scalars=given, tensors=tensors, **options),
         lambda: check(SPEC, q, k, v, scalars=given, tensors=tensors, **options),
     ):
