@@ -100,7 +100,7 @@ class Attend(torch.autograd.Function):
             floats = zip(saved, operator.floats_of(options), strict=True)
             options = operator.with_floats(options, [x if t is None else t for t, x in floats])
         _, _, need_q, need_k, need_v, _, *needs = ctx.needs_input_grad
-        needed = tuple([needs[place] for place in operator.learned]) if needs else ()
+        needed = tuple([needs[index] for index in operator.learned]) if needs else ()
         if (
             not torch.is_grad_enabled()
             and is_plain(q, k, v)

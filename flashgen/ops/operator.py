@@ -115,9 +115,9 @@ class Operator:
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
         names = (*NUMBERS, *self.arguments)
-        given = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
-        floats = [self.arguments[place] for place in self.floats]
-        return {n: given[n] for n in (*self.numbers, *self.arguments) if n not in floats}
+        values = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
+        floats = [self.arguments[index] for index in self.floats]
+        return {n: values[n] for n in (*self.numbers, *self.arguments) if n not in floats}
 
     def options(self, keywords: dict[str, Any], floats: Sequence[Any]) -> CallOptions:
         """The options from the arguments of the registered operator.
@@ -132,15 +132,15 @@ class Operator:
 
     def floats_of(self, options: CallOptions) -> tuple[Any, ...]:
         """The values of `FLOATS` and of the scalars that are floats."""
-        values = [options.scalars[place] for place in self.floats]
+        values = [options.scalars[index] for index in self.floats]
         return (options.dropout_p, options.scale, *values)
 
     def with_floats(self, options: CallOptions, floats: Sequence[Any]) -> CallOptions:
         """``options`` with other values for what `floats_of` returns."""
         p, scale, *values = floats
         scalars = list(options.scalars)
-        for place, value in zip(self.floats, values, strict=True):
-            scalars[place] = value
+        for index, value in zip(self.floats, values, strict=True):
+            scalars[index] = value
         return options._replace(dropout_p=p, scale=scale, scalars=tuple(scalars))
 
     def numbers_in(self, options: CallOptions) -> CallOptions:
@@ -149,9 +149,9 @@ class Operator:
         Raises:
             InputError: a tensor is not one number on the CPU.
         """
-        names = (*FLOATS, *(self.scalars[place] for place in self.floats))
-        given = zip(names, self.floats_of(options), strict=True)
-        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in given]
+        names = (*FLOATS, *(self.scalars[index] for index in self.floats))
+        pairs = zip(names, self.floats_of(options), strict=True)
+        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in pairs]
         return self.with_floats(options, floats)
 
     def float_tensors(self, options: CallOptions) -> tuple[Tensor | None, ...]:
@@ -230,17 +230,17 @@ class Operator:
                 _cache(self._backwards, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
-        found, self.done_backward = call.run(operands, gradients)
+        results, self.done_backward = call.run(operands, gradients)
         if all(needed):
-            return found
-        computed = dict(zip((x.name for x in call.signature.learned), found[3:], strict=True))
+            return results
+        computed = dict(zip((x.name for x in call.signature.learned), results[3:], strict=True))
         captured = operands.captured
         learned = zip(self.learned, needed, strict=True)
         rest = (
             computed[self.tensors[i]] if wanted else captured[i].new_empty(0)
             for i, wanted in learned
         )
-        return (*found[:3], *rest)
+        return (*results[:3], *rest)
 
 
 def _with_probability(options: CallOptions) -> CallOptions:

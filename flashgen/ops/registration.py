@@ -61,11 +61,11 @@ _lock = threading.RLock()
 def operator_of(spec: AttentionSpec | CallProgram) -> Operator:
     """The operator of a spec, registered at the first call; equal specs share one."""
     with _lock:
-        found = _operators.get(spec)
-        if found is None:
-            found = _operators[spec] = Operator(spec, free_name(spec))
-            found.overload, found.overload_backward = register(found)
-        return found
+        operator = _operators.get(spec)
+        if operator is None:
+            operator = _operators[spec] = Operator(spec, free_name(spec))
+            operator.overload, operator.overload_backward = register(operator)
+        return operator
 
 
 def register_hashed_name(spec: AttentionSpec | CallProgram) -> None:
@@ -200,7 +200,7 @@ MOST_ARGUMENTS = 64
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
     name, signature = operator.name, operator.signature
-    floats = [operator.arguments[place] for place in operator.floats]
+    floats = [operator.arguments[index] for index in operator.floats]
     tensors = ("q", "k", "v", *operator.tensors, *floats)
     operands = ", ".join(f"Tensor {each}" for each in tensors)
     learned = [f"d_{tensor.name}" for tensor in signature.learned]
@@ -247,24 +247,29 @@ def _values(
     return operands, OutputGradients._make(gradients or (None,) * 4), tuple(rest[:count])
 
 
-def _sorted(operator: Operator, given: tuple[Any, ...], results: int) -> tuple[Any, ...]:
+def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:
     """Positional arguments in another order: rng, the floats and the captured tensors at the end.
 
     torch omits arguments that have their default value, which is None for tensors.
 
     Args:
-        given: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors, and
-            at most rng, dropout_p and scale.
+        arguments: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors,
+            and at most rng, dropout_p and scale.
     """
     captured = 3 + len(operator.tensors)
     floats = captured + len(operator.floats)
-    given += (None,) * (floats + results + 3 - len(given))
-    return (*given[:3], *given[floats:], *given[captured:floats], *given[3:captured])
+    arguments += (None,) * (floats + results + 3 - len(arguments))
+    return (
+        *arguments[:3],
+        *arguments[floats:],
+        *arguments[captured:floats],
+        *arguments[3:captured],
+    )
 
 
 def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
-    given = by_name.get(NEEDED)
-    return (True,) * len(operator.learned) if given is None else tuple(given)
+    needed = by_name.get(NEEDED)
+    return (True,) * len(operator.learned) if needed is None else tuple(needed)
 
 
 def _one_level() -> AbstractContextManager[None]:

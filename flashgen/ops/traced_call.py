@@ -58,8 +58,8 @@ def _numbers(
             scale = scale_of(signature, scale)
         scale = None if is_constant(scale == default) else _tensor(scale)
     floats, others = [], {}
-    given = zip(operator.arguments, signature.scalars, options.scalars, strict=True)
-    for name, scalar, value in given:
+    scalars = zip(operator.arguments, signature.scalars, options.scalars, strict=True)
+    for name, scalar, value in scalars:
         kind = {"float32": float, "int32": int, "bool": bool}[scalar.dtype]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             value = scalar_value(scalar, value)

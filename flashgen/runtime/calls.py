@@ -171,16 +171,16 @@ def _call_of(
         return program_of(program.variant(Variant(*fields)))
 
     signature, tensors, scalars = program.signature, tensors or {}, scalars or {}
-    for kind, given, others in (
+    for kind, mapping, others in (
         ("tensor", tensors, signature.scalars),
         ("scalar", scalars, signature.tensors),
     ):
         for other in others:
-            if other.name in given:
+            if other.name in mapping:
                 refuse(
                     f"{other.name!r} is not a {kind} of the spec",
                     f"argument {kind}s",
-                    f"given {shown(given[other.name])}",
+                    f"given {shown(mapping[other.name])}",
                     "numbers in scalars={...}, and captured tensors in tensors={...}",
                 )
     captures = {**tensors, **scalars}

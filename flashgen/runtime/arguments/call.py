@@ -143,8 +143,8 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     """
     q, k, v, captured, rng = operands
     check_operands(signature, q, k, v)
-    given = zip(signature.scalars, options.scalars, strict=True)
-    scalars = {scalar.name: scalar_value(scalar, value) for scalar, value in given}
+    pairs = zip(signature.scalars, options.scalars, strict=True)
+    scalars = {scalar.name: scalar_value(scalar, value) for scalar, value in pairs}
     sizes = _check_captured(signature, captured, q, k, heads_of(scalars, q.shape[1])[1])
     seq_k = capacity_of(signature, k, captured) if signature.paged else k.shape[2]
     call = CheckedCall(

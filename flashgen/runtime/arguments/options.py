@@ -72,29 +72,29 @@ _IN_SPEC = (
 """The way out for other names: a call without them would silently compute something else."""
 
 
-def check_names(signature: CallSignature, given: Mapping[str, object]) -> None:
-    """Raises InputError unless ``given`` has the names of the signature's captures, each once."""
-    wrong = len(given) != len(signature.tensors) + len(signature.scalars)
+def check_names(signature: CallSignature, captures: Mapping[str, object]) -> None:
+    """Raises InputError unless ``captures`` has the names of the signature's captures."""
+    wrong = len(captures) != len(signature.tensors) + len(signature.scalars)
     for tensor in signature.tensors:
-        wrong = wrong or tensor.name not in given
+        wrong = wrong or tensor.name not in captures
     for scalar in signature.scalars:
-        wrong = wrong or scalar.name not in given
+        wrong = wrong or scalar.name not in captures
     if wrong:
         kinds = {tensor.name: "tensor" for tensor in signature.tensors}
         kinds |= {scalar.name: "scalar" for scalar in signature.scalars}
         lists = LAYOUT_LISTS if signature.block_sparse is not None else ()
-        mask = given.get("attn_mask")
+        mask = captures.get("attn_mask")
         mask_of = (mask.dim(), dtype_name(mask.dtype)) if isinstance(mask, Tensor) else (4, "bool")
-        unset = [name for name, value in given.items() if value is None or value is False]
+        unset = [name for name, value in captures.items() if value is None or value is False]
         computed = (*WHOLE, SPLIT, *lists)
-        _refuse_names(signature.name, kinds, list(given), computed, unset, mask_of)
+        _refuse_names(signature.name, kinds, list(captures), computed, unset, mask_of)
 
 
 @runs_while_traced
 def _refuse_names(
     spec: str,
     kinds: dict[str, str],
-    given: list[str],
+    names: list[str],
     computed: tuple[str, ...],
     unset: list[str],
     mask: tuple[int, str],
@@ -103,13 +103,13 @@ def _refuse_names(
     Args:
         spec: the name of the spec.
         kinds: "scalar" or "tensor" for each name that is expected.
-        given: the names of the call.
+        names: the names of the call.
         computed: names that the user does not give.
         unset: names whose value in the call is None or False.
         mask: the number of dimensions and the dtype of a tensor that is given as attn_mask.
     """
-    missing = [name for name in kinds if name not in given]
-    extra = [name for name in given if name not in kinds]
+    missing = [name for name in kinds if name not in names]
+    extra = [name for name in names if name not in kinds]
     accepted = sorted(set(kinds.values())) or ["scalar"]
     unknown = f"is not a {' or '.join(accepted)} of the spec"
     meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
@@ -138,7 +138,7 @@ def _refuse_names(
         what,
         f"argument {misspelled or (missing or extra)[0]}",
         f"spec {spec} takes: {', '.join(expected) or 'none'}; "
-        f"given: {', '.join(name for name in given if name not in computed) or 'none'}",
+        f"given: {', '.join(name for name in names if name not in computed) or 'none'}",
         way_out,
     )
 
@@ -178,13 +178,13 @@ def _nearest(name: str, names: list[str]) -> str | None:
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def scale_of(signature: CallSignature, given: object) -> float:
+def scale_of(signature: CallSignature, scale: object) -> float:
     """The factor on q.k: the call's, else the spec's, else 1 / sqrt(head_dim).
 
     Raises:
         InputError: the value is not a positive, finite number.
     """
-    value = given if given is not None else signature.scale
+    value = scale if scale is not None else signature.scale
     if value is None:
         return 1 / math.sqrt(signature.head_dim)
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -198,20 +198,20 @@ def scale_of(signature: CallSignature, given: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
+def scalar_value(scalar: Scalar | ScalarArgument, value: object) -> Number:
     """The Python number for a value that is given for a scalar.
 
     Raises:
         InputError: the value has another type, is out of range or below the scalar's minimum.
     """
     dtype = SCALAR_DTYPES[scalar.dtype]
-    value = None if isinstance(given, Tensor) else dtype.convert(given)
-    if value is None:
+    number = None if isinstance(value, Tensor) else dtype.convert(value)
+    if number is None:
         way_out = f"{scalar.name}={_example(scalar)}"
-        if scalar.dtype == "int32" and isinstance(given, int) and not isinstance(given, bool):
-            nearest = SCALAR_LIMIT if given > 0 else -SCALAR_LIMIT
+        if scalar.dtype == "int32" and isinstance(value, int) and not isinstance(value, bool):
+            nearest = SCALAR_LIMIT if value > 0 else -SCALAR_LIMIT
             way_out = f"{scalar.name}={nearest}, the nearest number that kernels hold"
-        if isinstance(given, Tensor):
+        if isinstance(value, Tensor):
             way_out = (
                 f"{scalar.name}.item(), a Python number; or fg.Tensor({scalar.name!r}, ()) in the "
                 "spec, a number in a tensor"
@@ -219,17 +219,17 @@ def scalar_value(scalar: Scalar | ScalarArgument, given: object) -> Number:
         refuse(
             f"the scalar {scalar.name!r} cannot take this value",
             f"argument {scalar.name}",
-            f"given {shown(given)}; {scalar.dtype}: {dtype.accepted}",
+            f"given {shown(value)}; {scalar.dtype}: {dtype.accepted}",
             way_out,
         )
-    if scalar.minimum is not None and value < scalar.minimum:
+    if scalar.minimum is not None and number < scalar.minimum:
         refuse(
             f"the scalar {scalar.name!r} is below the minimum that its spec promises",
             f"argument {scalar.name}",
-            f"given {given!r}; minimum {scalar.minimum}",
+            f"given {value!r}; minimum {scalar.minimum}",
             f"{scalar.name}={scalar.minimum} or more, or fg.Scalar without this minimum",
         )
-    return value
+    return number
 
 
 def _example(scalar: Scalar | ScalarArgument) -> str:
@@ -339,11 +339,11 @@ def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def refuse_return_lse(given: object) -> NoReturn:
+def refuse_return_lse(value: object) -> NoReturn:
     refuse(
         "return_lse is neither True nor False",
         "argument return_lse",
-        f"given {shown(given)}",
+        f"given {shown(value)}",
         "return_lse=True for a tuple (out, lse)",
     )
 
@@ -376,11 +376,11 @@ def check_divisors(signature: CallSignature, call: CheckedCall) -> None:
     values = {**call.named_sizes, **call.scalars}
     for division in signature.zero_divisions:
         if 0 not in (call.seq_q, call.seq_k) and _value(division.reached, values):
-            given = ", ".join(f"{name}={values[name]}" for name in division.names)
+            numbers = ", ".join(f"{name}={values[name]}" for name in division.names)
             refuse(
                 f"spec {signature.name} divides by 0 in this call",
                 f"argument {division.names[0]}",
-                f"{division.text} with {given}",
+                f"{division.text} with {numbers}",
                 "other values, or a divisor of fg.maximum(..., 1) in the spec",
             )
 

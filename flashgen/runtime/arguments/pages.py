@@ -185,25 +185,25 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
-def check_append(given: AppendOperands) -> None:
+def check_append(operands: AppendOperands) -> None:
     """Checks everything but the contents of tensors, whose sizes may be symbols.
 
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    _check_ways(given)
-    for name, tensor in zip(given._fields, given, strict=True):
+    _check_ways(operands)
+    for name, tensor in zip(operands._fields, operands, strict=True):
         if tensor is not None:
-            _check_kind(name, tensor, given.k)
-    _check_shapes(given)
-    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
+            _check_kind(name, tensor, operands.k)
+    _check_shapes(operands)
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
         _check_memory(name, tensor)
 
 
-def _check_ways(given: AppendOperands) -> None:
+def _check_ways(operands: AppendOperands) -> None:
     """The places of tokens are given in one way."""
     names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
-    there = [name for name in names if getattr(given, name) is not None]
+    there = [name for name in names if getattr(operands, name) is not None]
     table = {"page_table", "cache_seqlens"}
     if there != ["slot_mapping"] and not (table <= set(there) <= table | {"cu_seqlens"}):
         refuse(
@@ -241,18 +241,18 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
         )
 
 
-def _check_shapes(given: AppendOperands) -> None:
-    k, v, k_cache, v_cache = given[:4]
-    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
+def _check_shapes(operands: AppendOperands) -> None:
+    k, v, k_cache, v_cache = operands[:4]
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
         if tensor.dim() != 4:
-            _refuse_shapes(given, name)
+            _refuse_shapes(operands, name)
     for name, tensor, axes in (
         ("v", v, ((0, k, 0), (1, k, 1), (2, k, 2))),
         ("k_cache", k_cache, ((1, k, 1), (3, k, 3))),
         ("v_cache", v_cache, ((0, k_cache, 0), (1, k, 1), (2, k_cache, 2), (3, v, 3))),
     ):
         if any(known(tensor.shape[axis] != of.shape[other]) for axis, of, other in axes):
-            _refuse_shapes(given, name)
+            _refuse_shapes(operands, name)
     for name, tensor in (("k", k), ("v", v)):
         dim = tensor.shape[3]
         if known(dim % DIM_STEP != 0) or known(dim == 0):
@@ -263,7 +263,7 @@ def _check_shapes(given: AppendOperands) -> None:
                 "rows padded with zeros, as torch.nn.functional.pad makes them",
             )
     sequences = k.shape[0]
-    if given.cu_seqlens is not None:
+    if operands.cu_seqlens is not None:
         if known(k.shape[0] != 1):
             refuse(
                 "packed sequences are stored one after another in one batch entry",
@@ -271,20 +271,20 @@ def _check_shapes(given: AppendOperands) -> None:
                 f"k {tuple(k.shape)}, and cu_seqlens is given",
                 "k.transpose(0, 1)[None] of k [tokens, heads, head_dim], and v likewise",
             )
-        _check_index(given, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
-        sequences = given.cu_seqlens.shape[0] - 1
-    if given.slot_mapping is None:
-        _check_index(given, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
-        _check_index(given, "page_table", 2, sequences, "[sequences, pages of the longest]")
+        _check_index(operands, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
+        sequences = operands.cu_seqlens.shape[0] - 1
+    if operands.slot_mapping is None:
+        _check_index(operands, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
+        _check_index(operands, "page_table", 2, sequences, "[sequences, pages of the longest]")
     else:
         tokens = k.shape[0] * k.shape[2]
-        _check_index(given, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
+        _check_index(operands, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
 
 
 def _check_index(
-    given: AppendOperands, name: str, dims: int, length: int | None, wanted: str
+    operands: AppendOperands, name: str, dims: int, length: int | None, wanted: str
 ) -> None:
-    tensor = getattr(given, name)
+    tensor = getattr(operands, name)
     right = tensor.dim() == dims
     if right and length is None:
         right = not known(tensor.shape[0] == 0)
@@ -295,13 +295,13 @@ def _check_index(
         refuse(
             f"{name} does not fit the new rows",
             f"argument {name} of append_kv",
-            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(given.k.shape)}",
+            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(operands.k.shape)}",
             f"{name} {wanted}",
         )
 
 
-def _refuse_shapes(given: AppendOperands, name: str) -> None:
-    shapes = zip(given._fields[:4], given[:4], strict=True)
+def _refuse_shapes(operands: AppendOperands, name: str) -> None:
+    shapes = zip(operands._fields[:4], operands[:4], strict=True)
     refuse(
         "the shapes of new rows and caches do not fit together",
         f"argument {name} of append_kv",
@@ -332,22 +332,22 @@ def _check_memory(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_limits(given: AppendOperands) -> None:
+def check_limits(operands: AppendOperands) -> None:
     """Checks that the numbers of a call, which are no symbols, fit the kernel's integers.
 
     Raises:
         InputError: there are too many rows, or too many slots.
     """
-    pages, heads, page, _ = given.k_cache.shape
+    pages, heads, page, _ = operands.k_cache.shape
     if page == 0:
         refuse(
             "the pages of the caches have no slots",
             "argument k_cache of append_kv",
-            f"k_cache {tuple(given.k_cache.shape)}",
+            f"k_cache {tuple(operands.k_cache.shape)}",
             "a page size of 1 or more",
         )
     for what, name, count, most in (
-        ("new rows", "k", given.tokens * heads, MOST_ROWS),
+        ("new rows", "k", operands.tokens * heads, MOST_ROWS),
         ("slots of the caches", "k_cache", pages * page, INT32_MAX),
     ):
         if count > most:
@@ -359,7 +359,7 @@ def check_limits(given: AppendOperands) -> None:
             )
 
 
-def slots_of(given: AppendOperands) -> Tensor:
+def slots_of(operands: AppendOperands) -> Tensor:
     """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
 
     It reads the contents of tensors, which are on the CPU.
@@ -367,9 +367,9 @@ def slots_of(given: AppendOperands) -> Tensor:
     Raises:
         InputError: a length, a position, a page or a slot is impossible.
     """
-    pages, _, page, _ = given.k_cache.shape
-    if given.slot_mapping is not None:
-        slots = given.slot_mapping
+    pages, _, page, _ = operands.k_cache.shape
+    if operands.slot_mapping is not None:
+        slots = operands.slot_mapping
         wrong = _first((slots < -1) | (slots >= pages * page))
         if wrong is not None:
             refuse(
@@ -379,18 +379,18 @@ def slots_of(given: AppendOperands) -> Tensor:
                 f"from 0 to {pages * page - 1:,}; -1 skips a token",
             )
         return slots
-    table, lengths = given.page_table, given.cache_seqlens
+    table, lengths = operands.page_table, operands.cache_seqlens
     assert table is not None, "slots or a page table are given"
     assert lengths is not None, "a page table has lengths"
-    token = torch.arange(given.tokens)
-    if given.cu_seqlens is None:
-        rows = given.k.shape[2]
-        ends = torch.arange(given.sequences + 1) * rows
+    token = torch.arange(operands.tokens)
+    if operands.cu_seqlens is None:
+        rows = operands.k.shape[2]
+        ends = torch.arange(operands.sequences + 1) * rows
     else:
-        ends = given.cu_seqlens.long()
-        what = "the number of new rows", f"{given.tokens:,} new rows"
+        ends = operands.cu_seqlens.long()
+        what = "the number of new rows", f"{operands.tokens:,} new rows"
         where = "argument cu_seqlens of append_kv"
-        check_ascending("cu_seqlens", ends.tolist(), given.tokens, what, "lengths", where)
+        check_ascending("cu_seqlens", ends.tolist(), operands.tokens, what, "lengths", where)
     new, lengths = ends.diff(), lengths.long()
     b = _first(lengths < new)
     if b is not None:
@@ -424,7 +424,7 @@ def slots_of(given: AppendOperands) -> Tensor:
             f"{int(position[wrong]):,}; {pages:,} pages of {page:,}",
             "a page of the caches for every position up to cache_seqlens",
         )
-    slots = torch.full((given.tokens,), -1, dtype=torch.int64)
+    slots = torch.full((operands.tokens,), -1, dtype=torch.int64)
     slots[inside] = number * page + position % page
     return slots
 

@@ -28,9 +28,9 @@ def runs_while_traced(function: Call) -> Call:
     """
 
     @functools.wraps(function)
-    def run(*given: Any, **by_name: Any) -> Any:
+    def run(*arguments: Any, **by_name: Any) -> Any:
         try:
-            return function(*given, **by_name)
+            return function(*arguments, **by_name)
         except FlashgenError as error:
             if TracingContext.try_get() is None or isinstance(error, RuntimeError):
                 raise

@@ -60,12 +60,12 @@ def scalars_of(
     Raises:
         InputError: a value is not a whole number, or the part is not inside the whole.
     """
-    given = {} if whole is None else whole
-    if not isinstance(given, Mapping) or not set(given) <= set(SIZES):
+    given_sizes = {} if whole is None else whole
+    if not isinstance(given_sizes, Mapping) or not set(given_sizes) <= set(SIZES):
         refuse(
             "whole is a mapping of sizes",
             "argument whole",
-            f"given {given!r:.200}; sizes: {', '.join(SIZES)}",
+            f"given {given_sizes!r:.200}; sizes: {', '.join(SIZES)}",
             'whole={"heads": 32}, with the sizes in which the whole is larger than the call',
         )
     first = _integer("h_offset", h_offset)
@@ -73,7 +73,7 @@ def scalars_of(
     if len(of_q) != 4 or len(of_k) != 4:  # the checks of operands name the mistake
         return dict.fromkeys(WHOLE, 0)
     own = dict(zip(SIZES, (of_q[1], of_q[2], of_k[2] * pages), strict=True))
-    sizes = {name: _integer(f"whole[{name!r}]", given.get(name, own[name])) for name in SIZES}
+    sizes = {name: _integer(f"whole[{name!r}]", given_sizes.get(name, own[name])) for name in SIZES}
     if known(first < 0) or known(first + own["heads"] > sizes["heads"]):
         refuse(
             "the heads of the call are not among those of the whole",

@@ -215,12 +215,12 @@ def check_gradients(q: Tensor, v: Tensor, gradients: OutputGradients) -> None:
             continue
         check_is_tensor(name, tensor, f"a tensor of shape {wanted}", dense=False)
         dense = tensor.layout == torch.strided and not tensor.is_nested
-        given = tuple(tensor.shape) if dense else None
-        if given != wanted or tensor.dtype != dtype or tensor.device != q.device:
+        own_shape = tuple(tensor.shape) if dense else None
+        if own_shape != wanted or tensor.dtype != dtype or tensor.device != q.device:
             refuse(
                 f"{name} does not belong to q, k and v",
                 f"argument {name}",
-                f"shape {given or tensor.layout}, {tensor.dtype}, on {tensor.device}; "
+                f"shape {own_shape or tensor.layout}, {tensor.dtype}, on {tensor.device}; "
                 f"expected {wanted}, {dtype}, on {q.device}",
                 "out and lse of the forward call, and gradients of the same shapes",
             )
@@ -319,12 +319,12 @@ def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any,
     The conversion is differentiated like any other: gradients have the dtypes that were given.
     """
     declared = list(captured)
-    for place, tensor in enumerate(signature.tensors):
-        value = captured[place]
+    for index, tensor in enumerate(signature.tensors):
+        value = captured[index]
         if tensor.dtype in FLOAT_DTYPES and isinstance(value, Tensor):
             dtype = getattr(torch, tensor.dtype)
             if value.dtype != dtype and value.is_floating_point():
-                declared[place] = value.to(dtype)
+                declared[index] = value.to(dtype)
     return tuple(declared)
 
 
