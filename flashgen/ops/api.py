@@ -12,12 +12,12 @@ from torch.autograd import forward_ad
 
 from flashgen.call import CallOptions, Operands
 from flashgen.errors import SpecError
-from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
+from flashgen.ops.autograd import are_plain, attend_plain, is_plain
+from flashgen.ops.dispatched_call import dispatched_call
 from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
-from flashgen.ops.traced_call import traced_call
 from flashgen.runtime import backward, forward
-from flashgen.runtime.arguments.call import Call, check_traced
+from flashgen.runtime.arguments.call import Call
 from flashgen.runtime.arguments.options import draw_rng, refuse_positional, refuse_return_lse
 from flashgen.runtime.arguments.pages import check_positions_of_pages
 from flashgen.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
@@ -263,21 +263,17 @@ class Attention:
             q, k, v, captured, _ = operands
         else:
             captured = ()
-        if traced:
-            result = traced_call(operator, operands, options)
+        if not traced:
+            self._used = operator
+        if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
+            if not traced:
+                refuse_jit_trace()
+            result = dispatched_call(operator, operands, options)
             return result if return_lse else result[0]
-        self._used = operator
-        plain = is_plain(q, k, v) and not q.is_meta and (not captured or are_plain(captured))
-        if not plain:
-            refuse_jit_trace()
-            check_traced(operator.signature, operands, options.scalars)
-            options = operator.normal(options)
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
             operands = operands._replace(rng=rng)
-        if not plain:
-            result = Attend.apply(operator, options, q, k, v, rng, *captured)  # type: ignore[no-untyped-call]
-        elif (
+        if (
             torch.is_grad_enabled()
             and (
                 q.requires_grad

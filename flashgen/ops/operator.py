@@ -19,11 +19,8 @@ from flashgen.runtime.arguments.options import (
     check_rng,
     number_in,
     probability_of,
-    scalar_value,
-    scale_of,
     settled,
 )
-from flashgen.runtime.arguments.positions import offset_of
 from flashgen.runtime.arguments.refusals import runs_while_traced
 from flashgen.runtime.programs import CallProgram, program_of
 
@@ -90,27 +87,6 @@ class Operator:
         self._backwards: dict[Any, backward.PreparedBackward] = {}
 
     # Values of torch's schema.
-
-    def normal(self, options: CallOptions) -> CallOptions:
-        """``options`` in the types of torch's schema: symbols stay, NumPy numbers are converted.
-
-        Raises:
-            InputError: an option is wrong; torch's own error message would not explain it.
-        """
-        scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p = options
-        if scale is not None and not isinstance(scale, _SYMBOLS):
-            scale = scale_of(self.signature, scale)
-        check_choices(backend, arch, deterministic)
-        values = tuple(
-            value if isinstance(value, _SYMBOLS) else scalar_value(scalar, value)
-            for scalar, value in zip(self.signature.scalars, scalars, strict=True)
-        )
-        if not isinstance(q_offset, _SYMBOLS):
-            q_offset = offset_of("q_offset", q_offset, 0)
-        if not isinstance(k_offset, _SYMBOLS):
-            k_offset = offset_of("k_offset", k_offset, 0)
-        numbers = (scale, q_offset, k_offset, backend, arch, deterministic)
-        return CallOptions(*numbers, values, dropout_p)
 
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""

@@ -189,6 +189,8 @@ def known(fact: bool | torch.SymBool) -> bool:
 
 def is_constant(fact: bool | torch.SymBool) -> bool:
     """True when the fact holds for all values of its symbols; this adds no guard."""
+    if isinstance(fact, bool) and not torch.compiler.is_compiling():
+        return fact
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(fact)

@@ -1,4 +1,8 @@
-"""A call of an operator as torch.compile and torch.export trace it."""
+"""A call of an operator through torch's dispatcher, as one node.
+
+torch.compile and torch.export trace it. Calls inside of torch.func, under torch's modes and with
+subclasses of tensors take the same way.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +23,48 @@ from flashgen.runtime.arguments.options import (
 )
 from flashgen.runtime.arguments.positions import offset_of
 from flashgen.runtime.arguments.refusals import is_constant
+from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor
 
 
-def traced_call(
+def dispatched_call(
     operator: Operator, operands: Operands, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """A call as torch.compile and torch.export trace it: one node, checked when it runs."""
+    """A call whose numbers may be symbols: kinds are checked now, and values when it runs.
+
+    Raises:
+        InputError: an argument is of a wrong kind; torch's own error would not explain it.
+    """
     check_traced(operator.signature, operands, options.scalars)
     q, k, v, captured, rng = operands
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)
     if p is not None and rng is None:
         rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    for name, offset in (("q_offset", options.q_offset), ("k_offset", options.k_offset)):
-        if not isinstance(offset, int):
-            offset_of(name, offset, 0)
     check_choices(options.backend, options.arch, options.deterministic)
     numbers = dict(zip(NUMBERS, options[1:6], strict=True))
     numbers = {name: numbers[name] for name in operator.numbers}
+    for name in OFFSETS:
+        if name in numbers and not _is(numbers[name], int, torch.SymInt):
+            numbers[name] = offset_of(name, numbers[name], 0)
     scale, floats, scalars = _numbers(operator, options)
     result: tuple[Tensor, Tensor] = operator.overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars
     )
     return result
+
+
+_KINDS: dict[str, tuple[type, type]] = {
+    "float32": (float, torch.SymFloat),
+    "int32": (int, torch.SymInt),
+    "bool": (bool, torch.SymBool),
+}
+
+
+def _is(value: Any, kind: type, symbol: type) -> bool:
+    """Whether a value is of a kind or a symbol for one; Python counts bools as ints."""
+    return isinstance(value, kind | symbol) and (kind is bool or not isinstance(value, bool))
 
 
 def _numbers(
@@ -54,16 +75,15 @@ def _numbers(
     scale: Any = options.scale
     default = signature.scale or 1 / math.sqrt(signature.head_dim)
     if scale is not None:
-        if not isinstance(scale, float):
+        if not _is(scale, float, torch.SymFloat):
             scale = scale_of(signature, scale)
         scale = None if is_constant(scale == default) else _tensor(scale)
     floats, others = [], {}
     scalars = zip(operator.arguments, signature.scalars, options.scalars, strict=True)
     for name, scalar, value in scalars:
-        kind = {"float32": float, "int32": int, "bool": bool}[scalar.dtype]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if not _is(value, *_KINDS[scalar.dtype]):
             value = scalar_value(scalar, value)
-        if kind is float:
+        if scalar.dtype == "float32":
             floats.append(_tensor(value))
         else:
             others[name] = value
