@@ -35,7 +35,6 @@ that the running program can change them. The default cache folder also follows
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -55,13 +54,10 @@ DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
 
 
-_encoded = functools.cache(os.environ.encodekey)
-
-
 def _read(name: str) -> str | None:
     """Value of an environment variable without surrounding blanks; None when unset or empty."""
     # Operators read variables at every call: this test of an unset one raises no exception inside.
-    if _encoded(name) not in os.environ._data:  # type: ignore[attr-defined]
+    if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
         return None
     return os.environ.get(name, "").strip() or None
 
